@@ -18,7 +18,7 @@ from enum import Enum, auto
 from typing import Any, Final
 
 from gpulease.protocol.codec import build_body, parse_body, reply_body, request_body
-from gpulease.protocol.connection_states import REPLIES, TRANSITIONS, State, Trigger
+from gpulease.protocol.connection_states import REPLIES, TRANSITIONS, State, WireTrigger
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fast_dataclass import dataclass
@@ -29,12 +29,12 @@ from gpulease.protocol.opcodes import Flag, Opcode, Status
 from gpulease.protocol.operations import EVENTS_OF, HANDING_OVER, SPECS
 
 
-def request_trigger(op: Opcode) -> Trigger | None:
+def request_trigger(op: Opcode) -> WireTrigger | None:
     """Return the trigger of a request for an operation; None for an operation without requests."""
     return _REQUESTS[op]
 
 
-def reply_trigger(op: Opcode, *, refused: bool) -> Trigger | None:
+def reply_trigger(op: Opcode, *, refused: bool) -> WireTrigger | None:
     """Return the trigger of a reply to an operation; None for an operation without requests."""
     return _REPLIES[op][refused]
 
@@ -248,7 +248,7 @@ class Connection:
             raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
         if op in HANDING_OVER and self._in_flight:
             raise BodyError(f"{op.name} while other requests are in flight: wait for their replies first")
-        if frame.is_quiet and trigger is not Trigger.SESSION_REQUEST:
+        if frame.is_quiet and trigger is not WireTrigger.SESSION_REQUEST:
             raise BodyError(f"{op.name} can't be quiet: only session operations can")
         return op
 
@@ -313,7 +313,7 @@ class Connection:
             raise LocalProtocolError(f"{op.name} while other requests are in flight, or there are subscriptions")
         if type(body) is not request_body(op):
             raise LocalProtocolError(f"{op.name} takes {request_body(op).__name__}, not {type(body).__name__}")
-        if quiet and request_trigger(op) is not Trigger.SESSION_REQUEST:
+        if quiet and request_trigger(op) is not WireTrigger.SESSION_REQUEST:
             raise LocalProtocolError(f"{op.name} can't be quiet: only session operations can")
         request_id = self.last_request_id + 1
         flags = Flag.QUIET if quiet else 0
@@ -418,11 +418,11 @@ class Connection:
         self._in_flight.pop(request.request_id, None)
         self._subscriptions.on_reply(request.op, request.request_id, succeeded=status is Status.OK)
 
-    def _move(self, trigger: Trigger | None, op: Opcode) -> None:
+    def _move(self, trigger: WireTrigger | None, op: Opcode) -> None:
         self.state = _state_after(self.state, trigger, op)
 
 
-def _state_after(state: State, trigger: Trigger | None, op: Opcode) -> State:
+def _state_after(state: State, trigger: WireTrigger | None, op: Opcode) -> State:
     after = None if trigger is None else TRANSITIONS.get((state, trigger))
     if after is None:
         raise LocalProtocolError(f"{op.name} is not allowed in state {state.name}")
@@ -481,7 +481,7 @@ def _failure_of(frame: Frame) -> Failure:
         raise FramingError(f"an error reply is malformed: {error}", error.status) from None
 
 
-def _trigger(op: Opcode) -> Trigger:
+def _trigger(op: Opcode) -> WireTrigger:
     trigger = request_trigger(op)
     if trigger is None:
         raise LocalProtocolError(f"{op.name} is never requested")

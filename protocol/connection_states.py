@@ -22,7 +22,7 @@ class State(Enum):
     CLOSED = auto()
 
 
-class Trigger(Enum):
+class WireTrigger(Enum):
     """A message on the wire, in either direction."""
 
     HELLO = auto()
@@ -39,33 +39,33 @@ class Trigger(Enum):
     SESSION_REPLY = auto()
 
 
-TRANSITIONS: Final[dict[tuple[State, Trigger], State]] = {
+TRANSITIONS: Final[dict[tuple[State, WireTrigger], State]] = {
     # HELLO comes first and once. A refused HELLO closes the connection.
-    (State.OPENING, Trigger.HELLO): State.GREETING,
-    (State.GREETING, Trigger.HELLO_REPLY): State.CONTROL,
-    (State.GREETING, Trigger.HELLO_REFUSED): State.CLOSED,
+    (State.OPENING, WireTrigger.HELLO): State.GREETING,
+    (State.GREETING, WireTrigger.HELLO_REPLY): State.CONTROL,
+    (State.GREETING, WireTrigger.HELLO_REFUSED): State.CLOSED,
     # Control requests leave the state alone, in flight or answered.
-    (State.CONTROL, Trigger.CONTROL_REQUEST): State.CONTROL,
-    (State.CONTROL, Trigger.CONTROL_REPLY): State.CONTROL,
-    (State.CONTROL, Trigger.PING): State.CONTROL,
-    (State.CONTROL, Trigger.PING_REPLY): State.CONTROL,
+    (State.CONTROL, WireTrigger.CONTROL_REQUEST): State.CONTROL,
+    (State.CONTROL, WireTrigger.CONTROL_REPLY): State.CONTROL,
+    (State.CONTROL, WireTrigger.PING): State.CONTROL,
+    (State.CONTROL, WireTrigger.PING_REPLY): State.CONTROL,
     # The broker answers a refused ATTACH itself and keeps the connection; a worker answers an accepted one.
-    (State.CONTROL, Trigger.ATTACH): State.ATTACHING,
-    (State.ATTACHING, Trigger.ATTACH_REPLY): State.SESSION,
-    (State.ATTACHING, Trigger.ATTACH_REFUSED): State.CONTROL,
+    (State.CONTROL, WireTrigger.ATTACH): State.ATTACHING,
+    (State.ATTACHING, WireTrigger.ATTACH_REPLY): State.SESSION,
+    (State.ATTACHING, WireTrigger.ATTACH_REFUSED): State.CONTROL,
     # No message leads from a session back to CONTROL: the broker has given its socket away.
-    (State.SESSION, Trigger.SESSION_REQUEST): State.SESSION,
-    (State.SESSION, Trigger.SESSION_REPLY): State.SESSION,
-    (State.SESSION, Trigger.PING): State.SESSION,
-    (State.SESSION, Trigger.PING_REPLY): State.SESSION,
+    (State.SESSION, WireTrigger.SESSION_REQUEST): State.SESSION,
+    (State.SESSION, WireTrigger.SESSION_REPLY): State.SESSION,
+    (State.SESSION, WireTrigger.PING): State.SESSION,
+    (State.SESSION, WireTrigger.PING_REPLY): State.SESSION,
 }
 
-REPLIES: Final[dict[Trigger, tuple[Trigger, Trigger]]] = {
+REPLIES: Final[dict[WireTrigger, tuple[WireTrigger, WireTrigger]]] = {
     # Only for HELLO and ATTACH do success and refusal lead to different states.
-    Trigger.HELLO: (Trigger.HELLO_REPLY, Trigger.HELLO_REFUSED),
-    Trigger.CONTROL_REQUEST: (Trigger.CONTROL_REPLY, Trigger.CONTROL_REPLY),
-    Trigger.ATTACH: (Trigger.ATTACH_REPLY, Trigger.ATTACH_REFUSED),
-    Trigger.PING: (Trigger.PING_REPLY, Trigger.PING_REPLY),
-    Trigger.SESSION_REQUEST: (Trigger.SESSION_REPLY, Trigger.SESSION_REPLY),
+    WireTrigger.HELLO: (WireTrigger.HELLO_REPLY, WireTrigger.HELLO_REFUSED),
+    WireTrigger.CONTROL_REQUEST: (WireTrigger.CONTROL_REPLY, WireTrigger.CONTROL_REPLY),
+    WireTrigger.ATTACH: (WireTrigger.ATTACH_REPLY, WireTrigger.ATTACH_REFUSED),
+    WireTrigger.PING: (WireTrigger.PING_REPLY, WireTrigger.PING_REPLY),
+    WireTrigger.SESSION_REQUEST: (WireTrigger.SESSION_REPLY, WireTrigger.SESSION_REPLY),
 }
 """By a request's trigger: the triggers of its successful reply and of its refusal."""

@@ -26,7 +26,7 @@ Choice = TypeVar("Choice", bound=IntEnum)
 REQUEST_ID_BYTES: Final = 16
 
 
-class Row(Enum):
+class JournalRow(Enum):
     """How a lease's row in the journal has an option, where no value of an earlier row says it."""
 
     ALWAYS = auto()
@@ -50,7 +50,7 @@ class LeaseOption(Generic[Value, Default]):
         effect: What the method does, for a cell of the guide's table.
         in_submits: Whether a submit's worker obeys it too; None for an option that no worker receives.
         before: What a row means that lacks it, because its daemon did not know it; a row with this value leaves it out.
-            A `Row` if no such rows exist.
+            A `JournalRow` if no such rows exist.
         report_key: Its key in a lease's report; "" if no report has it.
     """
 
@@ -61,7 +61,7 @@ class LeaseOption(Generic[Value, Default]):
     call: str
     effect: str
     in_submits: bool | None
-    before: Value | Row
+    before: Value | JournalRow
     report_key: str
 
     @abstractmethod
@@ -272,7 +272,7 @@ EXCLUSIVITY: Final = ChoiceOption(
     call="exclusivity(GpuExclusivityClass...)",
     effect="share the session, or take the card alone",
     in_submits=None,
-    before=Row.ALWAYS,
+    before=JournalRow.ALWAYS,
     report_key="exclusivity",
 )
 
@@ -286,7 +286,7 @@ MAX_KERNEL: Final = NumberOption(
     call="max_kernel_secs(seconds)",
     effect="end the lease if one of its kernels runs for longer; without it a kernel may run until the lease ends",
     in_submits=True,
-    before=Row.ALWAYS,
+    before=JournalRow.ALWAYS,
     report_key="",
 )
 
@@ -303,7 +303,7 @@ WAITING: Final = ChoiceOption(
     "other threads run between polls, `BLOCK` sleeps at once. By default they spin where the host has at least four "
     "cores. Idle sessions use no CPU either way",
     in_submits=True,
-    before=Row.ALWAYS,
+    before=JournalRow.ALWAYS,
     report_key="",
 )
 
@@ -374,7 +374,7 @@ LABELS: Final = LabelsOption(
     call='labels(zone="a")',
     effect="lease on a node that has these labels from its operator",
     in_submits=None,
-    before=Row.NEVER,
+    before=JournalRow.NEVER,
     report_key="",
 )
 
@@ -457,7 +457,7 @@ def _mistakes() -> Iterator[str]:
     for option in OPTIONS:
         where = f"option 0x{option.tag:04x}"
         # An option is stored in the lease, or is for the acquire alone.
-        if kept.count(option) != (option.before is not Row.NEVER):
+        if kept.count(option) != (option.before is not JournalRow.NEVER):
             yield f"{where} must be in one field of LeaseOptions, or have before=Row.NEVER"
         # Whether submits obey it makes sense only for what a worker obeys.
         if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):

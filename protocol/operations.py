@@ -13,7 +13,7 @@ from typing import Final
 
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, SESSION_PERMISSIONS, Permission
-from gpulease.protocol.connection_states import TRANSITIONS, State, Trigger
+from gpulease.protocol.connection_states import TRANSITIONS, State, WireTrigger
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode, SessionOption, Status
 
@@ -80,7 +80,7 @@ class OperationSpec:
     op: Opcode
     request: type[m.Body]
     reply: type[m.Body]
-    trigger: Trigger | None
+    trigger: WireTrigger | None
     needs: Needs
     traits: Trait
     ability: SessionOption | None
@@ -96,7 +96,7 @@ class OperationSpec:
     @property
     def is_session(self) -> bool:
         """Whether a session's worker serves it, and not the broker; such a request may be quiet."""
-        return self.trigger is Trigger.SESSION_REQUEST
+        return self.trigger is WireTrigger.SESSION_REQUEST
 
 
 # The permissions that operations share, named by what a token must permit.
@@ -116,7 +116,7 @@ def _control(
     needs: Needs,
     traits: Trait,
     does: str,
-    trigger: Trigger | None = Trigger.CONTROL_REQUEST,
+    trigger: WireTrigger | None = WireTrigger.CONTROL_REQUEST,
     events: Opcode | None = None,
 ) -> OperationSpec:
     """Return the specification of an operation that the broker serves, or that the daemon sends unasked."""
@@ -150,7 +150,7 @@ def _session(
         op=op,
         request=request,
         reply=reply,
-        trigger=Trigger.SESSION_REQUEST,
+        trigger=WireTrigger.SESSION_REQUEST,
         needs=needs,
         traits=traits,
         ability=ability,
@@ -169,7 +169,7 @@ _ALL: Final = (
         _NOTHING,
         Trait.NONE,
         "the first frame: agrees on a version, exchanges features and names",
-        trigger=Trigger.HELLO,
+        trigger=WireTrigger.HELLO,
     ),
     # Any permission of a session opens it. From then on each request is checked against its own operation's needs.
     _control(
@@ -179,10 +179,16 @@ _ALL: Final = (
         _ANY_OF_SESSION,
         Trait.NONE,
         "makes this connection the session that the header names",
-        trigger=Trigger.ATTACH,
+        trigger=WireTrigger.ATTACH,
     ),
     _control(
-        Opcode.PING, m.Ping, m.Ping, _NOTHING, Trait.READ_ONLY, "checks that the peer is alive", trigger=Trigger.PING
+        Opcode.PING,
+        m.Ping,
+        m.Ping,
+        _NOTHING,
+        Trait.READ_ONLY,
+        "checks that the peer is alive",
+        trigger=WireTrigger.PING,
     ),
     # Without a trigger: no state of a connection accepts it as a request.
     _control(
@@ -201,7 +207,7 @@ _ALL: Final = (
         _SUBMIT,
         Trait.NONE,
         "makes this connection a [submit](#submits) on the lease that the header names",
-        trigger=Trigger.ATTACH,
+        trigger=WireTrigger.ATTACH,
     ),
     # The node and its leases. "Ungated" operations need no token; what they show of other tenants' leases is the
     # broker's decision.
@@ -813,7 +819,7 @@ SPECS: Final = MappingProxyType({spec.op: spec for spec in _ALL})
 SESSION_OPCODES: Final = frozenset(spec.op for spec in _ALL if spec.is_session)
 """The operations of sessions. The broker refuses them; a worker refuses all others but PING."""
 
-HANDING_OVER: Final = frozenset(spec.op for spec in _ALL if spec.trigger is Trigger.ATTACH)
+HANDING_OVER: Final = frozenset(spec.op for spec in _ALL if spec.trigger is WireTrigger.ATTACH)
 """The operations that pass the connection to another process. Each is its connection's last control request."""
 
 EVENTS_OF: Final = {spec.op: spec.events for spec in _ALL if spec.events is not None}

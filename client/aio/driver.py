@@ -198,7 +198,7 @@ def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return task
 
 
-class Opening(Coroutine[Any, Any, C]):
+class AsyncOpening(Coroutine[Any, Any, C]):
     """A lease, session, region or stream that is being opened: `await` returns it; `async with` also closes it."""
 
     def __init__(self, work: Coroutine[Any, Any, C]) -> None:

@@ -15,7 +15,7 @@ from gpulease.client.core.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_unreported
+from gpulease.client.core.lease import OnLoss, RenewableLease, RenewalSchedule, keep_renewed, raise_unreported
 from gpulease.client.errors import GpuLeaseError
 
 E = TypeVar("E")
@@ -127,7 +127,7 @@ class KeepAlive(_Watch):
         loss: Why the lease was lost; None while it is not.
     """
 
-    def __init__(self, lease: Renewed, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
+    def __init__(self, lease: RenewableLease, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         # Weakly, as in the blocking API: the task must not keep the lease from being dropped.
@@ -145,14 +145,16 @@ class KeepAlive(_Watch):
         if kind is None:
             raise_unreported(self.loss, self._on_loss)
 
-    async def _keep(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
+    async def _keep(self, lease: "weakref.ref[RenewableLease]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))
         # Called once, from the task; the block does not raise the loss then.
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
-def keep_alive(lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
+def keep_alive(
+    lease: RenewableLease, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None
+) -> KeepAlive:
     """Renew a lease or region in the background, each time three quarters of its granted time have passed.
 
     Args:

@@ -4,10 +4,10 @@ import asyncio
 import weakref
 
 from gpulease.client.core.idle_frees import LOOK_S, IdleLook
-from gpulease.client.core.session import Session
+from gpulease.client.core.session import SessionCore
 
 
-def look_after(session: Session) -> None:
+def look_after(session: SessionCore) -> None:
     """Free what the program has dropped in a session while it is idle, until it ends.
 
     Runs in the session's event loop.

@@ -6,7 +6,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gpulease.client.aio.driver import ConnectionLock, Opening, ask, drive, drive_owing, undisturbed
+from gpulease.client.aio.driver import AsyncOpening, ConnectionLock, ask, drive, drive_owing, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
@@ -34,12 +34,12 @@ class GpuBuilder(LeaseRequest):
         ...
     """
 
-    def acquire(self) -> "Opening[GpuLease]":
+    def acquire(self) -> "AsyncOpening[GpuLease]":
         """Acquire the lease: use `await` or `async with`. Cancelling it withdraws the request.
 
         Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
-        return Opening(self._acquired())
+        return AsyncOpening(self._acquired())
 
     async def _acquired(self) -> "GpuLease":
         owed = owed_lease()
@@ -68,7 +68,7 @@ class GpuLease(LeaseView):
         """Free the lease; everything in its session is lost. If it had ended before, raises the error that says how."""
         await self._run(self._state.free())
 
-    def reacquire(self) -> "Opening[GpuLease]":
+    def reacquire(self) -> "AsyncOpening[GpuLease]":
         """Acquire another lease on the terms of this one, after this one has ended.
 
         The terms are those of the builder when it acquired this lease: size, time, card, waiting and options. Changes
@@ -79,7 +79,7 @@ class GpuLease(LeaseView):
 
         Use `await` or `async with`, as for `GpuBuilder.acquire`.
         """
-        return Opening(self._reacquired())
+        return AsyncOpening(self._reacquired())
 
     async def _reacquired(self) -> "GpuLease":
         owed = owed_lease()
@@ -161,7 +161,9 @@ class GpuLease(LeaseView):
         """
         await self._run(self._state.revoke_token(token_of(token)))
 
-    def region(self, size: int | str, *, tenant: str | None = None, ttl_secs: float | None = None) -> "Opening[Region]":
+    def region(
+        self, size: int | str, *, tenant: str | None = None, ttl_secs: float | None = None
+    ) -> "AsyncOpening[Region]":
         """Open a region: a part of this lease's memory that can be ended on its own while the session continues.
 
         Its bytes are taken from the slice and are zero. When the region ends, all of them except a sixteenth (at least
@@ -178,7 +180,7 @@ class GpuLease(LeaseView):
 
         Use `await` or `async with`.
         """
-        return Opening(self._region(size, tenant, ttl_secs))
+        return AsyncOpening(self._region(size, tenant, ttl_secs))
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
         # If this is cancelled, the region is closed again in the background as soon as it was granted.

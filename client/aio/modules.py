@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from gpulease.client.aio.driver import drive, undisturbed
-from gpulease.client.core.resources import LoadedModule
+from gpulease.client.core.resources import ModuleBase
 from gpulease.client.handles import Variable
 from gpulease.protocol.messages import KernelFigures
 
 
-class Module(LoadedModule):
+class Module(ModuleBase):
     """Loaded code; made by `GpuSession.module_load`. Dropping the last reference unloads it.
 
     `kernels` maps each kernel's name to the sizes of its parameters in bytes and the most threads a block may have.

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.aio.arrays import Array, make
-from gpulease.client.aio.driver import Opening, drive, undisturbed
+from gpulease.client.aio.driver import AsyncOpening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
 from gpulease.client.aio.idle_frees import look_after
 from gpulease.client.aio.kernels import ElementwiseKernel, Kernel
@@ -21,7 +21,7 @@ from gpulease.client.core.launch import KernelArguments, LaunchAttributes
 from gpulease.client.core.lease import by_environment, by_token, state_of
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.region_sets import RegionSet
-from gpulease.client.core.session import Session, SessionView
+from gpulease.client.core.session import SessionCore, SessionView
 from gpulease.client.core.streams import PrintedCallback, PrintedText
 from gpulease.client.core.tokens import Grant, token_of
 from gpulease.client.core.waits import Begun, Procedure
@@ -75,14 +75,14 @@ class GpuSession(SessionView):
         """
         self.lease = lease
         lock = asyncio.Lock()
-        self._set_session(Session(state_of(lease), lock, grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS))
+        self._set_session(SessionCore(state_of(lease), lock, grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS))
         self._closing: Callable[[], object] | None = None
         register(self)
 
     @classmethod
     def attach(
         cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
-    ) -> Opening[Self]:
+    ) -> AsyncOpening[Self]:
         """Open a session on another tenant's lease with a token; it may do what the token permits, until that expires.
 
         A token opens one session. Without a token, this opens a session on the lease that `gpulease run` acquired for
@@ -99,7 +99,7 @@ class GpuSession(SessionView):
 
         Use `await` or `async with`.
         """
-        return Opening(cls._attached(token, address, shared_memory))
+        return AsyncOpening(cls._attached(token, address, shared_memory))
 
     @classmethod
     async def _attached(cls, token: bytes | str | Grant | None, address: str | None, shared_memory: bool) -> Self:
@@ -194,12 +194,12 @@ class GpuSession(SessionView):
         """
         return await make(self, new(self, Array, shape, dtype, "empty_device"))
 
-    def stream(self) -> Opening[Stream]:
+    def stream(self) -> AsyncOpening[Stream]:
         """Make a stream for launches and copies, in addition to the default one: use `await` or `async with`.
 
         Raises Busy beyond MAX_STREAMS.
         """
-        return Opening(self._run(self._session.streams.create(Stream)))
+        return AsyncOpening(self._run(self._session.streams.create(Stream)))
 
     @property
     def default_stream(self) -> Stream:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class DriverFailed(Exception):
+class BindingsCallFailed(Exception):
     """A call of the CUDA driver returned an error."""
 
 
@@ -47,14 +47,14 @@ def measure(launches: int, samples: int) -> dict[str, float]:
 def _checked(answer: tuple[Any, ...]) -> Any:
     """The result of a call, without its status. Raises DriverFailed."""
     if answer[0]:
-        raise DriverFailed(str(answer[0]))
+        raise BindingsCallFailed(str(answer[0]))
     return answer[1] if len(answer) > 1 else None
 
 
 def _alloc_and_free() -> None:
     error, address = api.cuMemAlloc(ALLOCATION_BYTES)
     if error or api.cuMemFree(address)[0]:
-        raise DriverFailed("cuMemAlloc or cuMemFree")
+        raise BindingsCallFailed("cuMemAlloc or cuMemFree")
 
 
 def _open_calls() -> Calls:
@@ -82,11 +82,11 @@ def _open_calls() -> Calls:
     # The default argument keeps the packed values alive as long as the function.
     def launch(_kept: object = (values, pointers)) -> None:
         if launch_kernel(function, 1, 1, 1, THREADS, 1, 1, 0, 0, packed, 0)[0]:
-            raise DriverFailed("cuLaunchKernel")
+            raise BindingsCallFailed("cuLaunchKernel")
 
     def sync() -> None:
         if synchronize()[0]:
-            raise DriverFailed("cuCtxSynchronize")
+            raise BindingsCallFailed("cuCtxSynchronize")
 
     def read_counters() -> "NDArray[np.uint32]":
         _checked(from_card(counts.ctypes.data, counters, counts.nbytes))

@@ -76,7 +76,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BoundOutcome:
     """A bound and the value that was measured for it; None if there is none.
 
     Attributes:
@@ -144,7 +144,7 @@ def flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
             yield f"{prefix}{key}", float(value)
 
 
-def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[Outcome]:
+def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[BoundOutcome]:
     """How a report keeps each bound, in the bounds' order."""
     figures = dict(flat(report))
     return [_outcome(bound, figures) for bound in bounds]
@@ -155,12 +155,12 @@ def keeps_bounds(driver: str, report: Mapping[str, Any]) -> bool:
     return all(one.is_kept for one in outcomes(load_bounds(driver), report) if one.value is not None)
 
 
-def _outcome(bound: Bound, figures: Mapping[str, float]) -> Outcome:
+def _outcome(bound: Bound, figures: Mapping[str, float]) -> BoundOutcome:
     value = bound.value(figures.get(bound.figure), figures.get(bound.of))
     # A figure that the host can't have is left out; one that should be there is a missed bound.
     if value is None:
-        return Outcome(bound, None, None if bound.needs else False)
-    return Outcome(bound, value, bound.holds(value, bound.limit))
+        return BoundOutcome(bound, None, None if bound.needs else False)
+    return BoundOutcome(bound, value, bound.holds(value, bound.limit))
 
 
 def has_fallen(bound: Bound, value: float, earlier: float) -> bool:

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.bench.bounds import Bound, Outcome, has_fallen, load_bounds, outcomes
+from gpulease.client.bench.bounds import Bound, BoundOutcome, has_fallen, load_bounds, outcomes
 from gpulease.client.bench.core import core_figures
 from gpulease.client.bench.figures import Figures, Say
 from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.bench.region_times import measure_regions
-from gpulease.client.bench.suite import REQUEST_CONTEXTS, Plan, measure_beside_direct_calls
+from gpulease.client.bench.suite import REQUEST_CONTEXTS, RunSize, measure_beside_direct_calls
 from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.transform import transform_ptx
@@ -59,7 +59,7 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
     # Whether "auto" finds a card is known only once a daemon runs: a card's sizes also suit the embedded driver.
     size = "cpu" if driver == "cpu" else "cuda"
     # The whole bench first: its private daemons must be alone on the card.
-    bench = measure_beside_direct_calls(Plan(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
+    bench = measure_beside_direct_calls(RunSize(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
     found = bench["driver"]
     report |= {"title": bench["title"], "driver": found, "card": bench["card"], "bench": bench}
     # Regions and the decode engine share one daemon; the core and the gateway have their own.
@@ -127,7 +127,7 @@ def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
     }
 
 
-def check_promises(report: Mapping[str, Any]) -> list[Outcome]:
+def check_promises(report: Mapping[str, Any]) -> list[BoundOutcome]:
     """How a report keeps the bounds of its driver."""
     return outcomes(load_bounds(report["driver"]), report)
 
@@ -156,7 +156,7 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     return earlier
 
 
-def fallen(now: list[Outcome], before: Mapping[str, Outcome]) -> list[Bound]:
+def fallen(now: list[BoundOutcome], before: Mapping[str, BoundOutcome]) -> list[Bound]:
     """The bounds with a value that is worse than the earlier run's, by `bounds.FALL` or more."""
     return [
         one.bound

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from gpulease.client.aio import Buffer, GpuBuilder, GpuLease, GpuSession
-from gpulease.client.aio.driver import Opening
+from gpulease.client.aio.driver import AsyncOpening
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import print_figures
 from gpulease.client.console.private_daemon import private_daemon, running_address
@@ -62,7 +62,7 @@ async def measure(address: str, path: Path) -> None:
         print_reads(largest)
 
 
-def _lease(address: str, size: int) -> Opening[GpuLease]:
+def _lease(address: str, size: int) -> AsyncOpening[GpuLease]:
     return GpuBuilder(address).min_vram(size).lease_secs(LEASE_S).acquire()
 
 

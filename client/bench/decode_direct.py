@@ -19,7 +19,7 @@ import numpy as np
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.decode_steps import (
     SEED,
-    Blocks,
+    RowBlocks,
     block_tables,
     decode_rows,
     limits_of,
@@ -177,7 +177,7 @@ class DirectEngine:
 
     def __init__(self, session: DirectSession, forward: ForwardPass, pool: Buffer, buckets: Sequence[int]) -> None:
         """Prepare the streams and pinned memory; `open` calls this."""
-        self.blocks = Blocks(pool.handle, pool.size_bytes // block_bytes(forward.weights.config))
+        self.blocks = RowBlocks(pool.handle, pool.size_bytes // block_bytes(forward.weights.config))
         self._session = session
         self._forward = forward
         self._buckets = buckets

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
-from gpulease.client.bench.decode_steps import Blocks, decode_rows
+from gpulease.client.bench.decode_steps import RowBlocks, decode_rows
 from gpulease.client.decode.engine.engine import DecodeEngine
 from gpulease.client.decode.engine.forward_pass import chunk_of
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, manifest
@@ -31,7 +31,7 @@ MOST_READS: Final = 8
 Figure = dict[str, Any]
 
 
-async def kernel_figures(engine: DecodeEngine, blocks: Blocks, batch: int, context: int) -> AsyncIterator[Figure]:
+async def kernel_figures(engine: DecodeEngine, blocks: RowBlocks, batch: int, context: int) -> AsyncIterator[Figure]:
     """Yield each kernel's microseconds per launch and per step, alone in graphs, in order of their share of a step."""
     await _give_rows(engine, blocks, batch, context)
     # The share of a step is the kernel's time times its launches in that step.
@@ -49,7 +49,7 @@ async def kernel_figures(engine: DecodeEngine, blocks: Blocks, batch: int, conte
 
 
 async def tile_figures(
-    engine: DecodeEngine, blocks: Blocks, batch: int, context: int, step_s: float
+    engine: DecodeEngine, blocks: RowBlocks, batch: int, context: int, step_s: float
 ) -> AsyncIterator[Figure]:
     """Yield the time of each linear layer with its best tile and splits and with those in use; finally of all layers.
 
@@ -150,7 +150,7 @@ def _whole(launch: KernelLaunch, name: str) -> int:
     return value
 
 
-async def _give_rows(engine: DecodeEngine, blocks: Blocks, batch: int, context: int) -> None:
+async def _give_rows(engine: DecodeEngine, blocks: RowBlocks, batch: int, context: int) -> None:
     # Rows must be valid: kernels follow their tables and blocks.
     rows = decode_rows(blocks, engine.limits, batch, context)
     await engine.session.mem_write(engine.forward.rows, 0, rows)

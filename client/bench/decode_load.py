@@ -36,7 +36,7 @@ WORDS: Final = ("the", "import", "class", "a", "with", "statement", "is", "value
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """Times and end of one request.
 
     Attributes:
@@ -69,7 +69,7 @@ def prompt_of(words: int, seed: int) -> str:
     return " ".join(chance.choice(WORDS) for _ in range(words))
 
 
-def figures_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+def figures_of(outcomes: Iterable[RequestOutcome]) -> dict[str, Any]:
     """The figures of some requests; times in milliseconds, None without a sample."""
     known = list(outcomes)
     # Only complete replies count as goodput; the others' times still count.
@@ -121,7 +121,7 @@ class DecodeClient:
         self._host, self._port = parts.hostname, parts.port or 80
         self._max_tokens = max_tokens
 
-    async def complete(self, key: str, prompt: str, seed: int, outcome: Outcome) -> None:
+    async def complete(self, key: str, prompt: str, seed: int, outcome: RequestOutcome) -> None:
         """Send one request, and record in `outcome` what comes back."""
         # With log-probabilities a reply lists its tokens; one object of a stream may have several.
         asked = {"prompt": prompt, "max_tokens": self._max_tokens, "seed": seed, "stream": True, "logprobs": 0}
@@ -137,7 +137,7 @@ class DecodeClient:
             outcome.error = f"no sound reply: {type(error).__name__}"
         outcome.ended_at = time.monotonic()
 
-    async def _stream(self, key: str, body: bytes, outcome: Outcome) -> None:
+    async def _stream(self, key: str, body: bytes, outcome: RequestOutcome) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
         # One connection for each request, as HTTP/1.0 has it.
         try:
@@ -175,17 +175,17 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield line.rstrip(b"\r\n")
 
 
-async def offer_load(client: DecodeClient, keys: Sequence[str], load: "Load") -> list[Outcome]:
+async def offer_load(client: DecodeClient, keys: Sequence[str], load: "RequestLoad") -> list[RequestOutcome]:
     """Send a load's requests as they arrive, each with a random key.
 
     Returns their outcomes after the last one's end.
     """
-    chance, began, found = random.Random(load.seed), time.monotonic(), list[Outcome]()
+    chance, began, found = random.Random(load.seed), time.monotonic(), list[RequestOutcome]()
     running = set[asyncio.Task[None]]()
     for number, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
         # Wait until its time, however many requests are still open: arrivals don't depend on the server.
         await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
-        outcome = Outcome(chance.randrange(len(keys)), time.monotonic())
+        outcome = RequestOutcome(chance.randrange(len(keys)), time.monotonic())
         found.append(outcome)
         # Beyond this, the client would run out of descriptors: count it as not sent.
         if len(running) >= MAX_OPEN:
@@ -201,7 +201,7 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "Load") ->
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestLoad:
     """A load: `requests` requests, `rate` per second on average, with prompts of `prompt_words` words."""
 
     rate: float
@@ -231,7 +231,7 @@ def load_table(report: dict[str, Any]) -> str:
     return "\n\n".join([table(["key", *(head for _, head in _COLUMNS)], rows), *errors])
 
 
-def report_of(outcomes: Sequence[Outcome], keys: int) -> dict[str, Any]:
+def report_of(outcomes: Sequence[RequestOutcome], keys: int) -> dict[str, Any]:
     """The figures of each key, by its position from 1, and of all together."""
     tenants = {str(place + 1): figures_of(one for one in outcomes if one.tenant == place) for place in range(keys)}
     return {"tenants": tenants, "all": figures_of(outcomes)}
@@ -262,7 +262,7 @@ def main(
     # A wrong URL is a mistake of the command line.
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    load = Load(rate, requests, prompt_words, seed)
+    load = RequestLoad(rate, requests, prompt_words, seed)
     report = report_of(asyncio.run(offer_load(client, keys, load)), len(keys))
     click.echo(indented_json(report) if as_json else load_table(report))
 

@@ -44,7 +44,7 @@ PROMPT: Final = 512
 """Tokens of the prompts that are rebound."""
 
 
-class Times(DecoderObserver):
+class DecoderTimes(DecoderObserver):
     """Figures from a decoder's reports, since `clear`.
 
     Attributes:
@@ -98,7 +98,7 @@ class Times(DecoderObserver):
 class _Service:
     """A decoder under load, and what is asked of it while it is measured."""
 
-    def __init__(self, decoder: Decoder, times: Times) -> None:
+    def __init__(self, decoder: Decoder, times: DecoderTimes) -> None:
         self.decoder, self.times = decoder, times
         self._vocabulary = decoder.engine.forward.weights.config.vocabulary
 
@@ -170,7 +170,7 @@ async def _serving(checkpoint: Checkpoint, address: str, most: int) -> AsyncIter
     # Enough rebinds at once to never limit what is measured.
     prefill_rows = min(128, most)
     settings = DecoderSettings(most + prefill_rows, prefill_rows, most, POSITIONS, rebinds_at_once=1_000_000)
-    times = Times()
+    times = DecoderTimes()
     async with Decoder.open(checkpoint, tenants, settings, address=address, observers=[times]) as decoder:
         yield _Service(decoder, times), names
 

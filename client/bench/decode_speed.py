@@ -23,7 +23,7 @@ from gpulease.client.bench.decode_kernels import kernel_figures, tile_figures
 from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.decode_steps import (
     SEED,
-    Blocks,
+    RowBlocks,
     StepTime,
     block_tables,
     decode_rows,
@@ -171,7 +171,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
         try:
             # One pool for all rows; each sequence has blocks of its own in it.
             pool = await engine.open_pool(count)
-            blocks = Blocks(pool.region.address, pool.blocks)
+            blocks = RowBlocks(pool.region.address, pool.blocks)
             await engine.session.mem_write(engine.forward.tables, 0, block_tables(limits))
             steps: Steps = {}
             for context in contexts:
@@ -193,7 +193,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
             await engine.close()
 
 
-async def _report_kernels(engine: DecodeEngine, blocks: Blocks, shape: str, steps: Steps, report: Report) -> None:
+async def _report_kernels(engine: DecodeEngine, blocks: RowBlocks, shape: str, steps: Steps, report: Report) -> None:
     """Report the times of kernels, and of linear layers with other tiles, in the steps of the longest context."""
     # Kernels are timed where attention is longest.
     context = max(context for _, context in steps)

@@ -33,7 +33,7 @@ class Stepper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class RowBlocks:
     """Blocks of keys and values that rows name.
 
     Attributes:
@@ -74,7 +74,7 @@ def block_tables(limits: StepLimits) -> "np.typing.NDArray[np.int32]":
     return np.arange(limits.tables * limits.table_blocks, dtype=np.int32)
 
 
-def decode_rows(blocks: Blocks, limits: StepLimits, batch: int, context: int) -> Rows:
+def decode_rows(blocks: RowBlocks, limits: StepLimits, batch: int, context: int) -> Rows:
     """The rows of a step of `batch` sequences at the position `context`."""
     # All rows at the same position, each of another sequence; the block follows from both.
     rows = _rows(blocks, batch)
@@ -83,7 +83,7 @@ def decode_rows(blocks: Blocks, limits: StepLimits, batch: int, context: int) ->
     return rows
 
 
-def prompt_rows(blocks: Blocks, limits: StepLimits) -> Rows:
+def prompt_rows(blocks: RowBlocks, limits: StepLimits) -> Rows:
     """The rows of a step of one prompt, at most as many as a sequence has positions."""
     rows = _rows(blocks, min(PREFILL, limits.positions))
     rows["position"] = np.arange(len(rows))
@@ -91,7 +91,7 @@ def prompt_rows(blocks: Blocks, limits: StepLimits) -> Rows:
     return rows
 
 
-def _rows(blocks: Blocks, count: int) -> Rows:
+def _rows(blocks: RowBlocks, count: int) -> Rows:
     # A token per row and no sampling choice: what a row computes depends on these fields alone.
     rows = np.zeros(count, ROW)
     rows["token"], rows["source"], rows["top_p"] = np.arange(count) + 5, NO_ROW, 1

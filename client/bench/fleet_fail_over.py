@@ -15,7 +15,7 @@ from gpulease.client.bench.figures import Say
 from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.console.named_tenant import Tenant, Work, acquire_name, overlaps
 from gpulease.client.console.private_daemon import PrivateDaemon, short_folder
-from gpulease.client.console.private_fleet import EtcdMember, Link, PrivateFleet, leader_of, private_etcd
+from gpulease.client.console.private_fleet import CuttableLink, EtcdMember, PrivateFleet, leader_of, private_etcd
 from gpulease.client.console.transform import transform_ptx
 
 MEMBERS: Final = 3
@@ -50,7 +50,7 @@ class _Scene:
     """A fleet of two nodes; node-1 reaches etcd only through the links."""
 
     members: list[EtcdMember]
-    links: list[Link]
+    links: list[CuttableLink]
     fleet: PrivateFleet
 
     @property
@@ -154,7 +154,7 @@ def _scene(horizon_s: int) -> Iterator[_Scene]:
         members = stack.enter_context(private_etcd(folder / "etcd", MEMBERS))
         endpoints = [member.endpoint for member in members]
         # Only the first node goes through the links, so only it can be cut off.
-        links = [stack.enter_context(contextlib.closing(Link(endpoint))) for endpoint in endpoints]
+        links = [stack.enter_context(contextlib.closing(CuttableLink(endpoint))) for endpoint in endpoints]
         fleet = stack.enter_context(PrivateFleet(folder, endpoints, horizon_s))
         fleet.open_directory()
         fleet.add(NODES, [link.endpoint for link in links])

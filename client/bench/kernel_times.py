@@ -38,7 +38,7 @@ class WrongResult(GpuLeaseError):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """A kernel's launch and its reference.
 
     Attributes:
@@ -95,7 +95,7 @@ def kernels_ptx() -> bytes:
     return files("gpulease.client.bench").joinpath("kernels.ptx").read_bytes()
 
 
-def works() -> dict[str, Work]:
+def works() -> dict[str, KernelWork]:
     """The measured kernels by name: each with its operands, and numpy's way to compute the same."""
     rng = np.random.default_rng(1)
 
@@ -108,7 +108,7 @@ def works() -> dict[str, Work]:
     few_x, few_y = x[:SMALL], y[:SMALL]
     # From heavy to light: what the arithmetic, the memory and the launch itself cost.
     return {
-        "matmul": Work(
+        "matmul": KernelWork(
             kernel="matmul",
             grid=(MATRIX // TILE, MATRIX // TILE),
             block=(TILE, TILE),
@@ -118,10 +118,10 @@ def works() -> dict[str, Work]:
             numpy=lambda: left @ right,
             flop=2 * MATRIX**3,
         ),
-        "saxpy": Work(
+        "saxpy": KernelWork(
             "saxpy", (VALUES // THREADS,), (THREADS,), y, (x,), (VALUES, 2.5), lambda: y + np.float32(2.5) * x
         ),
-        "softmax": Work(
+        "softmax": KernelWork(
             "softmax",
             (ROWS,),
             (THREADS,),
@@ -131,7 +131,7 @@ def works() -> dict[str, Work]:
             lambda: _softmax(rows),
             shared_bytes=4 * THREADS,
         ),
-        "layernorm": Work(
+        "layernorm": KernelWork(
             "layernorm",
             (ROWS,),
             (THREADS,),
@@ -140,7 +140,7 @@ def works() -> dict[str, Work]:
             (COLUMNS,),
             lambda: _layernorm(rows, weight, bias),
         ),
-        "small": Work(
+        "small": KernelWork(
             "saxpy",
             (1,),
             (SMALL,),
@@ -169,7 +169,7 @@ def _layernorm(rows: Array, weight: Array, bias: Array) -> Array:
 class Prepared:
     """A kernel ready to launch: its arrays are on the card, its arguments packed."""
 
-    def __init__(self, session: GpuSession, module: Module, work: Work) -> None:
+    def __init__(self, session: GpuSession, module: Module, work: KernelWork) -> None:
         # Pack once: the arguments are the same for each launch.
         self._session, self._module, self._work = session, module, work
         self._wanted = work.numpy()
@@ -204,7 +204,7 @@ class Prepared:
             self._session.mem_free(buffer)
 
 
-def _measure(session: GpuSession, module: Module, work: Work) -> Figures:
+def _measure(session: GpuSession, module: Module, work: KernelWork) -> Figures:
     """Time each launch with its wait, then numpy.
 
     Raises WrongResult unless the first launch's result equals numpy's.

@@ -36,7 +36,7 @@ NO_POOL: Final = "the daemon keeps no warm contexts: its operator sets warm_cont
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PeerRow:
     """A row of the table.
 
     Attributes:
@@ -57,18 +57,18 @@ class Row:
 
 
 ROWS: Final = (
-    Row("launch_pipelined", "launch, pipelined", "us", "launch_pipelined"),
-    Row("launch_own", "launch, its caller's own share", "us", "launch_own"),
-    Row("launch_sync", "launch + sync", "us", "launch_sync"),
-    Row("sync_idle", "sync with nothing queued", "us", "sync"),
-    Row("train_sync", "20 launches + sync", "us", "launches_20_sync"),
-    Row("alloc_free_beside", "alloc + free 1 MiB, next to other allocations", "us", "alloc_free"),
-    Row("alloc_free_alone", "alloc + free 1 MiB, its granule empty each time", "us", "alloc_free"),
-    Row("write_4k_sync", "H2D 4 KiB + sync", "us", "write_4k"),
-    Row("read_4k", "D2H 4 KiB", "us", "read_4k"),
-    Row("write_16m_pinned", "H2D 16 MiB, pinned, + sync", "gb_s", "write_16m"),
-    Row("read_16m_pinned", "D2H 16 MiB, pinned", "gb_s", "read_16m"),
-    Row("session_start", "session set-up, warm (others: cold)", "ms", "warm_acquire"),
+    PeerRow("launch_pipelined", "launch, pipelined", "us", "launch_pipelined"),
+    PeerRow("launch_own", "launch, its caller's own share", "us", "launch_own"),
+    PeerRow("launch_sync", "launch + sync", "us", "launch_sync"),
+    PeerRow("sync_idle", "sync with nothing queued", "us", "sync"),
+    PeerRow("train_sync", "20 launches + sync", "us", "launches_20_sync"),
+    PeerRow("alloc_free_beside", "alloc + free 1 MiB, next to other allocations", "us", "alloc_free"),
+    PeerRow("alloc_free_alone", "alloc + free 1 MiB, its granule empty each time", "us", "alloc_free"),
+    PeerRow("write_4k_sync", "H2D 4 KiB + sync", "us", "write_4k"),
+    PeerRow("read_4k", "D2H 4 KiB", "us", "read_4k"),
+    PeerRow("write_16m_pinned", "H2D 16 MiB, pinned, + sync", "gb_s", "write_16m"),
+    PeerRow("read_16m_pinned", "D2H 16 MiB, pinned", "gb_s", "read_16m"),
+    PeerRow("session_start", "session set-up, warm (others: cold)", "ms", "warm_acquire"),
 )
 
 NOTES: Final = (

@@ -47,7 +47,7 @@ PATTERN: Final = 0x5A
 Action = Callable[[], object]
 
 
-class WrongResult(Exception):
+class WrongCallerResult(Exception):
     """A caller's work gave a wrong result: its times mean nothing."""
 
 
@@ -107,7 +107,7 @@ def measure_calls(
     # Times of a caller that skipped launches mean nothing: the counters show every one of them.
     counters = calls.read_counters()
     if not (counters == launched * STEP).all():
-        raise WrongResult(f"{launched} launches left {counters[0]} in a counter, not {launched * STEP}")
+        raise WrongCallerResult(f"{launched} launches left {counters[0]} in a counter, not {launched * STEP}")
     return figures | _copy_figures(calls, samples)
 
 
@@ -174,7 +174,7 @@ def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
     figures |= _rates("read_16m_pinned", timed_us(calls.read_pinned, PINNED_COPIES))
     for name, array in (("4 KiB", calls.small), ("16 MiB", calls.pinned)):
         if not (array == PATTERN).all():
-            raise WrongResult(f"{name} came back from the card with other bytes than were written")
+            raise WrongCallerResult(f"{name} came back from the card with other bytes than were written")
     return figures
 
 

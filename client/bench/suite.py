@@ -37,7 +37,7 @@ SAMPLES: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunSize:
     """The size of one run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Plan:
     tls: str
 
 
-def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, Any]:
+def measure_beside_direct_calls(plan: RunSize, say: Say, warn: Say) -> dict[str, Any]:
     """Measure everything on the running daemon, or on a private one; returns the report.
 
     Raises CannotStart if the running daemon has another driver, or a prerequisite is missing.
@@ -83,7 +83,7 @@ def measure_beside_direct_calls(plan: Plan, say: Say, warn: Say) -> dict[str, An
     return _report(card, plan, measured)
 
 
-def measure_round_trips(plan: Plan, say: Say) -> dict[str, Any]:
+def measure_round_trips(plan: RunSize, say: Say) -> dict[str, Any]:
     """Measure only round trips, compared with other callers of the driver.
 
     Raises CannotStart if the running daemon has another driver, or a prerequisite is missing, and WrongResult.
@@ -106,7 +106,7 @@ def _card_for(address: str, driver: str) -> dict[str, Any]:
     return card
 
 
-def _beside_peers(address: str, card: dict[str, Any], plan: Plan, say: Say) -> dict[str, Any]:
+def _beside_peers(address: str, card: dict[str, Any], plan: RunSize, say: Say) -> dict[str, Any]:
     return measure_beside_peers(address, card, plan.rounds, plan.launches, SAMPLES, say)
 
 
@@ -139,7 +139,7 @@ class _Measured:
     round_trips: dict[str, Any] = field(default_factory=dict)
 
 
-def _start_private_daemon(plan: Plan, stack: contextlib.ExitStack, say: Say, warn: Say) -> tuple[str, Plan]:
+def _start_private_daemon(plan: RunSize, stack: contextlib.ExitStack, say: Say, warn: Say) -> tuple[str, RunSize]:
     """Start a daemon that also listens for TCP and TLS; returns its address, and the plan with these two addresses."""
     # Ports are free at this moment; the daemon takes them a little later.
     tcp = f"tcp:127.0.0.1:{_free_port()}"
@@ -151,7 +151,7 @@ def _start_private_daemon(plan: Plan, stack: contextlib.ExitStack, say: Say, war
     return address, replace(plan, tcp=tcp, tls=tls)
 
 
-def _measure(address: str, card: dict[str, Any], plan: Plan, say: Say) -> _Measured:
+def _measure(address: str, card: dict[str, Any], plan: RunSize, say: Say) -> _Measured:
     driver, count = card["driver"], plan.leases
     # The order of the report: sessions, the life of a lease, distance, kernels.
     leased, by_socket, direct = _rounds(address, driver, plan.rounds, plan.launches, say)
@@ -180,7 +180,7 @@ def _measure(address: str, card: dict[str, Any], plan: Plan, say: Say) -> _Measu
     return _Measured(leased, by_socket, direct, leases, bare, gate, tcp, tls, kernels, overlapped)
 
 
-def _report(card: dict[str, Any], plan: Plan, found: _Measured) -> dict[str, Any]:
+def _report(card: dict[str, Any], plan: RunSize, found: _Measured) -> dict[str, Any]:
     leased, direct = found.leased, found.direct
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
@@ -251,7 +251,7 @@ def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Fi
     }
 
 
-def _over_tls(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Figures]:
+def _over_tls(plan: RunSize, sizes: tuple[int, ...]) -> dict[str, Figures]:
     by_tls, by_tcp = (
         medians([remote_figures(address, transform_ptx(), plan.launches, sizes) for _ in range(plan.rounds)])
         for address in (plan.tls, plan.tcp)

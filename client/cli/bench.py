@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from gpulease.client.bench.bounds import Outcome, keeps_bounds
+from gpulease.client.bench.bounds import BoundOutcome, keeps_bounds
 from gpulease.client.bench.check import check_promises, fallen, measure_promises, read_earlier
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import keeps_core_bounds, measure_core
@@ -20,7 +20,7 @@ from gpulease.client.bench.fleet_tables import fleet_tables
 from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import measure_regions
-from gpulease.client.bench.suite import Plan, measure_beside_direct_calls, measure_requests, measure_round_trips
+from gpulease.client.bench.suite import RunSize, measure_beside_direct_calls, measure_requests, measure_round_trips
 from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.reports import first_card
@@ -201,15 +201,15 @@ def bench(
     click.echo(indented_json(report) if as_json else _tables(report))
 
 
-def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> Plan:
+def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> RunSize:
     """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
     # What is given replaces the usual size; 0 is not accepted, so `or` is enough.
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
     rounds, launches, leases = (one or other for one, other in zip(given, usual, strict=True))
-    return Plan(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
+    return RunSize(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
 
 
-def _run_round_trips(plan: Plan, say: Say, as_json: bool) -> None:
+def _run_round_trips(plan: RunSize, say: Say, as_json: bool) -> None:
     report = measure_round_trips(plan, say)
     shown = f"{report['title']}\n\n{round_trip_table(report['round_trips'])}"
     click.echo(indented_json(report) if as_json else shown)
@@ -274,7 +274,7 @@ def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: b
     sys.exit(1 if missed else 0)
 
 
-def missed_text(outcome: Outcome) -> str:
+def missed_text(outcome: BoundOutcome) -> str:
     """Say by how much a value is beyond its bound, or that a figure for it is missing."""
     bound, value = outcome.bound, outcome.value
     if value is None:
@@ -284,7 +284,7 @@ def missed_text(outcome: Outcome) -> str:
     return f"{bound.text}: {value:.3g} {bound.unit}, {ratio:.2f} times beyond {bound.limit:g}."
 
 
-def check_table(now: Sequence[Outcome], before: Mapping[str, Outcome]) -> str:
+def check_table(now: Sequence[BoundOutcome], before: Mapping[str, BoundOutcome]) -> str:
     """Return a row for each bound; with a column of an earlier run's values where there are any."""
     head = ["promise", "value", *(["earlier"] if before else []), "unit", "beside", "bound", "kept", "goal", "reached"]
     words = {True: "yes", False: "NO", None: ""}
@@ -303,7 +303,7 @@ def check_table(now: Sequence[Outcome], before: Mapping[str, Outcome]) -> str:
     return table(head, rows)
 
 
-def _value_text(outcome: Outcome) -> str:
+def _value_text(outcome: BoundOutcome) -> str:
     return "" if outcome.value is None else f"{outcome.value:.3g}"
 
 

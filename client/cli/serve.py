@@ -91,7 +91,7 @@ def gateway(
     # The extra may be missing: import its packages first, so that the error names it.
     with needing("serve"):
         from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
-        from gpulease.client.serve.gateway.admission import Bounds
+        from gpulease.client.serve.gateway.admission import GatewayBounds
         from gpulease.client.serve.gateway.gateway import Gateway
     from gpulease.client.serve.gateway.attempt import DaemonEffects, NodeAuthority
     from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
@@ -101,7 +101,7 @@ def gateway(
         raise click.UsageError("give the models with --models FILE, or try --demo")
     served = load_models(models or EXAMPLE)
     # All limits of admission in one value: in flight, queue, and the times of each wait.
-    bounds = Bounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
+    bounds = GatewayBounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:
         address = _daemon_address(stack, is_demo=demo)
         # A demonstration's outcomes are of no use later.

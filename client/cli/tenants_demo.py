@@ -80,7 +80,7 @@ class Claim:
 
 
 @dataclass(slots=True)
-class Phase:
+class DemoPhase:
     """Ann's work during a part of the demonstration: launches with their complete results checked."""
 
     name: str
@@ -100,7 +100,7 @@ class Ann:
 
     def __init__(self, process: Neighbour, lines: LiveLines) -> None:
         self._process, self._lines = process, lines
-        self.phases: list[Phase] = []
+        self.phases: list[DemoPhase] = []
         self._looked_s = 0.0
 
     def begin(self, name: str) -> None:
@@ -111,7 +111,7 @@ class Ann:
         else:
             self._process.window()
         self._looked_s = time.monotonic()
-        self.phases.append(Phase(name))
+        self.phases.append(DemoPhase(name))
 
     def look(self) -> None:
         """Add what she has done since the last call to the current phase."""

@@ -231,7 +231,7 @@ def end_all(daemon: PrivateDaemon) -> None:
         daemon.stop()
 
 
-class Link:
+class CuttableLink:
     """A connection path to one member of etcd that can be cut: from then on bytes vanish without an error."""
 
     def __init__(self, endpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""The scene of the matrix: one card, its leases and its figures; and `Check`, the type of all rows."""
+"""The scene of the matrix: one card, its leases and its figures; and `MatrixCheck`, the type of all rows."""
 
 import time
 from collections.abc import Callable
@@ -129,7 +129,7 @@ Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True, slots=True)
-class Check(Generic[Outcome]):
+class MatrixCheck(Generic[Outcome]):
     """A row of the matrix: a fault or a promise, with its name and its proof.
 
     Attributes:

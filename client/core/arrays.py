@@ -21,7 +21,7 @@ from gpulease.client.array_layout import (
     checked_shape,
     transfer_of,
 )
-from gpulease.client.core.resources import LoadedModule
+from gpulease.client.core.resources import ModuleBase
 from gpulease.client.core.session import SessionView
 from gpulease.client.core.streams import StreamHandle
 from gpulease.client.core.waits import Procedure
@@ -235,7 +235,7 @@ def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, strea
     # Load the kernel on first use, outside any recording: the worker does not know of recordings.
     module = to.session._array_kernels
     if module is None or not module.is_alive:
-        module = to.session._array_kernels = yield to.session._session.resources.load_unrecorded(_ptx(), LoadedModule)
+        module = to.session._array_kernels = yield to.session._session.resources.load_unrecorded(_ptx(), ModuleBase)
     # Step 3: a thread for each unit; beyond MAX_BLOCKS each thread takes several.
     blocks = min(-(-work.count // BLOCK_THREADS), MAX_BLOCKS)
     launch = (module, "transfer", (blocks,), (BLOCK_THREADS,), args.push_raw(packed), None, 0, stream)

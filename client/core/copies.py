@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from gpulease.client.core.exchange import receive, send
 from gpulease.client.core.fast_request import Done, FastRequest, NotSent, Outcome, SmallRead
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.staged_copies import STAGED_FROM_BYTES, Staging
 from gpulease.client.core.streams import StreamHandle, Streams
@@ -56,7 +56,7 @@ class CopyCommands(Protocol):
 class Copies(CopyCommands):
     """The copies of one session, in all four ways."""
 
-    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
+    def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:
         self._operations = operations
         self._refused = refused
         self._attachment = operations.attachment

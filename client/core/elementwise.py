@@ -14,7 +14,7 @@ from gpulease.client.array_layout import ArrayView
 from gpulease.client.core.arrays import BLOCK_THREADS, MAX_BLOCKS, Call, Calls, SessionArray, host_value, new
 from gpulease.client.core.session import SessionView
 from gpulease.client.errors import InvalidRequest, LaunchFailed
-from gpulease.client.kernels.elementwise_source import C_TYPES, ElementwiseSource, Parameter
+from gpulease.client.kernels.elementwise_source import C_TYPES, ElementwiseSource, SourceParameter
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, launch_failed
 from gpulease.client.texts import quoted
 from gpulease.protocol.counts import counted
@@ -96,7 +96,7 @@ class ElementwiseOperation:
         if len(args) == inputs and any(parameter.is_raw for parameter in outputs):
             raise self._failed("a raw output has no shape of its own", "Make the array, and pass it after the inputs")
 
-    def _check_kind(self, parameter: Parameter, value: Any, needs_array: bool) -> None:
+    def _check_kind(self, parameter: SourceParameter, value: Any, needs_array: bool) -> None:
         if isinstance(value, SessionArray):
             return
         # A common mistake, with a remedy of its own.
@@ -159,7 +159,7 @@ class ElementwiseOperation:
                 raise self._failed(f"{parameter.name} has the shape {value.shape}, the operation runs over {shape}")
         return shape
 
-    def _number(self, parameter: Parameter, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _number(self, parameter: SourceParameter, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
         try:
             return host_value(value, dtype, self._source.name)
         except InvalidRequest as error:

@@ -2,7 +2,7 @@
 
 A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
 comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
-Failures and late replies take the general way (`Operations`).
+Failures and late replies take the general way (`RequestPipeline`).
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from gpulease.client.core.exchange import doing_of, receive
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import Procedure
-from gpulease.client.transport.channel import Asked
+from gpulease.client.transport.channel import AskOutcome
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, mem_read_frame
 from gpulease.protocol.framing import build_frame
@@ -36,7 +36,7 @@ class Done(Generic[T]):
 class Pending:
     """The request was sent; `rest` waits for its reply and returns the reply's body.
 
-    If the reply brings a new object, use `Operations.made` instead.
+    If the reply brings a new object, use `RequestPipeline.made` instead.
     """
 
     receive: Callable[[int], Procedure[Any]]
@@ -60,14 +60,14 @@ DONE: Final = Done(None)
 _NO_LATE: Final = 0, NO_DATA, None
 
 # Looking up a member of an enum takes several steps; a global takes one.
-_ANSWERED: Final = Asked.ANSWERED
-_UNANSWERED: Final = Asked.UNANSWERED
+_ANSWERED: Final = AskOutcome.ANSWERED
+_UNANSWERED: Final = AskOutcome.UNANSWERED
 
 
 class _KnownReply:
     """Base of both requests: one operation of one session, sent only after the last request was answered."""
 
-    def __init__(self, operations: Operations, op: Opcode, makes: Opcode | None = None) -> None:
+    def __init__(self, operations: RequestPipeline, op: Opcode, makes: Opcode | None = None) -> None:
         """Prepare the operation.
 
         Args:
@@ -114,9 +114,9 @@ class _KnownReply:
             if operations.freed:
                 operations.settle(None, "")
             if self._op in operations.fences or operations.settled_id == request_id - 1:
-                operations.settled_id = request_id  # as in `Operations.acknowledge`
+                operations.settled_id = request_id  # as in `RequestPipeline.acknowledge`
             return DONE
-        return NOT_SENT if asked is Asked.NOT_SENT else Pending(self._receive, request_id)
+        return NOT_SENT if asked is AskOutcome.NOT_SENT else Pending(self._receive, request_id)
 
     def _expect_late(self) -> None:
         """Make the link expect the reply to the last request, which was sent. Calling it twice is harmless."""
@@ -140,7 +140,7 @@ class FastRequest(_KnownReply):
 
     def __init__(
         self,
-        operations: Operations,
+        operations: RequestPipeline,
         op: Opcode,
         payload_bytes: int = 0,
         answer_bytes: int = 0,
@@ -197,7 +197,7 @@ class FastRequest(_KnownReply):
 class SmallRead(_KnownReply):
     """A MEM_READ with a reply that is compared as a whole: a known beginning, then data, received in place."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: RequestPipeline) -> None:
         super().__init__(operations, Opcode.MEM_READ)
 
     def ask(self, handle: int, offset: int, into: memoryview) -> Outcome[None]:

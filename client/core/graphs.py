@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from gpulease.client.core.attachment import Attachment
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.region_sets import RegionSet, regions_named
 from gpulease.client.core.streams import StreamHandle, Streams
@@ -177,7 +177,7 @@ class Graphs:
         refused: The check of the regions that a launch names.
     """
 
-    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
+    def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:
         self.attachment = operations.attachment
         self.refused = refused
         self._operations = operations

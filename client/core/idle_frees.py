@@ -8,7 +8,7 @@ between them, the second poll frees it.
 
 from typing import Final
 
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 
 LOOK_S: Final = 0.1
 """Pause between two polls, in seconds: dropped memory is the lease's again after at most two. Ten polls a second cost a
@@ -18,7 +18,7 @@ process next to nothing."""
 class IdleLook:
     """Polls one session for handles that are due to be freed."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: RequestPipeline) -> None:
         self._operations = operations
         self._last_id = -1
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import InvalidHandle
 from gpulease.client.handles import BorrowedBuffer, Buffer
@@ -20,7 +20,7 @@ MAX_NAMED: Final = 16
 class KeptBuffers:
     """The buffers that a session's lease keeps."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: RequestPipeline) -> None:
         self._operations = operations
         self._attachment = operations.attachment
 

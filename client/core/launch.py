@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.region_sets import RegionSet, regions_named
 from gpulease.client.core.streams import StreamHandle, Streams
@@ -149,7 +149,7 @@ class Launches(LaunchCommands):
     have changed. Any other is checked completely, and leaves a template.
     """
 
-    def __init__(self, operations: Operations, streams: Streams, refused: RefusedRegions) -> None:
+    def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:
         self._attachment = operations.attachment
         self._refused = refused
         self._streams = streams

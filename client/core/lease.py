@@ -719,7 +719,7 @@ def _note_of(data: Mapping[str, Any]) -> bytes:
     return note
 
 
-class Renewed(Protocol):
+class RenewableLease(Protocol):
     """The part of a lease or region that its renewal uses."""
 
     @property
@@ -1087,7 +1087,7 @@ def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None
 
 
 def keep_renewed(
-    lease: Callable[[], Renewed | None], schedule: RenewalSchedule, stopped: Any = None
+    lease: Callable[[], RenewableLease | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
     """Renew a lease, each time for the time for which it was granted, until it is lost.
 

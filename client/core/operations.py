@@ -96,7 +96,7 @@ class FenceLimit(LeaseLimit):
         )
 
 
-class Operations:
+class RequestPipeline:
     """Sends requests, receives replies, and frees dropped handles.
 
     Attributes:

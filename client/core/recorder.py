@@ -11,7 +11,7 @@ from gpulease.client.core.copies import CopyCommands, check_range
 from gpulease.client.core.graphs import GraphRecord
 from gpulease.client.core.launch import KernelArguments, LaunchAttributes, LaunchCommands, in_order
 from gpulease.client.core.region_sets import RegionSet
-from gpulease.client.core.session import Session
+from gpulease.client.core.session import SessionCore
 from gpulease.client.core.streams import StreamHandle, not_recorded
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import InvalidRequest
@@ -40,7 +40,7 @@ MAX_WRITE_BYTES: Final = MAX_GRAPH_NODE_BYTES - 20
 class Recording(LaunchCommands, CopyCommands):
     """The launches and copies of one graph, while they are recorded."""
 
-    def __init__(self, session: Session, caller: Callable[[], object]) -> None:
+    def __init__(self, session: SessionCore, caller: Callable[[], object]) -> None:
         """Prepare a recording, which `begin` starts.
 
         Args:

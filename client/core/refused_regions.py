@@ -12,7 +12,7 @@ of at the next wait: its error names the first launch that did not begin.
 
 from collections.abc import Iterable
 
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.regions import RegionHandle, RegionView
 from gpulease.client.core.waits import Begun, Procedure
@@ -26,7 +26,7 @@ from gpulease.protocol.messages import Ping, RegionRefusal
 class RefusedRegions:
     """Checks one session's regions by the session's words."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: RequestPipeline) -> None:
         self._operations = operations
         self._attachment = operations.attachment
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.regions import RegionView
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import InvalidHandle, InvalidRequest, Unsupported
@@ -44,7 +44,7 @@ class RegionSet(Handle):
 class RegionSets:
     """Makes the region sets of one session, which launches name."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: RequestPipeline) -> None:
         self._operations = operations
         self._attachment = operations.attachment
 

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 from gpulease.client.code_texts import image_of
 from gpulease.client.core.fast_request import DONE, FastRequest, Pending
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import Begun, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, Module, Variable
@@ -27,7 +27,7 @@ MAX_UNSETTLED: Final = 256
 them."""
 
 
-class LoadedModule(Module):
+class ModuleBase(Module):
     """Code that a session has loaded; the base of both APIs' modules."""
 
     __slots__ = ("_resources",)
@@ -37,13 +37,13 @@ class LoadedModule(Module):
         self._resources = resources
 
 
-M = TypeVar("M", bound=LoadedModule)
+M = TypeVar("M", bound=ModuleBase)
 
 
 class Resources:
     """Allocates and frees one session's device memory; loads and unloads its modules."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: RequestPipeline) -> None:
         self._operations = operations
         self.attachment = operations.attachment
         self._alloc_request = FastRequest(

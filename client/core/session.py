@@ -1,7 +1,7 @@
 """A session: its connection, and the parts that do its work.
 
-Both APIs hold a `Session` and call its parts. Only launches and copies can be recorded: a `Recording` replaces these
-two parts in the API while it lasts.
+Both APIs hold a `SessionCore` and call its parts. Only launches and copies can be recorded: a `Recording` replaces
+these two parts in the API while it lasts.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from gpulease.client.core.kept_buffers import KeptBuffers
 from gpulease.client.core.launch import LaunchCommands, Launches
 from gpulease.client.core.lease import LeaseHandle
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.region_sets import RegionSets
 from gpulease.client.core.resources import Resources
@@ -40,7 +40,7 @@ CARD_BYTES: Final = 6
 """Bytes of the option CARD in ATTACH's reply: a u16 and a u32."""
 
 
-class Session:
+class SessionCore:
     """A session on a lease.
 
     Attributes:
@@ -78,7 +78,7 @@ class Session:
         spin = spin_policy_of(lease.waiting, spin_ns)
         # The parts in the order of their dependence: each knows only those before it.
         self.attachment = Attachment(lease, lock, token=token, wanted=wanted, spin=spin)
-        self.operations = Operations(self.attachment)
+        self.operations = RequestPipeline(self.attachment)
         self.streams = Streams(self.operations)
         self.resources = Resources(self.operations)
         refused = RefusedRegions(self.operations)
@@ -103,14 +103,14 @@ S = TypeVar("S", bound="np.generic")
 class SessionView:
     """Base of both APIs' sessions: all properties that need no request to the worker."""
 
-    _session: Session
+    _session: SessionCore
     _lock: Any
     _launches: LaunchCommands
     _copies: CopyCommands
     _array_kernels: Module | None = None
     _on_printed: PrintedCallback | None = None
 
-    def _set_session(self, session: Session) -> None:
+    def _set_session(self, session: SessionCore) -> None:
         self._session, self._lock = session, session.attachment.lock
         self._set_commands(session.launches, session.copies)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from gpulease.client.core.exchange import receive, send
 from gpulease.client.core.fast_request import FastRequest
-from gpulease.client.core.operations import Operations
+from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import Procedure
 from gpulease.client.transport.arena import Arena
 from gpulease.protocol import Failure, Opcode
@@ -65,7 +65,7 @@ class _Piece(NamedTuple):
 class Staging:
     """The slots of one session. Used under the session's lock."""
 
-    def __init__(self, arena: Arena, operations: Operations, writes: FastRequest, reads: FastRequest) -> None:
+    def __init__(self, arena: Arena, operations: RequestPipeline, writes: FastRequest, reads: FastRequest) -> None:
         """Prepare; the slots are allocated on first use.
 
         Args:

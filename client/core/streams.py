@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from gpulease.client.core.exchange import send
 from gpulease.client.core.fast_request import DONE, FastRequest, Pending
-from gpulease.client.core.operations import STREAMS_FENCES, Operations
+from gpulease.client.core.operations import STREAMS_FENCES, RequestPipeline
 from gpulease.client.core.waits import Begun, Limit, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
 from gpulease.client.handles import Buffer, Handle
@@ -108,7 +108,7 @@ class Streams:
         selected: Number of the stream that the worker has selected; -1 while that is unknown.
     """
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: RequestPipeline) -> None:
         self.operations = operations
         self.attachment = operations.attachment
         self.selected = DEFAULT

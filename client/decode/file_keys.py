@@ -40,7 +40,7 @@ class Effect(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class FileKey:
     """How the engine treats a key.
 
     Attributes:
@@ -61,28 +61,28 @@ class Key:
         return all(isinstance(one, Hashable) and (_kind(one), one) in neutral for one in values)
 
 
-KeyTable = Mapping[str, Key]
+KeyTable = Mapping[str, FileKey]
 """Keys by name. A `*` in a name matches any text; exact names take precedence."""
 
 
-def used(*keys: str) -> dict[str, Key]:
+def used(*keys: str) -> dict[str, FileKey]:
     """Return entries for keys that the loader reads."""
-    return dict.fromkeys(keys, Key(Effect.USED))
+    return dict.fromkeys(keys, FileKey(Effect.USED))
 
 
-def refused(why: str, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, Key]:
+def refused(why: str, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
     """Return entries for keys of which only neutral values are accepted. Args: why: What the engine does instead."""
-    return {key: Key(Effect.REFUSED, neutral, why) for key, neutral in keys.items()}
+    return {key: FileKey(Effect.REFUSED, neutral, why) for key, neutral in keys.items()}
 
 
-def advice(keys: Mapping[str, tuple[Any, ...]]) -> dict[str, Key]:
+def advice(keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
     """Return entries for keys that advise callers, with the values that advise nothing."""
-    return {key: Key(Effect.ADVICE, neutral) for key, neutral in keys.items()}
+    return {key: FileKey(Effect.ADVICE, neutral) for key, neutral in keys.items()}
 
 
-def no_effect(*keys: str) -> dict[str, Key]:
+def no_effect(*keys: str) -> dict[str, FileKey]:
     """Return entries for keys that never change a token."""
-    return dict.fromkeys(keys, Key(Effect.NONE))
+    return dict.fromkeys(keys, FileKey(Effect.NONE))
 
 
 def judged(said: Members, table: KeyTable) -> Members:
@@ -112,7 +112,7 @@ def judged(said: Members, table: KeyTable) -> Members:
     return Members(kept, said.where)
 
 
-def find_key(name: str, table: KeyTable) -> Key | None:
+def find_key(name: str, table: KeyTable) -> FileKey | None:
     """Return a key's entry, by its exact name or else by the first pattern that matches; None if there is none."""
     if name in table:
         return table[name]

@@ -65,7 +65,7 @@ template <typename E, int N, bool is_packed> struct _Raw {
 """
 
 
-class Parameter(NamedTuple):
+class SourceParameter(NamedTuple):
     """A parameter, declared as `raw T x`.
 
     Attributes:
@@ -114,7 +114,7 @@ class ElementwiseSource:
             raise InvalidRequest(f"elementwise {name}: it has no output, or two parameters with the same name")
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
+    def parameters(self) -> tuple[SourceParameter, ...]:
         """Inputs, then outputs, in the order of a call's arguments."""
         return self.inputs + self.outputs
 
@@ -240,7 +240,7 @@ def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple
     return [length for length, _ in loops], [[strides[index] for _, strides in loops] for index in range(len(layouts))]
 
 
-def _parameters(text: str) -> tuple[Parameter, ...]:
+def _parameters(text: str) -> tuple[SourceParameter, ...]:
     """Parse a list of parameters: "raw T x, float32 y". Raises InvalidRequest."""
     found = []
     for declared in text.split(",") if text.strip() else ():
@@ -263,7 +263,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
             )
         if len(kind) == 1 and not kind.isalpha():
             raise InvalidRequest(f"elementwise: a type's placeholder must be a single letter, not {quoted(kind)}")
-        found.append(Parameter(kind, name, is_raw))
+        found.append(SourceParameter(kind, name, is_raw))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from gpulease.client.core.events import (
     Subscription,
     warnings,
 )
-from gpulease.client.core.lease import OnLoss, RenewalSchedule, Renewed, keep_renewed, raise_unreported
+from gpulease.client.core.lease import OnLoss, RenewableLease, RenewalSchedule, keep_renewed, raise_unreported
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 
@@ -115,7 +115,7 @@ class KeepAlive:
         loss: Why the lease was lost; None while it is not.
     """
 
-    def __init__(self, lease: Renewed, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
+    def __init__(self, lease: RenewableLease, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         self._stopped = threading.Event()
@@ -144,14 +144,16 @@ class KeepAlive:
         if kind is None:
             raise_unreported(self.loss, self._on_loss)
 
-    def _run(self, lease: "weakref.ref[Renewed]", schedule: RenewalSchedule) -> None:
+    def _run(self, lease: "weakref.ref[RenewableLease]", schedule: RenewalSchedule) -> None:
         self.loss = drive(keep_renewed(lease, schedule, self._stopped))
         # Report the loss from this thread, once; the block does not raise it then.
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
 
-def keep_alive(lease: Renewed, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
+def keep_alive(
+    lease: RenewableLease, on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None
+) -> KeepAlive:
     """Renew a lease or region in the background, each time three quarters of its granted time have passed.
 
     Args:

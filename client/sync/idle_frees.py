@@ -11,19 +11,19 @@ from _thread import start_new_thread
 from contextlib import suppress
 
 from gpulease.client.core.idle_frees import LOOK_S, IdleLook
-from gpulease.client.core.session import Session
+from gpulease.client.core.session import SessionCore
 
 
 class _Looker:
     def __init__(self) -> None:
-        self._sessions: weakref.WeakKeyDictionary[Session, IdleLook] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[SessionCore, IdleLook] = weakref.WeakKeyDictionary()
         self._begins_or_ends = threading.RLock()
         self._bell = threading.Lock()
         self._bell.acquire()
         # Ident of the running thread; 0 if there is none.
         self._thread = 0
 
-    def add(self, session: Session) -> None:
+    def add(self, session: SessionCore) -> None:
         """Poll a session that is open, until it ends."""
         # When the session ends, the thread checks whether it is still needed.
         session.attachment.at_end.append(self.ring)
@@ -54,7 +54,7 @@ class _Looker:
                         lock.release()
                 del session, look  # no reference may keep a session alive until the next poll
 
-    def _listed(self) -> list[tuple[Session, IdleLook]]:
+    def _listed(self) -> list[tuple[SessionCore, IdleLook]]:
         with self._begins_or_ends:
             return list(self._sessions.items())
 
@@ -76,7 +76,7 @@ class _Looker:
 _looker = _Looker()
 
 
-def look_after(session: Session) -> None:
+def look_after(session: SessionCore) -> None:
     """Free what the program has dropped in a blocking session while the session is idle, until the session ends."""
     _looker.add(session)
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from gpulease.client.core.resources import LoadedModule
+from gpulease.client.core.resources import ModuleBase
 from gpulease.client.handles import Variable
 from gpulease.client.sync.driver import drive
 from gpulease.protocol.messages import KernelFigures
 
 
-class Module(LoadedModule):
+class Module(ModuleBase):
     """Loaded code; made by `GpuSession.module_load`. Dropping the last reference unloads it.
 
     `kernels` maps each kernel's name to the sizes of its parameters in bytes and the most threads a block may have.

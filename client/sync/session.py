@@ -14,7 +14,7 @@ from gpulease.client.core.launch import KernelArguments, LaunchAttributes
 from gpulease.client.core.lease import LeaseHandle, by_environment, by_token, state_of
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.region_sets import RegionSet
-from gpulease.client.core.session import Session, SessionView
+from gpulease.client.core.session import SessionCore, SessionView
 from gpulease.client.core.streams import PrintedCallback, PrintedText
 from gpulease.client.core.tokens import Grant, token_of
 from gpulease.client.errors import GpuLeaseError
@@ -74,7 +74,9 @@ class GpuSession(SessionView):
         Raises InvalidRequest for a grant of another lease, Denied if its token fails a check.
         """
         self.lease = lease
-        session = Session(state_of(lease), threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS)
+        session = SessionCore(
+            state_of(lease), threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS
+        )
         self._set_session(session)
         # A child that is forked even during attach() must not use this connection.
         register(self)

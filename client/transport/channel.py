@@ -22,7 +22,7 @@ MAX_PARTS_PER_SEND: Final = 16
 """Most pieces passed to one sendmsg(): far below IOV_MAX (1024), and more than any request has."""
 
 
-class Asked(Enum):
+class AskOutcome(Enum):
     """What came of a request sent by `Channel.ask`."""
 
     ANSWERED = "exactly the expected reply came"
@@ -149,7 +149,7 @@ class Channel:
         """The writer for frames that no caller waits for."""
         return _NO_WRITER
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> AskOutcome:
         """Send a small request and spin for its reply: exactly `reply`, followed by data for all of `into`.
 
         If this returns UNANSWERED, the caller makes the link expect the reply, and then calls `feed`.
@@ -160,7 +160,7 @@ class Channel:
             into: Target of the data after them.
             more_ns: Time that the operation itself takes, in nanoseconds.
         """
-        return Asked.NOT_SENT
+        return AskOutcome.NOT_SENT
 
     def await_work(self, number: int) -> bool:
         """Wait, without a frame, until the work of all sent requests has ended; only if the session has SYNC_WORD.

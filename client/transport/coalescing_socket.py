@@ -24,7 +24,7 @@ from _thread import start_new_thread
 from collections import deque
 from typing import Any, Final
 
-from gpulease.client.transport.channel import Asked, Channel, FrameWriter
+from gpulease.client.transport.channel import AskOutcome, Channel, FrameWriter
 from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.ring import NO_DATA
 
@@ -159,23 +159,23 @@ class CoalescingSocket(Channel):
                 os.sched_yield()
         return False
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
         # Without spinning the reply would be late every time: the general way is cheaper.
         if not self._spin_policy.spin_ns:
-            return Asked.NOT_SENT
+            return AskOutcome.NOT_SENT
         with self._lock:
             # The caller waits for this reply, so a burst of launches has ended here.
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
-                return Asked.NOT_SENT
+                return AskOutcome.NOT_SENT
             # The request goes together with the frames before it, in one system call and in order.
             self._outbox.data.extend(request)
             try:
                 if not self._flush():
-                    return Asked.UNANSWERED
+                    return AskOutcome.UNANSWERED
             except OSError:
-                return Asked.UNANSWERED  # the peer is gone: the wait for the reply reports it
+                return AskOutcome.UNANSWERED  # the peer is gone: the wait for the reply reports it
             finally:
                 self._have_rest_sent()
         # Receive into the link's buffer, but count them there only if they are not the expected reply.
@@ -187,8 +187,8 @@ class CoalescingSocket(Channel):
             # the link.
             into[:] = room[size:whole]
             self._unfed = []
-            return Asked.ANSWERED
-        return Asked.UNANSWERED
+            return AskOutcome.ANSWERED
+        return AskOutcome.UNANSWERED
 
     def _look_into(self, room: memoryview, more_ns: int) -> None:
         """Receive within a bounded time; the call that receives also stores the number of bytes in `_unfed`."""

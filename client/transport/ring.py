@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from gpulease.client.errors import Disconnected
 from gpulease.client.transport.arena import Arena
-from gpulease.client.transport.channel import Asked, Channel, FrameWriter, keep_rest
+from gpulease.client.transport.channel import AskOutcome, Channel, FrameWriter, keep_rest
 from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.session_words import SessionWords
@@ -134,19 +134,19 @@ class RingChannel(Channel):
                 os.sched_yield()
         return True
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> Asked:
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> AskOutcome:
         """Send a small request and spin for its reply in the ring."""
         # The request goes into the ring whole or not at all; then poll for exactly the reply's bytes.
         requests, replies = self._requests, self._replies
         try:
             # If bytes wait already, the next ones are not this request's reply: take the general way.
             if replies.has_bytes or not requests.put_whole(request):
-                return Asked.NOT_SENT
+                return AskOutcome.NOT_SENT
             if self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into):
-                return Asked.ANSWERED
+                return AskOutcome.ANSWERED
         except (OSError, FramingError):
             pass  # the peer is gone: the wait for the reply reports it
-        return Asked.UNANSWERED
+        return AskOutcome.UNANSWERED
 
     def await_work(self, number: int) -> bool:
         """Wait, by the ring's words, for all that was sent; False if a SYNC has to find out."""

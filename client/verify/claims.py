@@ -28,7 +28,7 @@ from gpulease.client import (
 )
 from gpulease.client.bench.figures import percentile
 from gpulease.client.bench.kernel_times import Prepared, kernels_ptx, works
-from gpulease.client.console.scene import Breach, Check, Scene, breach_of, worker_pid
+from gpulease.client.console.scene import Breach, MatrixCheck, Scene, breach_of, worker_pid
 from gpulease.client.sync.driver import ask
 from gpulease.client.verify.faulty_kernels import BLOCK, GRID, ONE, WARP, count_set, fill, rule_breakers
 from gpulease.client.verify.memory_search import count_in_process
@@ -53,15 +53,15 @@ class ClaimResult:
     breach: str
 
 
-def claims(scene: Scene) -> list[Check[str]]:
+def claims(scene: Scene) -> list[MatrixCheck[str]]:
     """The promises that a daemon with the card's whole memory can prove; each proof returns what it found."""
     # Half of a large card: the second lease must fit next to what is still being freed.
     canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 * MIB
     return [
-        Check("no byte of an earlier lease", lambda scene: canary(scene, canary_bytes)),
-        Check("no byte of it in the host's buffers", lambda scene: host_buffers(scene)),
-        Check("launch gate", lambda scene: launch_gate(scene, 10 if scene.is_card else 3)),
-        Check("a submit alongside its session", lambda scene: submit_beside(scene)),
+        MatrixCheck("no byte of an earlier lease", lambda scene: canary(scene, canary_bytes)),
+        MatrixCheck("no byte of it in the host's buffers", lambda scene: host_buffers(scene)),
+        MatrixCheck("launch gate", lambda scene: launch_gate(scene, 10 if scene.is_card else 3)),
+        MatrixCheck("a submit alongside its session", lambda scene: submit_beside(scene)),
     ]
 
 

@@ -20,7 +20,7 @@ from gpulease.client import (
     LoadFailed,
     SyncFailed,
 )
-from gpulease.client.console.scene import SLICE_BYTES, Breach, Check, Scene, worker_pid
+from gpulease.client.console.scene import SLICE_BYTES, Breach, MatrixCheck, Scene, worker_pid
 from gpulease.client.verify.faulty_kernels import (
     BLOCK,
     GRID,
@@ -74,32 +74,32 @@ class Sizes:
     long_kernels: int
 
 
-def faults(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
+def faults(scene: Scene, sizes: Sizes) -> list[MatrixCheck[FaultOutcome]]:
     """The rows for every fault that this driver can show, in the order in which they run."""
     rows = [
-        Check("illegal address", partial(_kernel, kernel="stray")),
-        Check("misaligned address", partial(_kernel, kernel="misaligned")),
-        Check("trap", partial(_kernel, kernel="trapped")),
-        Check("assertion", partial(_kernel, kernel="asserted")),
-        Check("shared memory overflow", partial(_kernel, kernel="beyond_shared")),
-        Check("stack overflow", partial(_kernel, kernel="sinking")),
-        Check("more than the slice", _over_slice),
-        Check("variables of 40 GiB", partial(_load, image=with_variable(40 << 30))),
-        Check("managed variable", partial(_load, image=with_managed_variable())),
-        Check("kernel that launches kernels", partial(_load, image=launching_kernels())),
-        Check("printf of every thread", _print),
-        Check("endless kernel, one warp", partial(_endless, grid=ONE, block=WARP)),
-        Check("endless kernel, whole card", partial(_endless, grid=GRID, block=BLOCK)),
-        Check(f"{sizes.launches} launches at once", partial(_flood, launches=sizes.launches)),
-        Check(f"PTX of {sizes.long_kernels} kernels", partial(_compile, kernels=sizes.long_kernels)),
-        Check("worker SIGSEGV", partial(_worker_signal, number=signal.SIGSEGV)),
-        Check("worker SIGKILL", partial(_worker_signal, number=signal.SIGKILL)),
-        Check("client SIGKILL in a copy", partial(_client_signal, number=signal.SIGKILL)),
-        Check("client that stops reading", partial(_client_signal, number=signal.SIGSTOP)),
+        MatrixCheck("illegal address", partial(_kernel, kernel="stray")),
+        MatrixCheck("misaligned address", partial(_kernel, kernel="misaligned")),
+        MatrixCheck("trap", partial(_kernel, kernel="trapped")),
+        MatrixCheck("assertion", partial(_kernel, kernel="asserted")),
+        MatrixCheck("shared memory overflow", partial(_kernel, kernel="beyond_shared")),
+        MatrixCheck("stack overflow", partial(_kernel, kernel="sinking")),
+        MatrixCheck("more than the slice", _over_slice),
+        MatrixCheck("variables of 40 GiB", partial(_load, image=with_variable(40 << 30))),
+        MatrixCheck("managed variable", partial(_load, image=with_managed_variable())),
+        MatrixCheck("kernel that launches kernels", partial(_load, image=launching_kernels())),
+        MatrixCheck("printf of every thread", _print),
+        MatrixCheck("endless kernel, one warp", partial(_endless, grid=ONE, block=WARP)),
+        MatrixCheck("endless kernel, whole card", partial(_endless, grid=GRID, block=BLOCK)),
+        MatrixCheck(f"{sizes.launches} launches at once", partial(_flood, launches=sizes.launches)),
+        MatrixCheck(f"PTX of {sizes.long_kernels} kernels", partial(_compile, kernels=sizes.long_kernels)),
+        MatrixCheck("worker SIGSEGV", partial(_worker_signal, number=signal.SIGSEGV)),
+        MatrixCheck("worker SIGKILL", partial(_worker_signal, number=signal.SIGKILL)),
+        MatrixCheck("client SIGKILL in a copy", partial(_client_signal, number=signal.SIGKILL)),
+        MatrixCheck("client that stops reading", partial(_client_signal, number=signal.SIGSTOP)),
     ]
     # Both need a driver that allocates memory of its own.
     if scene.is_card:
-        rows[8:8] = [Check("64 KiB of stack a thread", _stack), Check("device heap of 1 GiB", _heap)]
+        rows[8:8] = [MatrixCheck("64 KiB of stack a thread", _stack), MatrixCheck("device heap of 1 GiB", _heap)]
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from gpulease.client import GpuLeaseError
 from gpulease.client.console.private_daemon import private_daemon
-from gpulease.client.console.scene import Breach, Check, Scene, breach_of
+from gpulease.client.console.scene import Breach, MatrixCheck, Scene, breach_of
 from gpulease.client.verify.claims import GIB, ClaimResult, check, claims, six_and_no_seventh
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
 from gpulease.client.verify.neighbour import Neighbour, Window, neighbour
@@ -108,7 +108,7 @@ def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], objec
     return results
 
 
-def _run_fault(scene: Scene, beside: Neighbour, fault: Check[FaultOutcome], quiet_s: float) -> FaultResult:
+def _run_fault(scene: Scene, beside: Neighbour, fault: MatrixCheck[FaultOutcome], quiet_s: float) -> FaultResult:
     # Step 1: a full pool, and the figures before. Step 2: the neighbour undisturbed. Step 3: the fault. Step 4: the
     # figures must be back, and the neighbour must have noticed nothing.
     breach = _breach_in(scene.wait_for_pool)

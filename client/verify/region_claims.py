@@ -28,7 +28,7 @@ from gpulease.client import (
 )
 from gpulease.client.bench.figures import percentile
 from gpulease.client.console.private_daemon import killable_daemon
-from gpulease.client.console.scene import Breach, Check, Scene, worker_pid
+from gpulease.client.console.scene import Breach, MatrixCheck, Scene, worker_pid
 from gpulease.client.verify.faulty_kernels import BLOCK, WARP, count_set, fill, rule_breakers
 from gpulease.protocol.limits import MAX_REGIONS
 
@@ -54,16 +54,18 @@ OPENING_S: Final = (2.0, 8.0, 32.0)
 """Seconds in which as many regions as a session can have are opened, tried one after the other: hosts differ."""
 
 
-def region_claims(scene: Scene) -> list[Check[str]]:
+def region_claims(scene: Scene) -> list[MatrixCheck[str]]:
     """The promises of regions; each proof returns what it found."""
     size_bytes, churn = (64 * MIB, 1000) if scene.is_card else (4 * MIB, 60)
     return [
-        Check("a region next to another", lambda scene: beside_another(scene, size_bytes, 50 if scene.is_card else 5)),
-        Check("a stale pointer into a region", lambda scene: stale_pointer(scene, size_bytes)),
-        Check("regions that come and go", lambda scene: churning(scene, churn)),
-        Check("a region under a graph", lambda scene: under_a_graph(scene, size_bytes)),
-        Check("regions of a killed session", lambda scene: parent_killed(scene, size_bytes)),
-        Check("256 regions that expire at once", expiring_at_once),
+        MatrixCheck(
+            "a region next to another", lambda scene: beside_another(scene, size_bytes, 50 if scene.is_card else 5)
+        ),
+        MatrixCheck("a stale pointer into a region", lambda scene: stale_pointer(scene, size_bytes)),
+        MatrixCheck("regions that come and go", lambda scene: churning(scene, churn)),
+        MatrixCheck("a region under a graph", lambda scene: under_a_graph(scene, size_bytes)),
+        MatrixCheck("regions of a killed session", lambda scene: parent_killed(scene, size_bytes)),
+        MatrixCheck("256 regions that expire at once", expiring_at_once),
     ]
 
 

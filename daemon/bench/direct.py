@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, KernelStep, admit_any, keep_waiting
+from gpulease.daemon.drivers.interface import Context, Dim3, DriverKernel, KernelStep, admit_any, keep_waiting
 from gpulease.daemon.gpus.driver_choice import choose_cards
 from gpulease.daemon.zygote.driver_registry import driver_named
 
@@ -93,7 +93,9 @@ CALLS: Final = 200
 """Graphs launched without a wait: fewer than the driver's queue holds."""
 
 
-def _graph_figures(context: Context, kernel: Kernel, block: Dim3, params: bytes, samples: int) -> dict[str, float]:
+def _graph_figures(
+    context: Context, kernel: DriverKernel, block: Dim3, params: bytes, samples: int
+) -> dict[str, float]:
     """Return the microseconds of twenty launches, as calls and as one graph. `params` ends with a float."""
     graph = context.graph([KernelStep(kernel, ONE, block, 0, params)] * LAUNCHES, admit_any)
     # Each call of `rebind` gives every step a value that it did not have, so that nothing can be skipped.

@@ -25,24 +25,25 @@ from typing import Final
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     CreateRevisionIs,
     Get,
     Outcome,
     Put,
     StoreSize,
     Transaction,
+    TransactionAnswer,
 )
 from gpulease.daemon.fleet.records.fleet_records import GENERATION, NODES, PREFIX, CardRecord, InventoryRecord, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
-    ArmTimer,
+    ArmFleetTimer,
     Ask,
     ClaimGiven,
     ClaimRefused,
     ClaimWanted,
     Event,
     FleetTerms,
+    FleetTimerFired,
     Joined,
     KeepMark,
     LiveClaims,
@@ -51,7 +52,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Noted,
     RecordChanged,
     Started,
-    TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
 
@@ -150,7 +150,7 @@ class SimulatedNode:
                     # The loop keeps no strong reference to a task, so the set does (asyncio's documentation of
                     # create_task).
                     task.add_done_callback(self._tasks.discard)
-                case ArmTimer(due_ns):
+                case ArmFleetTimer(due_ns):
                     if self._timer is not None:
                         self._timer.cancel()
                     # The member's times are on CLOCK_BOOTTIME, which the loop does not know.
@@ -172,7 +172,7 @@ class SimulatedNode:
         # A beat after a change also writes the record, which is the larger part.
         if self._draw.random() < CHANGED_PART:
             self._change()
-        self._post(TimerFired())
+        self._post(FleetTimerFired())
 
     def _take_claim(self, number: int, *, is_given: bool) -> None:
         # Claims of the time before the measurement are answered too, and not counted.
@@ -191,7 +191,7 @@ class SimulatedNode:
 
     def _is_beat(self, transaction: Transaction, outcome: Outcome) -> bool:
         # A beat is a write of the node's own key; claims and records are other transactions.
-        is_done = isinstance(outcome, Answer) and outcome.succeeded
+        is_done = isinstance(outcome, TransactionAnswer) and outcome.succeeded
         return is_done and any(isinstance(write, Put) and write.key == self._key for write in transaction.writes)
 
 
@@ -383,7 +383,7 @@ async def _plain_puts(client: EtcdClient) -> list[float]:
 
 async def _wait_for(client: EtcdClient) -> None:
     limit_s = time.monotonic() + START_LIMIT_S
-    while not isinstance(await client.do(Transaction(reads=(Get(NODES),))), Answer):
+    while not isinstance(await client.do(Transaction(reads=(Get(NODES),))), TransactionAnswer):
         if time.monotonic() > limit_s:
             raise TimeoutError(f"etcd does not answer within {START_LIMIT_S:g} s")
         await asyncio.sleep(SETTLE_S)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module, NativeLaunch
+from gpulease.daemon.drivers.interface import Context, Dim3, DriverKernel, DriverModule, NativeLaunch
 from gpulease.daemon.host.processes import die_with_parent
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode
@@ -83,7 +83,7 @@ class StampedContext:
     times: Any = field(default_factory=lambda: (ctypes.c_uint64 * BURST)())
     stamps: Stamps = field(default_factory=Stamps)
 
-    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+    def launch(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         self.by_python_ns.append(time.monotonic_ns())
         self.context.launch(kernel, grid, block, shared_bytes, params, tag)
 
@@ -176,7 +176,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
     }
 
 
-def _sample(revoker: Revoker, number: int, context: StampedContext, module: Module) -> tuple[int, int]:
+def _sample(revoker: Revoker, number: int, context: StampedContext, module: DriverModule) -> tuple[int, int]:
     """Return nanoseconds from the word to the refusal, and launches that began after the word."""
     # Step 1: a session of a live lease, warmed up by one launch.
     page = revoker.pages[number]
@@ -210,7 +210,7 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Modu
 
 
 @contextmanager
-def _session(page: BrokerPage, context: StampedContext, module: Module) -> Iterator[tuple[Session, bytes]]:
+def _session(page: BrokerPage, context: StampedContext, module: DriverModule) -> Iterator[tuple[Session, bytes]]:
     """Yield a session on a page, and the frame of a quiet launch in it."""
     view = WorkerPage(page.fds)
     ledger = Ledger(SLICE_BYTES)

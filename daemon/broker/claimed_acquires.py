@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claims, ClaimWant, release_all
+from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant, FleetClaims, release_all
 from gpulease.daemon.leases import AcquireRequested, AcquireStep, Checked, Event, LeaseTable
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -31,7 +31,7 @@ class ClaimedAcquires:
     def __init__(
         self,
         table: LeaseTable,
-        claims: Callable[[], Claims | None],
+        claims: Callable[[], FleetClaims | None],
         post: Callable[[Event], None],
         refuse: Callable[[AcquireRequested, Failure], None],
     ) -> None:
@@ -74,7 +74,7 @@ class _ClaimedAcquire:
     def __init__(
         self,
         table: LeaseTable,
-        claims: Claims | None,
+        claims: FleetClaims | None,
         post: Callable[[Event], None],
         refuse: Callable[[AcquireRequested, Failure], None],
         event: AcquireRequested,

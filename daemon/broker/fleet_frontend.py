@@ -39,12 +39,12 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimGiven,
     ClaimRefused,
     ClaimWanted,
+    DaemonMark,
     EndClaimed,
     FleetIdentity,
     Joined,
     KeepMark,
     LiveClaims,
-    Mark,
     MarkKept,
     MoveHorizon,
     Note,
@@ -397,7 +397,7 @@ class FleetFrontend:
             identity=FleetIdentity(
                 member.cluster_id, member.generation, revision, member.epoch_base, member.is_restored
             ),
-            mark=Mark(member.beat, member.run, member.entered),
+            mark=DaemonMark(member.beat, member.run, member.entered),
         )
         try:
             fds, self._told_files = await asyncio.to_thread(open_certificates, self._files)
@@ -628,11 +628,11 @@ def _with_identity(membership: KeptMembership, identity: FleetIdentity) -> KeptM
     return replace(membership, **_fields_of(identity))
 
 
-def _with_mark(membership: KeptMembership, mark: Mark) -> KeptMembership:
+def _with_mark(membership: KeptMembership, mark: DaemonMark) -> KeptMembership:
     return replace(membership, **_fields_of(mark))
 
 
-def _fields_of(part: FleetIdentity | Mark) -> dict[str, Any]:
+def _fields_of(part: FleetIdentity | DaemonMark) -> dict[str, Any]:
     """Return a part of a membership by the names that `KeptMembership` has for it, which are the same."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 

@@ -7,13 +7,13 @@ from typing import Any
 from gpulease.daemon.broker.fleet_frontend import FleetFrontend
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.leases import LeaseTable
-from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.audit.recorder import NullRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.registry import Workers
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class HealthCheck:
     """A condition for granting leases.
 
     Attributes:
@@ -38,7 +38,12 @@ class Health:
     """
 
     def __init__(
-        self, table: LeaseTable, workers: Workers, journal: Journal, recorder: Recorder, memory_reserve: MemoryReserve
+        self,
+        table: LeaseTable,
+        workers: Workers,
+        journal: Journal,
+        recorder: NullRecorder,
+        memory_reserve: MemoryReserve,
     ) -> None:
         self.is_listening = False
         self.listening_problem: Callable[[], str] = str
@@ -50,7 +55,7 @@ class Health:
         self._recorder = recorder
         self._memory_reserve = memory_reserve
 
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> tuple[HealthCheck, ...]:
         """Evaluate all checks, always in the same order: each is a gauge, and a line of the report."""
         return tuple(self._checks())
 
@@ -62,21 +67,21 @@ class Health:
             "checks": [{"check": check.name, "ok": check.is_met, "detail": check.detail} for check in checks],
         }
 
-    def _checks(self) -> Iterator[Check]:
+    def _checks(self) -> Iterator[HealthCheck]:
         # Each check is met if its problem is "".
         is_up = self.is_listening and not self._table.is_shutting_down
         yield _check("listening", self.listening_problem() if is_up else "the daemon is starting or stopping")
         yield _check("zygote", "" if self._workers.can_start else "no worker can be started: the zygote is not there")
         yield _check("not_draining", "" if self._table.drain_ns is None else "the node is drained")
         yield _check("capacity", self._capacity_problem())
-        yield Check("cards", True, self.cards_warning)
+        yield HealthCheck("cards", True, self.cards_warning)
         yield _check("memory", "the daemon is out of memory" if self._memory_reserve.is_short else "")
         yield _check("journal", self._journal.problem())
         # Unless the operator requires the audit log, leases are granted without it.
-        yield Check("audit", self._recorder.denial() is None, self._recorder.problem())
+        yield HealthCheck("audit", self._recorder.denial() is None, self._recorder.problem())
         if self.fleet is not None:
             # Leases with a name are refused meanwhile; whether others are is the operator's choice.
-            yield Check("fleet", self.fleet.refusal() is None, self.fleet.problem())
+            yield HealthCheck("fleet", self.fleet.refusal() is None, self.fleet.problem())
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()
@@ -88,5 +93,5 @@ class Health:
         return ""
 
 
-def _check(name: str, problem: str) -> Check:
-    return Check(name, not problem, problem)
+def _check(name: str, problem: str) -> HealthCheck:
+    return HealthCheck(name, not problem, problem)

@@ -66,7 +66,7 @@ ClaimAnswer = Claimed | Failure
 """A claim, or the failure for the tenant: BUSY if another node or a later try may succeed, otherwise DENIED."""
 
 
-class Claims(Protocol):
+class FleetClaims(Protocol):
     """The claims of names and of quota bytes that this node has in its fleet.
 
     Attributes:
@@ -100,7 +100,7 @@ class Claims(Protocol):
         """Return a lease's bytes to the quota, because nothing of the lease is left. Without any, nothing happens."""
 
 
-def release_all(claims: Claims | None, tenant: str, lease_id: int, held: LeaseTerms | LeaseSnapshot) -> None:
+def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, held: LeaseTerms | LeaseSnapshot) -> None:
     """End everything that a lease has claimed, because nothing of it is left or it was never granted.
 
     A node that has left its fleet has no claims to end, even if its leases still carry some.

@@ -18,12 +18,12 @@ from gpulease.daemon.broker.claimed_acquires import ClaimedAcquires
 from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
-from gpulease.daemon.broker.name_claims import Claims, release_all
+from gpulease.daemon.broker.name_claims import FleetClaims, release_all
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.broker.token_service import TokenService
-from gpulease.daemon.contract.messages import ForwardRevoked
+from gpulease.daemon.contract.messages import ForwardRevokedReport
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.host.fair_queue import FairQueue
@@ -78,7 +78,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.audit.recorder import NullRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.record.lease_facts import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
@@ -132,7 +132,7 @@ class Runtime:
         source: CardSource,
         workers: Workers,
         tokens: TokenService,
-        recorder: Recorder,
+        recorder: NullRecorder,
         max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
@@ -145,7 +145,7 @@ class Runtime:
         self.recorder = LeaseLog(recorder, table.get, workers.pid)
         self.publisher = Publisher(table, self._on_warning)
         self.fair_queue = FairQueue()
-        self.claims: Claims | None = None
+        self.claims: FleetClaims | None = None
         self.memory_reserve = MemoryReserve()
         self.timers = Timers(self.post, self.memory_reserve.secure)
         self.health = Health(table, workers, self.journal, recorder, self.memory_reserve)
@@ -314,7 +314,7 @@ class Runtime:
     def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
         self.recorder.warned(lease_id, left_ms, reason)
 
-    def _on_forward_revoked(self, region: LeaseSnapshot, message: ForwardRevoked, is_first_look: bool) -> None:
+    def _on_forward_revoked(self, region: LeaseSnapshot, message: ForwardRevokedReport, is_first_look: bool) -> None:
         status, seen_after_ns = Status(-message.status), message.seen_ns - message.flipped_ns
         told_after_ns = message.told_ns - message.flipped_ns if message.told_ns else None
         self.recorder.forward_revoked(
@@ -514,7 +514,7 @@ class PendingRequests:
     """Requests that are not answered yet: who gets the answer of which.
 
     An outcome of the lease table is answered only once the journal, and for a grant the audit log, hold it durably. If
-    they can't, they revoke the grant and replace the outcome by a denial (`Journal.answer`, `Recorder.answer`).
+    they can't, they revoke the grant and replace the outcome by a denial (`Journal.answer`, `NullRecorder.answer`).
 
     Args:
         on_answered: Called after each outcome's answer.
@@ -524,7 +524,7 @@ class PendingRequests:
     """
 
     def __init__(
-        self, journal: Journal, recorder: Recorder, metrics: NodeMetrics, on_answered: Callable[[], None]
+        self, journal: Journal, recorder: NullRecorder, metrics: NodeMetrics, on_answered: Callable[[], None]
     ) -> None:
         self.unanswered = 0
         self._journal = journal

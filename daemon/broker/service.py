@@ -50,7 +50,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.place_log import log_restoring_fault
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.audit.recorder import NullRecorder
 from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.web.fleet_membership import FleetMembership
@@ -150,7 +150,7 @@ class Service:
         source: CardSource,
         cards: list[Card],
         workers: Workers,
-        recorder: Recorder,
+        recorder: NullRecorder,
         journal: Journal,
         given: Sequence[GivenSocket] = (),
     ) -> None:
@@ -404,7 +404,7 @@ async def _started(service: Service) -> AsyncIterator[Service]:
         await service.runtime.stop()
 
 
-class State:
+class LastingState:
     """The state that outlives this daemon: the journal, and the zygotes with their sessions.
 
     Attributes:
@@ -425,10 +425,10 @@ class State:
 
 
 @contextlib.asynccontextmanager
-async def open_state(config: Config) -> AsyncIterator[State]:
+async def open_state(config: Config) -> AsyncIterator[LastingState]:
     """Open and lock the state folder until the block is left. Raises JournalBroken or CannotAdopt."""
     if config.state is None:
-        yield State(Journal(), None, [])
+        yield LastingState(Journal(), None, [])
         return
     # Checked first: a path that is too long would fail only when the first zygote is started.
     if len(bytes(config.state)) + _SOCKET_BYTES > MAX_PATH_BYTES:
@@ -441,7 +441,7 @@ async def open_state(config: Config) -> AsyncIterator[State]:
         # The lock of the journal also protects this folder: no other daemon takes these zygotes.
         zygotes = config.state / ZYGOTES
         zygotes.mkdir(mode=0o700, exist_ok=True)
-        state = State(journal, zygotes, await asyncio.to_thread(find_zygotes, zygotes))
+        state = LastingState(journal, zygotes, await asyncio.to_thread(find_zygotes, zygotes))
         try:
             yield state
         finally:
@@ -461,7 +461,7 @@ async def _open_cards(config: Config) -> AsyncIterator[CardSource]:
 
 
 @contextlib.asynccontextmanager
-async def _open_workers(config: Config, source: CardSource, state: State) -> AsyncIterator[Workers]:
+async def _open_workers(config: Config, source: CardSource, state: LastingState) -> AsyncIterator[Workers]:
     # The sandbox and the heap's wiping apply to all workers of this daemon. Workers that an earlier one left keep
     # theirs.
     workers = Workers(
@@ -480,7 +480,7 @@ async def _open_workers(config: Config, source: CardSource, state: State) -> Asy
             await workers.stop()
 
 
-async def _start_workers(workers: Workers, state: State, source: CardSource) -> None:
+async def _start_workers(workers: Workers, state: LastingState, source: CardSource) -> None:
     """Start a zygote in addition to those that an earlier daemon left, and log which sandbox measures are off."""
     try:
         await workers.start(state.take_zygotes())

@@ -51,7 +51,7 @@ class Write(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Subscription:
+class PeerSubscription:
     """A peer's subscription to one lease or region, or to every lease that it may see.
 
     Attributes:
@@ -103,17 +103,17 @@ class Publisher:
         self._table = table
         self._on_warning = on_warning
         # Subscriptions by lease, watches by lease or region, and how many each tenant has.
-        self._by_lease: dict[int, list[Subscription]] = {}
-        self._watches: dict[int, list[Subscription]] = {}
+        self._by_lease: dict[int, list[PeerSubscription]] = {}
+        self._watches: dict[int, list[PeerSubscription]] = {}
         self._by_tenant: Counter[str] = Counter()
         # What each followed lease's subscribers were sent last.
         self._sent: dict[int, Key] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         # Subscriptions with an event that their connection had no room for; a timer tries again.
-        self._slow: set[Subscription] = set()
+        self._slow: set[PeerSubscription] = set()
         self._flush_timer: asyncio.TimerHandle | None = None
 
-    def add(self, subscription: Subscription) -> None:
+    def add(self, subscription: PeerSubscription) -> None:
         """Send the subscription every change from now on. Raises Refused if its tenant has too many."""
         if self._by_tenant[subscription.tenant] >= MAX_SUBSCRIPTIONS:
             raise Refused(
@@ -128,7 +128,7 @@ class Publisher:
         of_kind = self._watches if subscription.is_watch else self._by_lease
         of_kind.setdefault(subscription.lease_id, []).append(subscription)
 
-    def begin(self, subscription: Subscription) -> None:
+    def begin(self, subscription: PeerSubscription) -> None:
         """Send a new subscription, after the reply to its request, the state of its lease, and follow its leases."""
         now_ns = time.monotonic_ns()
         # One lease: its subscriber gets the state at once, so that it need not query it.
@@ -144,7 +144,7 @@ class Publisher:
             if standing is not None and lease.lease_id not in self._sent:
                 self._follow(lease.lease_id, standing)
 
-    def remove(self, subscription: Subscription) -> None:
+    def remove(self, subscription: PeerSubscription) -> None:
         """End a subscription, and stop following leases that have lost their last subscriber."""
         self._by_tenant[subscription.tenant] -= 1
         if not self._by_tenant[subscription.tenant]:
@@ -227,7 +227,7 @@ class Publisher:
         if (handle := self._timers.pop(lease_id, None)) is not None:
             handle.cancel()
 
-    def _send(self, subscribers: Iterable[Subscription], lease_id: int, standing: LeasePhase, now_ns: int) -> None:
+    def _send(self, subscribers: Iterable[PeerSubscription], lease_id: int, standing: LeasePhase, now_ns: int) -> None:
         # One event for all subscribers; each numbers its own copy.
         event = LeaseEvent(
             lease_id=lease_id,
@@ -243,7 +243,7 @@ class Publisher:
             self._on_warning(lease_id, event.left_ms, standing.reason)
         self._send_to(subscribers, event)
 
-    def _send_to(self, subscribers: Iterable[Subscription], event: LeaseEvent | RegionEvent) -> None:
+    def _send_to(self, subscribers: Iterable[PeerSubscription], event: LeaseEvent | RegionEvent) -> None:
         for subscription in subscribers:
             # Checked at each event: a token may have expired, or the lease may belong to another tenant.
             if subscription.may_see(event.lease_id) and not subscription.send(event):
@@ -268,18 +268,18 @@ class ConnectionSubscriptions:
         self._publisher = publisher
         self._tenant = tenant
         self._write = write
-        self._own: dict[int, Subscription] = {}
+        self._own: dict[int, PeerSubscription] = {}
 
     def subscribe(self, number: int, lease_id: int, may_see: Callable[[int], bool]) -> None:
         """Add a subscription. `begin` must follow once its request is answered. Raises Refused."""
-        subscription = Subscription(number, lease_id, self._tenant, may_see, self._write)
+        subscription = PeerSubscription(number, lease_id, self._tenant, may_see, self._write)
         # Added to the publisher first: a subscription that it refuses must not stay here.
         self._publisher.add(subscription)
         self._own[number] = subscription
 
     def watch(self, number: int, lease_id: int, may_see: Callable[[int], bool]) -> None:
         """Add a watch of a region, or of all regions of a lease. Raises Refused."""
-        watch = Subscription(number, lease_id, self._tenant, may_see, self._write, is_watch=True)
+        watch = PeerSubscription(number, lease_id, self._tenant, may_see, self._write, is_watch=True)
         self._publisher.add(watch)
         self._own[number] = watch
 

@@ -35,7 +35,7 @@ from gpulease.daemon.web.web_messages import (
     DrainChanged,
     FencesCleared,
     FromWeb,
-    LeaseRevoked,
+    LeaseRevokedReply,
     RevokeLease,
     WebRefusal,
 )
@@ -223,7 +223,7 @@ class _Action(NamedTuple):
 def _answer_of(number: int, outcome: Result) -> ActionOutcome:
     match outcome:
         case RevokeDone():
-            return LeaseRevoked(number, outcome.outcome)
+            return LeaseRevokedReply(number, outcome.outcome)
         case DrainSet():
             status = drain_status(outcome)
             return DrainChanged(number, status.left_ms, status.leases)

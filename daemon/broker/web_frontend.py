@@ -23,7 +23,7 @@ from gpulease.daemon.broker.listeners import cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.web_actions import WebActionHandler, WebActions
 from gpulease.daemon.config.settings import ConfigError
-from gpulease.daemon.contract.messages import Prepared, Ready
+from gpulease.daemon.contract.messages import HelperPrepared, Ready
 from gpulease.daemon.gpus.source import CardLoad, CardSource
 from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.periodic_task import PeriodicTask
@@ -168,7 +168,7 @@ class WebFrontend:
                     node=os.uname().nodename,
                 )
                 self._process.send(start, (theirs.fileno(), self._listener.fileno()))
-            await self._process.expect(Prepared)
+            await self._process.expect(HelperPrepared)
             # Step 2: connect it only when it is prepared, because a connected peer must send HELLO soon.
             ready = self._process.expect(Ready)
             ours.setblocking(False)

@@ -16,9 +16,9 @@ from gpulease.daemon.capabilities.claims import (
     NONCE_BYTES,
     CapabilityDenied,
     CapabilityRequest,
-    Check,
     Claims,
-    Grant,
+    TokenCheck,
+    TokenGrant,
     audience_of,
 )
 from gpulease.daemon.capabilities.keys import Draw, KeyRing
@@ -141,7 +141,7 @@ class CapabilityAuthority:
         """Return the bytes by which tokens of this node name a tenant as their holder."""
         return audience_of(self._ring.node_id, tenant)
 
-    def issue(self, request: CapabilityRequest) -> Grant:
+    def issue(self, request: CapabilityRequest) -> TokenGrant:
         """Issue a token. The caller has checked that the requester may ask for it.
 
         Raises CapabilityDenied: REQUEST, LEASE, or REPLAYED for a nonce that was used.
@@ -173,7 +173,7 @@ class CapabilityAuthority:
         # Step 4: sign. The wall clock is only for holders that narrow the token offline.
         key = self._ring.signing
         token = tokens.mint(key, claims, now_ns // NS_PER_MS, int(self._unix_s() * 1000))
-        return Grant(token, claims, bytes(tokens.public_key(key).to_bytes()))
+        return TokenGrant(token, claims, bytes(tokens.public_key(key).to_bytes()))
 
     def validate(self, token: bytes, audience: bytes, permission: Permission) -> Claims:
         """Return a token's claims if `audience` may use it now for one of the permissions in `permission`.
@@ -189,22 +189,22 @@ class CapabilityAuthority:
         # The holder first: a stolen token reveals nothing about the lease to a thief.
         if not secrets.compare_digest(claims.audience, audience):
             raise CapabilityDenied(
-                Check.AUDIENCE,
+                TokenCheck.AUDIENCE,
                 "the token is for another holder, or another node",
                 "Give the lease's tenant your own audience on this node.",
             )
         # A token from before the host's restart may seem to live too long; refuse it too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
-            raise CapabilityDenied(Check.EXPIRED, "the token has expired", "Get a new one.")
+            raise CapabilityDenied(TokenCheck.EXPIRED, "the token has expired", "Get a new one.")
         # What only the node knows: the lease as it is, and the tokens that were revoked.
         self._check_lease(claims)
         if self._revoked.is_used(claims.lease_id, claims.nonce):
-            raise CapabilityDenied(Check.REVOKED, "the token was revoked", "Ask who gave it for another.")
+            raise CapabilityDenied(TokenCheck.REVOKED, "the token was revoked", "Ask who gave it for another.")
         # The claims and the appended blocks must both permit it: `agrees` evaluates the blocks.
         permitted = claims.permissions & permission
         if not permitted or not tokens.agrees(opened, now_ms, next(iter(permitted))):
             raise CapabilityDenied(
-                Check.PERMISSION,
+                TokenCheck.PERMISSION,
                 f"the token permits {_list(claims.permissions)}, and {_list(permission)} is needed",
                 "Get a token that permits it.",
             )
@@ -213,7 +213,7 @@ class CapabilityAuthority:
             raise _replayed()
         if not self._nonces.has_room(claims.lease_id, now_ms):
             raise CapabilityDenied(
-                Check.REPLAYED,
+                TokenCheck.REPLAYED,
                 "too many tokens of this lease were used in the last minutes",
                 "Wait for some of them to expire.",
             )
@@ -266,7 +266,7 @@ class CapabilityAuthority:
             raise _no_lease(claims.lease_id)
         if lease.generation != claims.generation:
             raise CapabilityDenied(
-                Check.GENERATION,
+                TokenCheck.GENERATION,
                 f"the token is of generation {claims.generation}, and the lease was renewed since",
                 "Get a new token from the lease's tenant.",
             )
@@ -287,9 +287,11 @@ def _list(permissions: Permission) -> str:
 
 def _no_lease(lease_id: int) -> CapabilityDenied:
     return CapabilityDenied(
-        Check.LEASE, f"no active lease {lease_id:032x} exists here", "It may have ended: get a token for another."
+        TokenCheck.LEASE, f"no active lease {lease_id:032x} exists here", "It may have ended: get a token for another."
     )
 
 
 def _replayed() -> CapabilityDenied:
-    return CapabilityDenied(Check.REPLAYED, "a token with this nonce was used before", "Get a new token for each use.")
+    return CapabilityDenied(
+        TokenCheck.REPLAYED, "a token with this nonce was used before", "Get a new token for each use."
+    )

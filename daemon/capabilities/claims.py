@@ -30,7 +30,7 @@ NONCE_BYTES: Final = 16
 _AUDIENCE_DOMAIN: Final = b"gpulease audience 1\0"
 
 
-class Check(Enum):
+class TokenCheck(Enum):
     """The checks of a token, in no order. The value is the name in messages; REQUEST is about issuing one."""
 
     MALFORMED = "malformed"
@@ -53,7 +53,7 @@ class CapabilityDenied(Exception):
         hint: A sentence that says what to do about it.
     """
 
-    def __init__(self, check: Check, message: str, hint: str) -> None:
+    def __init__(self, check: TokenCheck, message: str, hint: str) -> None:
         super().__init__(message)
         self.check = check
         self.hint = hint
@@ -128,7 +128,7 @@ class Claims:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class TokenGrant:
     """An issued token.
 
     Attributes:
@@ -150,4 +150,4 @@ def audience_of(node_id: bytes, tenant: str) -> bytes:
 
 
 def _request(message: str, hint: str) -> CapabilityDenied:
-    return CapabilityDenied(Check.REQUEST, message, hint)
+    return CapabilityDenied(TokenCheck.REQUEST, message, hint)

@@ -21,7 +21,7 @@ from biscuit_auth import (
     Rule,
 )
 
-from gpulease.daemon.capabilities.claims import CapabilityDenied, Check, Claims
+from gpulease.daemon.capabilities.claims import CapabilityDenied, Claims, TokenCheck
 from gpulease.daemon.capabilities.keys import Key, KeyRing
 from gpulease.protocol.capabilities import Permission, names_of, parse_narrowing, permissions_of
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
@@ -107,7 +107,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
         # A panic inside the library arrives as a BaseException.
         if unknown:
             raise CapabilityDenied(
-                Check.UNKNOWN_KEY,
+                TokenCheck.UNKNOWN_KEY,
                 f"the token was signed with key {unknown[0]}, which no longer belongs to this node",
                 "Get a new token from this node.",
             ) from None
@@ -185,4 +185,4 @@ def _private(key: Key) -> PrivateKey:
 
 
 def _malformed(message: str) -> CapabilityDenied:
-    return CapabilityDenied(Check.MALFORMED, message, _BROKEN)
+    return CapabilityDenied(TokenCheck.MALFORMED, message, _BROKEN)

@@ -1,6 +1,6 @@
 """Fields of the messages between our processes: how each is packed, and which values are accepted.
 
-A message class is a frozen dataclass derived from `Message`. Each of its fields is annotated with a `Kind`:
+A message class is a frozen dataclass derived from `Message`. Each of its fields is annotated with a `FieldKind`:
 `Annotated[int, integer(0, MAX_PID)]`. `Message.to_map` and `Message.from_map` do the rest.
 
 Versions differ between processes: an upgraded broker takes over the zygote and the workers of its predecessor. So
@@ -55,7 +55,7 @@ class MalformedMessage(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FieldKind:
     """The form of one field in a map, and the values that it accepts.
 
     Attributes:
@@ -90,7 +90,7 @@ class Kind:
         return replace(self, is_optional=True)
 
 
-def integer(least: int, most: int) -> Kind:
+def integer(least: int, most: int) -> FieldKind:
     """Return the kind of an integer between two bounds, both included."""
 
     def parse(value: Any) -> int:
@@ -99,10 +99,10 @@ def integer(least: int, most: int) -> Kind:
             raise ValueError(f"{value!r} must be an integer from {least} to {most}")
         return value
 
-    return Kind(parse)
+    return FieldKind(parse)
 
 
-def instance(kind: type[Any]) -> Kind:
+def instance(kind: type[Any]) -> FieldKind:
     """Return the kind of what msgpack itself carries: text, bytes, truth values."""
 
     def parse(value: Any) -> Any:
@@ -111,10 +111,10 @@ def instance(kind: type[Any]) -> Kind:
             raise ValueError(f"it must be of type {kind.__name__}, not {type(value).__name__}")
         return value
 
-    return Kind(parse)
+    return FieldKind(parse)
 
 
-def decimal(least: float, most: float) -> Kind:
+def decimal(least: float, most: float) -> FieldKind:
     """Return the kind of a finite number between two bounds, both included."""
 
     def parse(value: Any) -> float:
@@ -122,10 +122,10 @@ def decimal(least: float, most: float) -> Kind:
             raise ValueError(f"{value!r} must be a number from {least:g} to {most:g}")
         return float(value)
 
-    return Kind(parse)
+    return FieldKind(parse)
 
 
-def matching(pattern: str) -> Kind:
+def matching(pattern: str) -> FieldKind:
     """Return the kind of a text that matches a pattern as a whole."""
     expected = re.compile(pattern)
 
@@ -134,10 +134,10 @@ def matching(pattern: str) -> Kind:
             raise ValueError(f"{value!r} must be a text that matches {pattern}")
         return value
 
-    return Kind(parse)
+    return FieldKind(parse)
 
 
-def text(most_chars: int) -> Kind:
+def text(most_chars: int) -> FieldKind:
     """Return the kind of a text of at most so many characters."""
 
     def parse(value: Any) -> str:
@@ -145,15 +145,15 @@ def text(most_chars: int) -> Kind:
             raise ValueError(f"it must be a text of at most {most_chars} characters")
         return value
 
-    return Kind(parse)
+    return FieldKind(parse)
 
 
-def one_of(kind: type[Enum]) -> Kind:
+def one_of(kind: type[Enum]) -> FieldKind:
     """Return the kind of an enum's members, which are sent as their values."""
     return converted(kind, lambda value: value.value)
 
 
-def listed(kind: Kind, most: int) -> Kind:
+def listed(kind: FieldKind, most: int) -> FieldKind:
     """Return the kind of a tuple of at most so many values of one kind."""
 
     def parse(value: Any) -> tuple[Any, ...]:
@@ -162,10 +162,10 @@ def listed(kind: Kind, most: int) -> Kind:
             raise ValueError(f"it must be a list of at most {most} values")
         return tuple(map(kind.parse, value))
 
-    return Kind(parse, lambda values: list(map(kind.pack, values)))
+    return FieldKind(parse, lambda values: list(map(kind.pack, values)))
 
 
-def mapped(key: Kind, value: Kind, most: int) -> Kind:
+def mapped(key: FieldKind, value: FieldKind, most: int) -> FieldKind:
     """Return the kind of a mapping of at most so many keys."""
 
     def parse(given: Any) -> dict[Any, Any]:
@@ -173,10 +173,10 @@ def mapped(key: Kind, value: Kind, most: int) -> Kind:
             raise ValueError(f"it must be a map of at most {most} keys")
         return {key.parse(name): value.parse(item) for name, item in given.items()}
 
-    return Kind(parse, lambda items: {key.pack(name): value.pack(item) for name, item in items.items()})
+    return FieldKind(parse, lambda items: {key.pack(name): value.pack(item) for name, item in items.items()})
 
 
-def row(make: Callable[..., Any], **columns: Kind) -> Kind:
+def row(make: Callable[..., Any], **columns: FieldKind) -> FieldKind:
     """Return the kind of a class of ours that is sent as the list of its attributes.
 
     Args:
@@ -190,10 +190,10 @@ def row(make: Callable[..., Any], **columns: Kind) -> Kind:
             raise ValueError(f"it must be a list of {len(kinds)} values")
         return make(*(kind.parse(item) for kind, item in zip(kinds, value, strict=True)))
 
-    return Kind(parse, lambda one: [kind.pack(getattr(one, name)) for name, kind in columns.items()])
+    return FieldKind(parse, lambda one: [kind.pack(getattr(one, name)) for name, kind in columns.items()])
 
 
-def converted(parse: Callable[[Any], Any], pack: Callable[[Any], Any] = lambda value: value) -> Kind:
+def converted(parse: Callable[[Any], Any], pack: Callable[[Any], Any] = lambda value: value) -> FieldKind:
     """Return the kind of a class of ours; `parse` may raise TypeError, too."""
 
     def checked(value: Any) -> Any:
@@ -202,10 +202,10 @@ def converted(parse: Callable[[Any], Any], pack: Callable[[Any], Any] = lambda v
         except TypeError as error:
             raise ValueError(str(error)) from None
 
-    return Kind(checked, pack)
+    return FieldKind(checked, pack)
 
 
-def nested(message: "type[Message]") -> Kind:
+def nested(message: "type[Message]") -> FieldKind:
     """Return the kind of a message within the map of another."""
 
     def parse(value: Any) -> "Message":
@@ -213,10 +213,10 @@ def nested(message: "type[Message]") -> Kind:
             raise ValueError(f"{value!r} must be a map")
         return message.from_map(value)
 
-    return Kind(parse, message.to_map)
+    return FieldKind(parse, message.to_map)
 
 
-def inline(message: "type[Message]") -> Kind:
+def inline(message: "type[Message]") -> FieldKind:
     """Return the kind of a message with its keys in the map of another."""
     return replace(nested(message), is_inline=True)
 
@@ -251,7 +251,7 @@ Flag = Annotated[bool, FLAG]
 class _Field(NamedTuple):
     name: str
     key: str
-    kind: Kind
+    kind: FieldKind
     default: Any
 
 
@@ -325,7 +325,7 @@ def _field_of(field: Field[Any], hint: Any) -> _Field:
     return _Field(field.name, kind.key or field.name, kind, default)
 
 
-def _kind_of(option: LeaseOption[Any, Any]) -> Kind:
+def _kind_of(option: LeaseOption[Any, Any]) -> FieldKind:
     """Return the kind of a lease option that a worker obeys. Raises TypeError for a value that no message has yet."""
     match option:
         case NumberOption():

@@ -42,8 +42,8 @@ from gpulease.daemon.contract.message_fields import (
     FLAG,
     TEXT,
     U64,
+    FieldKind,
     Flag,
-    Kind,
     LeaseNumber,
     Message,
     Pid,
@@ -75,7 +75,7 @@ def _findings(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-Findings = Annotated[list[dict[str, Any]], Kind(_findings)]
+Findings = Annotated[list[dict[str, Any]], FieldKind(_findings)]
 """Measures of the sandbox, each as returned by `Finding.to_message`."""
 
 
@@ -117,7 +117,7 @@ class Retire(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Ping(Message):
+class LivenessPing(Message):
     """The broker asks whether the process lives."""
 
     OP: ClassVar[str] = "ping"
@@ -131,11 +131,11 @@ class Preloaded(Message):
     """The zygote has loaded the driver and can fork workers. `findings`: the measures of the workers' sandbox."""
 
     OP: ClassVar[str] = "preloaded"
-    findings: Annotated[list[dict[str, Any]], Kind(_findings, key="sandbox")]
+    findings: Annotated[list[dict[str, Any]], FieldKind(_findings, key="sandbox")]
 
 
 @dataclass(frozen=True, slots=True)
-class Broken(Message):
+class HelperBroken(Message):
     """The process can't do its work: a zygote can never fork a worker, a helper can't serve.
 
     Attributes:
@@ -282,7 +282,7 @@ class HandoverDone(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Attach(Message):
+class AttachOrder(Message):
     """A tenant's connection, or a guest's, for the worker's session.
 
     Attributes:
@@ -334,7 +334,7 @@ class RegionsPage(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRegion(Message):
+class OpenRegionOrder(Message):
     """Map memory for a region; the worker answers with RegionOpened or RegionRefused."""
 
     OP: ClassVar[str] = "region"
@@ -345,7 +345,7 @@ class OpenRegion(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class EndRegion(Message):
+class EndRegionOrder(Message):
     """A region's word shows that it has ended: wait for its launches, remove its memory, and answer.
 
     The worker answers with RegionEnded, or with RegionStuck if a launch that named it has not ended after `grace_ms`.
@@ -357,7 +357,7 @@ class EndRegion(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ResizeSlice(Message):
+class ResizeSliceOrder(Message):
     """Give the session a slice of another size; the worker answers with SliceResized."""
 
     OP: ClassVar[str] = "resize"
@@ -368,7 +368,7 @@ class ResizeSlice(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RegionOpened(Message):
+class RegionOpenedReport(Message):
     """A region's memory is mapped at this device address, and zero."""
 
     OP: ClassVar[str] = "region_opened"
@@ -377,7 +377,7 @@ class RegionOpened(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RegionRefused(Message):
+class RegionRefusedReport(Message):
     """A region can't be opened; `reason` is a sentence for its tenant."""
 
     OP: ClassVar[str] = "region_refused"
@@ -386,7 +386,7 @@ class RegionRefused(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RegionEnded(Message):
+class RegionEndedReport(Message):
     """Nothing in the session can reach a region's memory any more.
 
     Attributes:
@@ -403,7 +403,7 @@ class RegionEnded(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RegionStuck(Message):
+class RegionStuckReport(Message):
     """A region's memory can't be removed; `reason` is a clause for its tenant and the log."""
 
     OP: ClassVar[str] = "region_stuck"
@@ -412,7 +412,7 @@ class RegionStuck(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RegionReleased(Message):
+class RegionReleasedReport(Message):
     """The session released an ended region's address; its last bytes went back to the card."""
 
     OP: ClassVar[str] = "region_released"
@@ -420,7 +420,7 @@ class RegionReleased(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardRevoked(Message):
+class ForwardRevokedReport(Message):
     """A launch was refused because of a region that it named.
 
     Attributes:
@@ -446,7 +446,7 @@ class ForwardRevoked(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class SliceResized(Message):
+class SliceResizedReport(Message):
     """The session's slice has that size; `doubt` says why it is not the size asked for, "" if it is."""
 
     OP: ClassVar[str] = "resized"
@@ -522,7 +522,7 @@ class MemoryGrew(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Message):
+class HelperPrepared(Message):
     """The helper has its settings, and serves once the broker has connected it."""
 
     OP: ClassVar[str] = "prepared"
@@ -530,16 +530,18 @@ class Prepared(Message):
 
 # --- parsing ---
 
-ToZygote = WorkerSpec | LeaseChanged | PagesRenewed | WorkerForgotten | Retire | Ping
+ToZygote = WorkerSpec | LeaseChanged | PagesRenewed | WorkerForgotten | Retire | LivenessPing
 TO_ZYGOTE: Final[Mapping[str, type[ToZygote]]] = messages_of(ToZygote)
 
-FromZygote = Preloaded | Broken | Pong | WorkerForked | ForkFailed | WorkerReaped
+FromZygote = Preloaded | HelperBroken | Pong | WorkerForked | ForkFailed | WorkerReaped
 FROM_ZYGOTE: Final[Mapping[str, type[FromZygote]]] = messages_of(FromZygote)
 
 Handover = ZygoteTaken | ZygoteIntroduction | LivingWorker | EndedWorker | HandoverDone
 HANDOVER_MESSAGES: Final[Mapping[str, type[Handover]]] = messages_of(Handover)
 
-ToWorker = WorkerSpec | Attach | Scrub | EndSession | RegionsPage | OpenRegion | EndRegion | ResizeSlice
+ToWorker = (
+    WorkerSpec | AttachOrder | Scrub | EndSession | RegionsPage | OpenRegionOrder | EndRegionOrder | ResizeSliceOrder
+)
 TO_WORKER: Final[Mapping[str, type[ToWorker]]] = messages_of(ToWorker)
 
 FromWorker = (
@@ -550,15 +552,15 @@ FromWorker = (
     | Attached
     | LastLeft
     | MemoryGrew
-    | RegionOpened
-    | RegionRefused
-    | RegionEnded
-    | RegionStuck
-    | RegionReleased
-    | ForwardRevoked
-    | SliceResized
+    | RegionOpenedReport
+    | RegionRefusedReport
+    | RegionEndedReport
+    | RegionStuckReport
+    | RegionReleasedReport
+    | ForwardRevokedReport
+    | SliceResizedReport
 )
 FROM_WORKER: Final[Mapping[str, type[FromWorker]]] = messages_of(FromWorker)
 
-FromHelper = Prepared | Ready | Broken | Pong
+FromHelper = HelperPrepared | Ready | HelperBroken | Pong
 FROM_HELPER: Final[Mapping[str, type[FromHelper]]] = messages_of(FromHelper)

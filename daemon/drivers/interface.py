@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
-    from gpulease.daemon.sandbox.measures import Needs
+    from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 Dim3 = tuple[int, int, int]
 
@@ -96,7 +96,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchAttributes:
+class DriverLaunchAttributes:
     """Properties of a launch in addition to its shape.
 
     Attributes:
@@ -127,7 +127,7 @@ class Figures:
     constant_bytes: int = 0
 
 
-class Kernel(Protocol):
+class DriverKernel(Protocol):
     """A kernel: an entry point of a loaded module."""
 
     @property
@@ -153,9 +153,9 @@ class Kernel(Protocol):
         """Return the kernel's resources. Raises DriverError."""
 
 
-class Module(Protocol):
+class DriverModule(Protocol):
     @property
-    def kernels(self) -> Mapping[str, Kernel]: ...
+    def kernels(self) -> Mapping[str, DriverKernel]: ...
 
     @property
     def device_bytes(self) -> int:
@@ -191,7 +191,7 @@ class Admit(Protocol):
     """Called by a driver before it loads an image; raises ImageRejected if there is no room."""
 
     def __call__(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        """Admit a module with these bytes, which are those of `Module`."""
+        """Admit a module with these bytes, which are those of `DriverModule`."""
 
 
 def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
@@ -228,8 +228,8 @@ class NativeLaunch:
     launch: int
     query: int
     spin_ns: int
-    record: Callable[[Kernel, Dim3, Dim3, int], bytes | None]
-    launched: Callable[[Kernel], None]
+    record: Callable[[DriverKernel, Dim3, Dim3, int], bytes | None]
+    launched: Callable[[DriverKernel], None]
     copy_in: int
     copy_out: int
     zero: int
@@ -267,7 +267,7 @@ takes some 2 us to queue a segment, whatever it contains, so longer segments gai
 class KernelStep:
     """A launch with the arguments of `Context.launch`."""
 
-    kernel: Kernel
+    kernel: DriverKernel
     grid: Dim3
     block: Dim3
     shared_bytes: int
@@ -298,14 +298,14 @@ class AdmitGraph(Protocol):
     """Called by a driver before it makes a graph; raises if there is no room."""
 
     def __call__(self, device_bytes: int) -> None:
-        """Admit a graph with these bytes, which are `Graph.device_bytes`."""
+        """Admit a graph with these bytes, which are `DriverGraph.device_bytes`."""
 
 
 def admit_any(device_bytes: int) -> None:
     """An `AdmitGraph` without a bound of its own: only the card refuses."""
 
 
-class Graph(Protocol):
+class DriverGraph(Protocol):
     """A sequence of steps that can be queued as a whole, repeatedly."""
 
     @property
@@ -334,7 +334,7 @@ class Ticket(Protocol):
         """Return whether it is complete, or the context is lost: a copy's caller may use the host memory again."""
 
 
-class Event(Ticket, Protocol):
+class DriverEvent(Ticket, Protocol):
     """The time at which a stream has finished everything that it held."""
 
 
@@ -485,12 +485,12 @@ class Context(Protocol):
     def mark(self, stream: int) -> Ticket:
         """Return a ticket that is done once everything that is in a stream now has ended."""
 
-    def event(self, stream: int) -> Event:
+    def event(self, stream: int) -> DriverEvent:
         """Put an event after what a stream holds now."""
 
-    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None: ...
+    def event_wait(self, events: Sequence[DriverEvent], poll: Poll = keep_waiting) -> None: ...
 
-    def elapsed_ns(self, start: Event, end: Event) -> int:
+    def elapsed_ns(self, start: DriverEvent, end: DriverEvent) -> int:
         """Return the time between two events that are done, negative if `end` came first. Raises DriverError."""
 
     def streams_bytes(self, count: int) -> int:
@@ -513,10 +513,10 @@ class Context(Protocol):
 
     # --- modules and launches ---
 
-    def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> DriverModule:
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
-    def compile_kernel(self, kernel: Kernel) -> bool:
+    def compile_kernel(self, kernel: DriverKernel) -> bool:
         """Compile what a kernel's first launch needs, if anything is left; return whether there was.
 
         The launch would do it, too. It can't be interrupted. Raises LaunchRejected.
@@ -525,21 +525,21 @@ class Context(Protocol):
     def forget_earlier(self) -> None:
         """Forget all compiled images, so that the time of a load discloses nothing about another tenant's images."""
 
-    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
+    def module_unload(self, module: DriverModule, poll: Poll = keep_waiting) -> None:
         """Release a module, once everything launched before has ended."""
 
-    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+    def launch(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
 
     def launch_with(
         self,
-        kernel: Kernel,
+        kernel: DriverKernel,
         grid: Dim3,
         block: Dim3,
         shared_bytes: int,
         params: bytes,
         tag: int,
-        attributes: LaunchAttributes,
+        attributes: DriverLaunchAttributes,
     ) -> None:
         """`launch` with attributes. Raises LaunchRejected, with the bound, for what never fits on the card."""
 
@@ -549,7 +549,7 @@ class Context(Protocol):
     def native(self) -> NativeLaunch | None:
         """Return the functions for native launches here; None if there are none. Not to be used after `watch`."""
 
-    def graph(self, steps: Sequence[Step], admit: AdmitGraph, poll: Poll = keep_waiting) -> Graph:
+    def graph(self, steps: Sequence[Step], admit: AdmitGraph, poll: Poll = keep_waiting) -> DriverGraph:
         """Make a launch graph of at least one step, after `admit` has admitted its bytes. Raises LaunchRejected."""
 
     # --- waits, faults and the end ---
@@ -589,7 +589,7 @@ class Driver(Protocol):
     def preload(self) -> None:
         """Import what a context needs, without touching a device. The zygote calls this once before it forks."""
 
-    def needs(self) -> "Needs":
+    def needs(self) -> "SandboxNeeds":
         """Return paths and devices that its workers open inside the sandbox; called after `preload`."""
 
     def keep_for(self, owner: int) -> tuple[int, ...]:

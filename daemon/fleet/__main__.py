@@ -14,7 +14,7 @@ from secrets import token_hex
 from typing import Final
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
-from gpulease.daemon.contract.messages import Broken
+from gpulease.daemon.contract.messages import HelperBroken
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, port_of
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, received_certificates
@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
-from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettings
+from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxNeeds, SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
@@ -71,7 +71,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     except ChannelClosed:
         return 0
     except (BadEtcdSettings, MalformedMessage, SandboxBroken, OSError) as error:
-        send_message(channel, Broken(str(error)).to_map())
+        send_message(channel, HelperBroken(str(error)).to_map())
         return 1
     return 0
 
@@ -90,14 +90,14 @@ class SentFiles:
         return self._last
 
 
-def needs_of(endpoints: Sequence[str]) -> Needs:
+def needs_of(endpoints: Sequence[str]) -> SandboxNeeds:
     """Return what the process needs inside the sandbox: etcd's ports, and the files for name resolution.
 
     Those files are often replaced by new ones of the same name, so the sandbox must contain their folders.
     """
     ports = {DNS_PORT, *map(port_of, endpoints)}
     readable = (RESOLVER.parent, RESOLVER.resolve().parent, RANDOM, *_LIBRARIES)
-    return Needs(readable=readable, private_bytes=MAX_PRIVATE_BYTES, tcp_ports=tuple(sorted(ports)))
+    return SandboxNeeds(readable=readable, private_bytes=MAX_PRIVATE_BYTES, tcp_ports=tuple(sorted(ports)))
 
 
 async def _serve(start: FleetStart, files: SentFiles, channel: socket.socket, readings: MachineReadings) -> None:

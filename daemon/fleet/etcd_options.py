@@ -10,7 +10,7 @@ import click
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, parse_endpoints
-from gpulease.daemon.fleet.etcd.transactions import Answer, Rejected, Transaction, Unknown
+from gpulease.daemon.fleet.etcd.transactions import Transaction, TransactionAnswer, TransactionRejected, Unknown
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
@@ -19,12 +19,12 @@ class NotDone(Exception):
     """etcd refused a command's transaction, or did not answer it. The text says what to do."""
 
 
-async def done(client: EtcdClient, transaction: Transaction) -> Answer:
+async def done(client: EtcdClient, transaction: Transaction) -> TransactionAnswer:
     """Return etcd's answer. Raises NotDone if it refuses or does not answer."""
     match await client.do(transaction):
-        case Answer() as answer:
+        case TransactionAnswer() as answer:
             return answer
-        case Rejected(reason):
+        case TransactionRejected(reason):
             raise NotDone(f"etcd refuses: {reason}")
         case Unknown(reason):
             raise NotDone(f"etcd did not answer, and what became of it is unknown: {reason}. Run this again")

@@ -34,7 +34,7 @@ from gpulease.daemon.contract.message_fields import (
     nested,
     row,
 )
-from gpulease.daemon.contract.messages import Ping
+from gpulease.daemon.contract.messages import LivenessPing
 from gpulease.daemon.fleet.etcd.transactions import StoreSize
 from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimDropped,
@@ -42,11 +42,11 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimGiven,
     ClaimRefused,
     ClaimWanted,
+    DaemonMark,
     EndClaimed,
     FleetIdentity,
     Joined,
     KeepMark,
-    Mark,
     MarkKept,
     MoveHorizon,
     Noted,
@@ -106,7 +106,7 @@ class FleetStart(Message):
     timeout_s: Seconds
     incarnation: Annotated[int, U64]
     identity: Annotated[FleetIdentity, nested(FleetIdentity)]
-    mark: Annotated[Mark, nested(Mark)]
+    mark: Annotated[DaemonMark, nested(DaemonMark)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class StoreMeasured(Message):
 START: Final = by_op(FleetStart)
 
 ToFleet = (
-    Ping
+    LivenessPing
     | LiveClaimsPart
     | RecordChanged
     | ClaimWanted

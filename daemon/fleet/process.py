@@ -13,9 +13,9 @@ from typing import Any, Final, assert_never
 
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.contract.message_fields import Message, expect_message, request_of
-from gpulease.daemon.contract.messages import Ping, Pong, Ready
+from gpulease.daemon.contract.messages import LivenessPing, Pong, Ready
 from gpulease.daemon.fleet.etcd.client import EtcdClient
-from gpulease.daemon.fleet.etcd.transactions import Outcome, Rejected, Unknown
+from gpulease.daemon.fleet.etcd.transactions import Outcome, TransactionRejected, Unknown
 from gpulease.daemon.fleet.fleet_messages import (
     TO_FLEET,
     CertificatesRenewed,
@@ -28,7 +28,7 @@ from gpulease.daemon.fleet.live_claims import LiveParts
 from gpulease.daemon.fleet.machine_readings import MachineReadings
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
-    ArmTimer,
+    ArmFleetTimer,
     Ask,
     ClaimDropped,
     ClaimEnded,
@@ -39,6 +39,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Effect,
     EndClaimed,
     Event,
+    FleetTimerFired,
     Joined,
     KeepMark,
     MarkKept,
@@ -57,7 +58,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Started,
     Stopped,
     Stopping,
-    TimerFired,
     Why,
 )
 from gpulease.daemon.fleet.rules.member import MAX_FAULT_CHARS, Member
@@ -181,7 +181,7 @@ class FleetProcess:
         return {
             Ask: self._ask,
             Compact: self._compact,
-            ArmTimer: self._arm,
+            ArmFleetTimer: self._arm,
             MoveHorizon: self._move_horizon,
             # The others are messages to the broker as they are.
             **dict.fromkeys(
@@ -220,7 +220,9 @@ class FleetProcess:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="compacting etcd")
             return
         # Another node was quicker: this is not a refusal.
-        refusal = outcome.reason if isinstance(outcome, Rejected) and _IS_COMPACTED not in outcome.reason else ""
+        refusal = (
+            outcome.reason if isinstance(outcome, TransactionRejected) and _IS_COMPACTED not in outcome.reason else ""
+        )
         # The refusal may last for weeks: log it once, not once a minute.
         if refusal and refusal != self._not_compacted:
             self._send(Noted(Note.NOT_COMPACTED, refusal))
@@ -242,7 +244,7 @@ class FleetProcess:
             outcome = Unknown(f"a fault of this node's: {error}"[:MAX_FAULT_CHARS])
         self._post(Answered(effect.number, outcome))
 
-    def _arm(self, effect: ArmTimer) -> None:
+    def _arm(self, effect: ArmFleetTimer) -> None:
         self._due_ns = effect.due_ns
         self._sleep()
 
@@ -264,7 +266,7 @@ class FleetProcess:
             self._sleep()
             return
         self._due_ns = None
-        self._post(TimerFired())
+        self._post(FleetTimerFired())
 
     def _move_horizon(self, effect: MoveHorizon) -> None:
         # Until the broker answers HorizonSet, no timer fires.
@@ -337,7 +339,7 @@ class FleetProcess:
 
     def _take(self, message: ToFleet, fds: list[int]) -> None:
         match message:
-            case Ping():
+            case LivenessPing():
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
                     send_message(self._channel, Pong().to_map())
             case HorizonSet():

@@ -341,7 +341,7 @@ class Admission:
 REASON: Final = "the node is drained"
 
 
-class Drain:
+class DrainInProgress:
     """Drains a node: admits no lease, warns the tenants, and ends the remaining leases at a deadline.
 
     1. From the request on, no lease is granted. Acquires are refused, including queued ones and those that still wait

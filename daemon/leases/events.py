@@ -381,7 +381,7 @@ class WorkerFound:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator wants the node empty in `within_ms`; see `admission.Drain`."""
+    """An operator wants the node empty in `within_ms`; see `admission.DrainInProgress`."""
 
     request: int
     within_ms: int

@@ -17,10 +17,10 @@ from gpulease.daemon.leases.model import (
     Cause,
     Lease,
     LeaseState,
-    Region,
     RegionState,
     Submit,
     SubmitState,
+    TableRegion,
     Trigger,
     WarmContext,
     WarmState,
@@ -338,7 +338,7 @@ def _validate_regions(store: LeaseStore) -> None:
     _require(len(store.ended_regions) <= store.limits.max_tombstones, "Too many ended regions are remembered.")
 
 
-def _validate_region(store: LeaseStore, lease: Lease, region: Region) -> None:
+def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> None:
     name, state = f"Region {region.region_id:032x} ({region.state.value})", region.state
     # A region that has not ended needs an active lease; one that has ended has a cause.
     goes_on = state in (RegionState.OPENING, RegionState.ACTIVE)

@@ -235,7 +235,7 @@ AnyState = TypeVar("AnyState", LeaseState, RegionState)
 
 def _follow(
     transitions: Mapping[tuple[AnyState, Trigger | Cause], AnyState],
-    subject: "Lease | Region",
+    subject: "Lease | TableRegion",
     state: AnyState,
     trigger: Trigger | Cause,
     now_ns: int,
@@ -440,8 +440,8 @@ class Lease:
     last_submit: "SubmitSnapshot | None" = None
     is_proved: bool = False
     # Its regions and its size.
-    regions: "dict[int, Region]" = field(default_factory=dict)
-    slots: "dict[int, Region]" = field(default_factory=dict)
+    regions: "dict[int, TableRegion]" = field(default_factory=dict)
+    slots: "dict[int, TableRegion]" = field(default_factory=dict)
     region_bytes: int = 0
     region_number: int = 0
     resize: "Resize | None" = None
@@ -552,7 +552,7 @@ _REGION_WORDS: Final = {
 
 
 @dataclass(slots=True)
-class Region:
+class TableRegion:
     """A region in the table: a lease inside the session of another lease. Only `Regions` changes it.
 
     Attributes:

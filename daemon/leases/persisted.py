@@ -13,8 +13,8 @@ from gpulease.daemon.leases.model import (
     LeaseSnapshot,
     LeaseState,
     LeaseTerms,
-    Region,
     RegionState,
+    TableRegion,
 )
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -155,7 +155,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     )
 
 
-def keep_region(region: Region) -> KeptRegion:
+def keep_region(region: TableRegion) -> KeptRegion:
     """Return the record of a region. An OPENING one has a record too, because its worker may have mapped it."""
     # Positional for the same reason as in `keep`: it is built at every change of the region.
     return KeptRegion(
@@ -180,9 +180,9 @@ def keep_region(region: Region) -> KeptRegion:
     )
 
 
-def revive_region(kept: KeptRegion, lease: Lease) -> Region:
+def revive_region(kept: KeptRegion, lease: Lease) -> TableRegion:
     """Return the region of a record, with an empty history."""
-    return Region(
+    return TableRegion(
         region_id=kept.region_id,
         lease_id=kept.lease_id,
         tenant=kept.tenant,

@@ -12,7 +12,15 @@ from typing import Annotated, Any, Final
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial, too_fast
-from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseSnapshot, LeaseState, Region, RegionState
+from gpulease.daemon.leases.model import (
+    ENDED_REGIONS,
+    Cause,
+    Lease,
+    LeaseSnapshot,
+    LeaseState,
+    RegionState,
+    TableRegion,
+)
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Phase
 from gpulease.protocol.settings_reader import (
@@ -389,7 +397,7 @@ def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
     return _phase_until(lease.deadline_ns, lease.terms.ttl_ms, drain_ns, now_ns, generation)
 
 
-def region_phase_of(region: Region, lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
+def region_phase_of(region: TableRegion, lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
     """Return the phase of a region of a live lease.
 
     While the lease itself is ending, the region's phase is the lease's, with the region's own cause and reason.

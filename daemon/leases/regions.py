@@ -42,8 +42,8 @@ from gpulease.daemon.leases.model import (
     Lease,
     LeaseSnapshot,
     LeaseState,
-    Region,
     RegionState,
+    TableRegion,
     Trigger,
 )
 from gpulease.daemon.leases.persisted import KeptRegion, keep_region, revive_region
@@ -137,7 +137,7 @@ class Regions(RegionViews):
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # Enter it before the worker answers: its bytes and its slot are taken from now on.
-        region = Region(
+        region = TableRegion(
             region_id=event.region_id,
             lease_id=lease.lease_id,
             tenant=event.owner or lease.tenant,
@@ -175,7 +175,7 @@ class Regions(RegionViews):
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, event.owner or lease.tenant)
         return denial or _check_room(lease, _rounded(event))
 
-    def on_renew(self, region: Region, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_renew(self, region: TableRegion, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
         """Extend an active region's time for its tenant, its lease's tenant or an operator.
 
         A renewal never shortens the time that was granted before.
@@ -196,7 +196,7 @@ class Regions(RegionViews):
         self._set_deadline(region, max(region.deadline_ns, deadline_ns), out)
         out.append(Renewed(event.request, region.snapshot()))
 
-    def on_free(self, region: Region, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_free(self, region: TableRegion, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
         """End a region that its tenant frees, or an operator on the tenant's behalf."""
         self._expire_if_due(region, now_ns, out)
         denial = self._store.hide(region.region_id, event.tenant, event.is_operator)
@@ -208,7 +208,7 @@ class Regions(RegionViews):
         by_whom = "an operator" if event.tenant != region.tenant else "its tenant"
         self._end(region, Cause.FREED, f"freed by {by_whom}", now_ns, out)
 
-    def on_revoke(self, region: Region, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_revoke(self, region: TableRegion, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
         """End a region at the request of an operator or of its lease's tenant."""
         self._expire_if_due(region, now_ns, out)
         # Its end has been reported already; only its fence remains.
@@ -302,25 +302,31 @@ class Regions(RegionViews):
     # --- ends ---
 
     def _end(
-        self, region: Region, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None = None
+        self,
+        region: TableRegion,
+        cause: Cause,
+        reason: str,
+        now_ns: int,
+        out: list[Effect],
+        denial: Denial | None = None,
     ) -> None:
         """End a region while its lease continues, and order its memory removed."""
         self._leave(region, cause, reason, now_ns, out, denial)
         self._order_end(region, now_ns, out)
 
-    def _order_end(self, region: Region, now_ns: int, out: list[Effect]) -> None:
+    def _order_end(self, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
         grace_ms = self._store.limits.region_grace_ms
         # The worker waits for launches that name the region, for the grace, before it removes the memory.
         out.append(EndRegion(region.lease_id, region.region_id, grace_ms))
         self._await(region, now_ns + grace_ms * NS_PER_MS, out)
 
-    def _await(self, region: Region, since_ns: int, out: list[Effect]) -> None:
+    def _await(self, region: TableRegion, since_ns: int, out: list[Effect]) -> None:
         # One timer for each of the two waits: for the worker's answer, and then for the proof.
         region.end_due_ns = since_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
         out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.RECLAIM), region.end_due_ns))
 
     def _leave(
-        self, region: Region, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None
+        self, region: TableRegion, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None
     ) -> None:
         """Change the word of a region that ends, and refuse its client if it still waits for the grant.
 
@@ -333,7 +339,7 @@ class Regions(RegionViews):
         if self._store.region_requests.pop(region.request, None) is not None:
             out.append(Denied(region.request, denial or denials.lease_ended(region.snapshot())))
 
-    def _expire_if_due(self, region: Region, now_ns: int, out: list[Effect]) -> None:
+    def _expire_if_due(self, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
         if region.is_expired(now_ns):
             self._end(region, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
 
@@ -356,7 +362,7 @@ class Regions(RegionViews):
         else:
             self._prove(lease, region, now_ns, out)
 
-    def _prove(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
+    def _prove(self, lease: Lease, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
         allowed_bytes = self.allowed_bytes(lease.lease_id)
         out.append(ProveRegion(lease.lease_id, region.region_id, lease.card_uuid, allowed_bytes))
         self._await(region, now_ns, out)
@@ -368,7 +374,7 @@ class Regions(RegionViews):
         if region is not None and (region.state in ENDED_REGIONS or is_restored):
             self._on_stuck(region, event.reason, now_ns, out)
 
-    def _on_stuck(self, region: Region, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _on_stuck(self, region: TableRegion, reason: str, now_ns: int, out: list[Effect]) -> None:
         region.end_due_ns = None
         what = f"region {region.region_id:032x} could not be taken away"
         self._condemn(self._store.live[region.lease_id], f"{what}: {reason.rstrip('.')}", now_ns, out)
@@ -390,7 +396,7 @@ class Regions(RegionViews):
         elif found[1].state is RegionState.FENCED:
             found[1].kept_bytes = 0
 
-    def _find(self, region_id: int) -> tuple[Lease, Region] | None:
+    def _find(self, region_id: int) -> tuple[Lease, TableRegion] | None:
         """Return a region and its lease while the lease is active, otherwise None.
 
         A lease that ends handles its regions itself.
@@ -401,13 +407,13 @@ class Regions(RegionViews):
             return None
         return lease, region
 
-    def _return(self, lease: Lease, region: Region, trigger: Trigger, now_ns: int, out: list[Effect]) -> None:
+    def _return(self, lease: Lease, region: TableRegion, trigger: Trigger, now_ns: int, out: list[Effect]) -> None:
         self._store.return_region(lease, region, trigger, now_ns)
         if region.free_request is not None:
             out.append(Freed(region.free_request, region.snapshot()))
         self._report(region, RevokeOutcome.TORN_DOWN, out)
 
-    def _give_up(self, region: Region, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _give_up(self, region: TableRegion, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Make a fence lasting: until the lease ends, or an operator vouches for the memory."""
         # Everyone who waits for the end gets an answer now; the bytes stay charged to the lease.
         region.is_given_up, region.ended_ns, region.end_due_ns = True, now_ns, None
@@ -418,7 +424,7 @@ class Regions(RegionViews):
         # Answered for good: clearing the fence later sends no second answer.
         region.free_request, region.revoke_requests = None, []
 
-    def _report(self, region: Region, outcome: RevokeOutcome, out: list[Effect]) -> None:
+    def _report(self, region: TableRegion, outcome: RevokeOutcome, out: list[Effect]) -> None:
         out.extend(RevokeDone(request, outcome) for request in region.revoke_requests)
         if region.cause is not None:
             out.append(LeaseEnded(region.snapshot(), region.cause, tuple(region.history)))
@@ -503,7 +509,7 @@ class Regions(RegionViews):
         if lease.state is LeaseState.FENCED:
             self.fence_with(lease, now_ns, out)
 
-    def _go_on(self, lease: Lease, region: Region, now_ns: int, out: list[Effect]) -> None:
+    def _go_on(self, lease: Lease, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
         # The grant of an OPENING region was never reported, so no client knows it.
         if region.state is RegionState.OPENING:
             self._end(region, Cause.ABANDONED, "its grant was not reported before the daemon ended", now_ns, out)
@@ -544,7 +550,7 @@ class Regions(RegionViews):
             if not was_reported:
                 out.append(LeaseEnded(ended, cause, ()))
 
-    def _set_deadline(self, region: Region, deadline_ns: int, out: list[Effect]) -> None:
+    def _set_deadline(self, region: TableRegion, deadline_ns: int, out: list[Effect]) -> None:
         region.deadline_ns = deadline_ns
         out.append(_word(region))
         out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.EXPIRY), deadline_ns))
@@ -573,13 +579,13 @@ def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
     return None if size_bytes <= left_bytes else denials.regions_full(lease.lease_id, size_bytes, left_bytes)
 
 
-def _word(region: Region) -> SetRegion:
+def _word(region: TableRegion) -> SetRegion:
     """Return the order to write a region's word and deadline in their present state."""
     deadline_ns = region.deadline_ns or 0
     return SetRegion(region.lease_id, region.region_id, region.slot, region.number, region.word, deadline_ns)
 
 
-def _due_ns(region: Region, kind: TimerKind) -> int | None:
+def _due_ns(region: TableRegion, kind: TimerKind) -> int | None:
     """Return the time at which a region's timer of that kind must act; None if it no longer has to."""
     match (region.state, kind):
         case (RegionState.OPENING, TimerKind.SPAWN):

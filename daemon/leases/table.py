@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final, get_args
 
 from gpulease.daemon.leases import denials, devices, events, horizon_events, invariants
-from gpulease.daemon.leases.admission import Admission, Drain
+from gpulease.daemon.leases.admission import Admission, DrainInProgress
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
 from gpulease.daemon.leases.events import (
@@ -96,7 +96,7 @@ class LeaseTable:
         self._restoration = Restoration(self._store, self._teardown, self._pool)
         # Before any event: ids that were revoked, fences and a drain apply from the first request on.
         self._restoration.recall(past or Past())
-        self._drain = Drain(self._store, self._teardown, self._admission)
+        self._drain = DrainInProgress(self._store, self._teardown, self._admission)
         self._handlers = self._event_handlers()
         # Per kind of worker: the live workers by id, and the handler of each event about one of them.
         self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {

@@ -22,10 +22,10 @@ from gpulease.daemon.leases.model import (
     LeaseSnapshot,
     LeaseState,
     Recycling,
-    Region,
     RegionState,
     Submit,
     SubmitState,
+    TableRegion,
     Trigger,
     WarmContext,
 )
@@ -90,7 +90,7 @@ class LeaseStore:
         self.fenced: dict[int, Lease] = {}
         # Ended leases and regions, for late calls.
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, TableRegion] = {}
         self.region_requests: dict[int, int] = {}
         self.ended_regions: OrderedDict[int, LeaseSnapshot] = OrderedDict()
         # Ids that are never forgotten.
@@ -331,7 +331,7 @@ class LeaseStore:
         # Only bytes that came back are of interest to the queue.
         self.has_freed_room = self.has_freed_room or more_bytes < 0
 
-    def enter_region(self, lease: Lease, region: Region) -> None:
+    def enter_region(self, lease: Lease, region: TableRegion) -> None:
         """Enter a region, and charge its lease's slice."""
         self.regions[region.region_id] = lease.regions[region.region_id] = region
         lease.region_bytes += region.charge_bytes
@@ -341,7 +341,7 @@ class LeaseStore:
         if region.state is not RegionState.RETURNED:
             lease.slots[region.slot] = region
 
-    def return_region(self, lease: Lease, region: Region, trigger: Trigger, now_ns: int) -> None:
+    def return_region(self, lease: Lease, region: TableRegion, trigger: Trigger, now_ns: int) -> None:
         """Return a region's slot, and its bytes except those kept in its place, to its lease, and remember it."""
         # What the region holds before and after: kept bytes stay charged.
         before_bytes = region.charge_bytes
@@ -355,7 +355,7 @@ class LeaseStore:
         if not region.kept_bytes:
             self.forget_region(lease, region)
 
-    def forget_region(self, lease: Lease, region: Region) -> None:
+    def forget_region(self, lease: Lease, region: TableRegion) -> None:
         """Forget a returned region, and return the bytes kept in its place to its lease."""
         lease.region_bytes -= region.charge_bytes
         del self.regions[region.region_id], lease.regions[region.region_id]

@@ -20,7 +20,7 @@ _OR_REGION: Final = (*_LEASE, "parent")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LogKind:
     """A kind of event.
 
     Attributes:
@@ -39,310 +39,322 @@ class Kind:
 
 class LogEvent(Enum):
     # --- a lease's life: from its request to the proof that its memory is free ---
-    LEASE_REQUESTED = Kind(
+    LEASE_REQUESTED = LogKind(
         "lease.requested",
         INFO,
         "lease requested",
         ("lease_id", "tenant", "size_bytes", "ttl_ms", "wait_ms", "exclusivity", "wanted_card"),
     )
-    LEASE_QUEUED = Kind("lease.queued", INFO, "the request waits in the queue", ("lease_id", "tenant"))
-    LEASE_PLACED = Kind("lease.placed", INFO, "lease assigned to a worker", (*_LEASE, "is_warm", "waited_ms"))
-    WORKER_READY = Kind("worker.ready", INFO, "the worker has its context", ("lease_id", "worker_pid", "took_ms"))
-    WORKER_FAILED = Kind(
+    LEASE_QUEUED = LogKind("lease.queued", INFO, "the request waits in the queue", ("lease_id", "tenant"))
+    LEASE_PLACED = LogKind("lease.placed", INFO, "lease assigned to a worker", (*_LEASE, "is_warm", "waited_ms"))
+    WORKER_READY = LogKind("worker.ready", INFO, "the worker has its context", ("lease_id", "worker_pid", "took_ms"))
+    WORKER_FAILED = LogKind(
         "worker.failed", WARNING, "the worker could not make its context", ("lease_id", "worker_pid", "reason")
     )
-    LEASE_GRANTED = Kind(
+    LEASE_GRANTED = LogKind(
         "lease.granted",
         INFO,
         "lease granted",
         (*_OR_REGION, "worker_pid", "generation", "exclusivity", "ttl_ms", "took_ms"),
     )
-    LEASE_ADOPTED = Kind(
+    LEASE_ADOPTED = LogKind(
         "lease.adopted",
         INFO,
         "lease of an earlier daemon taken over",
         (*_OR_REGION, "worker_pid", "generation", "ttl_ms"),
     )
     # Sessions, regions and submits of a lease that is active.
-    SESSION_ATTACHED = Kind(
+    SESSION_ATTACHED = LogKind(
         "session.attached", INFO, "a connection was passed to the worker", ("lease_id", "tenant", "worker_pid")
     )
-    SESSION_FAULTED = Kind("session.faulted", INFO, "the session's context is lost", (*_LEASE, "worker_pid", "reason"))
-    LEASE_RENEWED = Kind("lease.renewed", INFO, "lease renewed", (*_OR_REGION, "generation", "ttl_ms", "by"))
-    LEASE_RESIZED = Kind("lease.resized", INFO, "lease resized", (*_LEASE, "by"))
-    FORWARD_REVOKED = Kind(
+    SESSION_FAULTED = LogKind(
+        "session.faulted", INFO, "the session's context is lost", (*_LEASE, "worker_pid", "reason")
+    )
+    LEASE_RENEWED = LogKind("lease.renewed", INFO, "lease renewed", (*_OR_REGION, "generation", "ttl_ms", "by"))
+    LEASE_RESIZED = LogKind("lease.resized", INFO, "lease resized", (*_LEASE, "by"))
+    FORWARD_REVOKED = LogKind(
         "region.forward_revoked",
         INFO,
         "a launch that named the region was refused",
         ("lease_id", "tenant", "parent", "status", "kernel", "site", "position", "seen_after_us", "told_after_us"),
     )
-    SUBMIT_READY = Kind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
-    SUBMIT_ENDED = Kind(
+    SUBMIT_READY = LogKind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
+    SUBMIT_ENDED = LogKind(
         "submit.ended", INFO, "submit ended, its memory is proved free", ("lease_id", "tenant", "reason")
     )
-    SUBMIT_FENCED = Kind(
+    SUBMIT_FENCED = LogKind(
         "submit.fenced",
         WARNING,
         "a submit can't be proved gone: its lease accepts no more submits",
         ("lease_id", "tenant", "reason"),
     )
     # The end, in the order in which it happens.
-    LEASE_WARNED = Kind(
+    LEASE_WARNED = LogKind(
         "lease.warned", INFO, "subscribers were notified how long the lease can last", ("lease_id", "left_ms", "reason")
     )
-    LEASE_ENDING = Kind(
+    LEASE_ENDING = LogKind(
         "lease.ending", INFO, "lease ended", (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms")
     )
-    WORKER_KILLED = Kind("worker.killed", DEBUG, "the worker is killed", ("lease_id", "worker_pid"))
-    WORKER_KILLED_ALONE = Kind(
+    WORKER_KILLED = LogKind("worker.killed", DEBUG, "the worker is killed", ("lease_id", "worker_pid"))
+    WORKER_KILLED_ALONE = LogKind(
         "worker.killed_alone",
         INFO,
         "the zygote killed the worker: no broker is running",
         ("lease_id", "worker_pid"),
     )
-    WORKER_OVERDUE = Kind(
+    WORKER_OVERDUE = LogKind(
         "worker.overdue",
         WARNING,
         "the zygote killed the worker: the broker did not end it in time",
         ("lease_id", "worker_pid", "reason"),
     )
-    WORKER_EXITED = Kind("worker.exited", INFO, "the worker has ended", ("lease_id", "worker_pid", "reason"))
-    WORKER_DIED = Kind(
+    WORKER_EXITED = LogKind("worker.exited", INFO, "the worker has ended", ("lease_id", "worker_pid", "reason"))
+    WORKER_DIED = LogKind(
         "worker.died",
         WARNING,
         "the worker ended unexpectedly",
         ("lease_id", "worker_pid", "reason"),
     )
-    LEASE_RECLAIMED = Kind(
+    LEASE_RECLAIMED = LogKind(
         "lease.reclaimed",
         INFO,
         "memory proved free",
         (*_OR_REGION, "cause", "reason", "held_ms", "reclaim_ms"),
     )
-    LEASE_FENCED = Kind(
+    LEASE_FENCED = LogKind(
         "lease.fenced",
         WARNING,
         "memory could not be proved free: it is fenced",
         (*_OR_REGION, "cause", "reason", "held_ms", "reclaim_ms"),
     )
-    LEASE_UNFENCED = Kind("lease.unfenced", INFO, "an operator has cleared the fence", (*_OR_REGION, "by"))
+    LEASE_UNFENCED = LogKind("lease.unfenced", INFO, "an operator has cleared the fence", (*_OR_REGION, "by"))
     # --- requests and tokens ---
-    REQUEST_DENIED = Kind(
+    REQUEST_DENIED = LogKind(
         "request.denied",
         INFO,
         "request denied",
         ("operation", "tenant", "lease_id", "denial", "reason", "size_bytes", "ttl_ms", "wanted_card", "name"),
     )
-    OPERATOR_ACTED = Kind(
+    OPERATOR_ACTED = LogKind(
         "operator.acted",
         INFO,
         "an operator's request was carried out",
         ("action", "by", "lease_id", "reason", "outcome", "count", "contexts", "card", "within_ms", "took_ms"),
     )
-    TOKEN_ISSUED = Kind(
+    TOKEN_ISSUED = LogKind(
         "token.issued", INFO, "a token was issued", ("lease_id", "tenant", "by", "permissions", "nonce")
     )
-    TOKEN_REVOKED = Kind("token.revoked", INFO, "a token was revoked", ("lease_id", "tenant", "by", "nonce"))
+    TOKEN_REVOKED = LogKind("token.revoked", INFO, "a token was revoked", ("lease_id", "tenant", "by", "nonce"))
     # --- workers and contexts ---
-    WORKER_SAID = Kind(
+    WORKER_SAID = LogKind(
         "worker.said", INFO, "output of a worker or its kernel:", ("lease_id", "worker_pid", "said", "lost_lines")
     )
-    WORKER_NOT_STARTED = Kind("worker.not_started", WARNING, "no worker can be started", ("lease_id", "reason"))
-    WORKER_OVER_SLICE = Kind(
+    WORKER_NOT_STARTED = LogKind("worker.not_started", WARNING, "no worker can be started", ("lease_id", "reason"))
+    WORKER_OVER_SLICE = LogKind(
         "worker.over_slice", WARNING, "a lease uses more memory than it has", ("lease_id", "reason")
     )
-    WARM_GONE = Kind("warm.gone", INFO, "a context made ahead is gone", ("card", "reason"))
-    WARM_REFUSED = Kind(
+    WARM_GONE = LogKind("warm.gone", INFO, "a context made ahead is gone", ("card", "reason"))
+    WARM_REFUSED = LogKind(
         "warm.refused", INFO, "the lease's context is not reused for its tenant's next lease", ("lease_id", "reason")
     )
-    WARM_FENCED = Kind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
+    WARM_FENCED = LogKind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
     # --- the daemon: its sockets, start and stop ---
-    DAEMON_LISTENING = Kind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
-    DAEMON_SEEN = Kind("daemon.seen", INFO, "gpuleased serves its web page", ("url", "version"))
-    DAEMON_MADE_FOLDER = Kind(
+    DAEMON_LISTENING = LogKind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
+    DAEMON_SEEN = LogKind("daemon.seen", INFO, "gpuleased serves its web page", ("url", "version"))
+    DAEMON_MADE_FOLDER = LogKind(
         "daemon.made_folder", INFO, "created the folder for the socket, which did not exist", ("path", "mode")
     )
-    SOCKET_ANEW = Kind("socket.anew", WARNING, "a socket's file was removed: the socket was made again", ("path",))
-    SOCKET_LOCK_ANEW = Kind(
+    SOCKET_ANEW = LogKind("socket.anew", WARNING, "a socket's file was removed: the socket was made again", ("path",))
+    SOCKET_LOCK_ANEW = LogKind(
         "socket.lock_anew", WARNING, "the lock next to a socket was removed: it was made again", ("path",)
     )
-    SOCKET_LOST = Kind(
+    SOCKET_LOST = LogKind(
         "socket.lost", ERROR, "a socket's file was removed, and it can't be made again yet", ("path", "reason")
     )
-    DAEMON_STOPPING = Kind("daemon.stopping", INFO, "stopping")
-    DAEMON_FAILED = Kind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
-    DAEMON_FAULT = Kind("daemon.fault", ERROR, "internal error of the daemon: please report it", ("doing", "traceback"))
+    DAEMON_STOPPING = LogKind("daemon.stopping", INFO, "stopping")
+    DAEMON_FAILED = LogKind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
+    DAEMON_FAULT = LogKind(
+        "daemon.fault", ERROR, "internal error of the daemon: please report it", ("doing", "traceback")
+    )
     # --- cards, settings, the service manager and the sandbox ---
-    CARD_FOUND = Kind(
+    CARD_FOUND = LogKind(
         "card.found", INFO, "card to lease", ("index", "card", "name", "capacity_bytes", "overhead_bytes")
     )
-    CARDS_PRETENDED = Kind(
+    CARDS_PRETENDED = LogKind(
         "cards.pretended", WARNING, "the cards are emulated, although the settings did not request it", ("reason",)
     )
-    CARD_CROWDED = Kind(
+    CARD_CROWDED = LogKind(
         "card.crowded",
         WARNING,
         "cards were measured while workers of an earlier daemon still ran: restart to get their full capacity",
     )
-    CARD_SHRANK = Kind(
+    CARD_SHRANK = LogKind(
         "card.shrank",
         INFO,
         "the driver, or programs outside the daemon, hold more of the card than before",
         ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
     )
-    CARD_GREW = Kind(
+    CARD_GREW = LogKind(
         "card.grew",
         INFO,
         "the driver, or programs outside the daemon, hold less of the card than before",
         ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
     )
-    CARDS_AWAITED = Kind(
+    CARDS_AWAITED = LogKind(
         "cards.awaited", WARNING, "the cards can't be used yet; the daemon retries", ("reason", "hint", "patience_s")
     )
-    SETTINGS_READ = Kind("settings.read", INFO, "settings reloaded", ("waiting",))
-    SETTINGS_KEPT = Kind("settings.kept", ERROR, "settings not reloaded, the old ones stay in effect", ("reason",))
-    MANAGER_DEAF = Kind(
+    SETTINGS_READ = LogKind("settings.read", INFO, "settings reloaded", ("waiting",))
+    SETTINGS_KEPT = LogKind("settings.kept", ERROR, "settings not reloaded, the old ones stay in effect", ("reason",))
+    MANAGER_DEAF = LogKind(
         "manager.deaf", WARNING, "the service manager can't be notified of the daemon's state", ("reason",)
     )
-    SANDBOX_OFF = Kind("sandbox.off", WARNING, "a measure of the workers' sandbox is off", ("measure", "reason"))
+    SANDBOX_OFF = LogKind("sandbox.off", WARNING, "a measure of the workers' sandbox is off", ("measure", "reason"))
     # --- what an earlier daemon left; zygotes ---
-    SESSIONS_FOUND = Kind("sessions.found", INFO, "an earlier daemon left leases and workers", ("count", "going_on"))
-    WORKER_STRAY = Kind(
+    SESSIONS_FOUND = LogKind("sessions.found", INFO, "an earlier daemon left leases and workers", ("count", "going_on"))
+    WORKER_STRAY = LogKind(
         "worker.stray", WARNING, "the lease's worker has no zygote; it is ended", ("lease_id", "worker_pid")
     )
-    RECLAIM_AWAITED = Kind(
+    RECLAIM_AWAITED = LogKind(
         "reclaim.awaited", DEBUG, "the card does not report the memory as free yet", ("lease_id", "reason")
     )
-    ZYGOTE_DIED = Kind("zygote.died", ERROR, "the zygote died: every session ends with it; it will be restarted")
-    ZYGOTE_NOT_STARTED = Kind("zygote.not_started", ERROR, "the zygote can't be started", ("reason", "hint"))
-    ZYGOTE_BACK = Kind("zygote.back", INFO, "the zygote is back")
-    ZYGOTE_LEFT = Kind("zygote.left", INFO, "an earlier daemon's zygote has ended")
-    ZYGOTE_HUNG = Kind(
+    ZYGOTE_DIED = LogKind("zygote.died", ERROR, "the zygote died: every session ends with it; it will be restarted")
+    ZYGOTE_NOT_STARTED = LogKind("zygote.not_started", ERROR, "the zygote can't be started", ("reason", "hint"))
+    ZYGOTE_BACK = LogKind("zygote.back", INFO, "the zygote is back")
+    ZYGOTE_LEFT = LogKind("zygote.left", INFO, "an earlier daemon's zygote has ended")
+    ZYGOTE_HUNG = LogKind(
         "zygote.hung", ERROR, "a zygote does not answer; it is killed, and its sessions with it", ("zygote_pid",)
     )
     # --- the journal, the audit log and memory: each event that begins a trouble has one that ends it ---
-    JOURNAL_FAILING = Kind("journal.failing", ERROR, "the journal can't be written", ("reason",))
-    JOURNAL_BACK = Kind("journal.back", WARNING, "the journal is written again")
-    JOURNAL_SHORT = Kind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))
-    AUDIT_CONTINUED = Kind("audit.continued", INFO, "the audit log continues", ("record", "hash"))
-    AUDIT_NOT_AS_LEFT = Kind(
+    JOURNAL_FAILING = LogKind("journal.failing", ERROR, "the journal can't be written", ("reason",))
+    JOURNAL_BACK = LogKind("journal.back", WARNING, "the journal is written again")
+    JOURNAL_SHORT = LogKind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))
+    AUDIT_CONTINUED = LogKind("audit.continued", INFO, "the audit log continues", ("record", "hash"))
+    AUDIT_NOT_AS_LEFT = LogKind(
         "audit.not_as_left", WARNING, "the audit log differs from what the last daemon left", ("reason",)
     )
-    AUDIT_FAILING = Kind("audit.failing", ERROR, "the audit log can't be written", ("reason",))
-    AUDIT_HEAD_FAILING = Kind("audit.head_failing", ERROR, "the audit log's head can't be written", ("reason",))
-    AUDIT_BACK = Kind("audit.back", WARNING, "the audit log is written again")
-    AUDIT_DROPPED = Kind("audit.dropped", WARNING, "records were dropped and are not in the audit log", ("count",))
-    AUDIT_SHORT = Kind("audit.short", ERROR, "the last records are not in the audit log", ("reason",))
-    AUDIT_CLOSED = Kind("audit.closed", INFO, "the audit log ends here", ("record", "hash"))
-    MEMORY_SHORT = Kind(
+    AUDIT_FAILING = LogKind("audit.failing", ERROR, "the audit log can't be written", ("reason",))
+    AUDIT_HEAD_FAILING = LogKind("audit.head_failing", ERROR, "the audit log's head can't be written", ("reason",))
+    AUDIT_BACK = LogKind("audit.back", WARNING, "the audit log is written again")
+    AUDIT_DROPPED = LogKind("audit.dropped", WARNING, "records were dropped and are not in the audit log", ("count",))
+    AUDIT_SHORT = LogKind("audit.short", ERROR, "the last records are not in the audit log", ("reason",))
+    AUDIT_CLOSED = LogKind("audit.closed", INFO, "the audit log ends here", ("record", "hash"))
+    MEMORY_SHORT = LogKind(
         "memory.short",
         ERROR,
         "out of memory: new requests are refused until there is memory; leases continue and end as usual",
     )
-    MEMORY_BACK = Kind("memory.back", WARNING, "memory is available again")
+    MEMORY_BACK = LogKind("memory.back", WARNING, "memory is available again")
     # --- helper processes: the gate for remote tenants, the web process, the fleet process ---
-    GATE_DIED = Kind(
+    GATE_DIED = LogKind(
         "gate.died",
         ERROR,
         "the gate for remote tenants died: it will be restarted; open connections continue",
         ("reason",),
     )
-    GATE_HUNG = Kind(
+    GATE_HUNG = LogKind(
         "gate.hung",
         ERROR,
         "the gate for remote tenants hangs: it is killed and restarted; open connections continue",
         ("reason",),
     )
-    GATE_NOT_STARTED = Kind("gate.not_started", ERROR, "the gate for remote tenants can't be started", ("reason",))
-    GATE_BACK = Kind("gate.back", INFO, "the gate for remote tenants is back")
-    GATE_IDENTITY = Kind("gate.identity", INFO, "reloaded the node's certificate, key and trusted authorities")
-    GATE_CLOSED = Kind("gate.closed", ERROR, "no remote tenant can connect", ("reason",))
-    WEB_DIED = Kind(
+    GATE_NOT_STARTED = LogKind("gate.not_started", ERROR, "the gate for remote tenants can't be started", ("reason",))
+    GATE_BACK = LogKind("gate.back", INFO, "the gate for remote tenants is back")
+    GATE_IDENTITY = LogKind("gate.identity", INFO, "reloaded the node's certificate, key and trusted authorities")
+    GATE_CLOSED = LogKind("gate.closed", ERROR, "no remote tenant can connect", ("reason",))
+    WEB_DIED = LogKind(
         "web.died", ERROR, "the web process died: it will be restarted; leases are not affected", ("reason",)
     )
-    WEB_HUNG = Kind(
+    WEB_HUNG = LogKind(
         "web.hung", ERROR, "the web process hangs: it is killed and restarted; leases are not affected", ("reason",)
     )
-    WEB_NOT_STARTED = Kind("web.not_started", ERROR, "the web process can't be started", ("reason",))
-    WEB_BACK = Kind("web.back", INFO, "the web process is back")
-    WEB_WRONG_TOKEN = Kind(
+    WEB_NOT_STARTED = LogKind("web.not_started", ERROR, "the web process can't be started", ("reason",))
+    WEB_BACK = LogKind("web.back", INFO, "the web process is back")
+    WEB_WRONG_TOKEN = LogKind(
         "web.wrong_token", WARNING, "requests to the web page had a wrong operator's token", ("count",)
     )
-    FLEET_DIED = Kind(
+    FLEET_DIED = LogKind(
         "fleet.died", ERROR, "the fleet process died: it will be restarted; leases continue meanwhile", ("reason",)
     )
-    FLEET_HUNG = Kind(
+    FLEET_HUNG = LogKind(
         "fleet.hung",
         ERROR,
         "the fleet process hangs: it is killed and restarted; leases continue meanwhile",
         ("reason",),
     )
-    FLEET_NOT_STARTED = Kind("fleet.not_started", ERROR, "the fleet process can't be started", ("reason",))
-    FLEET_BACK = Kind("fleet.back", INFO, "the fleet process is back")
+    FLEET_NOT_STARTED = LogKind("fleet.not_started", ERROR, "the fleet process can't be started", ("reason",))
+    FLEET_BACK = LogKind("fleet.back", INFO, "the fleet process is back")
     # Messages of the fleet process, and the store behind it.
-    FLEET_JOINED = Kind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
-    FLEET_FENCED = Kind(
+    FLEET_JOINED = LogKind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
+    FLEET_FENCED = LogKind(
         "fleet.fenced", ERROR, "the fleet has declared this node dead: its named leases end", ("reason",)
     )
-    FLEET_NOTED = Kind(
+    FLEET_NOTED = LogKind(
         "fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason", "node", "lease_name")
     )
-    FLEET_STORE_LARGE = Kind(
+    FLEET_STORE_LARGE = LogKind(
         "fleet.store_large", WARNING, "etcd's database nears its quota: without space all named leases end", ("reason",)
     )
-    FLEET_UNREADABLE = Kind(
+    FLEET_UNREADABLE = LogKind(
         "fleet.unreadable",
         WARNING,
         "values in the fleet's etcd can't be read, and count as none",
         ("reason", "suppressed"),
     )
-    FLEET_NO_ADDRESS = Kind(
+    FLEET_NO_ADDRESS = LogKind(
         "fleet.no_address",
         WARNING,
         "directories can't offer this node to tenants: add a tls: address to listen, or set addresses in [fleet]",
     )
     # --- relays of remote tenants, and directories of a fleet ---
-    TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
-    DRAIN_GOES_ON = Kind(
+    TLS_NOT_USED = LogKind(
+        "tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:"
+    )
+    DRAIN_GOES_ON = LogKind(
         "drain.goes_on",
         WARNING,
         "this node is still being drained, as before the restart: gpulease drain --cancel ends the drain",
     )
-    RELAY_ARRIVED = Kind("relay.arrived", DEBUG, "a remote tenant connects", ("relay_pid", "tenant", "peer", "serial"))
-    RELAY_REVOKED = Kind("relay.revoked", WARNING, "a relay ends: its certificate was revoked", ("relay_pid", "serial"))
-    RELAY_NOT_WATCHED = Kind(
+    RELAY_ARRIVED = LogKind(
+        "relay.arrived", DEBUG, "a remote tenant connects", ("relay_pid", "tenant", "peer", "serial")
+    )
+    RELAY_REVOKED = LogKind(
+        "relay.revoked", WARNING, "a relay ends: its certificate was revoked", ("relay_pid", "serial")
+    )
+    RELAY_NOT_WATCHED = LogKind(
         "relay.not_watched", ERROR, "a relay won't end if its certificate is revoked", ("relay_pid", "reason")
     )
-    RELAY_ENDED = Kind("relay.ended", WARNING, "a relay ended with an error", ("relay_pid", "reason"))
-    DIRECTORY_LISTENS = Kind("directory.listens", INFO, "a directory of a fleet listens", ("address", "version"))
-    DIRECTORY_CURRENT = Kind(
+    RELAY_ENDED = LogKind("relay.ended", WARNING, "a relay ended with an error", ("relay_pid", "reason"))
+    DIRECTORY_LISTENS = LogKind("directory.listens", INFO, "a directory of a fleet listens", ("address", "version"))
+    DIRECTORY_CURRENT = LogKind(
         "directory.current", INFO, "the directory's view of its fleet is current", ("nodes", "names")
     )
-    DIRECTORY_STALE = Kind(
+    DIRECTORY_STALE = LogKind(
         "directory.stale", ERROR, "etcd has not answered for too long: the directory names no nodes", ("reason",)
     )
-    DIRECTORY_COUNTS = Kind(
+    DIRECTORY_COUNTS = LogKind(
         "directory.counts",
         INFO,
         "the directory's last minute",
         ("nodes", "names", "placed", "unplaced", "listed", "refused", "bad_records"),
     )
-    STRANGER_REFUSED = Kind("stranger.refused", WARNING, "a connection was refused", ("peer", "reason", "suppressed"))
+    STRANGER_REFUSED = LogKind(
+        "stranger.refused", WARNING, "a connection was refused", ("peer", "reason", "suppressed")
+    )
     # --- the log itself ---
-    LOG_SUPPRESSED = Kind(
+    LOG_SUPPRESSED = LogKind(
         "log.suppressed",
         WARNING,
         "a tenant caused too many events: some were not logged",
         ("tenant", "of_event", "count"),
     )
-    LOG_DROPPED = Kind("log.dropped", WARNING, "the log's reader is too slow: records were dropped", ("count",))
-    LOG_OTHER = Kind("log.other", INFO, "a library's message, at its own level", ("logger", "traceback"))
+    LOG_DROPPED = LogKind("log.dropped", WARNING, "the log's reader is too slow: records were dropped", ("count",))
+    LOG_OTHER = LogKind("log.other", INFO, "a library's message, at its own level", ("logger", "traceback"))
 
     # Members are looked up with every record. `Enum` hashes their names, which is slow, and so is its `value`.
     __hash__ = object.__hash__
-    kind: Kind
+    kind: LogKind
     level: int
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: LogKind) -> None:
         self.kind = kind
         self.level = kind.level

@@ -18,13 +18,13 @@ from gpulease.daemon.drivers.interface import (
     DataStep,
     Dim3,
     DriverError,
-    Event,
-    Kernel,
+    DriverEvent,
+    DriverKernel,
+    DriverLaunchAttributes,
+    DriverModule,
     KernelFault,
     KernelStep,
-    LaunchAttributes,
     LaunchRejected,
-    Module,
     NativeLaunch,
     Poll,
     RegionReturn,
@@ -47,19 +47,19 @@ from gpulease.daemon.ptx.limits import (
     MAX_SHARED_BYTES,
     SPIN_S,
 )
-from gpulease.daemon.ptx.memory import IN_ORDER, MAX_SLICE_BYTES, Areas, Arena
+from gpulease.daemon.ptx.memory import IN_ORDER, MAX_SLICE_BYTES, Areas, MemoryArena
 from gpulease.daemon.ptx.native.structures import (
     LAUNCH_HEAD,
     REGION_GRANULE_BYTES,
     Access,
-    Environment,
+    BlockEnvironment,
     Fault,
-    Launch,
+    QueuedLaunch,
 )
 from gpulease.daemon.ptx.parse.syntax import Space
 from gpulease.daemon.ptx.printf import PrintBuffer, joined, print_to_log, print_to_output
-from gpulease.daemon.ptx.region_pages import Regions
-from gpulease.daemon.ptx.stream import Stream, host_threads, stream_code
+from gpulease.daemon.ptx.region_pages import EmbeddedRegions
+from gpulease.daemon.ptx.stream import LaunchQueue, host_threads, stream_code
 from gpulease.protocol.limits import MAX_EVENTS
 
 _SPACES = tuple(Space)
@@ -124,8 +124,8 @@ def _triple(numbers: "list[int]") -> str:
 
 
 # Where a packed launch holds its tag: a replay changes these bytes alone.
-_TAG_AT: Final = Launch.tag.offset
-_TAG_END: Final = _TAG_AT + Launch.tag.size
+_TAG_AT: Final = QueuedLaunch.tag.offset
+_TAG_END: Final = _TAG_AT + QueuedLaunch.tag.size
 
 _Replay = Callable[[bytes, Poll], None]
 """Queues or performs one step; takes the tag as its bytes in a packed launch, and the poll."""
@@ -196,7 +196,7 @@ _COMPLETE = _Complete()
 class _Position:
     """The ticket of everything that was queued when it was made."""
 
-    def __init__(self, stream: Stream, queued: int) -> None:
+    def __init__(self, stream: LaunchQueue, queued: int) -> None:
         self._stream = stream
         self._queued = queued
 
@@ -232,15 +232,15 @@ class CpuContext:
         self._architecture = architecture
         self._shuffle = shuffle
         # Order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
-        self._arena = Arena(slice_bytes)
+        self._arena = MemoryArena(slice_bytes)
         self._prints = PrintBuffer()
         # Receives the name of a kernel and what it printed.
         self.printed: Callable[[str, str], None] = print_to_output
         # Receives the name of a region, and a note on it for the operator.
         self.noted: Callable[[str, str], None] = print_to_log
-        self._regions = Regions(self._arena)
+        self._regions = EmbeddedRegions(self._arena)
         self._areas = Areas(
-            Environment(
+            BlockEnvironment(
                 arena=self._arena.memory.address,
                 shadow=self._arena.shadow.address,
                 last_granule=self._arena.last_granule,
@@ -250,7 +250,7 @@ class CpuContext:
         )
         # A shuffled order can only be repeated if one thread runs all blocks.
         self._hosts = (hosts or host_threads()) if shuffle is None else 1
-        self._stream = Stream(self._areas.address, self._hosts, self._prints.address)
+        self._stream = LaunchQueue(self._areas.address, self._hosts, self._prints.address)
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
@@ -397,11 +397,11 @@ class CpuContext:
             raise
         return StampedEvent(self._stamps, self.mark(stream), address)
 
-    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
+    def event_wait(self, events: Sequence[DriverEvent], poll: Poll = keep_waiting) -> None:
         """Wait for the whole queue (`Context.event_wait`)."""
         self.sync(poll)
 
-    def elapsed_ns(self, start: Event, end: Event) -> int:
+    def elapsed_ns(self, start: DriverEvent, end: DriverEvent) -> int:
         """Compare two stamps (`Context.elapsed_ns`)."""
         if not isinstance(start, StampedEvent) or not isinstance(end, StampedEvent):
             raise DriverError("these events are another driver's")
@@ -455,7 +455,7 @@ class CpuContext:
     def forget_earlier(self) -> None:
         """Do nothing: only the operator's folder holds other leases' code (`CpuDriver.recycle` drops the rest)."""
 
-    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
+    def module_unload(self, module: DriverModule, poll: Poll = keep_waiting) -> None:
         """Unload a module after all that is queued (`Context.module_unload`)."""
         # After the wait no launch can name the module's kernels or variables.
         self.sync(poll)
@@ -468,7 +468,7 @@ class CpuContext:
         # The module no longer holds its code, so the process may be over its bound.
         drop_oldest_code()
 
-    def compile_kernel(self, kernel: Kernel) -> bool:
+    def compile_kernel(self, kernel: DriverKernel) -> bool:
         """Compile a kernel, and those that share functions with it, before its first launch; False if already done."""
         if not isinstance(kernel, CpuKernel) or kernel.refusal is not None or kernel.code.is_compiled:
             return False
@@ -477,20 +477,20 @@ class CpuContext:
 
     # --- Launches ----------------------------------------------------------------------------------------------
 
-    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+    def launch(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch; wait only while the queue is full (`Context.launch`)."""
         record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
         self._stream.submit(record, is_shared=is_shared)
 
     def launch_with(
         self,
-        kernel: Kernel,
+        kernel: DriverKernel,
         grid: Dim3,
         block: Dim3,
         shared_bytes: int,
         params: bytes,
         tag: int,
-        attributes: LaunchAttributes,
+        attributes: DriverLaunchAttributes,
     ) -> None:
         """Raise LaunchRejected: a block can't wait for others of a grid or cluster here (`Context.launch_with`)."""
         what = "a cooperative launch" if attributes.is_cooperative else "a launch in clusters"
@@ -511,7 +511,7 @@ class CpuContext:
         submit, query, copy_in, copy_out, zero = map(code.address, names)
         return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, copy_in, copy_out, zero)
 
-    def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
+    def _record(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
         """Return the bytes that native/submit.ll takes: a launch's head, and whether threads share its blocks.
 
         None means that native code can't launch it: the ordinary way then words the refusal.
@@ -525,7 +525,7 @@ class CpuContext:
         return head + is_shared.to_bytes(8, "little")
 
     def record(
-        self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
+        self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
     ) -> tuple[bytes, bool]:
         """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected."""
         head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
@@ -535,7 +535,7 @@ class CpuContext:
             )
         return head + params, is_shared
 
-    def _head(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
+    def _head(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
         """Pack a launch's head; the bool says whether several threads are to run its blocks. Raises LaunchRejected."""
         # Step 1: can this kernel run here at all?
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
@@ -674,7 +674,7 @@ class CpuContext:
             raise error
 
 
-def _pass(kernel: Kernel) -> None:
+def _pass(kernel: DriverKernel) -> None:
     """Remember nothing about a native launch: a slot of the queue names its kernel."""
 
 

@@ -9,7 +9,7 @@ from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.image import forget_code, ready_to_look_up
 from gpulease.daemon.ptx.native.library import bind_library
 from gpulease.daemon.ptx.stream import host_threads, stream_code
-from gpulease.daemon.sandbox.measures import Needs
+from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 
 class CpuDriver:
@@ -32,8 +32,8 @@ class CpuDriver:
         bind_library()
         ready_to_look_up()
 
-    def needs(self) -> Needs:
-        return Needs()
+    def needs(self) -> SandboxNeeds:
+        return SandboxNeeds()
 
     def keep_for(self, owner: int) -> tuple[int, ...]:
         """Make the workers' own folder in the operator's folder for compiled code."""

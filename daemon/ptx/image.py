@@ -39,7 +39,7 @@ from gpulease.daemon.ptx.limits import (
     MAX_THREADS_PER_BLOCK,
     rejected,
 )
-from gpulease.daemon.ptx.memory import Arena, Needs
+from gpulease.daemon.ptx.memory import KernelNeeds, MemoryArena
 from gpulease.daemon.ptx.native.library import bind_library
 from gpulease.daemon.ptx.parse.parser import parse
 from gpulease.daemon.ptx.parse.syntax import Function, Image, Relocation
@@ -78,7 +78,7 @@ class KernelFacts:
     symbol: str
     is_cooperative: bool
     refusal: tuple[str, str] | None
-    needs: Needs
+    needs: KernelNeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class TranslatedImage:
 
 def _kernel_from(fields: Any) -> KernelFacts:
     name, parameters, *rest, needs = fields
-    values = [name, tuple(Parameter(*p) for p in parameters), *rest, Needs(*needs)]
+    values = [name, tuple(Parameter(*p) for p in parameters), *rest, KernelNeeds(*needs)]
     return KernelFacts(*values)
 
 
@@ -197,7 +197,7 @@ def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
     )
 
 
-_NO_NEEDS = Needs(0, 0, 0, 0, parks=False)
+_NO_NEEDS = KernelNeeds(0, 0, 0, 0, parks=False)
 
 
 def _most_threads(function: Function) -> int:
@@ -205,7 +205,13 @@ def _most_threads(function: Function) -> int:
 
 
 def _facts(
-    function: Function, needs: Needs, part: int, symbol: str, *, is_cooperative: bool, refusal: ImageRejected | None
+    function: Function,
+    needs: KernelNeeds,
+    part: int,
+    symbol: str,
+    *,
+    is_cooperative: bool,
+    refusal: ImageRejected | None,
 ) -> KernelFacts:
     return KernelFacts(
         name=function.name,
@@ -327,7 +333,7 @@ class CpuKernel:
     code: PartCode
     symbol: str
     variables: int
-    needs: Needs
+    needs: KernelNeeds
     pace: int
     is_cooperative: bool = False
     refusal: tuple[str, str] | None = None
@@ -370,7 +376,7 @@ class CpuModule:
 
 def load(
     image: bytes,
-    arena: Arena,
+    arena: MemoryArena,
     *,
     slice_bytes: int,
     first_number: int,
@@ -408,7 +414,7 @@ def load(
     return CpuModule(kernels, device_bytes, code, addresses, (table, paces))
 
 
-def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ...]:
+def _place(variables: tuple[ModuleVariable, ...], arena: MemoryArena) -> tuple[int, ...]:
     """Allocate each variable and write its first value. A variable of no bytes gets the null address."""
     addresses: list[int] = []
     try:
@@ -422,7 +428,7 @@ def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ..
     return tuple(addresses)
 
 
-def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int], arena: Arena) -> None:
+def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int], arena: MemoryArena) -> None:
     """Write the addresses that initialisers name (PTX ISA section 5.4, "Initializers")."""
     for variable in variables:
         for relocation in variable.relocations:
@@ -433,7 +439,7 @@ def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int
             arena.bytes_at(place, size)[:] = (value & (2 ** (8 * size) - 1)).to_bytes(size, "little")
 
 
-def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
+def release(addresses: "list[int] | tuple[int, ...]", arena: MemoryArena) -> None:
     for address in addresses:
         if address:
             arena.free(address)

@@ -22,7 +22,7 @@ from gpulease.daemon.ptx.limits import (
     RESIDENT_LOCAL_BYTES,
     RESIDENT_SHARED_BYTES,
 )
-from gpulease.daemon.ptx.native.structures import REGION_GRANULE_BYTES, Environment, Fault
+from gpulease.daemon.ptx.native.structures import REGION_GRANULE_BYTES, BlockEnvironment, Fault
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 
@@ -74,7 +74,7 @@ IN_ORDER: Spread = (0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class KernelNeeds:
     """Memory that a kernel's block takes in addition to shared memory, and whether its blocks may wait.
 
     Attributes:
@@ -110,9 +110,9 @@ class Areas:
         first: What all environments share; this class fills in the areas.
     """
 
-    def __init__(self, first: Environment) -> None:
+    def __init__(self, first: BlockEnvironment) -> None:
         self._memory = Mapping(RESIDENT_SHARED_BYTES + RESIDENT_LOCAL_BYTES + RESIDENT_FRAME_BYTES)
-        self._places = (Environment * MAX_RESIDENT_BLOCKS)()
+        self._places = (BlockEnvironment * MAX_RESIDENT_BLOCKS)()
         self._faults = (Fault * MAX_RESIDENT_BLOCKS)()
         # Native code makes the other places from the first: each lies one stride after the one before.
         first.shared = self._memory.address
@@ -122,7 +122,7 @@ class Areas:
         self._places[0] = first
         self.address = ctypes.addressof(self._places)
 
-    def spread(self, needs: Needs, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
+    def spread(self, needs: KernelNeeds, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
         """Choose how a launch of blocks that each fit is divided among `hosts` threads."""
         # Nothing to divide, and no block that could wait for a later one.
         if not needs.parks and (hosts == 1 or blocks == 1):
@@ -207,7 +207,7 @@ def _shift_of(size_bytes: int) -> int:
 _FIRST_SHIFT = _shift_of(1)
 
 
-class Arena:
+class MemoryArena:
     """The allocator and its shadow table, which generated code reads (translate/access.py).
 
     Attributes:

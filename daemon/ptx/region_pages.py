@@ -9,13 +9,13 @@ import ctypes
 from array import array
 
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, RegionReturn
-from gpulease.daemon.ptx.memory import Arena, Mapping
+from gpulease.daemon.ptx.memory import Mapping, MemoryArena
 from gpulease.daemon.ptx.native.structures import REGION_GRANULE_BYTES, Returned
 
 _WORD_BYTES = 8
 
 
-class Regions:
+class EmbeddedRegions:
     """The regions of one context, with the context's methods for them (drivers/interface.py).
 
     Attributes:
@@ -23,7 +23,7 @@ class Regions:
         taken_bytes: Bytes of the regions that have not ended.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: MemoryArena) -> None:
         self._arena = arena
         granules = arena.regions_bytes // REGION_GRANULE_BYTES
         head_bytes = ctypes.sizeof(Returned)

@@ -165,7 +165,7 @@ def stream_code() -> NativeCode:
     return load_ir("\n".join(texts))
 
 
-class Stream:
+class LaunchQueue:
     """A queue of launches that run in order. Only one thread of the caller uses it.
 
     Args:

@@ -69,7 +69,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.audit.records import Kind
+from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family
 from gpulease.protocol.opcodes import Opcode
@@ -106,7 +106,7 @@ class FactRow:
     sources: tuple[type, ...]
     is_answer: bool = False
     logs: tuple[LogEvent, ...] = ()
-    audit: Kind | None = None
+    audit: RecordKind | None = None
     has_worker: bool = False
     counts: tuple[Family, ...] = ()
     counts_lives: tuple[Family, ...] = ()
@@ -140,7 +140,7 @@ class FactKind(Enum):
         sources=(Granted, RegionGranted),
         is_answer=True,
         logs=(LogEvent.LEASE_GRANTED,),
-        audit=Kind.GRANT,
+        audit=RecordKind.GRANT,
         has_worker=True,
         counts=(families.LEASES_ACQUIRED,),
         of_regions=(families.REGIONS_OPENED,),
@@ -149,7 +149,7 @@ class FactKind(Enum):
     ADOPTED = FactRow(
         sources=(LeaseRestored, RegionRestored),
         logs=(LogEvent.LEASE_ADOPTED,),
-        audit=Kind.ADOPT,
+        audit=RecordKind.ADOPT,
         has_worker=True,
         counts=(families.LEASES_ADOPTED,),
         of_regions=(families.REGIONS_ADOPTED,),
@@ -166,46 +166,48 @@ class FactKind(Enum):
         sources=(Renewed,),
         is_answer=True,
         logs=(LogEvent.LEASE_RENEWED,),
-        audit=Kind.RENEW,
+        audit=RecordKind.RENEW,
         counts=(families.LEASES_RENEWED,),
         of_regions=(families.REGIONS_RENEWED,),
     )
-    RESIZED = FactRow(sources=(Resized,), is_answer=True, logs=(LogEvent.LEASE_RESIZED,), audit=Kind.RESIZE)
+    RESIZED = FactRow(sources=(Resized,), is_answer=True, logs=(LogEvent.LEASE_RESIZED,), audit=RecordKind.RESIZE)
     CANCEL_SET = FactRow(sources=(RegionCancelSet,), is_answer=True)
-    FREED = FactRow(sources=(Freed,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR)
-    REVOKED = FactRow(sources=(RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR)
+    FREED = FactRow(sources=(Freed,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
+    REVOKED = FactRow(sources=(RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
     FENCES_CLEARED = FactRow(
-        sources=(FenceCleared,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR
+        sources=(FenceCleared,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
     )
-    UNFENCED = FactRow(sources=(FenceCleared,), is_answer=True, logs=(LogEvent.LEASE_UNFENCED,), audit=Kind.CLEAR)
+    UNFENCED = FactRow(sources=(FenceCleared,), is_answer=True, logs=(LogEvent.LEASE_UNFENCED,), audit=RecordKind.CLEAR)
     """Fences were cleared: one fact for each lease."""
-    DRAIN_SET = FactRow(sources=(DrainSet,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=Kind.OPERATOR)
+    DRAIN_SET = FactRow(sources=(DrainSet,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
     DENIED = FactRow(
         sources=(Denied,),
         is_answer=True,
         logs=(LogEvent.REQUEST_DENIED,),
-        audit=Kind.DENY,
+        audit=RecordKind.DENY,
         counts=(families.DENIALS,),
     )
     # What happens to leases, up to their end.
     FAULTED = FactRow(
         sources=(SessionFaulted,),
         logs=(LogEvent.SESSION_FAULTED,),
-        audit=Kind.FAULT,
+        audit=RecordKind.FAULT,
         has_worker=True,
         counts=(families.SESSION_FAULTS,),
     )
     """A lease's session lost its context; once for each."""
     SUBMIT_FAULTED = FactRow(sources=(SessionFaulted,), counts=(families.SESSION_FAULTS,))
     """A submit lost its context; once for each."""
-    ENDING = FactRow(sources=(RefuseWork, SetRegion), logs=(LogEvent.LEASE_ENDING,), audit=Kind.OVER, has_worker=True)
+    ENDING = FactRow(
+        sources=(RefuseWork, SetRegion), logs=(LogEvent.LEASE_ENDING,), audit=RecordKind.OVER, has_worker=True
+    )
     """Work of a lease that was granted is refused from now on."""
     CANCELLED = FactRow(sources=(RefuseWork, SetRegion))
     """A lease that was never granted ends."""
     ENDED = FactRow(
         sources=(LeaseEnded,),
         logs=(LogEvent.LEASE_RECLAIMED,),
-        audit=Kind.END,
+        audit=RecordKind.END,
         counts_lives=(families.LEASES_DROPPED,),
         lives_of_regions=(families.REGIONS_ENDED,),
     )
@@ -213,7 +215,7 @@ class FactKind(Enum):
     FENCED = FactRow(
         sources=(LeaseEnded,),
         logs=(LogEvent.LEASE_FENCED,),
-        audit=Kind.FENCE,
+        audit=RecordKind.FENCE,
         counts=(families.FENCES,),
         counts_lives=(families.LEASES_DROPPED,),
         lives_of_regions=(families.REGIONS_ENDED,),
@@ -224,11 +226,11 @@ class FactKind(Enum):
         sources=(SubmitReady,),
         is_answer=True,
         logs=(LogEvent.SUBMIT_READY,),
-        audit=Kind.SUBMIT,
+        audit=RecordKind.SUBMIT,
         counts=(families.SUBMITS,),
     )
-    SUBMIT_ENDED = FactRow(sources=(SubmitEnded,), logs=(LogEvent.SUBMIT_ENDED,), audit=Kind.SUBMIT)
-    SUBMIT_FENCED = FactRow(sources=(SubmitFenced,), logs=(LogEvent.SUBMIT_FENCED,), audit=Kind.SUBMIT)
+    SUBMIT_ENDED = FactRow(sources=(SubmitEnded,), logs=(LogEvent.SUBMIT_ENDED,), audit=RecordKind.SUBMIT)
+    SUBMIT_FENCED = FactRow(sources=(SubmitFenced,), logs=(LogEvent.SUBMIT_FENCED,), audit=RecordKind.SUBMIT)
     WARM_TAKEN = FactRow(sources=(RenameWorker, SpawnSubmit), counts=(families.WARM_TAKEN,))
     """A lease or submit took a warm context."""
     WARM_RECYCLED = FactRow(sources=(RecycleWorker,), counts=(families.WARM_RECYCLED,))
@@ -238,7 +240,7 @@ class FactKind(Enum):
     WARM_FENCED = FactRow(
         sources=(WarmEnded,),
         logs=(LogEvent.WARM_FENCED,),
-        audit=Kind.POOL,
+        audit=RecordKind.POOL,
         counts=(families.WARM_LOST, families.FENCES),
     )
     """The bytes of a warm context are fenced."""

@@ -21,8 +21,8 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
-from gpulease.daemon.record.audit.recorder import Budgets, Grant, OnNoted, OnOutcome, Recorder
-from gpulease.daemon.record.audit.records import Kind
+from gpulease.daemon.record.audit.recorder import Budgets, Grant, NullRecorder, OnNoted, OnOutcome
+from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
@@ -38,7 +38,7 @@ _SAME_NAMES: Final = frozenset(
 """Particulars of a record that are fields here by the same name."""
 
 
-class LeaseLog(Recorder):
+class LeaseLog(NullRecorder):
     """Wraps the recorder of the audit log: passes every record on, and writes a log line for it.
 
     Args:
@@ -47,7 +47,7 @@ class LeaseLog(Recorder):
         pid_of: Returns the process id of a lease's worker, 0 if it has none.
     """
 
-    def __init__(self, inner: Recorder, lookup: Lookup, pid_of: Callable[[int], int]) -> None:
+    def __init__(self, inner: NullRecorder, lookup: Lookup, pid_of: Callable[[int], int]) -> None:
         self._inner = inner
         self._lookup = lookup
         self._pid_of = pid_of
@@ -407,18 +407,18 @@ class _LimitedLog:
             log_event(LogEvent.LOG_SUPPRESSED, count=rest)
 
 
-def _fields_of(kind: Kind, particulars: Particulars) -> dict[str, Any]:
+def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
     """Return the particulars of an audit record by the names that they have in the log."""
     fields = {name: value for name, value in particulars.items() if name in _SAME_NAMES and value != ""}
     # In a denial's record, `card` is what the tenant asked for, and `reason` is a code.
-    if kind is Kind.DENY:
+    if kind is RecordKind.DENY:
         fields["denial"], fields["reason"] = particulars["reason"], particulars["message"]
         fields["wanted_card"] = fields.pop("card", None)
     # Durations are in microseconds in records and in milliseconds in the log.
     if "waited_us" in particulars:
         fields["took_ms"] = particulars["waited_us"] / US_PER_MS
     if "latency_us" in particulars:
-        fields["took_ms" if kind is Kind.OPERATOR else "reclaim_ms"] = particulars["latency_us"] / US_PER_MS
+        fields["took_ms" if kind is RecordKind.OPERATOR else "reclaim_ms"] = particulars["latency_us"] / US_PER_MS
     if particulars.get("granted_us") is not None:
         fields["held_ms"] = (particulars["over_us"] - particulars["granted_us"]) / US_PER_MS
     return fields

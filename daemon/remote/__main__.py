@@ -4,7 +4,7 @@ import signal
 import socket
 import sys
 
-from gpulease.daemon.contract.messages import Broken, Ready
+from gpulease.daemon.contract.messages import HelperBroken, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
@@ -25,7 +25,7 @@ def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenan
         send_message(channel, Ready().to_map())
         acceptor.run()
     except BadIdentity as error:
-        send_message(channel, Broken(str(error)).to_map())
+        send_message(channel, HelperBroken(str(error)).to_map())
         return 1
     except ChannelClosed:
         return 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn, assert_never
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, expect_message
-from gpulease.daemon.contract.messages import Ping, Pong
+from gpulease.daemon.contract.messages import LivenessPing, Pong
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
@@ -120,14 +120,14 @@ class Handshake:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class CertificateHolder:
     """The holder of a certificate: its names and its serial number. No CA issues one below zero (RFC 5280, 4.1.2.2)."""
 
     names: tuple[str, ...] = ()
     serial: int = -1
 
 
-UNKNOWN: Final = Holder()
+UNKNOWN: Final = CertificateHolder()
 
 
 def get_ready() -> None:
@@ -173,7 +173,7 @@ class TlsAcceptor:
         self._spares: deque[SpareRelay] = deque()
         self._wants_spares = True
         # By process id; UNKNOWN until the relay reports a certificate.
-        self._relays: dict[int, Holder] = {}
+        self._relays: dict[int, CertificateHolder] = {}
         # Serial numbers by the pidfds of relays that an earlier acceptor left.
         self._orphans: dict[int, int] = {}
         self._next_revoked_check = 0.0
@@ -245,7 +245,7 @@ class TlsAcceptor:
             return
         # Keep the descriptor of a message that has one, and watch it from now on.
         match message:
-            case Ping():
+            case LivenessPing():
                 close_all(fds)
                 self._send(Pong())
                 return
@@ -490,7 +490,7 @@ class TlsAcceptor:
                 assert_never(message)
 
     def _on_verified(self, handshake: Handshake, verified: PeerVerified) -> None:
-        holder = Holder(verified.names, int(verified.serial, 16))
+        holder = CertificateHolder(verified.names, int(verified.serial, 16))
         # A certificate may have so many relays, whatever tenant the broker counts it for. Without this bound its
         # refused connections could take all of them.
         if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:

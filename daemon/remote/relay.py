@@ -33,7 +33,7 @@ from gpulease.daemon.remote.remote_messages import (
     are_bounded,
 )
 from gpulease.daemon.sandbox import landlock, syscall_filter
-from gpulease.daemon.sandbox.measures import Needs
+from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 HANDSHAKE_S: Final = 5.0
 """From a whole ClientHello to the end of the handshake, one round trip. Stops a peer that begins and does not go on."""
@@ -57,7 +57,7 @@ class HandshakeFailed(Exception):
 
 
 @dataclass(slots=True)
-class TlsStream:
+class RelayedTls:
     """The tenant's socket, and the TLS connection with its two buffers (see ssl.MemoryBIO)."""
 
     net: socket.socket
@@ -92,7 +92,7 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
         return 0
     # Step 4: shake hands, and read the peer's certificate. A peer that fails is reported and gets an alert; its bytes
     # are never decrypted.
-    stream = TlsStream(net, tls, incoming, outgoing)
+    stream = RelayedTls(net, tls, incoming, outgoing)
     try:
         _shake_hands(stream)
         verified, ends_in_s = _certificate_of(stream.tls)
@@ -141,7 +141,7 @@ def _wait_for_connection(report: socket.socket) -> socket.socket | None:
     return net
 
 
-def _shake_hands(stream: TlsStream) -> None:
+def _shake_hands(stream: RelayedTls) -> None:
     until = time.monotonic() + HANDSHAKE_S
     poll = select.poll()
     poll.register(stream.net, select.POLLIN)
@@ -176,7 +176,7 @@ def _shake_hands(stream: TlsStream) -> None:
         stream.incoming.write(room[:count])
 
 
-def _send_all(stream: TlsStream, until: float) -> None:
+def _send_all(stream: RelayedTls, until: float) -> None:
     unsent = memoryview(stream.outgoing.read())
     poll = select.poll()
     poll.register(stream.net, select.POLLOUT)
@@ -190,7 +190,7 @@ def _send_all(stream: TlsStream, until: float) -> None:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
 
 
-def _send_alert(stream: TlsStream) -> None:
+def _send_alert(stream: RelayedTls) -> None:
     """Send the alert, if any, and wait for the peer to close: unread bytes at a close would discard the alert."""
     until = time.monotonic() + ALERT_LINGER_S
     with contextlib.suppress(OSError, HandshakeFailed):
@@ -551,7 +551,7 @@ def _restrict() -> None:
             network=version >= landlock.NETWORK_SINCE,
             scope=version >= landlock.SCOPE_SINCE,
         )
-        landlock.restrict(reach, Needs())
+        landlock.restrict(reach, SandboxNeeds())
     # The system call filter is last, because it forbids what the lines before it do.
     if platform.machine() == syscall_filter.MACHINE:
         syscall_filter.install(writes_files=False)

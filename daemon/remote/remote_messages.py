@@ -29,7 +29,7 @@ from gpulease.daemon.contract.message_fields import (
     messages_of,
     text,
 )
-from gpulease.daemon.contract.messages import Ping
+from gpulease.daemon.contract.messages import LivenessPing
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_NAMES: Final = 64
@@ -152,7 +152,7 @@ class PeerRefused(Message):
 
 # --- directions ---
 
-ToAcceptor = Ping | Listen | LeftOverRelay
+ToAcceptor = LivenessPing | Listen | LeftOverRelay
 TO_ACCEPTOR: Final[Mapping[str, type[ToAcceptor]]] = messages_of(ToAcceptor)
 
 FromAcceptor = RelayBegan | RelayArrived | RelayLeft

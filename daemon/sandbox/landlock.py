@@ -14,7 +14,7 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.sandbox.measures import Needs, system_call
+from gpulease.daemon.sandbox.measures import SandboxNeeds, system_call
 
 # The same numbers on every architecture except alpha.
 _CREATE_RULESET: Final = 444
@@ -34,7 +34,7 @@ SCOPE_SINCE: Final = 6
 """The first ABI with each right; in order, Linux 5.13, 5.19, 6.2, 6.7, 6.10 and 6.12 have them."""
 
 
-class Access(IntFlag):
+class PathAccess(IntFlag):
     """LANDLOCK_ACCESS_FS_*, by their names in linux/landlock.h."""
 
     EXECUTE = 1 << 0
@@ -66,11 +66,20 @@ _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
 
 # What a path is needed for: to read it, to use a device, to name threads below /proc/self, to keep files in a folder.
-_READ: Final = Access.READ_FILE | Access.READ_DIR
-_USE: Final = Access.READ_FILE | Access.WRITE_FILE | Access.READ_DIR | Access.IOCTL_DEV
-_NAME_THREADS: Final = _READ | Access.WRITE_FILE | Access.TRUNCATE
-_KEEP: Final = _READ | Access.WRITE_FILE | Access.TRUNCATE | Access.MAKE_REG | Access.MAKE_DIR | Access.REMOVE_FILE
-_OF_FILES: Final = Access.EXECUTE | Access.WRITE_FILE | Access.READ_FILE | Access.TRUNCATE | Access.IOCTL_DEV
+_READ: Final = PathAccess.READ_FILE | PathAccess.READ_DIR
+_USE: Final = PathAccess.READ_FILE | PathAccess.WRITE_FILE | PathAccess.READ_DIR | PathAccess.IOCTL_DEV
+_NAME_THREADS: Final = _READ | PathAccess.WRITE_FILE | PathAccess.TRUNCATE
+_KEEP: Final = (
+    _READ
+    | PathAccess.WRITE_FILE
+    | PathAccess.TRUNCATE
+    | PathAccess.MAKE_REG
+    | PathAccess.MAKE_DIR
+    | PathAccess.REMOVE_FILE
+)
+_OF_FILES: Final = (
+    PathAccess.EXECUTE | PathAccess.WRITE_FILE | PathAccess.READ_FILE | PathAccess.TRUNCATE | PathAccess.IOCTL_DEV
+)
 """The rights that a rule on a file may name. The kernel refuses others there."""
 
 
@@ -110,21 +119,21 @@ class Reach:
     network: bool = False
     scope: bool = False
 
-    def handled(self, version: int) -> Access:
+    def handled(self, version: int) -> PathAccess:
         """Return the rights on files that an ABI of that version forbids for this."""
-        handled = Access(0)
+        handled = PathAccess(0)
         if self.files:
             # All rights of the first ABI, which are the bits below REFER, and of the later ones those that this kernel
             # knows.
-            handled = Access((1 << Access.REFER.bit_length() - 1) - 1)
-            handled |= Access.REFER if version >= REFER_SINCE else Access(0)
-            handled |= Access.TRUNCATE if version >= TRUNCATE_SINCE else Access(0)
+            handled = PathAccess((1 << PathAccess.REFER.bit_length() - 1) - 1)
+            handled |= PathAccess.REFER if version >= REFER_SINCE else PathAccess(0)
+            handled |= PathAccess.TRUNCATE if version >= TRUNCATE_SINCE else PathAccess(0)
         if self.devices:
-            handled |= Access.IOCTL_DEV
+            handled |= PathAccess.IOCTL_DEV
         return handled
 
 
-def restrict(reach: Reach, needs: Needs) -> None:
+def restrict(reach: Reach, needs: SandboxNeeds) -> None:
     """Forbid all of it to this process; no_new_privs must be set. Raises OSError."""
     version = abi()
     handled = reach.handled(version)
@@ -150,7 +159,7 @@ def restrict(reach: Reach, needs: Needs) -> None:
         os.close(ruleset)
 
 
-def _rules(needs: Needs) -> Iterator[tuple[Path, Access]]:
+def _rules(needs: SandboxNeeds) -> Iterator[tuple[Path, PathAccess]]:
     yield from ((path, _READ) for path in needs.readable)
     yield from ((path, _USE) for path in needs.devices)
     yield from ((path, _KEEP) for path in needs.writable)
@@ -173,7 +182,7 @@ def _opened(path: Path) -> Iterator[int | None]:
         os.close(fd)
 
 
-def _allow(ruleset: int, fd: int, access: Access) -> None:
+def _allow(ruleset: int, fd: int, access: PathAccess) -> None:
     # The kernel refuses a rule on a file with a right that only folders have (EINVAL).
     if not stat.S_ISDIR(os.fstat(fd).st_mode):
         access &= _OF_FILES

@@ -34,7 +34,7 @@ def prctl(option: int, *arguments: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class SandboxNeeds:
     """The paths, ports and memory that a driver's workers, or another process of the daemon, need inside the sandbox.
 
     Paths that do not exist are skipped, because a driver tries many paths that a host need not have.
@@ -107,7 +107,7 @@ class SandboxBroken(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MeasureFinding:
     """The state of one measure on this host.
 
     Attributes:

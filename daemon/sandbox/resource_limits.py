@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.sandbox.measures import Needs
+from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 MAX_DESCRIPTORS: Final = 4096
 """Stops a worker that opens descriptors until the host has none left. A context has some 45, a connection 2 or 3."""
@@ -32,32 +32,32 @@ the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class ResourceLimit:
     name: str
     resource: int
     most: int
 
 
-def limits_for(needs: Needs) -> tuple[Limit, ...]:
+def limits_for(needs: SandboxNeeds) -> tuple[ResourceLimit, ...]:
     limits = [
         # Stops a core file, which puts the session's memory on the host's disk.
-        Limit("core", resource.RLIMIT_CORE, 0),
-        Limit("descriptors", resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
-        Limit("file bytes", resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
-        Limit("locked bytes", resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
-        Limit("threads of the user", resource.RLIMIT_NPROC, MAX_THREADS_OF_USER),
+        ResourceLimit("core", resource.RLIMIT_CORE, 0),
+        ResourceLimit("descriptors", resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
+        ResourceLimit("file bytes", resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        ResourceLimit("locked bytes", resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
+        ResourceLimit("threads of the user", resource.RLIMIT_NPROC, MAX_THREADS_OF_USER),
         # Stops message queues, because their kernel memory outlives the process, and threads that never yield a core.
-        Limit("message queues", resource.RLIMIT_MSGQUEUE, 0),
-        Limit("real-time priority", resource.RLIMIT_RTPRIO, 0),
-        Limit("raised priority", resource.RLIMIT_NICE, 0),
+        ResourceLimit("message queues", resource.RLIMIT_MSGQUEUE, 0),
+        ResourceLimit("real-time priority", resource.RLIMIT_RTPRIO, 0),
+        ResourceLimit("raised priority", resource.RLIMIT_NICE, 0),
     ]
     if needs.private_bytes is not None:
         # Stops a compiler that processes a hostile image from taking all the host's memory.
-        limits.append(Limit("private bytes", resource.RLIMIT_DATA, needs.private_bytes))
+        limits.append(ResourceLimit("private bytes", resource.RLIMIT_DATA, needs.private_bytes))
     return tuple(limits)
 
 
-def impose(limits: tuple[Limit, ...]) -> None:
+def impose(limits: tuple[ResourceLimit, ...]) -> None:
     """Set the limits, none above this process's present hard limit. Raises OSError and ValueError."""
     for limit in limits:
         # An unprivileged process can't raise its hard limit, so the smaller of the two is set.
@@ -74,6 +74,6 @@ def be_first_to_go() -> None:
         score.write_text(str(OUT_OF_MEMORY_SCORE))
 
 
-def in_words(limits: tuple[Limit, ...]) -> str:
+def in_words(limits: tuple[ResourceLimit, ...]) -> str:
     """Return the limits as text for the report."""
     return ", ".join(f"{limit.name} {limit.most}" for limit in limits)

@@ -11,11 +11,11 @@ from functools import partial
 
 from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges
 from gpulease.daemon.sandbox.landlock import Reach, restrict
-from gpulease.daemon.sandbox.measures import Measure, Needs, SandboxBroken
+from gpulease.daemon.sandbox.measures import Measure, SandboxBroken, SandboxNeeds
 from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, limits_for
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
-    Identity,
+    WorkerIdentity,
     be_undumpable,
     become,
     bound_capabilities,
@@ -35,7 +35,7 @@ BY_LANDLOCK: Mapping[Measure, Reach] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SandboxPlan:
     """The sandbox of one driver's workers on this host.
 
     Attributes:
@@ -44,8 +44,8 @@ class Plan:
         measures: The measures to take.
     """
 
-    needs: Needs
-    identity: Identity | None
+    needs: SandboxNeeds
+    identity: WorkerIdentity | None
     measures: frozenset[Measure]
 
     def enter(self, kept: Iterable[int], parent_pid: int) -> None:

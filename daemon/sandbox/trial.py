@@ -25,13 +25,13 @@ from gpulease.daemon.sandbox.landlock import (
     abi,
     restrict,
 )
-from gpulease.daemon.sandbox.measures import Finding, Measure, Needs, SandboxBroken, SandboxSettings
+from gpulease.daemon.sandbox.measures import Measure, MeasureFinding, SandboxBroken, SandboxNeeds, SandboxSettings
 from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, in_words, limits_for
-from gpulease.daemon.sandbox.sandbox_entry import BY_LANDLOCK, Plan
+from gpulease.daemon.sandbox.sandbox_entry import BY_LANDLOCK, SandboxPlan
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
     DEFAULT_USER,
-    Identity,
+    WorkerIdentity,
     be_undumpable,
     become,
     bound_capabilities,
@@ -59,8 +59,8 @@ class _Missing(Exception):
 
 
 def prepare(
-    settings: SandboxSettings, needs: Needs, keep_for: Callable[[int], tuple[int, ...]]
-) -> tuple[Plan, list[Finding]]:
+    settings: SandboxSettings, needs: SandboxNeeds, keep_for: Callable[[int], tuple[int, ...]]
+) -> tuple[SandboxPlan, list[MeasureFinding]]:
     """Test the sandbox. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough."""
     # Step 1: the workers' user, and the folders that this user must be able to write to.
     identity, reason = _identity(settings, needs)
@@ -78,10 +78,10 @@ def prepare(
             f"the sandbox is required, and this host lacks {missing}",
             hint='Name what you do without in sandbox_without, or set sandbox = "available".',
         )
-    return Plan(needs, identity, frozenset(finding.measure for finding in findings if finding.is_on)), findings
+    return SandboxPlan(needs, identity, frozenset(finding.measure for finding in findings if finding.is_on)), findings
 
 
-def _identity(settings: SandboxSettings, needs: Needs) -> tuple[Identity | None, str]:
+def _identity(settings: SandboxSettings, needs: SandboxNeeds) -> tuple[WorkerIdentity | None, str]:
     """Return the workers' user, or None and the reason. Raises SandboxBroken if the operator named an unusable user."""
     if Measure.USER in settings.without:
         return None, _LEFT_OUT
@@ -99,7 +99,9 @@ def _identity(settings: SandboxSettings, needs: Needs) -> tuple[Identity | None,
         return None, f"{error}. {error.hint}"
 
 
-def _try_out(settings: SandboxSettings, needs: Needs, identity: Identity | None, reason: str) -> list[Finding]:
+def _try_out(
+    settings: SandboxSettings, needs: SandboxNeeds, identity: WorkerIdentity | None, reason: str
+) -> list[MeasureFinding]:
     # The child reports through a pipe; its exit status shows whether it got that far.
     reading, writing = os.pipe()
     pid = os.fork()
@@ -111,11 +113,11 @@ def _try_out(settings: SandboxSettings, needs: Needs, identity: Identity | None,
     _, status = os.waitpid(pid, 0)
     if status != 0:
         raise SandboxBroken(f"a process that was shut in to try it {exit_text(status)}")
-    return [Finding(Measure(name), is_on, detail) for name, is_on, detail in json.loads(findings)]
+    return [MeasureFinding(Measure(name), is_on, detail) for name, is_on, detail in json.loads(findings)]
 
 
 def _run_trial(
-    settings: SandboxSettings, needs: Needs, identity: Identity | None, reason: str, writing: int
+    settings: SandboxSettings, needs: SandboxNeeds, identity: WorkerIdentity | None, reason: str, writing: int
 ) -> NoReturn:
     status = 1
     try:
@@ -149,7 +151,7 @@ def _run_trial(
 class _Trials:
     """Tests by measure: each takes the measure, tries to break it, and returns its extent, or raises."""
 
-    def __init__(self, needs: Needs, identity: Identity | None, reason: str, writing: int) -> None:
+    def __init__(self, needs: SandboxNeeds, identity: WorkerIdentity | None, reason: str, writing: int) -> None:
         self._needs = needs
         self._identity = identity
         self._reason = reason

@@ -46,7 +46,7 @@ _MAX_CAPABILITIES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class WorkerIdentity:
     """The workers' user. `groups`: the groups that it needs for the devices, in addition to its own."""
 
     name: str
@@ -55,7 +55,7 @@ class Identity:
     groups: tuple[int, ...]
 
 
-def identity_of(name: str, devices: tuple[Path, ...]) -> Identity:
+def identity_of(name: str, devices: tuple[Path, ...]) -> WorkerIdentity:
     """Return a user with the groups that it needs for the devices. Raises SandboxBroken."""
     try:
         user = pwd.getpwnam(name)
@@ -63,7 +63,7 @@ def identity_of(name: str, devices: tuple[Path, ...]) -> Identity:
         raise SandboxBroken(f"the user {name!r} does not exist", hint="Set worker_user to one that is there.") from None
     if user.pw_uid == 0:
         raise SandboxBroken("worker_user is root", hint="Set it to a user who may do nothing.")
-    return Identity(name, user.pw_uid, user.pw_gid, _groups_for(user.pw_uid, user.pw_gid, devices))
+    return WorkerIdentity(name, user.pw_uid, user.pw_gid, _groups_for(user.pw_uid, user.pw_gid, devices))
 
 
 def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
     return tuple(sorted(groups - {gid}))
 
 
-def become(identity: Identity) -> None:
+def become(identity: WorkerIdentity) -> None:
     """Change to that user permanently. Clears the signal for the parent's death (prctl(2)). Raises OSError."""
     # From the groups to the user: once the user is changed, the groups can't be.
     os.setgroups(identity.groups)

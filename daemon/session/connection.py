@@ -1,8 +1,8 @@
 """A session's connection: the wire that moves its bytes, what it has received, and what it still has to send.
 
-In this order: `SpinPolicy`, how long the worker polls for more before it sleeps; `ReceiveBuffer`, where received bytes
-go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a reply that the peer has not read; and
-`Connection`, which holds one of each.
+In this order: `WorkerSpinPolicy`, how long the worker polls for more before it sleeps; `ReceiveBuffer`, where received
+bytes go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a reply that the peer has not
+read; and `AttachedConnection`, which holds one of each.
 
 Large writes. A MEM_WRITE that is received into pinned memory is copied by the card from there, while the next one is
 received into the next pinned buffer; the host copies nothing but what the kernel does in recv(2). A session has few
@@ -65,7 +65,7 @@ _HAS_SPIN_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
 @dataclass(frozen=True, slots=True)
-class SpinPolicy:
+class WorkerSpinPolicy:
     """How a session's worker waits, as the lease's tenant chose.
 
     Attributes:
@@ -82,15 +82,15 @@ class SpinPolicy:
 
 
 _POLICIES: Final = {
-    None: SpinPolicy(),
-    Waiting.SPIN: SpinPolicy(spins_when_quiet=True),
+    None: WorkerSpinPolicy(),
+    Waiting.SPIN: WorkerSpinPolicy(spins_when_quiet=True),
     # One spin more, because native code does not yield: it polls once instead of spinning.
-    Waiting.YIELD: SpinPolicy(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
-    Waiting.BLOCK: SpinPolicy(0, spins_when_quiet=False, spins_at_all=False),
+    Waiting.YIELD: WorkerSpinPolicy(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
+    Waiting.BLOCK: WorkerSpinPolicy(0, spins_when_quiet=False, spins_at_all=False),
 }
 
 
-def spin_policy_of(waiting: Waiting | None) -> SpinPolicy:
+def spin_policy_of(waiting: Waiting | None) -> WorkerSpinPolicy:
     """Return the policy for a tenant's choice; None leaves the choice to the host's number of cores."""
     return _POLICIES[waiting]
 
@@ -348,7 +348,7 @@ class Wire(Protocol):
 class SocketWire:
     spins_when_quiet = False
 
-    def __init__(self, sock: socket.socket, spin_policy: SpinPolicy) -> None:
+    def __init__(self, sock: socket.socket, spin_policy: WorkerSpinPolicy) -> None:
         self._sock = sock
         self._yields = spin_policy.yields
 
@@ -418,7 +418,7 @@ class RingWire:
         fd: The memory's descriptor, -1 once the peer has it.
     """
 
-    def __init__(self, sock: socket.socket, spin_policy: SpinPolicy) -> None:
+    def __init__(self, sock: socket.socket, spin_policy: WorkerSpinPolicy) -> None:
         """Raises OSError if there is no descriptor or no memory for it."""
         self._sock = sock
         self._spin_policy = spin_policy
@@ -612,7 +612,7 @@ def can_share(sock: socket.socket) -> bool:
     return sock.family == socket.AF_UNIX
 
 
-def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: SpinPolicy) -> RingWire | None:
+def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: WorkerSpinPolicy) -> RingWire | None:
     """Return a ring for a connection that asks for one and can have it, otherwise None.
 
     Rings need a peer on this host and the memory order of x86-64; see `protocol.ring`.
@@ -698,7 +698,7 @@ ServeRing = Callable[[FrameReader, RingEnds], Outcome | None]
 """Has native code serve a ring, after what its reader has; None if it can't now."""
 
 
-class Connection:
+class AttachedConnection:
     """An attached socket.
 
     Attributes:
@@ -721,7 +721,7 @@ class Connection:
         sock: socket.socket,
         rest: bytes,
         pinned_buffers: PinnedBuffers,
-        spin_policy: SpinPolicy,
+        spin_policy: WorkerSpinPolicy,
         guest: Guest | None = None,
     ) -> None:
         self.sock = sock

@@ -24,7 +24,7 @@ from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.kept_buffers import KeepOperations
 from gpulease.daemon.session.launches import Planner
 from gpulease.daemon.session.modules import ModuleOperations
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionOperations
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.back_off import back_off_s
@@ -75,7 +75,7 @@ class _Ended:
     allocations: list[int]
 
 
-class EndedConnections(Operations):
+class EndedConnections(OperationHandler):
     """Releases what ended connections hold.
 
     Args:

@@ -10,12 +10,12 @@ from struct import Struct
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import CopyStep, DataStep, Graph, KernelStep, Step
+from gpulease.daemon.drivers.interface import CopyStep, DataStep, DriverGraph, KernelStep, Step
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
@@ -113,7 +113,7 @@ class _SessionGraph:
         holder: The holder for which it was made.
     """
 
-    graph: Graph
+    graph: DriverGraph
     steps: _Steps
     parameters: list[_Parameter]
     part_count: int
@@ -124,7 +124,7 @@ class _SessionGraph:
     holder: Holder | None = None
 
 
-class GraphOperations(Operations):
+class GraphOperations(OperationHandler):
     """The GRAPH operations.
 
     Attributes:

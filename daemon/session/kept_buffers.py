@@ -9,7 +9,7 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import invalid_handle
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -23,7 +23,7 @@ _NAME: Final = 0
 """A name's number among an allocation's dependents; graphs, the others, have numbers from 1."""
 
 
-class KeepOperations(Operations):
+class KeepOperations(OperationHandler):
     """MEM_KEEP and MEM_KEPT.
 
     Attributes:

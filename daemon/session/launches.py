@@ -24,14 +24,14 @@ from gpulease.daemon.drivers.interface import (
     Context,
     Dim3,
     DriverError,
-    Kernel,
+    DriverKernel,
+    DriverLaunchAttributes,
     KernelFault,
-    LaunchAttributes,
     LaunchRejected,
 )
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.layout import PlanRecord
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
@@ -48,7 +48,7 @@ MAX_PLANS: Final = 4096
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 
 
-class LaunchOperations(Operations):
+class LaunchOperations(OperationHandler):
     """LAUNCH, LAUNCH_IN and LAUNCH_WITH, and SYNC, which waits for all launches."""
 
     def __init__(self, resources: SessionResources, planner: "Planner", gate: RegionGate) -> None:
@@ -88,7 +88,9 @@ class LaunchOperations(Operations):
             self._gate.admit(region_set, position, plan.kernel.name)
         return self._queue(frame, plan, args, _attributes(plan, flags, cluster))
 
-    def _queue(self, frame: Frame, plan: "Plan", args: bytes, attributes: LaunchAttributes | None = None) -> bytes:
+    def _queue(
+        self, frame: Frame, plan: "Plan", args: bytes, attributes: DriverLaunchAttributes | None = None
+    ) -> bytes:
         # The driver gets the parameter buffer; without gaps it is the wire's bytes.
         planner = self._planner
         params = args if plan.moves is None else plan.lay_out(args)
@@ -119,7 +121,7 @@ class LaunchOperations(Operations):
         return empty(frame)
 
 
-class PrintedOperations(Operations):
+class PrintedOperations(OperationHandler):
     """PRINTED.
 
     Args:
@@ -147,7 +149,7 @@ def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
     return Refused(Failure(Status.LAUNCH_FAILED, message, hint=hint, kernel=kernel))
 
 
-def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> LaunchAttributes:
+def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> DriverLaunchAttributes:
     """Return the attributes of a LAUNCH_WITH. Raises Refused for values that are invalid on any card."""
     name = plan.kernel.name
     # Unknown flags are refused, since ignoring one could change what the tenant means.
@@ -155,14 +157,14 @@ def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> LaunchAttributes:
         raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not know", kernel=name)
     # No cluster at all is written as zeros.
     if not any(cluster):
-        return LaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)
+        return DriverLaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)
     if not all(cluster) or any(blocks % of for blocks, of in zip(plan.grid, cluster, strict=True)):
         raise launch_failed(
             f"{name}: the grid must be a multiple of the cluster {cluster}, not {plan.grid}",
             kernel=name,
             hint="Give the cluster at least 1 in each dimension, and the grid a multiple of it.",
         )
-    return LaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), cluster)
+    return DriverLaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), cluster)
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +179,7 @@ class Plan:
         address: The record's address, 0 without one.
     """
 
-    kernel: Kernel
+    kernel: DriverKernel
     grid: Dim3
     block: Dim3
     shared_bytes: int
@@ -210,7 +212,7 @@ class Planner:
         on_forget: Called before all plans are dropped.
     """
 
-    def __init__(self, ledger: Ledger, session_id: int, compile_kernel: Callable[[Kernel], None]) -> None:
+    def __init__(self, ledger: Ledger, session_id: int, compile_kernel: Callable[[DriverKernel], None]) -> None:
         self.expected: Plan | None = None
         self.has_new_kernel = False
         self.add_record: Callable[[Plan], None] | None = None
@@ -295,7 +297,7 @@ class Planner:
             self._ledger.restore_kept(self._kept_before)
             self.forget()
 
-    def _charge(self, kernel: Kernel) -> None:
+    def _charge(self, kernel: DriverKernel) -> None:
         """Compile a kernel, and charge the slice for what the driver takes at its first launch."""
         try:
             self._compile_kernel(kernel)
@@ -339,7 +341,7 @@ class Planner:
         return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel), pattern)
 
 
-def _check_sizes(launch: Launch, kernel: Kernel) -> None:
+def _check_sizes(launch: Launch, kernel: DriverKernel) -> None:
     sizes = [parameter.size for parameter in kernel.parameters]
     if list(launch.arg_sizes) != sizes:
         raise launch_failed(
@@ -354,7 +356,7 @@ def _check_sizes(launch: Launch, kernel: Kernel) -> None:
         )
 
 
-def _moves(kernel: Kernel) -> tuple[tuple[int, int, int], ...] | None:
+def _moves(kernel: DriverKernel) -> tuple[tuple[int, int, int], ...] | None:
     moves = []
     # On the wire arguments follow one another; in the buffer each is at its parameter's offset.
     start = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Module
+from gpulease.daemon.drivers.interface import DriverError, DriverModule, ImageRejected
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.protocol.failures import Failure, Refused
@@ -37,7 +37,7 @@ def invalid_handle(message: str) -> Refused:
 class LoadedModule:
     """A module, its image's size, its holder, and the addresses of variables that the tenant has asked for."""
 
-    module: Module
+    module: DriverModule
     image_bytes: int
     holder: Holder
     variables: set[int] = field(default_factory=set)
@@ -313,7 +313,7 @@ class Ledger:
     def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
         """Raise ImageRejected unless there is room for a module that takes these bytes of the card.
 
-        Also raises what `make_room` raises. The bytes are those of `Module`.
+        Also raises what `make_room` raises. The bytes are those of `DriverModule`.
         """
         # What it takes beyond what is charged already: its own pages, new shared pages, new kept memory.
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
@@ -359,7 +359,7 @@ class Ledger:
         """Return whether the context keeps memory until its end, for streams, graphs, or kernels' memory and heap."""
         return bool(self._kept_bytes or self._streams_bytes or self._most_graph_bytes)
 
-    def modules(self) -> list[tuple[int, Module]]:
+    def modules(self) -> list[tuple[int, DriverModule]]:
         """Return all loaded modules, each with its number."""
         return [(number, loaded.module) for number, loaded in self._modules.items()]
 
@@ -415,7 +415,7 @@ class Ledger:
             )
         self._streams_bytes = max(self._streams_bytes, streams_bytes)
 
-    def add_module(self, module: Module, image_bytes: int) -> int:
+    def add_module(self, module: DriverModule, image_bytes: int) -> int:
         """Record a module that the driver loaded; return its number."""
         # In the order of the fields above: own pages, shared pages, kept memory.
         self._own_bytes += module.device_bytes - module.shared_bytes
@@ -427,7 +427,7 @@ class Ledger:
         self._image_bytes += image_bytes
         return self._last_module
 
-    def module(self, number: int) -> Module:
+    def module(self, number: int) -> DriverModule:
         """Return the loaded module of that number. Raises Refused."""
         loaded = self._modules.get(number)
         if loaded is None:

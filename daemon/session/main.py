@@ -30,7 +30,7 @@ from gpulease.daemon.session.connection import spin_policy_of
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
-from gpulease.daemon.session.server import LOOK_MS, Server, SubmitServer
+from gpulease.daemon.session.server import LOOK_MS, SessionServer, SubmitServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import SubmitOption
@@ -200,7 +200,7 @@ def _serve(
             context.native(),
             take_printed=output.take,
         )
-        server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
+        server = SessionServer(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()
     except MemoryError:
         # The operation's own memory is free again by now, but the session may be incomplete.

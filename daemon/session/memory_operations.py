@@ -15,7 +15,7 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.session.connection import PinnedBuffers
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.fastpath import (
@@ -39,7 +39,7 @@ PINNED_REPLY_BYTES: Final = DATA_CHUNK_BYTES + 4096
 """Size of that memory: a reply of the advised size. It stays pinned, so larger replies use ordinary memory."""
 
 
-class MemoryOperations(Operations):
+class MemoryOperations(OperationHandler):
     """Serves the MEM operations.
 
     Attributes:
@@ -162,7 +162,7 @@ MAX_EXTENT_BYTES: Final = 256 << 20
 Pin = Callable[[memoryview], None]
 
 
-class Arena:
+class SessionArena:
     """The worker's side of a session's arena.
 
     Attributes:
@@ -232,17 +232,17 @@ class Arena:
             first = after
 
 
-class ArenaOperations(Operations):
+class ArenaOperations(OperationHandler):
     """The ARENA operations: copies between a session's allocations and its arena."""
 
     def __init__(self, resources: SessionResources) -> None:
         super().__init__(resources)
-        self._arena: Arena | None = None
+        self._arena: SessionArena | None = None
 
-    def open(self, wanted_bytes: int) -> Arena:
+    def open(self, wanted_bytes: int) -> SessionArena:
         """Return the session's arena, made at the first call. Raises OSError."""
         if self._arena is None:
-            self._arena = Arena(wanted_bytes, self._context.pin)
+            self._arena = SessionArena(wanted_bytes, self._context.pin)
         return self._arena
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from dataclasses import astuple
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import ImageRejected, Kernel, Module, Poll
+from gpulease.daemon.drivers.interface import DriverKernel, DriverModule, ImageRejected, Poll
 from gpulease.daemon.session.launches import Planner
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
@@ -39,7 +39,7 @@ SHOWN_NAME_CHARACTERS: Final = 200
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
 
-class ModuleOperations(Operations):
+class ModuleOperations(OperationHandler):
     def __init__(self, resources: SessionResources, planner: Planner) -> None:
         super().__init__(resources)
         self._planner = planner
@@ -98,7 +98,7 @@ class ModuleOperations(Operations):
         kernels = self._ledger.module(number).kernels.values()
         return done(frame, ModuleFigures(tuple(KernelFigures(*astuple(kernel.figures())) for kernel in kernels)))
 
-    def load_image(self, image: bytes) -> tuple[int, Module]:
+    def load_image(self, image: bytes) -> tuple[int, DriverModule]:
         """Load an image; return its number in the ledger, and the module.
 
         The compiler's time limit ends when the compiled image is measured, because what follows may wait for kernels.
@@ -130,7 +130,7 @@ class ModuleOperations(Operations):
         self._record_usage()
 
 
-def _kernel_entries(module: Module) -> tuple[KernelEntry, ...]:
+def _kernel_entries(module: DriverModule) -> tuple[KernelEntry, ...]:
     return tuple(
         KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
         for name, kernel in module.kernels.items()
@@ -149,7 +149,7 @@ _SCALARS: Final = {
 _VECTORS: Final = frozenset({b".v2", b".v4", b"["})
 
 
-def parameter_types(image: bytes, kernels: Mapping[str, Kernel]) -> tuple[bytes, ...]:
+def parameter_types(image: bytes, kernels: Mapping[str, DriverKernel]) -> tuple[bytes, ...]:
     """Return the types of all kernels' parameters, in the kernels' order: a `ParameterType` byte for each parameter.
 
     A kernel that the text declares with another number of parameters has b"". Takes time in proportion to the image.

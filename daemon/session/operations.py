@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Context, Kernel, KernelFault, keep_waiting
+from gpulease.daemon.drivers.interface import Context, DriverKernel, KernelFault, keep_waiting
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.lease_options import WorkerOptions
@@ -86,7 +86,7 @@ class SessionResources:
         finally:
             self.counters[_COMPILING_SINCE_NS] = 0
 
-    def compile_kernel(self, kernel: Kernel) -> None:
+    def compile_kernel(self, kernel: DriverKernel) -> None:
         """Compile a kernel before its first launch. Raises LeaseOver if the lease ended meanwhile, or DriverError."""
         with self.compiling():
             has_compiled = self.context.compile_kernel(kernel)
@@ -102,7 +102,7 @@ _Method = TypeVar("_Method", bound=Callable[..., bytes | memoryview])
 
 
 def serves(op: Opcode) -> Callable[[_Method], _Method]:
-    """Mark the method of an `Operations` class that serves an operation."""
+    """Mark the method of an `OperationHandler` class that serves an operation."""
 
     def mark(method: _Method) -> _Method:
         vars(method)[_MARK] = op
@@ -114,7 +114,7 @@ def serves(op: Opcode) -> Callable[[_Method], _Method]:
 _MARK: Final = "serves"
 
 
-class Operations:
+class OperationHandler:
     """Base of the classes that serve a session's operations, one class for each kind.
 
     Each method marked `serves` serves one operation, as an `Operation`.

@@ -30,19 +30,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.messages import (
-    EndRegion,
-    OpenRegion,
-    RegionEnded,
-    RegionOpened,
-    RegionRefused,
-    RegionStuck,
-    ResizeSlice,
-    SliceResized,
+    EndRegionOrder,
+    OpenRegionOrder,
+    RegionEndedReport,
+    RegionOpenedReport,
+    RegionRefusedReport,
+    RegionStuckReport,
+    ResizeSliceOrder,
+    SliceResizedReport,
 )
 from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import DriverError, Ticket
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
-from gpulease.daemon.session.region_operations import Flip, Region, RegionGate
+from gpulease.daemon.session.region_operations import Flip, MappedRegion, RegionGate
 from gpulease.protocol.failures import Refused
 from gpulease.protocol.session_words import ENDED_WORDS, RegionWord
 from gpulease.protocol.time_units import NS_PER_MS
@@ -78,7 +78,7 @@ class _End:
         quiet_ns: Until when to wait for what else runs; 0 while the launches that named the region run.
     """
 
-    region: Region
+    region: MappedRegion
     waits: list[Ticket] | None
     grace_ms: int
     stuck_ns: int
@@ -111,12 +111,12 @@ class RegionMemory:
         self._resources, self._gate = resources, gate
         # All calls here are the worker's own, so a fault they meet is kept for the tenant (SessionResources.aside).
         self._streams, self._call, self._keeps_failure = streams, resources.aside, keeps_failure
-        self._by_id: dict[int, Region] = {}
-        self._openings: list[Region] = []
+        self._by_id: dict[int, MappedRegion] = {}
+        self._openings: list[MappedRegion] = []
         self._ends: dict[int, _End] = {}
         gate.mark = self._mark_anyway
         gate.is_ending = lambda: bool(self._ends or self._openings)
-        self._results: dict[int, RegionEnded | RegionStuck] = {}
+        self._results: dict[int, RegionEndedReport | RegionStuckReport] = {}
         self._spin_until_ns = 0
         self.page_fd = -1
 
@@ -163,7 +163,7 @@ class RegionMemory:
             earlier.close()
             for region in list(self._by_id.values()):
                 if region.ended is not None or page.word(region.slot).number != region.number:
-                    self.end(EndRegion(region.region_id, UNASKED_GRACE_MS))
+                    self.end(EndRegionOrder(region.region_id, UNASKED_GRACE_MS))
 
     def _drop_page_fd(self) -> None:
         fd, self.page_fd = self.page_fd, -1
@@ -175,13 +175,13 @@ class RegionMemory:
 
     # --- opening ---
 
-    def open(self, asked: OpenRegion) -> None:
+    def open(self, asked: OpenRegionOrder) -> None:
         gate, known = self._gate, self._by_id.get(asked.region_id)
         if known is None:
             reason = self._open(asked)
             if reason:
                 # A refusal is the answer; nothing was taken.
-                gate.outbox.append(RegionRefused(asked.region_id, reason))
+                gate.outbox.append(RegionRefusedReport(asked.region_id, reason))
                 return
             known = self._by_id[asked.region_id]
         # The answer waits until the card has zeroed the memory.
@@ -189,7 +189,7 @@ class RegionMemory:
         self._spin_until_ns = time.monotonic_ns() + SPIN_NS
         self.advance()
 
-    def _open(self, asked: OpenRegion) -> str:
+    def _open(self, asked: OpenRegionOrder) -> str:
         """Map memory for a region; return why that failed, or ""."""
         resources, gate, size_bytes = self._resources, self._gate, asked.size_bytes
         ledger, context = resources.ledger, resources.context
@@ -214,7 +214,7 @@ class RegionMemory:
             return str(error) or "the lease is over"
         # Step 3: from here on launches and copies can name the region.
         self._gate.had_any = True
-        region = Region(asked.region_id, asked.slot, asked.number, address, size_bytes)
+        region = MappedRegion(asked.region_id, asked.slot, asked.number, address, size_bytes)
         self._by_id[asked.region_id] = gate.regions[key] = region
         ledger.add_region(address, size_bytes, lambda: gate.admit_copy(region))
         resources.record_usage()
@@ -222,14 +222,14 @@ class RegionMemory:
 
     # --- the end ---
 
-    def end(self, asked: EndRegion) -> None:
+    def end(self, asked: EndRegionOrder) -> None:
         """Begin a region's end, which `advance` continues; the answer follows. Answers again for one that is over."""
         region_id = asked.region_id
         # The broker may repeat its order, for example after a restart: the same result is reported again.
         region, result = self._by_id.get(region_id), self._results.get(region_id)
         if region is None:
             # It never opened here, or the session released it: nothing can reach it.
-            result = result or RegionEnded(region_id, 0, 0, 0)
+            result = result or RegionEndedReport(region_id, 0, 0, 0)
         if result is not None:
             self._gate.outbox.append(result)
         if region is None or result is not None or region_id in self._ends:
@@ -280,12 +280,12 @@ class RegionMemory:
         try:
             if not self._call(self._resources.context.region_is_zeroed):
                 return
-            said: list[RegionOpened | RegionRefused] = [
-                RegionOpened(one.region_id, one.address) for one in self._openings
+            said: list[RegionOpenedReport | RegionRefusedReport] = [
+                RegionOpenedReport(one.region_id, one.address) for one in self._openings
             ]
         except DriverError as error:
             # The context is lost, and with it the lease.
-            said = [RegionRefused(one.region_id, str(error)) for one in self._openings]
+            said = [RegionRefusedReport(one.region_id, str(error)) for one in self._openings]
         self._openings.clear()
         self._gate.outbox.extend(said)
 
@@ -314,7 +314,7 @@ class RegionMemory:
         is_quiet = not end.waits or now_ns >= end.quiet_ns
         return is_told and is_quiet and self._call(self._resources.context.region_is_zeroed)
 
-    def _take_away(self, region: Region) -> None:
+    def _take_away(self, region: MappedRegion) -> None:
         resources = self._resources
         context = resources.context
         # The driver's free figure, before and after, is what the broker compares with the freed bytes.
@@ -327,14 +327,14 @@ class RegionMemory:
         region.streams.clear()
         region.marks.clear()
         region.tickets.clear()
-        self._answer(RegionEnded(region.region_id, returned.freed_bytes, returned.kept_bytes, shown_bytes))
+        self._answer(RegionEndedReport(region.region_id, returned.freed_bytes, returned.kept_bytes, shown_bytes))
 
-    def _give_up(self, region: Region, reason: str) -> None:
+    def _give_up(self, region: MappedRegion, reason: str) -> None:
         """Report that a region keeps its memory, for which the broker ends the lease."""
         self._ends.pop(region.region_id, None)
-        self._answer(RegionStuck(region.region_id, reason))
+        self._answer(RegionStuckReport(region.region_id, reason))
 
-    def _answer(self, result: RegionEnded | RegionStuck) -> None:
+    def _answer(self, result: RegionEndedReport | RegionStuckReport) -> None:
         self._results[result.region_id] = result
         self._gate.outbox.append(result)
 
@@ -359,7 +359,7 @@ class RegionMemory:
 
     # --- the slice ---
 
-    def resize(self, asked: ResizeSlice) -> None:
+    def resize(self, asked: ResizeSliceOrder) -> None:
         """Change the slice's size, and answer. It becomes no smaller than what the session has taken of it."""
         resources, ledger = self._resources, self._resources.ledger
         before_bytes, doubt = ledger.slice_bytes, ""
@@ -375,4 +375,4 @@ class RegionMemory:
                 doubt = str(error) or "the lease is over"
         if doubt:
             ledger.slice_bytes = before_bytes
-        self._gate.outbox.append(SliceResized(ledger.slice_bytes, doubt))
+        self._gate.outbox.append(SliceResizedReport(ledger.slice_bytes, doubt))

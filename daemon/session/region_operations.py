@@ -20,12 +20,12 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.messages import ForwardRevoked, RegionReleased
+from gpulease.daemon.contract.messages import ForwardRevokedReport, RegionReleasedReport
 from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import Ticket
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import invalid_handle
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -71,7 +71,7 @@ class Flip(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Region:
+class MappedRegion:
     """A region that the session has mapped.
 
     Attributes:
@@ -108,7 +108,7 @@ class SetInUse:
 
     __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "holder", "regions", "wire")
 
-    def __init__(self, handle: int, regions: list[Region], holder: Holder) -> None:
+    def __init__(self, handle: int, regions: list[MappedRegion], holder: Holder) -> None:
         self.holder = holder
         self.handle, self.wire, self.regions = handle, HANDLE.pack(handle), regions
         self.epoch, self.deadline_ns = NO_EPOCH, 0
@@ -117,7 +117,7 @@ class SetInUse:
         self._getter = itemgetter(*slots)
         self._active = [word_of(region.number, RegionWord.ACTIVE) for region in regions]
 
-    def compare(self, page: WorkerRegions, now_ns: int) -> list[Region]:
+    def compare(self, page: WorkerRegions, now_ns: int) -> list[MappedRegion]:
         """Compare all words and deadlines; return the regions that may have to be refused.
 
         Records the epoch if there are none. The epoch is read first, so a change during the comparison shows as a
@@ -156,7 +156,7 @@ class RegionGate:
 
     def __init__(self, resources: SessionResources, launches_begun: Callable[[], int]) -> None:
         self.page: WorkerRegions | None = None
-        self.regions: dict[tuple[int, int], Region] = {}
+        self.regions: dict[tuple[int, int], MappedRegion] = {}
         self.current: SetInUse | None = None
         self.mark: Callable[[int], Ticket] = resources.context.mark
         self.on_change: Callable[[], None] = lambda: None
@@ -164,7 +164,7 @@ class RegionGate:
         self._stream = 0
         self.launches_begun = launches_begun
         self.outbox: deque[Message] = deque()
-        self.untold: deque[ForwardRevoked] = deque()
+        self.untold: deque[ForwardRevokedReport] = deque()
         self.sets: dict[int, SetInUse] = {}
         self._resources = resources
         self.is_ending: Callable[[], bool] = lambda: False
@@ -212,19 +212,19 @@ class RegionGate:
             and page.epoch == current.epoch
         )
 
-    def admit_copy(self, region: Region) -> None:
+    def admit_copy(self, region: MappedRegion) -> None:
         """Check a region before a copy, or a graph, that uses it in the present stream. Raises Refused."""
         self._refuse_first((region,), "", None, time.monotonic_ns())
         region.streams.add(self._resources.stream)
 
-    def _refuse_first(self, regions: Iterable[Region], kernel: str, position: int | None, now_ns: int) -> None:
+    def _refuse_first(self, regions: Iterable[MappedRegion], kernel: str, position: int | None, now_ns: int) -> None:
         """Refuse for the first of these regions that is not active, if there is one."""
         for region in regions:
             flip = self.flip_of(region, now_ns)
             if flip is not None:
                 raise self.refuse(region, flip, kernel, position, now_ns)
 
-    def flip_of(self, region: Region, now_ns: int) -> Flip | None:
+    def flip_of(self, region: MappedRegion, now_ns: int) -> Flip | None:
         """Return the word for which a region is refused now; None while it is active."""
         if region.ended is not None or self.page is None:
             return region.ended
@@ -241,7 +241,7 @@ class RegionGate:
             region.ended = flip
         return flip
 
-    def refuse(self, region: Region, flip: Flip, kernel: str, position: int | None, now_ns: int) -> Refused:
+    def refuse(self, region: MappedRegion, flip: Flip, kernel: str, position: int | None, now_ns: int) -> Refused:
         """Return the refusal of a launch or a copy because of a region, and record it for the broker.
 
         Its `site` is the number of launches of the session that have begun since the last wait (SYNC, STREAM_SYNC) that
@@ -264,7 +264,9 @@ class RegionGate:
         region.is_told = is_repeat or has_ended
         if self._may_tell(now_ns, is_first=has_ended and not is_repeat):
             status = -failure.status
-            report = ForwardRevoked(region.region_id, status, kernel, site, position or 0, flip.flipped_ns, now_ns)
+            report = ForwardRevokedReport(
+                region.region_id, status, kernel, site, position or 0, flip.flipped_ns, now_ns
+            )
             self.untold.append(report)
         return Refused(failure)
 
@@ -330,7 +332,7 @@ class RegionGate:
                 region.tickets = [*(old for old in region.tickets if not old.is_done()), ticket]
 
 
-class RegionOperations(Operations):
+class RegionOperations(OperationHandler):
     """REGION_SET, REGION_SET_FREE, REGION_RELEASE and REGION_REFUSED."""
 
     def __init__(self, resources: SessionResources, gate: RegionGate, forget: Callable[[int], None]) -> None:
@@ -426,12 +428,12 @@ class RegionOperations(Operations):
             self._release(region)
         self._record_usage()
 
-    def _release(self, region: Region) -> None:
+    def _release(self, region: MappedRegion) -> None:
         self._context.region_release(region.address)
         self._ledger.remove_region(region.address)
         del self._gate.regions[region.slot, region.number]
         self._forget(region.region_id)
-        self._gate.outbox.append(RegionReleased(region.region_id))
+        self._gate.outbox.append(RegionReleasedReport(region.region_id))
 
 
 def no_set() -> Refused:

@@ -13,11 +13,11 @@ import socket
 from typing import Any, Final, cast
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.contract.messages import Attach, EndSession
+from gpulease.daemon.contract.messages import AttachOrder, EndSession
 from gpulease.daemon.drivers.interface import Context
 from gpulease.daemon.host.ipc import channel_pair, send_message
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.server import Server
+from gpulease.daemon.session.server import SessionServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.failures import Failure
@@ -125,11 +125,11 @@ class _Rehearsal:
         tenant, connection = socket.socketpair()
         with worker, tenant:
             with broker, connection:
-                attach = Attach(1, sent, ring=True, arena_bytes=_ARENA_BYTES)
+                attach = AttachOrder(1, sent, ring=True, arena_bytes=_ARENA_BYTES)
                 send_message(broker, attach.to_map(), (connection.fileno(),))
                 send_message(broker, EndSession().to_map())
             # It returns once it has served both.
-            Server(worker, self._session, AttachReply(_BYTES, "", "", ()), is_shared=False).run()
+            SessionServer(worker, self._session, AttachReply(_BYTES, "", "", ()), is_shared=False).run()
             if not select.select([tenant], [], [], 0)[0]:
                 raise RehearsalFailed("a connection that was handed over was not answered")
         self._session.arena.close()

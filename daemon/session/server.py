@@ -1,9 +1,9 @@
 """The worker's loops, which serve the broker's channel and the connections that the broker passes on.
 
-`Server` serves a lease's session in one thread with one poll(2). Between requests the worker sleeps in the kernel and
-costs nothing. While it waits inside the driver it checks the control page; if it does not notice the lease's end in
-time, the broker ends it with SIGKILL. It waits for no peer: a connection with a peer that does not read is paused (see
-`SendBuffer`).
+`SessionServer` serves a lease's session in one thread with one poll(2). Between requests the worker sleeps in the
+kernel and costs nothing. While it waits inside the driver it checks the control page; if it does not notice the lease's
+end in time, the broker ends it with SIGKILL. It waits for no peer: a connection with a peer that does not read is
+paused (see `SendBuffer`).
 
 `SubmitServer` serves a submit: one connection, one run, and the end. A submit shares only the lease with the session
 that may run at the same time. It ends when its connection ends, whichever side closes it, or when the broker orders it.
@@ -22,17 +22,17 @@ from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     TO_WORKER,
-    Attach,
     Attached,
-    EndRegion,
+    AttachOrder,
+    EndRegionOrder,
     EndSession,
     Faulted,
-    ForwardRevoked,
+    ForwardRevokedReport,
     LastLeft,
     MemoryGrew,
-    OpenRegion,
+    OpenRegionOrder,
     RegionsPage,
-    ResizeSlice,
+    ResizeSliceOrder,
     Scrub,
 )
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
@@ -41,14 +41,14 @@ from gpulease.daemon.session.connection import (
     NO_WAIT_S,
     SHARED_WAIT_NS,
     UNSENT_BYTES,
-    Connection,
+    AttachedConnection,
     ConnectionLost,
     SendBuffer,
-    SpinPolicy,
+    WorkerSpinPolicy,
     can_share,
     ring_for,
 )
-from gpulease.daemon.session.memory_operations import Arena
+from gpulease.daemon.session.memory_operations import SessionArena
 from gpulease.daemon.session.native.layout import Outcome
 from gpulease.daemon.session.replies import refusal_of
 from gpulease.daemon.session.session import Session
@@ -94,7 +94,7 @@ _SERVED: Final = tuple(
 """Abilities of every session, as ATTACH's reply names them: options without a value."""
 
 
-class Server:
+class SessionServer:
     """Serves one session until the broker's channel closes, or until the broker has it scrubbed.
 
     Attributes:
@@ -108,14 +108,14 @@ class Server:
         welcome: AttachReply,
         *,
         is_shared: bool,
-        spin_policy: SpinPolicy | None = None,
+        spin_policy: WorkerSpinPolicy | None = None,
     ) -> None:
         self._channel = channel
         self._session = session
-        self._spin_policy = spin_policy or SpinPolicy()
+        self._spin_policy = spin_policy or WorkerSpinPolicy()
         self._welcome = welcome
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, AttachedConnection] = {}
         # Descriptors of connections that have more to serve.
         self._ready: set[int] = set()
         self._poll = select.poll()
@@ -203,10 +203,10 @@ class Server:
                 continue
             match message:
                 # A descriptor came with it: a connection that the broker has checked.
-                case Attach() as attach if len(fds) == 1:
+                case AttachOrder() as attach if len(fds) == 1:
                     self._session.meet(is_stranger=attach.is_stranger)
                     self._attach(socket.socket(fileno=fds.pop()), attach)
-                case Attach(guest=guest):
+                case AttachOrder(guest=guest):
                     # Its socket was lost because this process had no descriptor left; its peer sees it closed.
                     self._tell_of(guest, is_in=False)
                 # The session is over, and a next lease may follow: leave with its pages.
@@ -225,13 +225,13 @@ class Server:
             case RegionsPage():
                 if len(fds) == 1:
                     regions.use_page(*fds)
-            case OpenRegion():
+            case OpenRegionOrder():
                 # A region needs room, which ended connections may still hold.
                 self._session.ended.advance(now=True)
                 regions.open(message)
-            case EndRegion():
+            case EndRegionOrder():
                 regions.end(message)
-            case ResizeSlice():
+            case ResizeSliceOrder():
                 regions.resize(message)
                 self._welcome = replace(self._welcome, slice_bytes=self._session.slice_bytes)
             case _:
@@ -264,15 +264,15 @@ class Server:
             self._has_reported_lost = report(self._channel, Faulted(self._session.lost.message))
         # Refusals that a tenant can cause at will are dropped before they fill the queue; everything else is kept.
         for message in self._session.take_reports():
-            if not isinstance(message, ForwardRevoked) or len(self._unsent) < MAX_UNSENT:
+            if not isinstance(message, ForwardRevokedReport) or len(self._unsent) < MAX_UNSENT:
                 self._unsent.append(message)
         while self._unsent and report(self._channel, self._unsent[0]):
             self._unsent.popleft()
 
-    def _attach(self, sock: socket.socket, attach: Attach) -> None:
+    def _attach(self, sock: socket.socket, attach: AttachOrder) -> None:
         sock.setblocking(False)
         guest = attach.guest
-        connection = Connection(sock, attach.rest, self._session.pinned_buffers, self._spin_policy, guest)
+        connection = AttachedConnection(sock, attach.rest, self._session.pinned_buffers, self._spin_policy, guest)
         # Ended connections must not make the session look full.
         self._drop_ended()
         failure = self._admission_failure()
@@ -328,7 +328,7 @@ class Server:
         """Report whether a socket that the broker passed on is attached. If not, its token may be used again."""
         report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
 
-    def _send_attach_reply(self, connection: Connection, attach: Attach) -> None:
+    def _send_attach_reply(self, connection: AttachedConnection, attach: AttachOrder) -> None:
         """Reply to ATTACH, with the shared memory that the client asks for, where the session can provide it.
 
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
@@ -368,7 +368,7 @@ class Server:
             ring.offered()
             connection.wire = ring
 
-    def _arena_for(self, connection: Connection, wanted: Wanted) -> Arena | None:
+    def _arena_for(self, connection: AttachedConnection, wanted: Wanted) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.
 
         Only one connection at a time may have it, because two clients would use the same bytes. A guest may not: the
@@ -390,7 +390,7 @@ class Server:
 
     # --- requests ---
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: AttachedConnection) -> None:
         # The session's current streams and holder are those of the connection that is served.
         self._session.switch_to(connection.streams, connection.holder)
         try:
@@ -434,7 +434,7 @@ class Server:
                 Status.BUSY,
             )
 
-    def _serve_frames(self, connection: Connection) -> None:
+    def _serve_frames(self, connection: AttachedConnection) -> None:
         """Serve all requests that have arrived completely. Raises ConnectionLost or FramingError."""
         if connection.guest is None:
             self._serve_owner(connection)
@@ -449,7 +449,7 @@ class Server:
         else:
             self._tell_of_session()
 
-    def _serve_owner(self, connection: Connection) -> None:
+    def _serve_owner(self, connection: AttachedConnection) -> None:
         """Serve the requests of a connection of the lease's owner; launches and syncs without parsing, if possible."""
         reader, session, receive_buffer = connection.reader, self._session, connection.receive_buffer
         # Launches are taken in one call for as many as have arrived; a SYNC without a frame; the rest as frames.
@@ -471,7 +471,7 @@ class Server:
                 if not self._send(connection, reply):
                     break
 
-    def _serve_guest(self, connection: Connection, guest: Guest) -> None:
+    def _serve_guest(self, connection: AttachedConnection, guest: Guest) -> None:
         """Serve the requests of a connection that is bound to a token, each after a check of the token."""
         with self._session.serving(guest):
             while (frame := connection.receive_buffer.next_frame()) is not None:
@@ -488,7 +488,7 @@ class Server:
 
     # --- replies ---
 
-    def _send(self, connection: Connection, data: bytes | memoryview) -> bool:
+    def _send(self, connection: AttachedConnection, data: bytes | memoryview) -> bool:
         """Send a reply; False if some of it is left, and the connection therefore paused. Raises ConnectionLost."""
         # The usual case: all of it fits at once.
         rest = connection.wire.send(data, connection.wait_ns)
@@ -505,7 +505,7 @@ class Server:
             raise ConnectionLost(f"the session's peers have left {held} bytes unread")
         return False
 
-    def _resume(self, connection: Connection, send_buffer: SendBuffer) -> None:
+    def _resume(self, connection: AttachedConnection, send_buffer: SendBuffer) -> None:
         """Continue sending what the peer has not read. Once everything is sent, serve its waiting requests."""
         rest = connection.wire.send(send_buffer.unsent, 0)
         if rest is not None:
@@ -523,7 +523,7 @@ class Server:
             may_wait = not connection.no_wait_until_s
             connection.wait_ns = ALONE_WAIT_NS if is_alone else SHARED_WAIT_NS if may_wait else 0
 
-    def _drop(self, connection: Connection, error: Exception, failure: Failure | None = None) -> None:
+    def _drop(self, connection: AttachedConnection, error: Exception, failure: Failure | None = None) -> None:
         # No frame can follow half a reply.
         if isinstance(error, FramingError) and not connection.is_paused:
             failure = failure or Failure(error.status, str(error))
@@ -558,7 +558,7 @@ def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
         return parse_message(TO_WORKER, message), fds
     except MalformedMessage as error:
         close_all(fds)
-        return (Attach(0, b"", ring=False, arena_bytes=0) if error.op == Attach.OP else None), []
+        return (AttachOrder(0, b"", ring=False, arena_bytes=0) if error.op == AttachOrder.OP else None), []
 
 
 # --- submits ---
@@ -574,7 +574,7 @@ class PeerGone(Exception):
     pass
 
 
-class SubmitEnded(Exception):
+class SubmitIsOver(Exception):
     """The broker has ended the submit, because the lease's or the submit's time is over."""
 
 
@@ -611,11 +611,11 @@ class SubmitServer:
             except BlockingIOError:
                 continue
             match message:
-                case Attach() as attach if len(fds) == 1:
+                case AttachOrder() as attach if len(fds) == 1:
                     report(self._channel, Attached())
                     self._guest = attach.guest
                     return self._welcome_in(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest)
-                case Attach() | EndSession():
+                case AttachOrder() | EndSession():
                     # Its socket was lost on the way, or it is over before it began.
                     close_all(fds)
                     return None
@@ -659,7 +659,7 @@ class SubmitServer:
                         self._send(sock, memoryview(reply))
                 if not submit.is_spent:
                     self._receive(sock)
-        except SubmitEnded:
+        except SubmitIsOver:
             self._send_goodbye(sock, self._session.refusal() or Failure(Status.SESSION_FAILED, "the submit was ended"))
         except FramingError as error:
             self._send_goodbye(sock, Failure(error.status, str(error)))
@@ -718,7 +718,7 @@ class SubmitServer:
             return
         close_all(fds)
         if isinstance(message, EndSession):
-            raise SubmitEnded
+            raise SubmitIsOver
 
     def _send_goodbye(self, sock: socket.socket, failure: Failure) -> None:
         with contextlib.suppress(OSError):

@@ -36,7 +36,7 @@ from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOpe
 from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
-from gpulease.daemon.session.operations import NO_OPTIONS, LeaseOver, Operation, Operations, SessionResources
+from gpulease.daemon.session.operations import NO_OPTIONS, LeaseOver, Operation, OperationHandler, SessionResources
 from gpulease.daemon.session.region_memory import RegionMemory
 from gpulease.daemon.session.region_operations import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
@@ -66,7 +66,7 @@ _SYNC_OPERATIONS: Final = frozenset({Opcode.SYNC, Opcode.STREAM_SYNC})
 _OPCODES: Final = frozenset(map(int, Opcode))
 
 _OPERATION_ERRORS: Final = (Refused, BodyError, DriverError, LeaseOver)
-"""Raised by `Operations`; anything else is a bug."""
+"""Raised by `OperationHandler`; anything else is a bug."""
 
 
 class Session:
@@ -156,7 +156,7 @@ class Session:
             self._fast_path.use_native(native, ledger)
             self._memory.on_first_read = self._fast_path.prepare_reads
         # The table of operations: a submit's connection serves a submit, any other everything but that.
-        kinds: tuple[Operations, ...] = (
+        kinds: tuple[OperationHandler, ...] = (
             self._memory,
             self._keeper,
             self.ended,

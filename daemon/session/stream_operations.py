@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Event
+from gpulease.daemon.drivers.interface import DriverEvent
 from gpulease.daemon.session.ledger import invalid_handle
-from gpulease.daemon.session.operations import Operations, SessionResources, serves
+from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -41,11 +41,11 @@ class ConnectionStreams:
     def __init__(self) -> None:
         self.selected = DEFAULT
         self.known = {DEFAULT: DEFAULT}
-        self.events: dict[int, Event] = {}
+        self.events: dict[int, DriverEvent] = {}
         self.skipped_by: Failure | None = None
 
 
-class StreamOperations(Operations):
+class StreamOperations(OperationHandler):
     """Serves the STREAM operations.
 
     Attributes:
@@ -178,7 +178,7 @@ class StreamOperations(Operations):
             self._event_count -= 1
         return empty(frame)
 
-    def _event(self, number: int) -> Event:
+    def _event(self, number: int) -> DriverEvent:
         event = self.current.events.get(number)
         if event is None:
             raise invalid_handle(f"{number} is not an event of this connection's")

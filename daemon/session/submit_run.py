@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import DriverError, Module
+from gpulease.daemon.drivers.interface import DriverError, DriverModule
 from gpulease.daemon.session.launches import Planner, launch_failed
 from gpulease.daemon.session.modules import ModuleOperations, parameter_types
-from gpulease.daemon.session.operations import LeaseOver, Operations, SessionResources, serves
+from gpulease.daemon.session.operations import LeaseOver, OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError
@@ -28,7 +28,7 @@ _FILLED: Final = frozenset({ArgumentKind.INPUT, ArgumentKind.INOUT})
 _ANSWERED: Final = frozenset({ArgumentKind.OUTPUT, ArgumentKind.INOUT})
 
 
-class SubmitOperations(Operations):
+class SubmitOperations(OperationHandler):
     """Serves SUBMIT_RUN.
 
     Attributes:
@@ -154,7 +154,7 @@ def _untyped(argument: SubmitArgument) -> SubmitArgument:
     return replace(argument, kind=int(ArgumentKind.VALUE)) if argument.kind in _TYPED else argument
 
 
-def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: Module) -> None:
+def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: DriverModule) -> None:
     """Raise Refused for a float where the image's PTX declares an integer or a pointer, or the other way round."""
     # The declared types of this kernel, or none if the text could not be parsed.
     declared = dict(zip(module.kernels, parameter_types(body.image, module.kernels), strict=True)).get(body.kernel, b"")

@@ -8,13 +8,13 @@ import sys
 from typing import Any, Final
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
-from gpulease.daemon.contract.messages import Broken, Prepared, Ready
+from gpulease.daemon.contract.messages import HelperBroken, HelperPrepared, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
-from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettings
+from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxNeeds, SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
-from gpulease.daemon.web.app import Access, Page, Site, load_page, rehearse
+from gpulease.daemon.web.app import Page, PageAccess, Site, load_page, rehearse
 from gpulease.daemon.web.broker_link import BrokerChannel, BrokerLink, BrokerSilent
 from gpulease.daemon.web.guard import App, limit_server_log
 from gpulease.daemon.web.http_server import server_of
@@ -45,24 +45,24 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
         start = expect_message(START, received)
         broker, *listeners = (socket.socket(fileno=fd) for fd in fds)
         # Step 2: import and read everything that is needed later, because the sandbox hides the files.
-        plan, _ = prepare(sandbox, Needs(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
+        plan, _ = prepare(sandbox, SandboxNeeds(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
         page = load_page()
         asyncio.run(_rehearse(start, page))
         # The first loop has closed its descriptors and the second has opened none.
         plan.enter((channel_fd, *fds), parent_pid)
         # Step 3: the broker connects the process now, and not before, because a connected peer must send HELLO soon.
-        send_message(channel, Prepared().to_map())
+        send_message(channel, HelperPrepared().to_map())
         asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:
         return 0
     except (MalformedMessage, SandboxBroken, BrokerSilent, OSError) as error:
-        send_message(channel, Broken(str(error)).to_map())
+        send_message(channel, HelperBroken(str(error)).to_map())
         return 1
     return 0
 
 
 def _site(start: WebStart, page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
-    access, loads = Access(start.token_digest), Loads()
+    access, loads = PageAccess(start.token_digest), Loads()
     broker_channel = BrokerChannel(access.change, loads.take, feed.on_membership)
     site = Site(feed, access, Pseudonyms(start.secret), page, broker_channel, loads)
     others = frozenset(start.others)

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from gpulease.daemon import web
-from gpulease.daemon.web.broker_link import BrokerChannel, BrokerSilent, NotDone
+from gpulease.daemon.web.broker_link import ActionNotDone, BrokerChannel, BrokerSilent
 from gpulease.daemon.web.guard import (
     DRAIN,
     FENCES,
@@ -103,7 +103,7 @@ _CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
 _SECONDS: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 
 
-class Access:
+class PageAccess:
     """Checks the operator's token: it shows tenants' names and allows actions. The broker checks it again for those.
 
     Args:
@@ -174,7 +174,7 @@ class Site:
     def __init__(
         self,
         feed: Feed,
-        access: Access,
+        access: PageAccess,
         pseudonyms: Pseudonyms,
         page: Page,
         broker: BrokerChannel,
@@ -186,8 +186,8 @@ class Site:
         self._loads = loads
         self._history: tuple[float, bytes] = 0.0, b""
         self._pseudonyms = pseudonyms
-        self._health = Health(feed.ask)
-        self._metrics = Metrics(feed.ask, pseudonyms)
+        self._health = HealthPage(feed.ask)
+        self._metrics = MetricsPage(feed.ask, pseudonyms)
         self._streams = 0
         self._encodings: dict[bool, tuple[Snapshot, float, bytes]] = {}
         self._page = page
@@ -211,7 +211,7 @@ class Site:
             Route(FENCES + "{card}", self._clear_fences, methods=REMOVING),
             Route(DRAIN, self._drain, methods=SETTING),
         ]
-        handlers: Mapping[Any, Any] = {BrokerSilent: _on_broker_silent, NotDone: _on_not_done}
+        handlers: Mapping[Any, Any] = {BrokerSilent: _on_broker_silent, ActionNotDone: _on_not_done}
         app = Starlette(routes=routes, exception_handlers=handlers)
         # A path with a trailing slash is another path, and not found.
         app.router.redirect_slashes = False
@@ -249,7 +249,7 @@ class Site:
         """Yield server-sent events (HTML, 9.2): `state` with each snapshot, and comments while there is none.
 
         Args:
-            changes: `Access.changes` when the request came; the stream ends when the token changes.
+            changes: `PageAccess.changes` when the request came; the stream ends when the token changes.
             is_named: Whether the request carried the operator's token.
         """
         until_s = time.monotonic() + STREAM_S
@@ -344,7 +344,7 @@ async def _on_broker_silent(request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{error}\n", status_code=503, headers={"Retry-After": str(RETRY_S)})
 
 
-async def _on_not_done(request: Request, refusal: NotDone) -> Response:
+async def _on_not_done(request: Request, refusal: ActionNotDone) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if refusal.why is WebRefusal.WRONG_TOKEN else {}
     return PlainTextResponse(str(refusal), status_code=STATUS_OF[refusal.why], headers=headers)
 
@@ -417,7 +417,7 @@ class Cached:
         self._until_s = self._clock() + self._fresh_s
 
 
-class Health:
+class HealthPage:
     """The broker's health: whether it answers, and its own report."""
 
     def __init__(self, ask: Ask) -> None:
@@ -443,7 +443,7 @@ _TENANT: Final = re.compile(r'(?<=[{,])tenant="((?:[^"\\\n]|\\.)*)"')
 """The label, in Prometheus's text format: a backslash escapes a quote, a backslash and a line feed."""
 
 
-class Metrics:
+class MetricsPage:
     """The broker's metrics, with tenants' names for operators and with pseudonyms for others."""
 
     def __init__(self, ask: Ask, pseudonyms: Pseudonyms) -> None:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, Final, NamedTuple, TypeVar, assert_never
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message, request_of
-from gpulease.daemon.contract.messages import Ping, Pong
+from gpulease.daemon.contract.messages import LivenessPing, Pong
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
@@ -29,7 +29,7 @@ from gpulease.daemon.web.web_messages import (
     DrainChanged,
     FencesCleared,
     FromWeb,
-    LeaseRevoked,
+    LeaseRevokedReply,
     RevokeLease,
     TokenChanged,
     ToWeb,
@@ -143,7 +143,7 @@ OUTCOME_S: Final = 30.0
 the broker gives up within this time."""
 
 
-class NotDone(Exception):
+class ActionNotDone(Exception):
     """The broker refused an action; the message is a sentence for people."""
 
     def __init__(self, why: WebRefusal, message: str) -> None:
@@ -151,7 +151,7 @@ class NotDone(Exception):
         self.why = why
 
 
-class Drained(NamedTuple):
+class DrainOutcome(NamedTuple):
     """The outcome of a drain.
 
     Attributes:
@@ -163,7 +163,7 @@ class Drained(NamedTuple):
     leases: int
 
 
-Done = TypeVar("Done", LeaseRevoked, DrainChanged, FencesCleared)
+Done = TypeVar("Done", LeaseRevokedReply, DrainChanged, FencesCleared)
 
 
 class BrokerChannel:
@@ -196,13 +196,13 @@ class BrokerChannel:
 
     async def revoke(self, lease_id: str, reason: str, token: bytes) -> RevokeOutcome:
         """End a lease. Raises NotDone, or BrokerSilent if the outcome is unknown."""
-        done = await self._ask(LeaseRevoked, lambda number: RevokeLease(number, token, lease_id, reason))
+        done = await self._ask(LeaseRevokedReply, lambda number: RevokeLease(number, token, lease_id, reason))
         return done.outcome
 
-    async def drain(self, within_ms: int | None, token: bytes) -> Drained:
+    async def drain(self, within_ms: int | None, token: bytes) -> DrainOutcome:
         """Drain the node, or end the drain if `within_ms` is None. Raises as `revoke` does."""
         done = await self._ask(DrainChanged, lambda number: ChangeDrain(number, token, within_ms))
-        return Drained(done.left_ms, done.leases)
+        return DrainOutcome(done.left_ms, done.leases)
 
     async def clear_fences(self, card: str, token: bytes) -> int:
         """Grant a card's fenced memory again. Returns the number of slices. Raises as `revoke` does."""
@@ -227,7 +227,7 @@ class BrokerChannel:
             self._waiting.pop(number, None)
         # The answer is the outcome, a refusal, or by a fault one of another request.
         if isinstance(outcome, ActionRefused):
-            raise NotDone(outcome.why, outcome.message)
+            raise ActionNotDone(outcome.why, outcome.message)
         if not isinstance(outcome, expected):
             raise BrokerSilent(f"the daemon's answer must be {expected.OP}, not {outcome.OP}")
         return outcome
@@ -254,7 +254,7 @@ class BrokerChannel:
 
     def _take(self, message: ToWeb) -> None:
         match message:
-            case Ping():
+            case LivenessPing():
                 # If the channel is full, this pong is lost; the broker pings again.
                 assert self._channel is not None
                 with contextlib.suppress(BlockingIOError, ChannelClosed):
@@ -265,7 +265,7 @@ class BrokerChannel:
                 self._on_loads(message)
             case FleetMembership():
                 self._on_membership(message)
-            case LeaseRevoked() | DrainChanged() | FencesCleared() | ActionRefused():
+            case LeaseRevokedReply() | DrainChanged() | FencesCleared() | ActionRefused():
                 # The caller may have given up.
                 if (answer := self._waiting.get(message.request)) is not None and not answer.done():
                     answer.set_result(message)

@@ -32,7 +32,7 @@ from gpulease.daemon.contract.message_fields import (
     one_of,
     text,
 )
-from gpulease.daemon.contract.messages import Ping
+from gpulease.daemon.contract.messages import LivenessPing
 from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.load_samples import CardLoads
 from gpulease.protocol.fast_dataclass import dataclass
@@ -94,7 +94,7 @@ class TokenChanged(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRevoked(Message):
+class LeaseRevokedReply(Message):
     OP: ClassVar[str] = "revoked"
     request: Request
     outcome: Annotated[RevokeOutcome, converted(RevokeOutcome, int)]
@@ -172,9 +172,18 @@ class ClearFences(Message):
 
 START: Final = by_op(WebStart)
 
-ActionOutcome = LeaseRevoked | DrainChanged | FencesCleared | ActionRefused
+ActionOutcome = LeaseRevokedReply | DrainChanged | FencesCleared | ActionRefused
 
-ToWeb = Ping | TokenChanged | CardLoads | FleetMembership | LeaseRevoked | DrainChanged | FencesCleared | ActionRefused
+ToWeb = (
+    LivenessPing
+    | TokenChanged
+    | CardLoads
+    | FleetMembership
+    | LeaseRevokedReply
+    | DrainChanged
+    | FencesCleared
+    | ActionRefused
+)
 TO_WEB: Final[Mapping[str, type[ToWeb]]] = messages_of(ToWeb)
 
 FromWeb = RevokeLease | ChangeDrain | ClearFences

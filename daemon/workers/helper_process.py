@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, expect_message, request_of
-from gpulease.daemon.contract.messages import FROM_HELPER, Broken, Ping, Pong, Prepared, Ready
+from gpulease.daemon.contract.messages import FROM_HELPER, HelperBroken, HelperPrepared, LivenessPing, Pong, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
 from gpulease.daemon.host.socket_activation import CannotListen
@@ -144,7 +144,7 @@ class ChildProcess:
         self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0
         self._began_s = 0.0
-        ping = partial(self.send, Ping())
+        ping = partial(self.send, LivenessPing())
         self._heartbeat = Heartbeat(self._timeouts.beat_s, self._timeouts.hung_after_s, ping, self.give_up)
 
     @property
@@ -203,7 +203,7 @@ class ChildProcess:
             self._child.kill()
         self._lose(self._kind.hung, reason)
 
-    def expect(self, kind: type[Prepared] | type[Ready]) -> asyncio.Future[None]:
+    def expect(self, kind: type[HelperPrepared] | type[Ready]) -> asyncio.Future[None]:
         """Return a future that is done once the process sends a message of that class.
 
         It fails with CannotListen if the process sends Broken instead, and with ChannelClosed if it ends.
@@ -376,10 +376,10 @@ class ChildProcess:
         match message:
             case Pong():
                 self._heartbeat.on_answer()
-            case Broken():
+            case HelperBroken():
                 if awaited is not None:
                     awaited.set_exception(CannotListen(f"{self._kind.broken}: {message.reason}"))
-            case Prepared() | Ready():
+            case HelperPrepared() | Ready():
                 if awaited is not None and type(message) is self._awaited_kind:
                     awaited.set_result(None)
             case _:

@@ -41,7 +41,7 @@ _REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), St
 
 _GOING_ON: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
 
-OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevoked, bool], None]
+OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevokedReport, bool], None]
 """Called with a region, a launch that was refused because of it, and whether that launch saw the word first."""
 
 
@@ -75,7 +75,7 @@ class RegionOrders:
     # --- orders ---
 
     def open(self, order: OpenRegion) -> None:
-        region = messages.OpenRegion(order.region_id, order.slot, order.number, order.size_bytes)
+        region = messages.OpenRegionOrder(order.region_id, order.slot, order.number, order.size_bytes)
         if (problem := self._send(order.lease_id, region)) is not None:
             self._post(RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}."))
 
@@ -91,14 +91,16 @@ class RegionOrders:
 
     def end(self, order: EndRegion) -> None:
         """Order a worker to remove a region's memory."""
-        if (problem := self._send(order.lease_id, messages.EndRegion(order.region_id, order.grace_ms))) is not None:
+        if (
+            problem := self._send(order.lease_id, messages.EndRegionOrder(order.region_id, order.grace_ms))
+        ) is not None:
             self._post(RegionStuck(order.region_id, f"its session can't be notified of its end: {problem}"))
 
     def resize(self, order: ResizeSlice) -> None:
         """Order a worker to change the size of its slice."""
         # Noted before it is sent: an answer without an order is ignored.
         self._asked_bytes[order.lease_id] = order.size_bytes
-        self._send(order.lease_id, messages.ResizeSlice(order.size_bytes))
+        self._send(order.lease_id, messages.ResizeSliceOrder(order.size_bytes))
 
     def forget(self, lease_id: int) -> None:
         """Forget what was ordered from, and reported by, a lease or region that has ended."""
@@ -144,7 +146,7 @@ class RegionOrders:
     # --- answers ---
 
     def on_message(self, lease_id: int, message: Message) -> None:
-        if isinstance(message, messages.SliceResized):
+        if isinstance(message, messages.SliceResizedReport):
             self._on_resized(lease_id, message)
             return
         # A worker may only report regions of its own lease.
@@ -152,27 +154,27 @@ class RegionOrders:
         if region is None or not lease_id or region.parent_id != lease_id:
             return
         match message:
-            case messages.RegionOpened(region_id, address):
+            case messages.RegionOpenedReport(region_id, address):
                 # The worker chose the address, which goes to its tenant: one that overflows would make the tenant's
                 # sums wrong.
                 is_possible = 0 < address <= U64_MAX + 1 - region.size_bytes
                 impossible = RegionRefused(region_id, "The session gave an address that can't be.")
                 self._post(RegionOpened(region_id, address) if is_possible else impossible)
-            case messages.RegionRefused(region_id, reason):
+            case messages.RegionRefusedReport(region_id, reason):
                 self._post(RegionRefused(region_id, clean_text(reason, MAX_REASON_CHARS)))
-            case messages.RegionEnded():
+            case messages.RegionEndedReport():
                 self._post(_end_of(region, message))
-            case messages.RegionStuck(region_id, reason):
+            case messages.RegionStuckReport(region_id, reason):
                 self._post(RegionStuck(region_id, clean_text(reason, MAX_REASON_CHARS)))
-            case messages.RegionReleased(region_id):
+            case messages.RegionReleasedReport(region_id):
                 self._post(RegionReleased(region_id))
-            case messages.ForwardRevoked() if _is_possible(region, message):
+            case messages.ForwardRevokedReport() if _is_possible(region, message):
                 # The kernel's name is a tenant's text, and is cut in bytes without leaving half a character.
                 kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
                 message = replace(message, kernel=kernel.decode(errors="ignore"))
                 self._on_forward_revoked(region, message, self._is_first_look(region, message))
 
-    def _is_first_look(self, region: LeaseSnapshot, message: messages.ForwardRevoked) -> bool:
+    def _is_first_look(self, region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:
         """Return whether a refused launch is the first that saw the region's word.
 
         Only then is its delay the time from the change of the word to its first reader.
@@ -185,7 +187,7 @@ class RegionOrders:
         )
         return was_ns != message.flipped_ns
 
-    def _on_resized(self, lease_id: int, message: messages.SliceResized) -> None:
+    def _on_resized(self, lease_id: int, message: messages.SliceResizedReport) -> None:
         # A worker may answer only once, and only what it was ordered.
         asked_bytes = self._asked_bytes.pop(lease_id, None)
         if asked_bytes is None:
@@ -198,7 +200,7 @@ class RegionOrders:
         self._post(SliceResized(lease_id, message.size_bytes, doubt))
 
 
-def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
+def _end_of(region: LeaseSnapshot, message: messages.RegionEndedReport) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
         # It never opened, or the session released it before. If it was open once, the table has that proved.
         return RegionRefused(region.lease_id, "The session has nothing of the region.")
@@ -210,7 +212,7 @@ def _end_of(region: LeaseSnapshot, message: messages.RegionEnded) -> Event:
     return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
 
 
-def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevoked) -> bool:
+def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:
     # A compromised worker could distort the metrics and the audit log: a refusal must fit the table's own times.
     now_ns = time.monotonic_ns()
     if message.status not in _REFUSALS or message.site > U32_MAX or not message.flipped_ns <= message.seen_ns <= now_ns:

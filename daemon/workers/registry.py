@@ -15,27 +15,27 @@ from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     FROM_WORKER,
-    Attach,
     Attached,
-    Broken,
+    AttachOrder,
     Failed,
     Faulted,
     ForkFailed,
-    ForwardRevoked,
+    ForwardRevokedReport,
     FromWorker,
     FromZygote,
+    HelperBroken,
     LastLeft,
     MemoryGrew,
     Pong,
     Preloaded,
     Ready,
-    RegionEnded,
-    RegionOpened,
-    RegionRefused,
-    RegionReleased,
-    RegionStuck,
+    RegionEndedReport,
+    RegionOpenedReport,
+    RegionRefusedReport,
+    RegionReleasedReport,
+    RegionStuckReport,
     Scrubbed,
-    SliceResized,
+    SliceResizedReport,
     WorkerForked,
     WorkerReaped,
 )
@@ -56,7 +56,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.workers.worker import ReapedWorker, Worker
-from gpulease.daemon.workers.zygote_client import Zygote, Zygotes
+from gpulease.daemon.workers.zygote_client import ZygoteClient, Zygotes
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote
 from gpulease.protocol.opcodes import Status
 
@@ -93,11 +93,11 @@ class Workers:
         self._workers: dict[int, Worker] = {}
         # Workers that the zygote has not forked yet, by the number under which they were requested.
         self._unforked: dict[int, Worker] = {}
-        self._by_serial: dict[tuple[Zygote, int], Worker] = {}
+        self._by_serial: dict[tuple[ZygoteClient, int], Worker] = {}
         self._reaped: dict[int, ReapedWorker] = {}
         # For reaped workers with fenced bytes, by process id: the lease or warm context of the fence, and the card.
         self._fenced: dict[int, tuple[int, str]] = {}
-        self._found: dict[tuple[Zygote, int], FoundWorker] = {}
+        self._found: dict[tuple[ZygoteClient, int], FoundWorker] = {}
         # Until `set_...` is called there are only the sessions of start-up, which run nothing.
         self._on_growth: Callable[[int], None] = lambda lease_id: None
         self._on_end: Callable[[Worker], None] = lambda worker: None
@@ -365,7 +365,7 @@ class Workers:
         worker.is_killed = True
         worker.kill()
 
-    def attach(self, lease_id: int, sock_fd: int, attach: Attach) -> bool:
+    def attach(self, lease_id: int, sock_fd: int, attach: AttachOrder) -> bool:
         """Send a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
         if worker is None or not worker.hand_over(sock_fd, attach):
@@ -375,7 +375,7 @@ class Workers:
 
     # --- messages of zygotes and workers ---
 
-    def _on_zygote_message(self, zygote: Zygote, message: FromZygote, fds: list[int]) -> None:
+    def _on_zygote_message(self, zygote: ZygoteClient, message: FromZygote, fds: list[int]) -> None:
         match message:
             # The pidfd may be missing, because this process had no descriptor left when the message arrived.
             case WorkerForked(lease_id, pid, serial):
@@ -386,14 +386,14 @@ class Workers:
                 self._on_ended(self._unforked[lease_id], reason)
             case WorkerReaped() as reaped:
                 self._on_reaped(zygote, reaped)
-            case Preloaded() | Broken() | Pong():
+            case Preloaded() | HelperBroken() | Pong():
                 # The client of the zygote handles these when they are due.
                 pass
             case _:
                 assert_never(message)
         close_all(fds)
 
-    def _on_forked(self, zygote: Zygote, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
+    def _on_forked(self, zygote: ZygoteClient, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
         worker.serial, worker.pid, worker.pidfd = serial, pid, fds[0] if fds else -1
         self._by_serial[zygote, serial] = worker
         # The kill, or the worker's own report, may have come before the zygote's answer; catch up now.
@@ -402,7 +402,7 @@ class Workers:
         if worker.is_ready:
             self._post(WorkerReady(worker.spec.lease_id))
 
-    def _on_reaped(self, zygote: Zygote, reaped: WorkerReaped) -> None:
+    def _on_reaped(self, zygote: ZygoteClient, reaped: WorkerReaped) -> None:
         overran = reaped.overran or ""
         # A worker that was not adopted yet only has its end noted; `adopt` posts it.
         if (worker := self._by_serial.get((zygote, reaped.serial))) is not None:
@@ -450,13 +450,13 @@ class Workers:
             case Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
             case (
-                RegionOpened()
-                | RegionRefused()
-                | RegionEnded()
-                | RegionStuck()
-                | RegionReleased()
-                | ForwardRevoked()
-                | SliceResized()
+                RegionOpenedReport()
+                | RegionRefusedReport()
+                | RegionEndedReport()
+                | RegionStuckReport()
+                | RegionReleasedReport()
+                | ForwardRevokedReport()
+                | SliceResizedReport()
             ):
                 self._on_region(lease_id, message)
             case Failed(reason):
@@ -467,7 +467,7 @@ class Workers:
             case _:
                 assert_never(message)
 
-    def _on_zygote_exit(self, zygote: Zygote) -> None:
+    def _on_zygote_exit(self, zygote: ZygoteClient) -> None:
         # The kernel kills workers with their zygote (PR_SET_PDEATHSIG), but no zygote is left to report that.
         for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:
             if worker.pidfd < 0:

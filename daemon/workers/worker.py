@@ -16,7 +16,7 @@ from typing import Final, Self
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, PageFds
 from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.messages import Attach, EndSession
+from gpulease.daemon.contract.messages import AttachOrder, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
@@ -24,7 +24,7 @@ from gpulease.daemon.leases import Cause
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family
 from gpulease.daemon.workers.region_link import RegionLink
-from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.daemon.workers.zygote_client import ZygoteClient
 from gpulease.protocol.failures import KILLED, LEASE_ENDS
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
@@ -66,7 +66,7 @@ class Worker:
     spec: WorkerSpec
     page: BrokerPage
     channel: socket.socket
-    zygote: Zygote
+    zygote: ZygoteClient
     serial: int = 0
     pid: int = 0
     pidfd: int = -1
@@ -85,7 +85,7 @@ class Worker:
     regions: RegionLink | None = None
 
     @classmethod
-    def create(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
+    def create(cls, spec: WorkerSpec, zygote: ZygoteClient) -> tuple[Self, socket.socket]:
         """Return a worker that a zygote is about to fork, and the worker's end of its channel. Raises OSError."""
         # Both may fail for lack of descriptors; nothing of a failed start may stay open.
         page = BrokerPage()
@@ -99,7 +99,7 @@ class Worker:
         return cls(spec, page, ours, zygote, forked_for=spec.lease_id), theirs
 
     @classmethod
-    def adopt(cls, spec: WorkerSpec, pid: int, fds: Sequence[int], zygote: Zygote, serial: int) -> Self:
+    def adopt(cls, spec: WorkerSpec, pid: int, fds: Sequence[int], zygote: ZygoteClient, serial: int) -> Self:
         """Return a worker of an earlier daemon. `fds`: its pidfd, two pages, and the broker's end of its channel."""
         pidfd, *page_fds, channel_fd = fds
         channel = socket.socket(fileno=channel_fd)
@@ -153,7 +153,7 @@ class Worker:
         # The word on the page is enough. The message wakes a worker that sleeps, so that idle tenants learn the reason.
         self._send_or_drop(EndSession())
 
-    def hand_over(self, sock_fd: int, attach: Attach) -> bool:
+    def hand_over(self, sock_fd: int, attach: AttachOrder) -> bool:
         """Send the worker a tenant's socket, or a guest's; False if the worker can't take it now."""
         if self.hand_overs >= MAX_HAND_OVERS:
             return False
@@ -280,7 +280,7 @@ class ReapedWorker:
 
     lease_id: int
     pid: int
-    zygote: Zygote | None = None
+    zygote: ZygoteClient | None = None
     serial: int = 0
 
 

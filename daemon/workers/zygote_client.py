@@ -20,11 +20,11 @@ from gpulease.daemon.contract.control_page import PageFds
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     FROM_ZYGOTE,
-    Broken,
     FromZygote,
+    HelperBroken,
     LeaseChanged,
+    LivenessPing,
     PagesRenewed,
-    Ping,
     Pong,
     Preloaded,
     Retire,
@@ -69,8 +69,8 @@ class Zygotes:
     def __init__(
         self,
         driver: str,
-        on_message: Callable[["Zygote", FromZygote, list[int]], None],
-        on_exit: Callable[["Zygote"], None],
+        on_message: Callable[["ZygoteClient", FromZygote, list[int]], None],
+        on_exit: Callable[["ZygoteClient"], None],
         sandbox: SandboxSettings,
         folder: Path | None,
         wipes_heap: bool,
@@ -82,10 +82,10 @@ class Zygotes:
         self._folder = folder
         self._wipes_heap = wipes_heap
         self.now = self._new()
-        self._earlier: list[Zygote] = []
+        self._earlier: list[ZygoteClient] = []
         self._restart: asyncio.Task[None] | None = None
 
-    def take_over(self, found: FoundZygote) -> "Zygote":
+    def take_over(self, found: FoundZygote) -> "ZygoteClient":
         """Take over a zygote of an earlier daemon. It forks workers from now on if it can here and no other does."""
         zygote = self._new()
         # One zygote forks for this broker. All others keep their workers and end with the last of them.
@@ -119,10 +119,12 @@ class Zygotes:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._restart
 
-    def _new(self) -> "Zygote":
-        return Zygote(self._driver, self._on_message, self._on_gone, self._sandbox, self._folder, self._wipes_heap)
+    def _new(self) -> "ZygoteClient":
+        return ZygoteClient(
+            self._driver, self._on_message, self._on_gone, self._sandbox, self._folder, self._wipes_heap
+        )
 
-    def _on_gone(self, zygote: "Zygote") -> None:
+    def _on_gone(self, zygote: "ZygoteClient") -> None:
         # Its workers are reported first; the next zygote starts without them.
         self._on_exit(zygote)
         if zygote is not self.now:
@@ -160,7 +162,7 @@ MAX_WAITING: Final = 16_384
 kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
 
 
-class Zygote:
+class ZygoteClient:
     """A zygote process and the channel to it.
 
     Args:
@@ -178,8 +180,8 @@ class Zygote:
     def __init__(
         self,
         driver: str,
-        on_message: Callable[["Zygote", FromZygote, list[int]], None],
-        on_exit: Callable[["Zygote"], None],
+        on_message: Callable[["ZygoteClient", FromZygote, list[int]], None],
+        on_exit: Callable[["ZygoteClient"], None],
         sandbox: SandboxSettings,
         folder: Path | None = None,
         wipes_heap: bool = False,
@@ -372,7 +374,7 @@ class Zygote:
     def _ping(self) -> None:
         # While messages wait for room, `_flush` counts each one that is read as an answer.
         if not self._outbox:
-            self._send(Ping())
+            self._send(LivenessPing())
 
     def _send_or_drop(self, message: Message) -> None:
         # A zygote that is gone needs no message. One that has not read for so long remembers a little too much.
@@ -435,7 +437,7 @@ class Zygote:
             case Preloaded(findings):
                 self.findings = findings
                 preloaded.set_result(None)
-            case Broken(reason, hint):
+            case HelperBroken(reason, hint):
                 preloaded.set_exception(ZygoteBroken(reason, hint=hint))
             case _:
                 preloaded.set_exception(ZygoteBroken("the zygote sent something else than that it is ready"))

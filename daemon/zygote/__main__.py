@@ -24,12 +24,12 @@ from gpulease.daemon.contract.messages import (
     HANDOVER,
     TO_ZYGOTE,
     ZYGOTE_NAME,
-    Broken,
     Failed,
     ForkFailed,
+    HelperBroken,
     LeaseChanged,
+    LivenessPing,
     PagesRenewed,
-    Ping,
     Pong,
     Preloaded,
     Retire,
@@ -51,7 +51,7 @@ from gpulease.daemon.host.version import VERSION, own_build
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import go_on_logging, log_event, stop_logging
 from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
-from gpulease.daemon.sandbox.sandbox_entry import Plan
+from gpulease.daemon.sandbox.sandbox_entry import SandboxPlan
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.session.main import live, stand_by
 from gpulease.daemon.session.native.launch_fast_path import serving_code
@@ -113,11 +113,11 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
         serving_code()
         plan, findings = prepare(SandboxSettings.from_text(sandbox), driver.needs(), driver.keep_for)
     except (DriverError, SandboxBroken) as error:
-        send_message(channel, Broken(str(error), error.hint).to_map())
+        send_message(channel, HelperBroken(str(error), error.hint).to_map())
         return None
     # A fork copies only the calling thread: any other would leave its locks held for ever in the worker.
     if len(os.listdir("/proc/self/task")) != 1:
-        send_message(channel, Broken("a thread was started before the fork", "").to_map())
+        send_message(channel, HelperBroken("a thread was started before the fork", "").to_map())
         return None
     # Without a listener no other broker learns of this process.
     build = own_build() if listener is not None else ""
@@ -169,7 +169,7 @@ class Zygote:
         self,
         driver: Driver,
         channel: socket.socket,
-        plan: Plan,
+        plan: SandboxPlan,
         introduction: ZygoteIntroduction,
         listener: socket.socket | None,
     ) -> None:
@@ -303,7 +303,7 @@ class Zygote:
                     return
             case WorkerForgotten(serial):
                 self._workers.forget(serial)
-            case Ping():
+            case LivenessPing():
                 self._send(Pong())
             case Retire():
                 self._is_retired = True

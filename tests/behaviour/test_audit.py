@@ -16,7 +16,7 @@ from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession, Permiss
 from gpulease.daemon.record.audit.files import log_files
 from gpulease.daemon.record.audit.log_reader import find_log
 from gpulease.daemon.record.audit.record_writer import BEAT_S
-from gpulease.daemon.record.audit.records import Kind, Record
+from gpulease.daemon.record.audit.records import Record, RecordKind
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.capabilities import AttachOption
@@ -207,7 +207,7 @@ def test_no_grant_that_was_told_is_lost_to_a_kill(start_daemon: Callable[..., Da
     assert len(granted - had.keys()) <= 3 * KILLS
     everything = list(find_log([folder]).records())
     used_us = {lease: used_by(everything, lease) for lease in granted}
-    over = {record.data["lease"] for record in everything if record.kind == Kind.OVER}
+    over = {record.data["lease"] for record in everything if record.kind == RecordKind.OVER}
     for lease, one in had.items():
         # An end that was not on the disk yet when the kill came is known to the last record or beat before it.
         unknown_s = 0 if lease in over else BEAT_S + 0.5
@@ -222,7 +222,7 @@ def used_by(everything: list[Record], lease: str) -> int:
     """Microseconds of one lease: the rest of the log tells when its daemon lived, and no more."""
     total = UsageSum()
     for record in everything:
-        is_told = record.data.get("lease") == lease or record.kind == Kind.START
+        is_told = record.data.get("lease") == lease or record.kind == RecordKind.START
         total.take(record if is_told else replace(record, data={}))
     (used,) = total.finish().values()
     return used.lease_us

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.fleet.records.fleet_records import GENERATION
-from gpulease.daemon.remote.pki.certificates import Authority
+from gpulease.daemon.remote.pki.certificates import PkiAuthority
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster, issued_tenant
 from helpers.fleet_rig import FleetNode, fleet
@@ -40,7 +40,7 @@ def test_the_fleet_process_is_shut_in_with_all_its_threads(tmp_path: Path) -> No
             assert not {kind for kind in kinds if "gpulease" in kind or "state" in kind}, kinds
 
 
-def write_pki(folder: Path, authority: Authority) -> dict[str, Any]:
+def write_pki(folder: Path, authority: PkiAuthority) -> dict[str, Any]:
     """Certificates in a folder that only its owner can look into."""
     folder.mkdir(mode=0o700, exist_ok=True)
     issued = issued_tenant(authority, "node")
@@ -55,7 +55,7 @@ def write_pki(folder: Path, authority: Authority) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_a_node_joins_by_certificates_that_are_renewed_meanwhile(tmp_path: Path) -> None:
-    good, stranger = Authority.create(tmp_path / "good"), Authority.create(tmp_path / "stranger")
+    good, stranger = PkiAuthority.create(tmp_path / "good"), PkiAuthority.create(tmp_path / "stranger")
     files = write_pki(tmp_path / "node", stranger)
     with EtcdCluster(tmp_path / "etcd", authority=good) as cluster:
         cluster.control("put", GENERATION.decode(), "made by the test")

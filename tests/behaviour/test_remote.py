@@ -28,7 +28,7 @@ from gpulease.client import (
 from gpulease.client.sync.driver import ask
 from gpulease.client.sync.lease import my_audience
 from gpulease.daemon.remote.acceptor import SPARE_RELAYS
-from gpulease.daemon.remote.pki.certificates import Authority, Issued
+from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Attach, Empty, LeaseRef, LeaseRenew, LeaseRevoke, Ping
 from gpulease.protocol.ring import Given, Wanted
@@ -181,7 +181,7 @@ def test_certificates_may_have_names_of_the_operators_choice(
 
 
 def test_certificates_that_do_not_hold_are_refused(daemon: Daemon, pki: Pki, tmp_path: Path) -> None:
-    other = Authority.create(tmp_path / "other")
+    other = PkiAuthority.create(tmp_path / "other")
     revoked = pki.authority.issue_tenant("eve")
     pki.authority.revoke(revoked.certificate)
     for who, why in (
@@ -240,7 +240,7 @@ def test_a_connection_ends_with_its_certificate(daemon: Daemon, pki: Pki) -> Non
 
 @pytest.mark.exhaustive
 def test_a_client_believes_nobody_else(daemon: Daemon, pki: Pki, tmp_path: Path, start_daemon: Any) -> None:
-    other = Authority.create(tmp_path / "other")
+    other = PkiAuthority.create(tmp_path / "other")
     builder = GpuBuilder(daemon.tls_address).min_vram(1)
     with pytest.raises(Untrusted, match="can't be verified by"):
         builder.tls(str(pki.ann.certificate), str(pki.ann.key), str(other.certificate_path)).acquire()

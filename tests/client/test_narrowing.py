@@ -5,7 +5,7 @@ import pytest
 from gpulease.client import InvalidRequest, Permission
 from gpulease.client.narrowing import attenuate
 from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
-from gpulease.daemon.capabilities.claims import CapabilityRequest, Grant
+from gpulease.daemon.capabilities.claims import CapabilityRequest, TokenGrant
 from gpulease.daemon.capabilities.keys import KeyRing
 
 S = 1_000_000_000
@@ -22,7 +22,7 @@ def authority(at_ns: int = NOW_NS) -> CapabilityAuthority:
 
 
 @pytest.fixture
-def grant() -> Grant:
+def grant() -> TokenGrant:
     return authority().issue(CapabilityRequest(5, WANTED, AUDIENCE).ttl_secs(60))
 
 
@@ -41,7 +41,7 @@ def grant() -> Grant:
     ],
 )
 def test_what_is_left(
-    grant: Grant,
+    grant: TokenGrant,
     permissions: Permission | None,
     ttl_s: float | None,
     passed_s: float,
@@ -60,7 +60,7 @@ def test_what_is_left(
             authority().validate(narrowed, AUDIENCE, Permission.MEM_READ)
 
 
-def test_again_and_again_until_no_daemon_takes_it(grant: Grant) -> None:
+def test_again_and_again_until_no_daemon_takes_it(grant: TokenGrant) -> None:
     token = grant.token
     for _ in range(7):
         token = attenuate(token, grant.public_key, permissions=Permission.MEM_READ)
@@ -69,7 +69,7 @@ def test_again_and_again_until_no_daemon_takes_it(grant: Grant) -> None:
         authority().validate(attenuate(token, grant.public_key), AUDIENCE, Permission.MEM_READ)
 
 
-def test_what_can_not_be_narrowed(grant: Grant) -> None:
+def test_what_can_not_be_narrowed(grant: TokenGrant) -> None:
     for token, key in ((b"", grant.public_key), (grant.token, bytes(32)), (grant.token[:-1], grant.public_key)):
         with pytest.raises(InvalidRequest, match="not signed with that key"):
             attenuate(token, key, permissions=Permission.MEM_READ)

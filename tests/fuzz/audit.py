@@ -16,12 +16,12 @@ from itertools import pairwise
 from gpulease.daemon.record.audit.log_reader import find_log, line_of, usage_map, usage_table
 from gpulease.daemon.record.audit.records import (
     MAX_RECORD_BYTES,
-    Kind,
-    Link,
+    ChainEnd,
     NotAHead,
     NotARecord,
     NotCanonical,
     Record,
+    RecordKind,
     canonical_bytes,
     head_bytes,
     read_head,
@@ -94,7 +94,7 @@ def is_continued(files: dict[str, bytes]) -> bool:
     return kept[:size] == known[:size]
 
 
-def verdict_of(files: dict[str, bytes], head: Link | None) -> Verdict:
+def verdict_of(files: dict[str, bytes], head: ChainEnd | None) -> Verdict:
     verifier = Verifier(head)
     for name, offset, line in lines_of(files):
         verifier.take(name, offset, line)
@@ -211,7 +211,7 @@ def sealed(draws: Draws) -> bytes:
     record = {name: getattr(after, name) for name in Record.__slots__} | {
         "seq": after.seq + 1,
         "prev": hashlib.sha256(text_of(after)).hexdigest(),
-        "kind": draws.pick(tuple(Kind)).value,
+        "kind": draws.pick(tuple(RecordKind)).value,
         "data": data,
     }
     return canonical_bytes(record) + b"\n"
@@ -227,6 +227,6 @@ def seeds() -> Iterator[bytes]:
         for file in range(len(NAMES)):
             for at in range(0, len(LINES), 3):
                 yield bytes([3, 0, file, at, kind, 2, 0, 30, 4]) + b'"x":'
-    for kind in range(len(Kind)):
+    for kind in range(len(RecordKind)):
         for name in range(9):
             yield bytes([3, 0, 1, 9, 7, kind, 2, name, kind, name + 1, name, kind])

@@ -23,12 +23,12 @@ from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.daemon.contract.guests import Guest
-from gpulease.daemon.contract.messages import Attach
+from gpulease.daemon.contract.messages import AttachOrder
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
-from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.audit.recorder import NullRecorder
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_S
@@ -188,7 +188,7 @@ class SimulatedWorkers(Workers):
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
         self.refused[lease_id] = status
 
-    def attach(self, lease_id: int, sock_fd: int, attach: Attach) -> bool:
+    def attach(self, lease_id: int, sock_fd: int, attach: AttachOrder) -> bool:
         if lease_id not in self._names or self._luck() % 8 == 7:
             return False
         self.on_attach(lease_id, os.fstat(sock_fd).st_ino, attach.guest)
@@ -256,7 +256,7 @@ def broker_of(table: LeaseTable, tokens: TokenService, workers: SimulatedWorkers
     """A runtime on the virtual clock, with an authority of its own."""
     ring = KeyRing.fresh(CLOCK.now_ns)
     tokens._authority = CapabilityAuthority(ring, tokens._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
-    made = Runtime(table, EmbeddedCards(sizes), workers, tokens, Recorder(), max_load_s=120)
+    made = Runtime(table, EmbeddedCards(sizes), workers, tokens, NullRecorder(), max_load_s=120)
     made.fair_queue = FairQueue(CLOCK.monotonic_ns)
     # There are no pages to poll, and polling them would be most of the work while time passes.
     setattr(made._watchdog, "start", lambda: None)  # noqa: B010

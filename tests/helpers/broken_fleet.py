@@ -11,7 +11,7 @@ from typing import Any, Final
 from gpulease.daemon.broker.fleet_frontend import ETCD_PART
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.etcd_messages import messages_of
-from gpulease.daemon.fleet.etcd.transactions import Answer, Transaction
+from gpulease.daemon.fleet.etcd.transactions import Transaction, TransactionAnswer
 from gpulease.daemon.fleet.records.fleet_records import HELD, NAMES, NODES
 from gpulease.daemon.fleet.rules.fleet_events import Effect, EndClaimed, Event, LiveClaims, MoveHorizon
 from gpulease.daemon.fleet.rules.member import Member
@@ -75,7 +75,7 @@ class LeasingClient(EtcdClient):
 
     _lease_id = 0
 
-    async def _ask(self, member: Any, transaction: Transaction, request: Any, limit_s: float) -> Answer:
+    async def _ask(self, member: Any, transaction: Transaction, request: Any, limit_s: float) -> TransactionAnswer:
         if transaction.writes:
             await self._keep_alive(member, limit_s)
         for operation in request.success:

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from gpulease.daemon.remote.pki.certificates import Authority, Issued
+from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
 from helpers.waiting import wait_until
 
 START_LIMIT_S: Final = 60.0
@@ -73,7 +73,7 @@ class EtcdCluster:
         folder: Path,
         members: int = 1,
         *,
-        authority: Authority | None = None,
+        authority: PkiAuthority | None = None,
         quota_bytes: int | None = None,
         places: Sequence[tuple[str, tuple[str, ...]]] | None = None,
     ) -> None:
@@ -258,7 +258,7 @@ def run_shell(command: str, folder: Path, **variables: str) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
-def issued_tenant(authority: Authority, name: str) -> Issued:
+def issued_tenant(authority: PkiAuthority, name: str) -> Issued:
     """A client's certificate of that name: made by the first call, and found again by others."""
     issued = Issued(authority.folder / f"tenant-{name}.pem", authority.folder / f"tenant-{name}.key")
     return issued if issued.certificate.exists() else authority.issue_tenant(name)

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     CreateRevisionIs,
     Delete,
     Get,
@@ -21,6 +20,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     ModRevisionIs,
     Put,
     Transaction,
+    TransactionAnswer,
 )
 
 PREFIX: Final = b"/contended/"
@@ -41,7 +41,7 @@ async def contend(client: EtcdClient, name: str, path: Path) -> None:
         number += 1
         key, nonce = KEYS[number % len(KEYS)], f"{name}-{number}"
         read = await client.do(Transaction(reads=(Get(key),)))
-        if not isinstance(read, Answer):
+        if not isinstance(read, TransactionAnswer):
             continue
         found = read.found[0]
         compare = ModRevisionIs(key, found[0].mod_revision) if found else CreateRevisionIs(key, 0)
@@ -50,13 +50,13 @@ async def contend(client: EtcdClient, name: str, path: Path) -> None:
         sent_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         outcome = await client.do(Transaction((compare,), (write,)))
         told: dict[str, Any] = {"nonce": None if deletes else nonce, "outcome": type(outcome).__name__}
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, TransactionAnswer):
             told |= {"succeeded": outcome.succeeded, "revision": outcome.revision}
         tell(path, sent_ns=sent_ns, done_ns=time.clock_gettime_ns(time.CLOCK_BOOTTIME), **told)
 
 
 async def tell_history(client: EtcdClient, path: Path) -> None:
-    while not isinstance(last := await client.do(Transaction(reads=(Get(PREFIX),))), Answer):
+    while not isinstance(last := await client.do(Transaction(reads=(Get(PREFIX),))), TransactionAnswer):
         pass
     async for batch in client.watch(b"", 1):
         for change in batch.changes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, KeyValue, Put, Transaction
+from gpulease.daemon.fleet.etcd.transactions import Delete, KeyValue, Put, Transaction, TransactionAnswer
 
 TIMEOUT_S: Final = 5.0
 MARK: Final = b"~end"
@@ -38,7 +38,7 @@ async def main(endpoints: str, path: Path, prefix: bytes) -> None:
 
 async def revision_of(client: EtcdClient, transaction: Transaction) -> int:
     """The revision at which a write was done, which is tried until it is."""
-    while not isinstance(outcome := await client.do(transaction), Answer):
+    while not isinstance(outcome := await client.do(transaction), TransactionAnswer):
         pass
     return outcome.revision
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpulease.daemon.sandbox.measures import Measure, Needs, SandboxSettings, prctl, system_call
+from gpulease.daemon.sandbox.measures import Measure, SandboxNeeds, SandboxSettings, prctl, system_call
 from gpulease.daemon.sandbox.resource_limits import MAX_LOCKED_BYTES
 from gpulease.daemon.sandbox.syscall_filter import X86_64
 from gpulease.daemon.sandbox.trial import prepare
@@ -307,7 +307,7 @@ def outcome_of(attempt: Callable[[], Any], enter: Callable[[tuple[int, ...], int
 
 def main(folder: Path, without: list[str], only: list[str]) -> None:
     left_out = frozenset(map(Measure, without))
-    plan, findings = prepare(SandboxSettings(without=left_out), Needs(), lambda owner: ())
+    plan, findings = prepare(SandboxSettings(without=left_out), SandboxNeeds(), lambda owner: ())
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0gpulease-test-{os.getpid()}")
     listener.listen()

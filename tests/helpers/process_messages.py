@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.messages import Ping
+from gpulease.daemon.contract.messages import LivenessPing
 from gpulease.daemon.fleet import fleet_messages as fleet
 from gpulease.daemon.fleet.etcd.transactions import StoreSize
 from gpulease.daemon.fleet.records.fleet_records import CardRecord
@@ -18,7 +18,7 @@ from gpulease.protocol.opcodes import RevokeOutcome
 LEASE: Final = f"{10:032x}"
 NAMES: Final = ("URI:gpulease:tenant:ann",)
 IDENTITY: Final = events.FleetIdentity(7, "first", 8, 9, is_restored=True)
-MARK: Final = events.Mark(4, "ab", "cd-3")
+MARK: Final = events.DaemonMark(4, "ab", "cd-3")
 
 
 class Direction(NamedTuple):
@@ -45,7 +45,7 @@ FLEET_START: Final = Direction(
 TO_FLEET: Final = Direction(
     fleet.TO_FLEET,
     [
-        Ping(),
+        LivenessPing(),
         fleet.LiveClaimsPart({"alpha": 7}, {LEASE: "ann"}, is_last=True),
         events.RecordChanged(
             ("tls:h:1",), {"zone": "a"}, (CardRecord("GPU-a", "card", 3, 2, 1, is_partition=False),), True, "1"
@@ -80,7 +80,7 @@ FROM_FLEET: Final = Direction(
         fleet.StoreMeasured(StoreSize("h:2379", 5, 0)),
     ],
 )
-TO_ACCEPTOR: Final = Direction(remote.TO_ACCEPTOR, [Ping(), remote.Listen(), remote.LeftOverRelay("1F")])
+TO_ACCEPTOR: Final = Direction(remote.TO_ACCEPTOR, [LivenessPing(), remote.Listen(), remote.LeftOverRelay("1F")])
 FROM_ACCEPTOR: Final = Direction(
     remote.FROM_ACCEPTOR,
     [remote.RelayBegan(77), remote.RelayArrived(77, "10.0.0.1", NAMES, "1F"), remote.RelayLeft(77)],
@@ -93,11 +93,11 @@ WEB_START: Final = Direction(web.START, [web.WebStart(("127.0.0.1",), ("gpu1",),
 TO_WEB: Final = Direction(
     web.TO_WEB,
     [
-        Ping(),
+        LivenessPing(),
         web.TokenChanged(b"digest"),
         CardLoads("GPU-a", (LoadSample(5, None, 7, 6), LoadSample(6, 50, None, 6))),
         FleetMembership("gpu1", 9, 1),
-        web.LeaseRevoked(1, RevokeOutcome.FENCED),
+        web.LeaseRevokedReply(1, RevokeOutcome.FENCED),
         web.DrainChanged(2, None, 3),
         web.FencesCleared(3, 2),
         web.ActionRefused(4, web.WebRefusal.DENIED, "There is no such card."),

@@ -15,7 +15,7 @@ from gpulease.daemon.contract import messages as told
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import Card, LeaseTable
-from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.audit.recorder import NullRecorder
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol import messages as m
@@ -72,14 +72,14 @@ class MadeSession:
 
     def _answer(self, message: Message) -> Message:
         match message:
-            case told.OpenRegion(region_id, _, _, size_bytes):
+            case told.OpenRegionOrder(region_id, _, _, size_bytes):
                 self.sizes[region_id] = size_bytes
-                return told.RegionOpened(region_id, FIRST_ADDRESS * len(self.sizes))
-            case told.EndRegion(region_id):
+                return told.RegionOpenedReport(region_id, FIRST_ADDRESS * len(self.sizes))
+            case told.EndRegionOrder(region_id):
                 size_bytes = self.sizes[region_id]
-                return told.RegionEnded(region_id, size_bytes, 0, size_bytes)
-            case told.ResizeSlice(size_bytes):
-                return told.SliceResized(size_bytes, "")
+                return told.RegionEndedReport(region_id, size_bytes, 0, size_bytes)
+            case told.ResizeSliceOrder(size_bytes):
+                return told.SliceResizedReport(size_bytes, "")
         raise AssertionError(message)
 
     def resize(self, size_bytes: int) -> None:
@@ -167,7 +167,7 @@ class Broker:
         self.table = LeaseTable([Card("GPU-a", 0, "a", CARD_BYTES, 10)])
         self.workers = MadeWorkers()
         tokens = TokenService(self.table, demands, None)
-        self.runtime = Runtime(self.table, EmbeddedCards([CARD_BYTES]), self.workers, tokens, Recorder(), 1)
+        self.runtime = Runtime(self.table, EmbeddedCards([CARD_BYTES]), self.workers, tokens, NullRecorder(), 1)
         self.ann, self.bob, self.eve = (self.caller(name) for name in ("ann", "bob", "eve"))
         self.root = self.caller("root", is_operator=True)
         self.lease_id = 0

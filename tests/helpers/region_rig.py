@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage, sealed_memory
 from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.messages import OpenRegion
+from gpulease.daemon.contract.messages import OpenRegionOrder
 from gpulease.daemon.drivers.interface import DriverError, KernelFault, Poll, RegionReturn, keep_waiting
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
@@ -178,7 +178,7 @@ class RegionRig:
         slot = self.opened if slot is None else slot
         self.opened += 1
         region_id = FIRST_ID + self.opened
-        self.session.regions.open(OpenRegion(region_id, slot, number, size_bytes))
+        self.session.regions.open(OpenRegionOrder(region_id, slot, number, size_bytes))
         (answer,) = self.told()
         region = Opened(region_id, slot, number, answer.address)  # type: ignore[attr-defined]  # or the test fails
         self.activate(region)

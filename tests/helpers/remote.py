@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from gpulease.client import GpuBuilder
 from gpulease.daemon.remote.acceptor import SPARE_RELAYS
-from gpulease.daemon.remote.pki.certificates import Authority, Issued
+from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
 from gpulease.daemon.remote.relay import RELAY_NAME, SPARE_NAME
 from gpulease.protocol import Connection, Role
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
@@ -22,7 +22,7 @@ from helpers.waiting import wait_until
 
 @dataclass(frozen=True)
 class Pki:
-    authority: Authority
+    authority: PkiAuthority
     server: Issued
     ann: Issued
     bob: Issued
@@ -30,7 +30,7 @@ class Pki:
 
     @classmethod
     def make(cls, folder: Path) -> Self:
-        authority = Authority.create(folder)
+        authority = PkiAuthority.create(folder)
         ann, bob, ops = (authority.issue_tenant(name) for name in ("ann", "bob", "ops"))
         return cls(authority, authority.issue_server(["127.0.0.1", "localhost"]), ann, bob, ops)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gpulease.daemon.session.connection import Connection, RingWire, SpinPolicy
-from gpulease.daemon.session.server import Server
+from gpulease.daemon.session.connection import AttachedConnection, RingWire, WorkerSpinPolicy
+from gpulease.daemon.session.server import SessionServer
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.ring import DATA_AT, RingLayout, RingReader, RingWriter, client_ends
@@ -23,8 +23,8 @@ class Pair:
     """A client and a worker that share a ring, in one thread."""
 
     made: Rig
-    server: Server
-    connection: Connection
+    server: SessionServer
+    connection: AttachedConnection
     near: socket.socket
     words: memoryview
     data: memoryview
@@ -70,10 +70,10 @@ def pair(*, is_native: bool, has_chains: bool = False) -> Iterator[Pair]:
         for sock in (near, far, channel, broker):
             sock.setblocking(False)
             stack.callback(sock.close)
-        server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
-        connection = Connection(far, b"", made.session.pinned_buffers, SpinPolicy())
+        server = SessionServer(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
+        connection = AttachedConnection(far, b"", made.session.pinned_buffers, WorkerSpinPolicy())
         connection.holder = made.session.begin_connection(0, owns=True)
-        connection.wire = wire = RingWire(far, SpinPolicy())
+        connection.wire = wire = RingWire(far, WorkerSpinPolicy())
         server._connections[connection.fd] = connection
         server._poll.register(far)
         memory = mmap.mmap(wire.fd, wire.layout.total_bytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.client.serve.rpc import Answer, Handler, Outcome, RpcServer
-from gpulease.client.serve.rpc.shared import SharedCall
+from gpulease.client.serve.rpc.shared import MappedCall
 from gpulease.protocol.rpc import GREETING_BYTES, CallError, CallErrorCode
 
 ECHO, FAIL, NEVER, SLOW, HUGE, RAISE, TIME_LEFT, IN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
@@ -91,14 +91,14 @@ class RpcRig:
 
 
 @contextlib.contextmanager
-def raw_caller(path: str) -> Iterator[tuple[socket.socket, SharedCall]]:
+def raw_caller(path: str) -> Iterator[tuple[socket.socket, MappedCall]]:
     """A connection and its memory, to do with whatever a test likes."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         sock.connect(path)
         data, rights, _, _ = sock.recvmsg(GREETING_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         assert len(data) == GREETING_BYTES
-        shared = SharedCall(array("i", rights[0][2])[0])
+        shared = MappedCall(array("i", rights[0][2])[0])
         try:
             yield sock, shared
         finally:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpulease.daemon.session.connection import RING_LAYOUT, ConnectionLost, RingWire, SpinPolicy
+from gpulease.daemon.session.connection import RING_LAYOUT, ConnectionLost, RingWire, WorkerSpinPolicy
 from gpulease.protocol import (
     Connection,
     EndOfStream,
@@ -265,7 +265,7 @@ class ScriptedPeer:
         except Silence:
             return True
         if self.gives_rings and request.op is Opcode.ATTACH and reply[8:10] == bytes(2):
-            talk.ring = RingWire(talk.sock, SpinPolicy())
+            talk.ring = RingWire(talk.sock, WorkerSpinPolicy())
             socket.send_fds(talk.sock, [reply], [talk.ring.fd])
             talk.sock.setblocking(False)
         else:

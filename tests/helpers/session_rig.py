@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.drivers.interface import Dim3, Kernel, KernelStep, LaunchRejected, NativeLaunch
+from gpulease.daemon.drivers.interface import Dim3, DriverKernel, KernelStep, LaunchRejected, NativeLaunch
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
@@ -113,7 +113,7 @@ class Recording:
         self.taken_natively += 1
         return 0
 
-    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+    def launch(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         if tag == self.refuse_tag:
             raise LaunchRejected("refused for the test")
         self.launches.append((kernel.name, grid, block, params, tag))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn
 
 from gpulease.daemon.contract.message_fields import Message, Pid, Request, Text, expect_message, messages_of
-from gpulease.daemon.contract.messages import Broken, Ping, Pong, Ready
+from gpulease.daemon.contract.messages import HelperBroken, LivenessPing, Pong, Ready
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent
 
@@ -49,7 +49,7 @@ FOREIGN: Final[tuple[dict[str, Any], ...]] = (
 )
 """What Talk makes it send."""
 
-TO_SCRIPT = messages_of(Ping | Die | Say | Talk)
+TO_SCRIPT = messages_of(LivenessPing | Die | Say | Talk)
 
 
 def serve(channel: socket.socket) -> None:
@@ -60,7 +60,7 @@ def serve(channel: socket.socket) -> None:
         except ChannelClosed:
             return
         match message:
-            case Ping():
+            case LivenessPing():
                 send_message(channel, Pong().to_map())
             case Die():
                 sys.exit(message.status)
@@ -80,7 +80,7 @@ def go(way: str, channel: socket.socket) -> None:
     if way == "dies":
         sys.exit(3)
     if way == "breaks":
-        send_message(channel, Broken("there is no paper").to_map())
+        send_message(channel, HelperBroken("there is no paper").to_map())
         return
     if way != "is not ready":
         send_message(channel, Ready().to_map())

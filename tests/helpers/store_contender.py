@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.client.serve.gateway.gateway_errors import StaleEpoch
-from gpulease.client.serve.gateway.ledger import Completed, Reservation, Unknown
+from gpulease.client.serve.gateway.ledger import OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.store import open_store
 
 KEYS: Final = [f"key-{number}" for number in range(12)]
@@ -29,7 +29,7 @@ def main(url: str, folder: Path) -> None:
         while left:
             key = random.choice(left)
             match store.reserve(key, HASH, CLAIM_TTL_S):
-                case Completed() | Unknown():
+                case OperationCompleted() | UnknownOutcome():
                     left.remove(key)
                 case Reservation() as held:
                     try:

@@ -4,12 +4,12 @@ import contextlib
 import ssl
 from pathlib import Path
 
-from gpulease.daemon.remote.pki.certificates import Authority
+from gpulease.daemon.remote.pki.certificates import PkiAuthority
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """The TLS contexts of a server and a client."""
-    authority = Authority.create(folder)
+    authority = PkiAuthority.create(folder)
     issued = authority.issue_server(["localhost"])
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.load_cert_chain(issued.certificate, issued.key)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
-from gpulease.daemon.capabilities.claims import CapabilityDenied, CapabilityRequest, Check
+from gpulease.daemon.capabilities.claims import CapabilityDenied, CapabilityRequest, TokenCheck
 from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.protocol.capabilities import Permission
 
@@ -52,7 +52,7 @@ class Scene:
     def token(self, permissions: Permission = Permission.MEM_READ, ttl_s: float = 60) -> bytes:
         return self.authority.issue(CapabilityRequest(LEASE, permissions, self.bob).ttl_secs(ttl_s)).token
 
-    def refused(self, token: bytes, permission: Permission = Permission.MEM_READ) -> Check:
+    def refused(self, token: bytes, permission: Permission = Permission.MEM_READ) -> TokenCheck:
         with pytest.raises(CapabilityDenied) as caught:
             self.authority.validate(token, self.bob, permission)
         assert str(caught.value)

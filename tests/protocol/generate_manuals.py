@@ -17,7 +17,7 @@ from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.daemon.config.settings import SettingsFile
 from gpulease.daemon.leases.quotas import GRACES, TenantLimits, TenantRules
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.record.metrics.families import FAMILIES, Kind
+from gpulease.daemon.record.metrics.families import FAMILIES, FamilyKind
 from gpulease.protocol.settings_reader import Declared, declared
 
 from .generated_tables import table, with_tables
@@ -130,7 +130,7 @@ def metrics_table() -> str:
     """Return the table of the daemon's metrics, by the names that they have in the exposition."""
     made = []
     for family in FAMILIES:
-        name = family.series_names[0] if family.kind in (Kind.COUNTER, Kind.GAUGE) else family.name
+        name = family.series_names[0] if family.kind in (FamilyKind.COUNTER, FamilyKind.GAUGE) else family.name
         labels = ", ".join(f"`{label}`" for label in family.labels)
         made.append([f"`{name}`", family.kind.value, labels, family.meaning])
     return table(["metric", "kind", "labels", "meaning"], made).replace("|  |", "| |")

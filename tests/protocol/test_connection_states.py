@@ -6,7 +6,7 @@ from gpulease.protocol import Connection, Failure, LocalProtocolError, Opcode, R
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, reply_body, request_body
 from gpulease.protocol.connection import reply_trigger, request_trigger
-from gpulease.protocol.connection_states import TRANSITIONS, State, Trigger
+from gpulease.protocol.connection_states import TRANSITIONS, State, WireTrigger
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Flag
@@ -17,21 +17,21 @@ from .peers import SESSION_ID, events_of
 
 # Drawn by hand, row by row: what the table must say, not what it says.
 ALLOWED = {
-    State.OPENING: {Trigger.HELLO: State.GREETING},
-    State.GREETING: {Trigger.HELLO_REPLY: State.CONTROL, Trigger.HELLO_REFUSED: State.CLOSED},
+    State.OPENING: {WireTrigger.HELLO: State.GREETING},
+    State.GREETING: {WireTrigger.HELLO_REPLY: State.CONTROL, WireTrigger.HELLO_REFUSED: State.CLOSED},
     State.CONTROL: {
-        Trigger.CONTROL_REQUEST: State.CONTROL,
-        Trigger.CONTROL_REPLY: State.CONTROL,
-        Trigger.PING: State.CONTROL,
-        Trigger.PING_REPLY: State.CONTROL,
-        Trigger.ATTACH: State.ATTACHING,
+        WireTrigger.CONTROL_REQUEST: State.CONTROL,
+        WireTrigger.CONTROL_REPLY: State.CONTROL,
+        WireTrigger.PING: State.CONTROL,
+        WireTrigger.PING_REPLY: State.CONTROL,
+        WireTrigger.ATTACH: State.ATTACHING,
     },
-    State.ATTACHING: {Trigger.ATTACH_REPLY: State.SESSION, Trigger.ATTACH_REFUSED: State.CONTROL},
+    State.ATTACHING: {WireTrigger.ATTACH_REPLY: State.SESSION, WireTrigger.ATTACH_REFUSED: State.CONTROL},
     State.SESSION: {
-        Trigger.SESSION_REQUEST: State.SESSION,
-        Trigger.SESSION_REPLY: State.SESSION,
-        Trigger.PING: State.SESSION,
-        Trigger.PING_REPLY: State.SESSION,
+        WireTrigger.SESSION_REQUEST: State.SESSION,
+        WireTrigger.SESSION_REPLY: State.SESSION,
+        WireTrigger.PING: State.SESSION,
+        WireTrigger.PING_REPLY: State.SESSION,
     },
     State.CLOSED: {},
 }
@@ -74,7 +74,7 @@ def test_every_operation_has_a_trigger_both_ways() -> None:
             if (after := TRANSITIONS.get((state, trigger))) is not None:
                 assert all(reply is not None and (after, reply) in TRANSITIONS for reply in replies)
     assert set(Opcode) - set(ASKED) == {Opcode.GOODBYE, Opcode.LEASE_EVENT, Opcode.REGION_EVENT}
-    assert {op for op in ASKED if request_trigger(op) is Trigger.SESSION_REQUEST} == SESSION_OPCODES
+    assert {op for op in ASKED if request_trigger(op) is WireTrigger.SESSION_REQUEST} == SESSION_OPCODES
 
 
 @pytest.mark.parametrize("state", [state for state in State if state is not State.CLOSED])

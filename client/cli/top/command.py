@@ -9,7 +9,7 @@ import click
 
 from gpulease.client.cli.top.frame import plain
 from gpulease.client.cli.top.readings import Readings
-from gpulease.client.cli.top.sample import LeaseLine, Sample, Scene, lease_lines, word
+from gpulease.client.cli.top.sample import LeaseLine, Sample, ScreenSamples, lease_lines, word
 from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, View
 from gpulease.client.console.exit_status import die_by_signal
 from gpulease.client.console.tables import is_terminal, output_width
@@ -53,7 +53,7 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
         readings = Readings(address)
         before = readings.take()
         time.sleep(every_s or ONCE_S)
-        scene = Scene(readings.take(), before)
+        scene = ScreenSamples(readings.take(), before)
         readings.close()
         if as_json:
             click.echo(_json(scene))
@@ -84,12 +84,12 @@ def _stream(readings: Readings, every_s: float) -> None:
                 raise
             click.echo(json.dumps({"error": str(error)}))
         else:
-            click.echo(_json(Scene(sample, before)))
+            click.echo(_json(ScreenSamples(sample, before)))
             before = sample
         time.sleep(every_s)
 
 
-def _json(scene: Scene) -> str:
+def _json(scene: ScreenSamples) -> str:
     sample = scene.sample
     assert sample is not None
     # The daemon's own values, and the rates that only two samples give.

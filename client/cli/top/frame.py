@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import Final, TypeAlias
 
 from gpulease.client.cli.top.columns import BY_TITLE, COLUMNS, GAP, bar_text, cell, fitting, offered, time_share
-from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, Scene, number, word
+from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, ScreenSamples, number, word
 from gpulease.client.cli.top.view import (
     CONFIRMING_DIGITS,
     DEFAULT_REASON,
@@ -46,7 +46,7 @@ class Style(Enum):
 Line: TypeAlias = list[tuple[str, Style]]
 
 
-def frame(view: View, scene: Scene, address: str, now_s: float, width: int, height: int) -> list[Line]:
+def frame(view: View, scene: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
     """Exactly `height` lines, none wider than `width` cells.
 
     If there is little room, leases are dropped before cards, and the typed line last.
@@ -59,7 +59,7 @@ def frame(view: View, scene: Scene, address: str, now_s: float, width: int, heig
     return [*lines, _bottom(view, scene, width)][:height] if height > 0 else []
 
 
-def plain(view: View, scene: Scene, address: str, width: int) -> str:
+def plain(view: View, scene: ScreenSamples, address: str, width: int) -> str:
     """The complete frame as text for a pipe: all cards and all leases, whatever a screen would drop."""
     # As high as everything needs: a pipe has no bottom.
     sample = scene.sample
@@ -68,7 +68,7 @@ def plain(view: View, scene: Scene, address: str, width: int) -> str:
     return "\n".join("".join(text for text, _ in _cut(line, width)).rstrip() for line in lines)
 
 
-def _overview(view: View, scene: Scene, address: str, now_s: float, width: int, height: int) -> list[Line]:
+def _overview(view: View, scene: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
     sample = scene.sample
     top = [_title(view, scene, address), *_warnings(view, scene, now_s)]
     if sample is None:
@@ -85,7 +85,7 @@ def _overview(view: View, scene: Scene, address: str, now_s: float, width: int, 
     return [*top, *_leases(view, lines, sample, width, max(0, height - len(top)))]
 
 
-def _title(view: View, scene: Scene, address: str) -> Line:
+def _title(view: View, scene: ScreenSamples, address: str) -> Line:
     pace = "paused" if view.is_paused else f"every {view.every_s:g} s"
     line: Line = [("gpulease top", Style.HEAD), (f"  {shown(address)}  {pace}", Style.PLAIN)]
     # What is filtered is named, so that a short list is not taken for all.
@@ -98,7 +98,7 @@ def _title(view: View, scene: Scene, address: str) -> Line:
     return line
 
 
-def _warnings(view: View, scene: Scene, now_s: float) -> list[Line]:
+def _warnings(view: View, scene: ScreenSamples, now_s: float) -> list[Line]:
     found: list[Line] = []
     sample = scene.sample
     # Old figures are worse than none: say how old they are.
@@ -176,7 +176,7 @@ def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
     return line if line.left_s is None else replace(line, left_s=max(0.0, line.left_s - max(0.0, age_s)))
 
 
-def _bottom(view: View, scene: Scene, width: int) -> Line:
+def _bottom(view: View, scene: ScreenSamples, width: int) -> Line:
     begin = view.target[:CONFIRMING_DIGITS]
     asked = {
         Mode.FILTER: "Only tenants with this in their names, or ids that begin with it: ",
@@ -202,7 +202,7 @@ def _typed_line(asked: str, typed: str, width: int) -> Line:
     return _cut([(fit(asked, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)
 
 
-def _of_target(view: View, scene: Scene) -> str:
+def _of_target(view: View, scene: ScreenSamples) -> str:
     leases: Sequence[Report] = () if scene.sample is None else scene.sample.leases
     lease = next((lease for lease in leases if word(lease, "lease_id") == view.target), None)
     tenant = "" if lease is None else f" of {shown(word(lease, 'tenant') or MISSING)}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from gpulease.client.cli.node import outcome_text
-from gpulease.client.cli.top.sample import Sample, Scene
+from gpulease.client.cli.top.sample import Sample, ScreenSamples
 from gpulease.client.core.exchange import TimeLimit, dial, disconnected
 from gpulease.client.core.exchange import ask as ask_on
 from gpulease.client.core.waits import Procedure
@@ -86,7 +86,7 @@ class Poller:
         self._every_s = every_s
         self._is_paused = False
         self._is_over = False
-        self._scene = Scene()
+        self._scene = ScreenSamples()
         self._notices: list[str] = []
         self._thread = threading.Thread(target=self._run, name="gpulease-top", daemon=True)
 
@@ -108,7 +108,7 @@ class Poller:
         """Take a sample now, not at the next interval."""
         self._nudge.set()
 
-    def scene(self) -> Scene:
+    def scene(self) -> ScreenSamples:
         """The samples to show, the last and the one before."""
         with self._lock:
             return self._scene
@@ -148,7 +148,7 @@ class Poller:
         with self._lock:
             if self._scene.trouble and self._scene.sample is not None:
                 self._notices.append("The daemon answers again, on another connection")
-            self._scene = Scene(sample, self._scene.sample)
+            self._scene = ScreenSamples(sample, self._scene.sample)
 
     # Any error becomes a notice: no one waits for this thread.
     def _revoke(self, lease_id_text: str, reason: str) -> None:

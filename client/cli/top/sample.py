@@ -36,7 +36,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ScreenSamples:
     """The samples that the screen shows.
 
     Attributes:

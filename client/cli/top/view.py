@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import Final, TypeAlias
 
 from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
-from gpulease.client.cli.top.sample import LeaseLine, Scene, lease_lines, number
+from gpulease.client.cli.top.sample import LeaseLine, ScreenSamples, lease_lines, number
 from gpulease.client.console.reports import as_tree
 from gpulease.client.console.tables import shown
 
@@ -88,7 +88,7 @@ Effect: TypeAlias = Quit | Refresh | Revoke
 Pressed: TypeAlias = tuple[View, Effect | None]
 
 
-def visible(view: View, scene: Scene) -> list[LeaseLine]:
+def visible(view: View, scene: ScreenSamples) -> list[LeaseLine]:
     """The leases to show, in order, each followed by its regions."""
     lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
     pattern = view.pattern.casefold()
@@ -103,7 +103,7 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
     return as_tree(ordered, lambda line: line.lease_id, lambda line: line.parent)
 
 
-def press(view: View, key: str, scene: Scene) -> Pressed:
+def press(view: View, key: str, scene: ScreenSamples) -> Pressed:
     """Apply a key: a character or a name ("up", "enter", "esc" ...). Returns the new view and an effect, if any."""
     # Any key takes the notice away.
     view = replace(view, notice="")
@@ -124,7 +124,7 @@ def press(view: View, key: str, scene: Scene) -> Pressed:
     return view, None
 
 
-def _browse(view: View, key: str, scene: Scene) -> Pressed:
+def _browse(view: View, key: str, scene: ScreenSamples) -> Pressed:
     if key in ("q", "esc"):
         # Esc clears the filters and never quits: a view that only looks stuck must not end by it.
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
@@ -150,7 +150,7 @@ def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
     return replace(view, selected=ids[max(0, min(len(ids) - 1, at + step if at >= 0 else max(0, step - 1)))])
 
 
-def _sort_by_key(view: View, key: str, scene: Scene) -> View:
+def _sort_by_key(view: View, key: str, scene: ScreenSamples) -> View:
     if key not in "<>":
         return replace(view, sort=_LETTERS[key])
     # One column to the left or right among those that are shown.
@@ -161,14 +161,14 @@ def _sort_by_key(view: View, key: str, scene: Scene) -> View:
     return replace(view, sort=titles[max(0, min(len(titles) - 1, at + (1 if key == ">" else -1)))])
 
 
-def _next_card(view: View, scene: Scene) -> View:
+def _next_card(view: View, scene: ScreenSamples) -> View:
     found = (number(card, "index") for card in (() if scene.sample is None else scene.sample.cards))
     # All cards, then each of them, and again from the start; a card that is gone leads back to all.
     cards: list[int | None] = [None, *(int(index) for index in found if index is not None)]
     return replace(view, card=cards[(cards.index(view.card) + 1) % len(cards)] if view.card in cards else None)
 
 
-def _begin_revoking(view: View, scene: Scene) -> View:
+def _begin_revoking(view: View, scene: ScreenSamples) -> View:
     # Only a lease that is on the screen can be revoked.
     if view.selected not in [line.lease_id for line in visible(view, scene)]:
         return replace(view, notice=NO_CHOICE)
@@ -217,7 +217,7 @@ _PAGE: Final = 10
 _FAR: Final = 1 << 30
 _MOVES: Final = {"up": -1, "down": 1, "pageup": -_PAGE, "pagedown": _PAGE, "home": -_FAR, "end": _FAR}
 _LETTERS: Final = {column.key: column.title for column in COLUMNS}
-_CHANGES: Final[dict[str, Callable[[View, Scene], View]]] = {
+_CHANGES: Final[dict[str, Callable[[View, ScreenSamples], View]]] = {
     "?": lambda view, _: replace(view, mode=Mode.HELP),
     "h": lambda view, _: replace(view, mode=Mode.HELP),
     "R": lambda view, _: replace(view, is_reversed=not view.is_reversed),

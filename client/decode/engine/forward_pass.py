@@ -13,7 +13,7 @@ from typing import Final
 from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
 from gpulease.client.decode.decode_errors import RequestRejected
-from gpulease.client.decode.engine.kernel_library import KernelFacts, KernelLaunch, KernelLibrary, Value, manifest
+from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
 from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tile_of
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.decode.row_records import PAGE, RESULT, ROW
@@ -331,6 +331,6 @@ def _splits(linear: Linear) -> int:
     return parts_of(linear.rows, linear.columns)[0]
 
 
-def _planes(facts: KernelFacts) -> tuple[str, ...]:
+def _planes(facts: ManifestKernel) -> tuple[str, ...]:
     """Return the names of the kernel parameters that are a linear's weights: those between x and R."""
     return facts.parameters[2 : facts.parameters.index("R")]

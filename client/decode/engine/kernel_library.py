@@ -21,7 +21,7 @@ These kernels use none, so they are 0.
 
 
 @dataclass(frozen=True, slots=True)
-class KernelFacts:
+class ManifestKernel:
     """Facts of the manifest about a kernel.
 
     Attributes:
@@ -54,7 +54,7 @@ class Manifest:
 
     split: int
     heads: int
-    kernels: dict[str, KernelFacts]
+    kernels: dict[str, ManifestKernel]
 
 
 @cache
@@ -63,7 +63,7 @@ def manifest() -> Manifest:
     # The parameters' order is the kernel's, so launches can name them instead of counting positions.
     found = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
     kernels = {
-        name: KernelFacts(
+        name: ManifestKernel(
             fact["kernel"],
             fact["target"],
             fact["threads"],

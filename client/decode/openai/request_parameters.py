@@ -15,7 +15,7 @@ from gpulease.client.texts import quoted
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class RequestParameter:
     """How a parameter is treated.
 
     Attributes:
@@ -33,15 +33,15 @@ class Parameter:
     is_of_completions: bool = True
 
 
-def _neutral(*values: Any) -> Parameter:
-    return Parameter(neutral=values)
+def _neutral(*values: Any) -> RequestParameter:
+    return RequestParameter(neutral=values)
 
 
-_USED: Final = Parameter(is_used=True)
-_IGNORED: Final = Parameter(is_ignored=True)
-_REFUSED: Final = Parameter()
+_USED: Final = RequestParameter(is_used=True)
+_IGNORED: Final = RequestParameter(is_ignored=True)
+_REFUSED: Final = RequestParameter()
 
-PARAMETERS: Final[Mapping[str, Parameter]] = {
+PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     # OpenAI's.
     "audio": _REFUSED,
     "best_of": _neutral(1),
@@ -51,9 +51,9 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "functions": _neutral([]),
     "logit_bias": _neutral({}),
     "logprobs": _USED,
-    "max_completion_tokens": Parameter(is_used=True, is_of_completions=False),
+    "max_completion_tokens": RequestParameter(is_used=True, is_of_completions=False),
     "max_tokens": _USED,
-    "messages": Parameter(is_used=True, is_of_completions=False),
+    "messages": RequestParameter(is_used=True, is_of_completions=False),
     "metadata": _IGNORED,
     "modalities": _neutral(["text"]),
     "model": _USED,
@@ -62,7 +62,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "parallel_tool_calls": _IGNORED,
     "prediction": _IGNORED,
     "presence_penalty": _neutral(0),
-    "prompt": Parameter(is_used=True, is_of_chats=False),
+    "prompt": RequestParameter(is_used=True, is_of_chats=False),
     "prompt_cache_key": _IGNORED,
     "prompt_cache_options": _IGNORED,
     "prompt_cache_retention": _IGNORED,
@@ -129,7 +129,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
 }
 """The parameters of a request's body, by their names."""
 
-STREAM_OPTIONS: Final[Mapping[str, Parameter]] = {
+STREAM_OPTIONS: Final[Mapping[str, RequestParameter]] = {
     "continuous_usage_stats": _neutral(False),
     "include_obfuscation": _IGNORED,
     "include_usage": _USED,
@@ -138,7 +138,7 @@ STREAM_OPTIONS: Final[Mapping[str, Parameter]] = {
 
 
 def check_parameters(
-    said: Mapping[str, Any], known: Mapping[str, Parameter], *, is_chat: bool, where: str = ""
+    said: Mapping[str, Any], known: Mapping[str, RequestParameter], *, is_chat: bool, where: str = ""
 ) -> None:
     """Check the names of a request's parameters, and the values of those that are not used.
 

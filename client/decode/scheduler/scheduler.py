@@ -21,7 +21,7 @@ from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, Sche
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.step_plan import StepPlan
-from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState, WaitingRequest
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState, UnadmittedRequest
 
 MAX_UNANSWERED_STEPS: Final = 2
 """Steps planned and not answered: a third would need tokens that no step before it has."""
@@ -118,7 +118,7 @@ class ContinuousBatchScheduler:
         self.settings = settings
         self.tenants: dict[str, TenantState] = {}
         self._live: dict[str, LiveSequence] = {}
-        self._waiting: dict[str, WaitingRequest] = {}
+        self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
         # Tenants with prompts to compute, as an ordered set.
         self._prefilling: dict[TenantState, None] = {}
@@ -461,14 +461,14 @@ class ContinuousBatchScheduler:
             return AdmissionReason.POOL_EXHAUSTED, f"it can need {request.blocks} blocks, and {free} are free"
         return AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
 
-    def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float) -> WaitingRequest:
-        waiting = WaitingRequest(request, deadline, self._arrivals)
+    def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float) -> UnadmittedRequest:
+        waiting = UnadmittedRequest(request, deadline, self._arrivals)
         self._arrivals += 1
         self._waiting[request.request_id] = waiting
         tenant.waiting.append(waiting)
         return waiting
 
-    def _enqueue_replay(self, replay: PromptRequest, deadline: float, preemptions: int) -> WaitingRequest:
+    def _enqueue_replay(self, replay: PromptRequest, deadline: float, preemptions: int) -> UnadmittedRequest:
         tenant = self.tenants[replay.tenant_id]
         waiting = self._enqueue(tenant, replay, deadline)
         waiting.preemptions = preemptions
@@ -476,7 +476,7 @@ class ContinuousBatchScheduler:
         tenant.waiting.rotate()
         return waiting
 
-    def _dequeue(self, tenant: TenantState, waiting: WaitingRequest) -> None:
+    def _dequeue(self, tenant: TenantState, waiting: UnadmittedRequest) -> None:
         tenant.waiting.remove(waiting)
         del self._waiting[waiting.request.request_id]
         self._has_room = True

@@ -9,7 +9,7 @@ from gpulease.client.decode.scheduler.cell_rate import CellRate
 
 
 @dataclass(slots=True, eq=False)
-class WaitingRequest:
+class UnadmittedRequest:
     """A request that is not admitted yet.
 
     Attributes:
@@ -109,7 +109,7 @@ class TenantState:
     def __init__(self, config: TenantConfig, limiter: CellRate) -> None:
         self.config, self.limiter = config, limiter
         # Replays are at the front of this queue, in their order; new requests join at its end.
-        self.waiting: deque[WaitingRequest] = deque()
+        self.waiting: deque[UnadmittedRequest] = deque()
         self.live: dict[str, LiveSequence] = {}
         self.prefilling: list[LiveSequence] = []
         self.free_blocks: list[int] = []

@@ -33,7 +33,7 @@ _ENVIRONMENT: Final = {
 }
 
 
-class Worker:
+class ForkedWorker:
     """A forked process that does jobs, one at a time.
 
     Attributes:
@@ -75,7 +75,7 @@ class ForkServer:
         self._process, self._control = process, control
         self._loop = asyncio.get_running_loop()
         self._is_ready: asyncio.Future[None] = self._loop.create_future()
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, ForkedWorker] = {}
         self._numbers = 0
         self.is_alive = True
         # Packets arrive at any time, so the loop's reader handles them, without a task.
@@ -120,7 +120,7 @@ class ForkServer:
             raise
         return server
 
-    async def fork(self) -> Worker:
+    async def fork(self) -> ForkedWorker:
         """Fork a worker. Raises OSError, or TextProcessesFailed if the fork fails or the server has ended."""
         ours, theirs = socket.socketpair()
         try:
@@ -130,7 +130,7 @@ class ForkServer:
             theirs.close()
             raise
         self._numbers += 1
-        worker = self._workers[self._numbers] = Worker(self._numbers, reader, writer)
+        worker = self._workers[self._numbers] = ForkedWorker(self._numbers, reader, writer)
         try:
             # The worker gets its end of the socket with the request, so jobs go directly to it and not through the fork
             # server.
@@ -148,7 +148,7 @@ class ForkServer:
             raise
         return worker
 
-    def kill(self, worker: Worker) -> None:
+    def kill(self, worker: ForkedWorker) -> None:
         """Have the fork server kill a worker, whatever it is doing. `worker.ended` then has its status."""
         worker.close()
         if self.is_alive and self._workers.get(worker.number) is worker:
@@ -195,7 +195,7 @@ class ForkServer:
         elif worker is not None:
             self._end(worker, said.get("status"), said.get("why", "it ended"))
 
-    def _end(self, worker: Worker, status: int | None, why: str) -> None:
+    def _end(self, worker: ForkedWorker, status: int | None, why: str) -> None:
         # Whoever waits for its begin or its end must wake, whatever happened.
         self._workers.pop(worker.number, None)
         if not worker.begun.done():

@@ -22,7 +22,7 @@ from gpulease.client.decode.decode_errors import (
     decoder_closed,
 )
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
-from gpulease.client.decode.text.fork_server import ForkServer, Worker
+from gpulease.client.decode.text.fork_server import ForkedWorker, ForkServer
 from gpulease.client.decode.text.tenant_turns import TenantTurns
 from gpulease.client.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits, framed, packed, refused
 from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -138,7 +138,7 @@ class TextProcesses:
 
     # --- a worker's life ---
 
-    async def _work(self, worker: Worker | None) -> None:
+    async def _work(self, worker: ForkedWorker | None) -> None:
         """Own one worker, replace it when necessary, and give it jobs, until cancelled."""
         while True:
             if worker is None:
@@ -174,7 +174,7 @@ class TextProcesses:
                 # A slot of the tenant is free, which another task may use for the tenant's next job.
                 self._wake.set()
 
-    async def _do(self, worker: Worker | None, job: _Job) -> Worker | None:
+    async def _do(self, worker: ForkedWorker | None, job: _Job) -> ForkedWorker | None:
         """Do a job. Returns the worker if it can do another one, otherwise None."""
         if worker is None or worker.ended.done() or job.tries:
             # A retry needs a fresh worker: whatever ended the first one may have ended this one, too, unnoticed so far.
@@ -208,7 +208,7 @@ class TextProcesses:
         self._replace(worker)
         return None
 
-    async def _take_end(self, worker: Worker, job: _Job) -> None:
+    async def _take_end(self, worker: ForkedWorker, job: _Job) -> None:
         """Find out why a worker ended during a job: refuse the job, or queue it again."""
         if self._server is not None:
             self._server.kill(worker)
@@ -233,15 +233,15 @@ class TextProcesses:
         self._log.warning("text_process_replaced", tenant=job.tenant_id, why=f"its text {why}")
         _fail(job, TextNotRead(f"the prompt can't be read: it {why}", limit))
 
-    def _replace(self, worker: Worker | None) -> None:
+    def _replace(self, worker: ForkedWorker | None) -> None:
         self.replaced += 1
         self._drop(worker)
 
-    def _drop(self, worker: Worker | None) -> None:
+    def _drop(self, worker: ForkedWorker | None) -> None:
         if worker is not None and self._server is not None:
             self._server.kill(worker)
 
-    async def _fork(self) -> Worker:
+    async def _fork(self) -> ForkedWorker:
         """Fork a worker, from a new fork server if the last one has ended. Raises TextProcessesFailed."""
         try:
             return await (await self._server_now()).fork()

@@ -26,14 +26,14 @@ from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef, PreparedDevice
 from gpulease.client.integrations.kubernetes.kubernetes_objects import (
     DRIVER,
-    ClaimRefused,
-    ClaimWant,
     DeviceWant,
+    UnusableClaim,
+    WantedDevices,
     check_ref,
     device_name,
     parse_claim,
 )
-from gpulease.client.integrations.kubernetes.node_files import ClaimRecord, HeldLease, NodeFiles, boot_id, cdi_id
+from gpulease.client.integrations.kubernetes.node_files import HeldLease, NodeFiles, PreparedClaim, boot_id, cdi_id
 from gpulease.client.integrations.proved_end import REVOKED, free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Exclusivity, Opcode
@@ -72,7 +72,7 @@ _PARAMETERS: Final = (
 )
 
 
-class LeaseOver(GpuLeaseError):
+class LeaseRevokedByOperator(GpuLeaseError):
     """An operator revoked a prepared claim's lease. A restart of its pod must not acquire another one."""
 
     default_hint = "Delete the pod. The audit log says who revoked it, and why"
@@ -164,7 +164,7 @@ class ClaimLeases:
                 except (GpuLeaseError, OSError) as error:
                     self._on_message(f"claim {uid}: no new tokens: {error}")
 
-    def _renew_tokens(self, record: ClaimRecord) -> None:
+    def _renew_tokens(self, record: PreparedClaim) -> None:
         for number, lease in enumerate(record.leases):
             try:
                 self._give_token(record, number)
@@ -174,29 +174,29 @@ class ClaimLeases:
                 if self._report(lease)["state"] != "active":
                     self._files.drop_token(record.uid, number)
 
-    def _give_token(self, record: ClaimRecord, number: int) -> None:
+    def _give_token(self, record: PreparedClaim, number: int) -> None:
         lease_id = lease_id_of(record.leases[number].lease_id)
         # Valid only for the pod's user, which the audience identifies.
         request = issue_request(lease_id, _POD_PERMISSIONS, bytes.fromhex(record.audience), TOKEN_S, 0)
         given = ask(Opcode.CAPABILITY_ISSUE, request, self._address)
         self._files.write_token(record, number, base64.urlsafe_b64encode(given.token).decode())
 
-    def _give_tokens(self, record: ClaimRecord) -> None:
+    def _give_tokens(self, record: PreparedClaim) -> None:
         for number in range(len(record.leases)):
             self._give_token(record, number)
 
     # --- leases ---
 
-    def _acquire(self, ref: ClaimRef) -> ClaimRecord:
+    def _acquire(self, ref: ClaimRef) -> PreparedClaim:
         # Check everything that can be refused before the first lease: the claim, its cards, and its pods' user.
         want = parse_claim(self._reader.claim(ref), ref, DRIVER, self._node)
         # The scheduler knows cards by their device names, the daemon by their UUIDs.
         cards = {device_name(card["uuid"]): card for card in self._cards()}
         if missing := [device.device for device in want.devices if device.device not in cards]:
-            raise ClaimRefused(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice again")
+            raise UnusableClaim(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice again")
         # The user's audience on this node, which later tokens of the claim use, too.
         audience = audience_of_user(want.user, self._address, self._socket)
-        record = ClaimRecord(ref.uid, boot_id(), want.user, audience.hex())
+        record = PreparedClaim(ref.uid, boot_id(), want.user, audience.hex())
         try:
             # Step 1: a short lease for each device, each of them on the disk before the next is requested.
             for number, device in enumerate(want.devices):
@@ -225,7 +225,7 @@ class ClaimLeases:
         given = ask(Opcode.LEASE_ALLOC, wanted, self._address)
         return HeldLease(device.request, device.pool, device.device, device.share_id, str(LeaseId(given.lease_id)))
 
-    def _lengthen(self, record: ClaimRecord, want: ClaimWant) -> None:
+    def _lengthen(self, record: PreparedClaim, want: WantedDevices) -> None:
         # The claim's own `leaseSeconds` takes precedence over the driver's default.
         ttl_ms = milliseconds(want.lease_s or self._lease_s, "leaseSeconds", least_ms=1)
         for lease in record.leases:
@@ -237,7 +237,7 @@ class ClaimLeases:
     def _report(self, lease: HeldLease) -> dict[str, Any]:
         return report_of(lease_id_of(lease.lease_id), self._address)
 
-    def _is_whole(self, record: ClaimRecord) -> bool:
+    def _is_whole(self, record: PreparedClaim) -> bool:
         """Return whether all leases of a claim are active, so that it need not be prepared again. Raises LeaseOver.
 
         The kubelet prepares before it creates a pod's sandbox, so the containers that used an ended lease are gone.
@@ -249,10 +249,10 @@ class ClaimLeases:
         # Expired is replaced silently; revoked is an operator's decision, and must not be undone by a restart.
         for lease, report in zip(record.leases, reports, strict=True):
             if report["cause"] == REVOKED:
-                raise LeaseOver(f"an operator revoked the lease {lease.lease_id} of this claim")
+                raise LeaseRevokedByOperator(f"an operator revoked the lease {lease.lease_id} of this claim")
         return all(report["state"] == "active" for report in reports)
 
-    def _end(self, record: ClaimRecord) -> None:
+    def _end(self, record: PreparedClaim) -> None:
         """Free a record's leases, wait until every byte is proved free, then delete the record.
 
         Raises NotProvedFree.
@@ -302,7 +302,7 @@ def audience_of_user(user: int, address: str, socket: Path) -> bytes:
     except subprocess.TimeoutExpired:
         raise Disconnected(f"the node did not return user {user}'s audience") from None
     if done.returncode != 0 or not re.fullmatch("[0-9a-f]{64}\n", done.stdout):
-        raise ClaimRefused(
+        raise UnusableClaim(
             f"user {user} got no audience from the node: {done.stderr.strip()[-300:]}",
             "The user must be able to connect to the daemon's socket; the driver must be root, or that user",
         )

@@ -60,7 +60,7 @@ class PreparedDevice:
     share_id: str
 
 
-class Claims(Protocol):
+class DraDriver(Protocol):
     """The driver behind the services. Texts of its errors are shown in the pod's events."""
 
     def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
@@ -160,7 +160,7 @@ def dra_message(version: str, name: str) -> Any:
 class KubeletPlugin:
     """The two gRPC servers of a DRA driver: one for registration with the kubelet, one for its requests."""
 
-    def __init__(self, driver: str, claims: Claims, registry: Path, folder: Path, on_message: Callable[[str], None]):
+    def __init__(self, driver: str, claims: DraDriver, registry: Path, folder: Path, on_message: Callable[[str], None]):
         """Start both servers. The folders must exist. Raises OSError if another process listens at one of the sockets.
 
         Args:

@@ -57,7 +57,7 @@ _SCALE: Final = {
 }
 
 
-class ClaimRefused(GpuLeaseError):
+class UnusableClaim(GpuLeaseError):
     """A claim can't be prepared: its author must change it, or the operator must change the driver's permissions."""
 
     default_hint = "Compare the claim with client/integrations/kubernetes/README.md"
@@ -78,7 +78,7 @@ class DeviceWant:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimWant:
+class WantedDevices:
     """A claim's devices, the user of its pods, and the seconds of its leases; None means the default."""
 
     devices: tuple[DeviceWant, ...]
@@ -94,7 +94,7 @@ def check_ref(ref: ClaimRef) -> None:
         ("name", ref.name, _NAME),
     ):
         if len(text) > 253 or not form.fullmatch(text):
-            raise ClaimRefused(
+            raise UnusableClaim(
                 f"{text[:64]!r} is not a claim's {what}", "Only the kubelet, with names from Kubernetes, may call this"
             )
 
@@ -103,17 +103,17 @@ def parse_quantity(text: object) -> int:
     """Convert a Kubernetes quantity, such as "4Gi", to whole bytes, rounded up. Raises ClaimRefused."""
     found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
     if not found:
-        raise ClaimRefused(f"{str(text)[:64]!r} must be a quantity of bytes")
+        raise UnusableClaim(f"{str(text)[:64]!r} must be a quantity of bytes")
     # Decimal, because a float would round large sizes.
     number, suffix, exponent = found.groups()
     scale = _SCALE[suffix] if suffix else Decimal(10) ** int(exponent or 0)
     size = math.ceil(Decimal(number) * scale)
     if not 0 < size < 2**63:
-        raise ClaimRefused(f"{text} is not a size that a lease can have")
+        raise UnusableClaim(f"{text} is not a size that a lease can have")
     return size
 
 
-def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWant:
+def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> WantedDevices:
     """Parse the devices of this node that were allocated to a ResourceClaim. Raises ClaimRefused.
 
     Args:
@@ -125,7 +125,7 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWa
     # A claim that was deleted and created again has the same name, but not the uid that the kubelet prepared.
     uid = _at(claim, "metadata", "uid")
     if uid != ref.uid:
-        raise ClaimRefused(
+        raise UnusableClaim(
             f"the claim {ref.namespace}/{ref.name} has the uid {str(uid)[:64]}, not {ref.uid}",
             "It was deleted and made again: delete the pod, too",
         )
@@ -134,22 +134,22 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimWa
     # A claim may also have devices of other drivers.
     results = [one for one in _list(allocated, "results") if _at(one, "driver") == driver]
     if not 0 < len(results) <= MAX_DEVICES:
-        raise ClaimRefused(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
+        raise UnusableClaim(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
     # A pool is one node's cards, so another pool means that the claim was allocated on another node.
     if others := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
-        raise ClaimRefused(f"the claim's devices are of {', '.join(sorted(others))}; this node is {pool}")
+        raise UnusableClaim(f"the claim's devices are of {', '.join(sorted(others))}; this node is {pool}")
     # Parameters from the class and from the claim, in this order, so that the claim's override the class's.
     given: dict[str, Any] = {}
     for config in _list(allocated, "config"):
         if _at(config, "opaque", "driver") == driver:
             given |= _parameters(_at(config, "opaque", "parameters"))
-    return ClaimWant(tuple(map(_device, results)), *_checked(given))
+    return WantedDevices(tuple(map(_device, results)), *_checked(given))
 
 
 def _device(result: object) -> DeviceWant:
     texts = [_at(result, name) for name in ("request", "pool", "device")]
     if not all(isinstance(text, str) and text for text in texts):
-        raise ClaimRefused("a device of the claim lacks its request, pool or name")
+        raise UnusableClaim("a device of the claim lacks its request, pool or name")
     size = _at(result, "consumedCapacity", CAPACITY)
     share_id = _at(result, "shareID")
     request, pool, device = map(str, texts)
@@ -158,12 +158,12 @@ def _device(result: object) -> DeviceWant:
 
 def _parameters(found: object) -> dict[str, Any]:
     if _at(found, "apiVersion") != PARAMETERS_API or _at(found, "kind") != PARAMETERS_KIND:
-        raise ClaimRefused(f"the claim's parameters are not {PARAMETERS_API} {PARAMETERS_KIND}")
+        raise UnusableClaim(f"the claim's parameters are not {PARAMETERS_API} {PARAMETERS_KIND}")
     assert isinstance(found, dict)
     rest = {name: value for name, value in found.items() if name not in ("apiVersion", "kind")}
     # An unknown key may be a misspelt one, and its effect would silently be missing.
     if unknown := rest.keys() - {"user", "leaseSeconds"}:
-        raise ClaimRefused(
+        raise UnusableClaim(
             f"the claim's parameters contain unknown keys: {', '.join(sorted(map(repr, unknown)))[:200]}"
         )
     return rest
@@ -173,12 +173,12 @@ def _checked(given: Mapping[str, Any]) -> tuple[int, float | None]:
     user, lease_s = given.get("user"), given.get("leaseSeconds")
     # Root is refused: to the node, root is an operator.
     if not isinstance(user, int) or isinstance(user, bool) or not 0 < user <= MAX_USER:
-        raise ClaimRefused(
+        raise UnusableClaim(
             f"the claim's parameters say {user!r} for the user that its pods run as",
             "Say `user: 1000`, and runAsUser in the pod likewise; root can't be held apart from other root pods",
         )
     if lease_s is not None and (not isinstance(lease_s, int) or isinstance(lease_s, bool) or lease_s < 1):
-        raise ClaimRefused(f"leaseSeconds must be a number of seconds, not {lease_s!r}")
+        raise UnusableClaim(f"leaseSeconds must be a number of seconds, not {lease_s!r}")
     return user, lease_s
 
 
@@ -256,7 +256,7 @@ class ApiServer:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         if parts.scheme not in ("https", "http") or (parts.scheme == "http" and host not in ("127.0.0.1", "localhost")):
-            raise ClaimRefused(
+            raise UnusableClaim(
                 f"the API server must be https, not {url!r}", "Use http only for this host's `kubectl proxy`"
             )
         self._token_file = token_file
@@ -282,12 +282,12 @@ class ApiServer:
             # Bounded, because the server's reply is not trusted to be small.
             text = answer.read(MAX_CLAIM_BYTES + 1)
             if answer.status != 200 or len(text) > MAX_CLAIM_BYTES:
-                raise ClaimRefused(
+                raise UnusableClaim(
                     f"the API server answers {answer.status} for the claim {ref.namespace}/{ref.name}",
                     "403: the driver's account needs `get` on resourceclaims. 404: the claim is deleted",
                 )
             return json.loads(text)
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            raise ClaimRefused(f"the API server gives no claim: {error}", "The kubelet asks again") from None
+            raise UnusableClaim(f"the API server gives no claim: {error}", "The kubelet asks again") from None
         finally:
             connection.close()

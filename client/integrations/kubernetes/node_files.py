@@ -52,7 +52,7 @@ class HeldLease:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimRecord:
+class PreparedClaim:
     """The record of a claim that holds leases.
 
     Attributes:
@@ -93,14 +93,14 @@ class NodeFiles:
         """Return the uids of all claims that have a record, readable or not."""
         return sorted(path.stem for path in self._records.glob("*.json"))
 
-    def record(self, uid: str) -> ClaimRecord | None:
+    def record(self, uid: str) -> PreparedClaim | None:
         """Return a claim's record; None if it has none. Raises RecordUnreadable, OSError."""
         try:
             return self._read(self._records / f"{uid}.json")
         except FileNotFoundError:
             return None
 
-    def _read(self, path: Path) -> ClaimRecord:
+    def _read(self, path: Path) -> PreparedClaim:
         try:
             with path.open("rb") as file:
                 found = json.loads(file.read(MAX_RECORD_BYTES))
@@ -108,13 +108,13 @@ class NodeFiles:
             if found.pop("version") != _RECORD_VERSION or found["uid"] != path.stem:
                 raise ValueError("another version, or another claim's")
             # Unknown or missing members make this raise TypeError, which counts as unreadable.
-            record = ClaimRecord(**found | {"leases": tuple(HeldLease(**lease) for lease in found["leases"])})
+            record = PreparedClaim(**found | {"leases": tuple(HeldLease(**lease) for lease in found["leases"])})
             _check(record)
             return record
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordUnreadable(f"{path}: {error}") from None
 
-    def save(self, record: ClaimRecord) -> None:
+    def save(self, record: PreparedClaim) -> None:
         """Write a claim's record. It is on the disk when this returns."""
         text = json.dumps({"version": _RECORD_VERSION} | asdict(record))
         _replace(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=True)
@@ -130,7 +130,7 @@ class NodeFiles:
 
     # --- what pods get ---
 
-    def write_token(self, record: ClaimRecord, number: int, token: str) -> None:
+    def write_token(self, record: PreparedClaim, number: int, token: str) -> None:
         """Write the token of a claim's lease, readable only for the pod's user."""
         folder = self._tokens / record.uid
         folder.mkdir(mode=0o500, exist_ok=True)
@@ -143,7 +143,7 @@ class NodeFiles:
         """Delete the token of a lease that is over."""
         (self._tokens / uid / f"token-{number}").unlink(missing_ok=True)
 
-    def write_spec(self, record: ClaimRecord, daemon_socket: Path) -> None:
+    def write_spec(self, record: PreparedClaim, daemon_socket: Path) -> None:
         """Write a claim's CDI specification, which container runtimes read."""
         spec = cdi_spec(record, daemon_socket, self._tokens / record.uid)
         _replace(self._spec_path(record.uid), indented_json(spec).encode(), 0o644)
@@ -152,7 +152,7 @@ class NodeFiles:
         return self._cdi / f"gpulease-{uid}.json"
 
 
-def _check(record: ClaimRecord) -> None:
+def _check(record: PreparedClaim) -> None:
     """Raises ValueError or TypeError for a record that this driver can't have written, before its parts are used."""
     if type(record.user) is not int or not 0 < record.user <= MAX_USER or type(record.is_ready) is not bool:
         raise ValueError("its user is missing, or its readiness is")
@@ -176,7 +176,7 @@ def cdi_id(uid: str, number: int) -> str:
     return f"{CDI_KIND}={uid}-{number}"
 
 
-def cdi_spec(record: ClaimRecord, daemon_socket: Path, tokens: Path) -> dict[str, Any]:
+def cdi_spec(record: PreparedClaim, daemon_socket: Path, tokens: Path) -> dict[str, Any]:
     """Return the specification of what a container gets: the daemon's socket, its tokens and environment variables.
 
     It gets no device node of a GPU, with which it could bypass the daemon.

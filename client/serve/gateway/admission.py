@@ -13,7 +13,7 @@ RETRY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class GatewayBounds:
     """Limits of one gateway.
 
     Attributes:
@@ -33,7 +33,7 @@ class Bounds:
     keep_s: float = 86_400.0
 
 
-class Admission:
+class GatewayAdmission:
     """The places of one gateway, in one event loop.
 
     Attributes:
@@ -41,7 +41,7 @@ class Admission:
         in_flight: Requests being served.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: GatewayBounds) -> None:
         self._bounds = bounds
         # A semaphore wakes waiters in the order of their arrival.
         self._slots = asyncio.Semaphore(bounds.max_in_flight)

@@ -43,7 +43,7 @@ from gpulease.client.serve.gateway.inference import (
     outcome_to_response,
     response_to_outcome,
 )
-from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation, Unknown
+from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
 from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
@@ -244,9 +244,9 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
             case Reservation() as held:
                 return held
             # A recorded failure is raised here again, so that every repetition gets the same answer.
-            case Completed(outcome=outcome):
+            case OperationCompleted(outcome=outcome):
                 return outcome_to_response(request.request_id, outcome)
-            case Unknown():
+            case UnknownOutcome():
                 raise OutcomeUnknown(
                     f"{key}: an attempt ended after it may have been executed: the outcome is unknown, so it is not "
                     "retried"

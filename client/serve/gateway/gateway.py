@@ -61,7 +61,7 @@ from gpulease.client.http.application import (
 from gpulease.client.http.caller_text import text_for_callers
 from gpulease.client.http.problems import Problem, RequestRefused
 from gpulease.client.http.server_metrics import ServerMetrics
-from gpulease.client.serve.gateway.admission import Admission, Bounds
+from gpulease.client.serve.gateway.admission import GatewayAdmission, GatewayBounds
 from gpulease.client.serve.gateway.attempt import Authority, Effects, serve_inference_request
 from gpulease.client.serve.gateway.gateway_errors import (
     CapabilityRefused,
@@ -79,7 +79,7 @@ from gpulease.client.serve.gateway.settings import Model
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
 
 FORGET_EVERY_S: Final = 600.0
-"""Seconds between two removals of outcomes older than `Bounds.keep_s`."""
+"""Seconds between two removals of outcomes older than `GatewayBounds.keep_s`."""
 
 _log: Final = logging.getLogger("gpulease.gateway")
 
@@ -96,11 +96,11 @@ class Gateway:
         effects: MakeEffects,
         authority: Authority,
         store: ReplicatedIdempotencyStore,
-        bounds: Bounds,
+        bounds: GatewayBounds,
     ) -> None:
         self._models, self._effects, self._authority = models, effects, authority
         self._store, self._bounds = store, bounds
-        self._admission = Admission(bounds)
+        self._admission = GatewayAdmission(bounds)
         self._metrics = GatewayMetrics(self._admission)
         self._threads: anyio.CapacityLimiter | None = None
         # Requests being served here, by their ids; each event wakes repetitions of its request.
@@ -408,7 +408,7 @@ class GatewayMetrics(ServerMetrics):
     `model` is "" for requests that named no served model.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: GatewayAdmission) -> None:
         super().__init__()
         registry = self.registry
         name = "gpulease_gateway_"

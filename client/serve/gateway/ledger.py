@@ -101,7 +101,7 @@ def checked_outcome(outcome: bytes) -> bytes:
     return outcome
 
 
-class Phase(IntEnum):
+class OperationPhase(IntEnum):
     """The progress of an operation. Stores contain the numbers, so they must not change."""
 
     RESERVED = 1
@@ -111,7 +111,7 @@ class Phase(IntEnum):
     UNKNOWN = 5
 
 
-ENDED: Final = frozenset({Phase.RELEASED, Phase.COMPLETED, Phase.UNKNOWN})
+ENDED: Final = frozenset({OperationPhase.RELEASED, OperationPhase.COMPLETED, OperationPhase.UNKNOWN})
 """The phases in which no attempt is under way."""
 
 
@@ -145,7 +145,7 @@ class Entry:
     request_hash: bytes
     epoch: int
     claim_id: bytes
-    phase: Phase
+    phase: OperationPhase
     clock_id: str
     claim_until_s: float
     outcome: bytes = b""
@@ -170,7 +170,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
+class OperationCompleted:
     """The operation was executed, with this outcome."""
 
     epoch: int
@@ -178,13 +178,13 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownOutcome:
     """An attempt began the operation and died. It may have been executed, and is not executed again."""
 
     epoch: int
 
 
-ReserveResult: TypeAlias = Reservation | InFlight | Completed | Unknown
+ReserveResult: TypeAlias = Reservation | InFlight | OperationCompleted | UnknownOutcome
 
 
 def reserve(
@@ -194,46 +194,52 @@ def reserve(
     if entry is not None and entry.request_hash != request_hash:
         raise OperationConflict(f"{key} was used for another operation, with another model, input or output length")
     # This very call reserved it before, in a transaction with an outcome that the store did not learn.
-    if entry is not None and entry.claim_id == claim_id and entry.phase is Phase.RESERVED:
+    if entry is not None and entry.claim_id == claim_id and entry.phase is OperationPhase.RESERVED:
         return entry, Reservation(key, request_hash, entry.epoch, claim_id)
     # Done before: the outcome is the answer to every repetition.
-    if entry is not None and entry.phase is Phase.COMPLETED:
-        return entry, Completed(entry.epoch, entry.outcome)
+    if entry is not None and entry.phase is OperationPhase.COMPLETED:
+        return entry, OperationCompleted(entry.epoch, entry.outcome)
     # Given up for good: executing it now could be a second time.
-    if entry is not None and entry.phase is Phase.UNKNOWN:
-        return entry, Unknown(entry.epoch)
-    if entry is not None and entry.phase is not Phase.RELEASED:
+    if entry is not None and entry.phase is OperationPhase.UNKNOWN:
+        return entry, UnknownOutcome(entry.epoch)
+    if entry is not None and entry.phase is not OperationPhase.RELEASED:
         # RESERVED or STARTED. Times of another clock, such as before a reboot, count as expired.
         remaining_s = entry.claim_until_s - at.now_s if entry.clock_id == at.clock_id else 0.0
         # The other attempt counts as alive until its claim expires.
         if remaining_s > 0:
             return entry, InFlight(entry.epoch, remaining_s)
         # Its attempt died after the effect may have begun. The higher epoch also stops that attempt, if it only slept.
-        if entry.phase is Phase.STARTED:
-            return replace(entry, epoch=entry.epoch + 1, phase=Phase.UNKNOWN), Unknown(entry.epoch + 1)
+        if entry.phase is OperationPhase.STARTED:
+            return replace(entry, epoch=entry.epoch + 1, phase=OperationPhase.UNKNOWN), UnknownOutcome(entry.epoch + 1)
     # New, released, or abandoned before its effect: this attempt takes it.
     epoch = 1 if entry is None else entry.epoch + 1
-    made = Entry(request_hash, epoch, claim_id, Phase.RESERVED, at.clock_id, at.now_s + claim_ttl_s)
+    made = Entry(request_hash, epoch, claim_id, OperationPhase.RESERVED, at.clock_id, at.now_s + claim_ttl_s)
     return made, Reservation(key, request_hash, epoch, claim_id)
 
 
 def start(entry: Entry | None, held: Reservation) -> Entry:
     """Return the entry of an effect that is about to begin. Raises StaleEpoch."""
-    return _advanced(entry, held, Phase.STARTED, (Phase.RESERVED,))
+    return _advanced(entry, held, OperationPhase.STARTED, (OperationPhase.RESERVED,))
 
 
 def complete(entry: Entry | None, held: Reservation, outcome: bytes) -> Entry:
     """Return the entry of an effect that ended with this outcome. Raises StaleEpoch."""
-    return replace(_advanced(entry, held, Phase.COMPLETED, (Phase.STARTED,), outcome), outcome=outcome)
+    return replace(
+        _advanced(entry, held, OperationPhase.COMPLETED, (OperationPhase.STARTED,), outcome), outcome=outcome
+    )
 
 
 def release(entry: Entry | None, held: Reservation) -> Entry:
     """Return the entry of an attempt that began nothing, so that another may try. Raises StaleEpoch."""
-    return _advanced(entry, held, Phase.RELEASED, (Phase.RESERVED,))
+    return _advanced(entry, held, OperationPhase.RELEASED, (OperationPhase.RESERVED,))
 
 
 def _advanced(
-    entry: Entry | None, held: Reservation, to: Phase, from_phases: tuple[Phase, ...], outcome: bytes = b""
+    entry: Entry | None,
+    held: Reservation,
+    to: OperationPhase,
+    from_phases: tuple[OperationPhase, ...],
+    outcome: bytes = b"",
 ) -> Entry:
     # Only the attempt with the current epoch may advance the entry.
     is_held = entry is not None and (entry.epoch, entry.claim_id) == (held.epoch, held.claim_id)

@@ -35,7 +35,14 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from gpulease.client.serve.gateway import ledger
 from gpulease.client.serve.gateway.gateway_errors import StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Entry, Moment, Phase, Reservation, ReserveResult, checked_outcome
+from gpulease.client.serve.gateway.ledger import (
+    Entry,
+    Moment,
+    OperationPhase,
+    Reservation,
+    ReserveResult,
+    checked_outcome,
+)
 from gpulease.protocol.back_off import back_off_s
 
 WatchedConnection = TypeVar("WatchedConnection", bound=Hashable)
@@ -416,7 +423,7 @@ def _columns(entry: Entry) -> tuple[Any, ...]:
 
 def _load(connection: Connection, key: str) -> Entry | None:
     row = connection.execute(_SELECT, (key,)).fetchone()
-    return None if row is None else Entry(row[0], row[1], row[2], Phase(row[3]), "", row[4], row[5])
+    return None if row is None else Entry(row[0], row[1], row[2], OperationPhase(row[3]), "", row[4], row[5])
 
 
 def _save(connection: Connection, key: str, before: Entry | None, after: Entry | None, now_s: float) -> None:

@@ -23,7 +23,14 @@ from typing import Any, Final, TypeVar
 
 from gpulease.client.serve.gateway import ledger
 from gpulease.client.serve.gateway.gateway_errors import GatewayError, StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Entry, Moment, Phase, Reservation, ReserveResult, checked_outcome
+from gpulease.client.serve.gateway.ledger import (
+    Entry,
+    Moment,
+    OperationPhase,
+    Reservation,
+    ReserveResult,
+    checked_outcome,
+)
 
 T = TypeVar("T")
 _Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
@@ -240,7 +247,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _load(connection: sqlite3.Connection, key: str) -> Entry | None:
     row = connection.execute(_SELECT, (key,)).fetchone()
-    return None if row is None else Entry(row[0], row[1], row[2], Phase(row[3]), row[4], row[5], row[6])
+    return None if row is None else Entry(row[0], row[1], row[2], OperationPhase(row[3]), row[4], row[5], row[6])
 
 
 def _unavailable(path: Path, error: Exception) -> StoreUnavailable:

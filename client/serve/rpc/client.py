@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.serve.rpc.server import Answer
-from gpulease.client.serve.rpc.shared import LOOKING_IS_ORDERED, SharedCall
+from gpulease.client.serve.rpc.shared import LOOKING_IS_ORDERED, MappedCall
 from gpulease.client.texts import utf8
 from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.address import UnixAddress, parse_address
@@ -275,7 +275,7 @@ class _NotReceived(Exception):
 class _Connection:
     """A connection to the server, with the memory that it shares with this caller."""
 
-    def __init__(self, sock: socket.socket, shared: SharedCall) -> None:
+    def __init__(self, sock: socket.socket, shared: MappedCall) -> None:
         self._sock, self._shared = sock, shared
         self._bell = select.poll()
         self._bell.register(sock, select.POLLIN)
@@ -367,7 +367,7 @@ def _connected(path: str, until: float) -> _Connection:
         raise
 
 
-def _greeted(sock: socket.socket) -> SharedCall:
+def _greeted(sock: socket.socket) -> MappedCall:
     """Receive the greeting, and map the memory that comes with it. Raises OSError or ValueError."""
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
     # The greeting and the descriptor of the shared memory come in one message.
@@ -377,7 +377,7 @@ def _greeted(sock: socket.socket) -> SharedCall:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
     if len(descriptors) == 1 and is_greeting(data):
-        return SharedCall(descriptors[0])
+        return MappedCall(descriptors[0])
     # Not a greeting: close whatever came with it, so that no descriptor leaks.
     for fd in descriptors:
         os.close(fd)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from gpulease.client.http.unix_path import keep_path
-from gpulease.client.serve.rpc.shared import SharedCall
+from gpulease.client.serve.rpc.shared import MappedCall
 from gpulease.protocol.rpc import (
     DESCRIBE,
     MAX_PAYLOAD_BYTES,
@@ -168,7 +168,7 @@ class _Caller:
         self._call: asyncio.Future[Outcome] | None = None
         self._false_bells = 0
         self._is_closed = False
-        self._shared, fd = SharedCall.make()
+        self._shared, fd = MappedCall.make()
         try:
             sock.setblocking(False)
             # The greeting carries the descriptor of the shared memory. This process keeps only its mapping.

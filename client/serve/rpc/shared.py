@@ -38,7 +38,7 @@ LOOKING_IS_ORDERED: Final = platform.machine() == "x86_64"
 """Whether a change that is seen by polling, without the bell, is reliable; see `protocol.rpc`."""
 
 
-class Region:
+class CallRegion:
     """The region of a request or of a reply within the shared memory."""
 
     def __init__(self, memory: memoryview, at: int) -> None:
@@ -78,7 +78,7 @@ class Region:
         self._memory.release()
 
 
-class SharedCall:
+class MappedCall:
     """The mapped memory of one connection.
 
     Attributes:
@@ -97,7 +97,7 @@ class SharedCall:
             os.close(fd)
         # Slices keep the map alive; the whole view is not needed after that.
         memory = memoryview(self._map)
-        self.request, self.reply = Region(memory, REQUEST_AT), Region(memory, REPLY_AT)
+        self.request, self.reply = CallRegion(memory, REQUEST_AT), CallRegion(memory, REPLY_AT)
         self._time_left = memory[TIME_LEFT_AT : TIME_LEFT_AT + TIME_LEFT_BYTES]
         memory.release()
 

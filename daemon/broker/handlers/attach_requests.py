@@ -247,7 +247,7 @@ class AttachHandler:
 
         def pass_on(fd: int, rest: bytes) -> bool:
             # Everything that the worker needs to continue as if it had read the request itself.
-            message = messages.Attach(
+            message = messages.AttachOrder(
                 request.request_id,
                 rest,
                 wanted.ring,

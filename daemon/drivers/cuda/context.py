@@ -27,16 +27,16 @@ from gpulease.daemon.drivers.cuda.memory import (
     block_bytes,
 )
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_if_shown, take_once_given
-from gpulease.daemon.drivers.cuda.region_pages import Regions
-from gpulease.daemon.drivers.cuda.streams import Markers, Streams, StreamTicket, TimedEvent, streams_bytes
+from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
+from gpulease.daemon.drivers.cuda.streams import CudaStreams, Markers, StreamTicket, TimedEvent, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     AdmitGraph,
     Dim3,
     DriverError,
-    Event,
+    DriverEvent,
+    DriverLaunchAttributes,
     KernelFault,
-    LaunchAttributes,
     LaunchRejected,
     NativeLaunch,
     Poll,
@@ -91,8 +91,8 @@ class CudaContext:
         self.compiled = Compiled() if compiled is None else compiled
         # Records of what the driver gave this context.
         self._blocks = Blocks()
-        self._regions = Regions(api, self.failure, self._await)
-        self._streams = Streams(stream)
+        self._regions = CudaRegions(api, self.failure, self._await)
+        self._streams = CudaStreams(stream)
         # The selected stream, looked up only when the selection changes, not for each launch.
         self._stream = self._streams[0]
         # Only stream 0 exists.
@@ -397,12 +397,12 @@ class CudaContext:
         self._mark(stream)
         return event
 
-    def event_wait(self, events: Sequence[Event], poll: Poll = keep_waiting) -> None:
+    def event_wait(self, events: Sequence[DriverEvent], poll: Poll = keep_waiting) -> None:
         """Wait for one after another; after a fault all are done, and `elapsed_ns` finds it."""
         for event in events:
             self._await(event.is_done, poll)
 
-    def elapsed_ns(self, start: Event, end: Event) -> int:
+    def elapsed_ns(self, start: DriverEvent, end: DriverEvent) -> int:
         """Query the driver, with a resolution of half a microsecond (cuEventElapsedTime)."""
         if not isinstance(start, TimedEvent) or not isinstance(end, TimedEvent):
             raise DriverError("these events belong to another driver")
@@ -521,7 +521,7 @@ class CudaContext:
         shared_bytes: int,
         params: bytes,
         tag: int,
-        attributes: LaunchAttributes,
+        attributes: DriverLaunchAttributes,
     ) -> None:
         if kernel.is_cooperative and not attributes.is_cooperative:
             raise cooperative_refused(kernel.name)

@@ -13,7 +13,7 @@ from gpulease.daemon.drivers.cuda.context import CudaContext
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.launch_code import launching_code
 from gpulease.daemon.drivers.interface import Context, DriverError, Opening
-from gpulease.daemon.sandbox.measures import Needs
+from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
 """The operator's setting for the driver's cache of compiled code (CUDA C++ Programming Guide, "CUDA Environment
@@ -43,10 +43,10 @@ _PCI: Final = Path("/sys/bus/pci/devices")
 _LIBRARY_NAMES: Final = ("libcuda*.so*", "libnvidia*.so*")
 
 
-def paths_of_driver() -> Needs:
+def paths_of_driver() -> SandboxNeeds:
     """Return the paths and devices that libcuda opens; libcuda must be mapped into this process."""
     cache = os.environ.get(CACHE_VARIABLE)
-    return Needs(
+    return SandboxNeeds(
         # A card's worker also reads the driver's files. A cache would let one tenant's code reach another: optional.
         readable=(*map(Path, _FILES), *_libraries(), *_cards()),
         devices=tuple(_devices()),
@@ -101,7 +101,7 @@ class CudaDriver:
         # Compiled here once, and shared by all forked workers.
         launching_code()
 
-    def needs(self) -> Needs:
+    def needs(self) -> SandboxNeeds:
         """Return the driver's devices, libraries and files; none is writable unless the operator named a cache."""
         return paths_of_driver()
 

@@ -105,7 +105,7 @@ class GraphContext(Protocol):
 
 
 class CudaGraph:
-    """A `gpulease.daemon.drivers.interface.Graph` on a CUDA card."""
+    """A `gpulease.daemon.drivers.interface.DriverGraph` on a CUDA card."""
 
     def __init__(self, context: GraphContext, steps: Sequence[Step]) -> None:
         """Raise LaunchRejected for a launch that the driver refuses, or DriverError."""

@@ -17,7 +17,7 @@ from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.cubin_footprint import Weight, weigh
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
-from gpulease.daemon.drivers.cuda.launch_code import SharedMemory
+from gpulease.daemon.drivers.cuda.launch_code import DynamicSharedMemory
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
 from gpulease.daemon.drivers.interface import (
     Admit,
@@ -56,7 +56,7 @@ class CudaKernel:
     max_threads_per_block: int
     kept_bytes: int
     function: int
-    shared: SharedMemory
+    shared: DynamicSharedMemory
     is_cooperative: bool = False
 
     def figures(self) -> Figures:
@@ -166,7 +166,7 @@ def _kernel(
         _attribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK),
         local.kept_by(_attribute(function, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)),
         int(function),
-        SharedMemory(
+        DynamicSharedMemory(
             _attribute(function, attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES),
             _most_shared_bytes(),
             partial(_opt_in, function),

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.interface import Dim3, LaunchAttributes, LaunchRejected
+from gpulease.daemon.drivers.interface import Dim3, DriverLaunchAttributes, LaunchRejected
 
 _ATTRIBUTE: Final = api.CUlaunchAttributeID
 _PARAM_BUFFER_POINTER: Final = 1
@@ -22,7 +22,7 @@ def launch_with(
     block: Dim3,
     shared_bytes: int,
     params: bytes,
-    attributes: LaunchAttributes,
+    attributes: DriverLaunchAttributes,
 ) -> int:
     """Queue a launch in the current context; return the CUresult, 0 if it was queued."""
     config = _config(stream, grid, block, shared_bytes, attributes)
@@ -36,7 +36,7 @@ def launch_with(
     return int(result)
 
 
-def _config(stream: int, grid: Dim3, block: Dim3, shared_bytes: int, attributes: LaunchAttributes) -> Any:
+def _config(stream: int, grid: Dim3, block: Dim3, shared_bytes: int, attributes: DriverLaunchAttributes) -> Any:
     config = api.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
@@ -60,7 +60,7 @@ def _config(stream: int, grid: Dim3, block: Dim3, shared_bytes: int, attributes:
 
 
 def attributes_refused(
-    kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, attributes: LaunchAttributes, result: int
+    kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, attributes: DriverLaunchAttributes, result: int
 ) -> LaunchRejected | None:
     """Return the error of a launch that the driver refused for its attributes; None if these were not the reason."""
     # Cooperative: the grid is larger than the card can hold at once.
@@ -95,6 +95,6 @@ def _most_at_once(kernel: Any, block: Dim3, shared_bytes: int) -> int:
 
 def _largest_cluster(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> int:
     # The query takes the launch without its cluster.
-    config = _config(0, grid, block, shared_bytes, LaunchAttributes(is_cooperative=False, cluster=None))
+    config = _config(0, grid, block, shared_bytes, DriverLaunchAttributes(is_cooperative=False, cluster=None))
     result, most = api.cuOccupancyMaxPotentialClusterSize(api.CUfunction(kernel.function), config)
     return 0 if int(result) else int(most)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from gpulease.daemon.drivers import cuda
 from gpulease.daemon.drivers.interface import (
     Dim3,
-    Kernel,
+    DriverKernel,
     KernelStep,
     LaunchRejected,
     NativeChain,
@@ -82,7 +82,7 @@ class LaunchRecord(ctypes.Structure):
     )
 
 
-class SharedMemory:
+class DynamicSharedMemory:
     """Dynamic shared memory that launches of one function may request.
 
     Most functions never need more than the default, so a function opts in when a launch first requests more.
@@ -176,7 +176,7 @@ class Launcher:
 
     def native(
         self,
-        launched: Callable[[Kernel], None],
+        launched: Callable[[DriverKernel], None],
         spin_ns: int,
         chain: Callable[[Sequence[KernelStep]], NativeChain] | None,
     ) -> NativeLaunch:

@@ -49,7 +49,7 @@ class _Region:
     is_ended: bool = False
 
 
-class Regions:
+class CudaRegions:
     """The regions of one context, which has the same methods (drivers/interface.py).
 
     Args:

@@ -1,8 +1,8 @@
 """A context's streams and the order between them, and events that show how much of each has ended.
 
 Streams. Each is made not to synchronise with the driver's own default stream (CUDA driver API, cuStreamCreate,
-CU_STREAM_NON_BLOCKING). So streams have no order but their own and what `Streams` adds. A destroyed stream is kept for
-the next one that is requested. What it still holds then runs before the new user's work, which no rule forbids, and
+CU_STREAM_NON_BLOCKING). So streams have no order but their own and what `CudaStreams` adds. A destroyed stream is kept
+for the next one that is requested. What it still holds then runs before the new user's work, which no rule forbids, and
 every wait covers it.
 
 Markers. An event after each operation in a stream shows without a wait how much has ended (CUDA driver API,
@@ -63,7 +63,7 @@ class TimedEvent(StreamTicket):
         self.event = event
 
 
-class Streams:
+class CudaStreams:
     """A context's streams by their numbers; stream 0 always exists.
 
     Attributes:

@@ -16,10 +16,10 @@ from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import SeenNode
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     Get,
     KeyValue,
     Transaction,
+    TransactionAnswer,
     WatchBatch,
     WatchEnded,
 )
@@ -262,7 +262,7 @@ class FleetWatch:
         while True:
             # Step 1: read all records at one revision.
             answer = await self._client.do(Transaction(reads=FLEET_READS))
-            if not isinstance(answer, Answer):
+            if not isinstance(answer, TransactionAnswer):
                 self._why = answer.reason
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -300,7 +300,7 @@ class FleetWatch:
         while True:
             asked_s = self._clock()
             answer = await self._client.do(Transaction(reads=(Get(GENERATION),)))
-            if isinstance(answer, Answer):
+            if isinstance(answer, TransactionAnswer):
                 # The time of asking, not of the answer: the view is at least as fresh as that.
                 self._confirmed_s = asked_s
             else:

@@ -27,17 +27,17 @@ from gpulease.daemon.fleet.etcd import etcd_messages as messages
 from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, certificate_files, read_certificates
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     Compacted,
     CreateRevisionIs,
     Get,
     KeyValue,
     Outcome,
     Put,
-    Rejected,
     Removed,
     StoreSize,
     Transaction,
+    TransactionAnswer,
+    TransactionRejected,
     Unknown,
     WatchBatch,
     WatchRefused,
@@ -96,7 +96,7 @@ SIZES_LIMIT_S: Final = 1.0
 _END: Final[object] = getattr(grpc.aio, "EOF")  # noqa: B009 - its types lack it
 _NO_LEADER: Final = "etcdserver: no leader"
 _NO_SPACE: Final = "etcdserver: mvcc: database space exceeded"
-_WITHOUT_SPACE: Final = Rejected("etcd has no space left")
+_WITHOUT_SPACE: Final = TransactionRejected("etcd has no space left")
 """The outcome of a write that etcd refused for lack of space, although it may have been done."""
 
 _REFUSALS: Final = {
@@ -228,7 +228,7 @@ class EtcdClient:
             return await self._read(transaction.reads)
         request = _request(transaction)
         if (size_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
-            return Rejected(f"the request has {size_bytes} bytes; at most {MAX_REQUEST_BYTES} are sent")
+            return TransactionRejected(f"the request has {size_bytes} bytes; at most {MAX_REQUEST_BYTES} are sent")
         # Compare and write in one request. If etcd reports lack of space, find out whether it wrote.
         outcome = await self._attempt(
             lambda member, limit_s: self._ask(member, transaction, request, limit_s), is_read=not transaction.writes
@@ -238,10 +238,10 @@ class EtcdClient:
     async def compact(self, revision: int) -> Outcome:
         """Remove the history before a revision. Rejected: it is gone, in the future, or this user may not compact."""
 
-        async def ask(member: _Member, limit_s: float) -> Answer:
+        async def ask(member: _Member, limit_s: float) -> TransactionAnswer:
             request = messages.CompactionRequest(revision=revision)
             reply = await member.calls.compact(request, timeout=limit_s, metadata=_LEADER_NEEDED)
-            return Answer(True, reply.header.revision, cluster_id=reply.header.cluster_id)
+            return TransactionAnswer(True, reply.header.revision, cluster_id=reply.header.cluster_id)
 
         return await self._attempt(ask, is_read=False)
 
@@ -353,7 +353,7 @@ class EtcdClient:
 
     async def _attempt(
         self, ask: Callable[[_Member, float], Awaitable[_Reply]], *, is_read: bool
-    ) -> _Reply | Unknown | Rejected:
+    ) -> _Reply | Unknown | TransactionRejected:
         """Ask members within the settings' time until one answers. A write stops once a member may have done it."""
         until = asyncio.get_running_loop().time() + self._settings.timeout_s
         # Members that failed this attempt are unfit for it; the loop ends with the time or with the last member.
@@ -371,7 +371,7 @@ class EtcdClient:
                     return _WITHOUT_SPACE
                 # etcd answered and wrote nothing: another member would refuse, too.
                 if _is_refusal(error):
-                    return Rejected(why)
+                    return TransactionRejected(why)
                 self._prefer_another(member)
                 # A write goes to a second member only after this one error, which etcd raises before it looks at the
                 # write.
@@ -380,14 +380,14 @@ class EtcdClient:
                 unfit.append(member)
         return Unknown(why or await self._why_none())
 
-    async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> Answer:
+    async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> TransactionAnswer:
         reply = await member.calls.txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
         # The responses are in the order of the operations: the writes come first, if the comparisons held (see
         # _request).
         written = len(transaction.writes) if reply.succeeded else 0
         ranges = [each.response_range for each in reply.responses[written:]]
         found, counts = tuple(_key_values(each.kvs) for each in ranges), tuple(each.count for each in ranges)
-        return Answer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id, counts)
+        return TransactionAnswer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id, counts)
 
     async def _read(self, reads: Sequence[Get]) -> Outcome:
         """Read keys at one revision, with Range: an etcd without space refuses even read-only transactions."""
@@ -403,26 +403,26 @@ class EtcdClient:
                 request.revision = revision
                 # Each page may come from another member: the revision makes them one snapshot.
                 page = await self._attempt(partial(_read_page, request), is_read=True)
-                if isinstance(page, Unknown | Rejected):
+                if isinstance(page, Unknown | TransactionRejected):
                     return page
                 if not kvs:
                     counts.append(page.count)
                 kvs += _key_values(page.kvs)
                 size_bytes += page.ByteSize()
                 if size_bytes > MAX_READ_BYTES:
-                    return Rejected(f"what is read has more than {MAX_READ_BYTES} bytes")
+                    return TransactionRejected(f"what is read has more than {MAX_READ_BYTES} bytes")
                 revision, cluster_id = revision or page.header.revision, page.header.cluster_id
                 is_last = not page.more
                 if not is_last:
                     # Continue with the key directly after the page's last one.
                     request.key = kvs[-1].key + b"\0"
             found.append(tuple(kvs))
-        return Answer(True, revision, tuple(found), cluster_id, tuple(counts))
+        return TransactionAnswer(True, revision, tuple(found), cluster_id, tuple(counts))
 
     async def _after_no_space(self, transaction: Transaction) -> Outcome:
         """Distinguish a write that lack of space prevented from one that was done anyway."""
         read = await self.do(Transaction(reads=tuple(Get(write.key) for write in transaction.writes)))
-        if not isinstance(read, Answer):
+        if not isinstance(read, TransactionAnswer):
             return Unknown("etcd says that no space is left, and the keys can't be read back")
         # A key with the written value, or without one after a deletion, may be the work of this write.
         for write, found in zip(transaction.writes, read.found, strict=True):
@@ -430,7 +430,9 @@ class EtcdClient:
             if value == (write.value if isinstance(write, Put) else None):
                 return Unknown("etcd says that no space is left, and the write may be done all the same")
         # No key has what was written, so the transaction was not done.
-        return Rejected("etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm")
+        return TransactionRejected(
+            "etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm"
+        )
 
     async def _watch_once(self, member: _Member, prefix: bytes, revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yield a watch's batches from one stream. Raises AioRpcError, Compacted and WatchRefused."""

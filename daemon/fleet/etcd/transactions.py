@@ -71,7 +71,7 @@ class Transaction:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TransactionAnswer:
     """The answer to a transaction, which a majority of etcd's members agreed on.
 
     Attributes:
@@ -97,13 +97,13 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class TransactionRejected:
     """etcd refused the transaction and did none of it: it is out of space, or this user may not write there."""
 
     reason: str
 
 
-Outcome = Answer | Unknown | Rejected
+Outcome = TransactionAnswer | Unknown | TransactionRejected
 
 
 class StoreSize(NamedTuple):

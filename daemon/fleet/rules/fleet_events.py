@@ -83,7 +83,7 @@ class FleetIdentity(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark(Message):
+class DaemonMark(Message):
     """Distinguishes records that this daemon wrote under its node's id from those of every other daemon.
 
     The daemon's journal has the mark before the heartbeat is sent. So a daemon that finds a record beyond its mark has
@@ -111,7 +111,7 @@ class Mark(Message):
 DEFAULT_TERMS: Final = FleetTerms()
 NO_IDENTITY: Final = FleetIdentity()
 """A node that has never joined a store."""
-NO_MARK: Final = Mark()
+NO_MARK: Final = DaemonMark()
 """A daemon that has never sent a heartbeat."""
 
 
@@ -165,7 +165,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class TimerFired:
+class FleetTimerFired:
     """The last timer is due. An early, late or repeated one does no harm."""
 
 
@@ -306,7 +306,7 @@ class Stopping(Message):
 
 Event = (
     Started
-    | TimerFired
+    | FleetTimerFired
     | Answered
     | LiveClaims
     | MarkKept
@@ -341,7 +341,7 @@ class Compact:
 
 
 @dataclass(frozen=True, slots=True)
-class ArmTimer:
+class ArmFleetTimer:
     """Send TimerFired at this time. The last order replaces earlier ones."""
 
     due_ns: int
@@ -357,7 +357,7 @@ class Joined(Message):
     OP: ClassVar[str] = "joined"
     identity: Annotated[FleetIdentity, nested(FleetIdentity)]
     incarnation: Number
-    mark: Annotated[Mark, nested(Mark)]
+    mark: Annotated[DaemonMark, nested(DaemonMark)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +373,7 @@ class KeepMark(Message):
     """Store the mark for the next process, and send MarkKept once it is durable."""
 
     OP: ClassVar[str] = "mark"
-    mark: Annotated[Mark, nested(Mark)]
+    mark: Annotated[DaemonMark, nested(DaemonMark)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,7 +510,7 @@ class RecordsUnreadable(Message):
 Effect = (
     Ask
     | Compact
-    | ArmTimer
+    | ArmFleetTimer
     | Joined
     | Remembered
     | KeepMark

@@ -31,15 +31,15 @@ from traceback import extract_tb
 from typing import Final, NamedTuple
 
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     CreateRevisionIs,
     Get,
     KeyValue,
     ModRevisionIs,
     Outcome,
     Put,
-    Rejected,
     Transaction,
+    TransactionAnswer,
+    TransactionRejected,
     Unknown,
 )
 from gpulease.daemon.fleet.records.fleet_records import (
@@ -65,19 +65,20 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     NO_IDENTITY,
     NO_MARK,
     Answered,
-    ArmTimer,
+    ArmFleetTimer,
     ClaimDropped,
     ClaimEnded,
     ClaimWanted,
+    DaemonMark,
     Effect,
     EndClaimed,
     Event,
     FleetIdentity,
     FleetTerms,
+    FleetTimerFired,
     Joined,
     KeepMark,
     LiveClaims,
-    Mark,
     MarkKept,
     MoveHorizon,
     Note,
@@ -92,7 +93,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Started,
     Stopped,
     Stopping,
-    TimerFired,
     Why,
 )
 from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership, node_removal
@@ -138,7 +138,7 @@ _FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, 
 """Ends of a membership after which this daemon's knowledge of its claims may concern another daemon, or another
 store."""
 
-OnAnswer = Callable[[Answer, int, int], None]
+OnAnswer = Callable[[TransactionAnswer, int, int], None]
 """Takes an answer, its sending time, and the time now."""
 
 
@@ -166,7 +166,7 @@ class Member:
         terms: FleetTerms = DEFAULT_TERMS,
         incarnation: int = 0,
         identity: FleetIdentity = NO_IDENTITY,
-        mark: Mark = NO_MARK,
+        mark: DaemonMark = NO_MARK,
         *,
         instance: str,
         history_s: int = HISTORY_S,
@@ -228,7 +228,7 @@ class Member:
         match event:
             case Started():
                 self._has_started = True
-            case TimerFired():
+            case FleetTimerFired():
                 self._armed_ns = None
             case Answered():
                 self._answered(event, now_ns)
@@ -295,7 +295,7 @@ class Member:
         dues += [due for due in (self._claims.due_ns(now_ns), self._quotas.due_ns(now_ns)) if due is not None]
         if dues and min(dues) != self._armed_ns:
             self._armed_ns = min(dues)
-            self._membership.effects.append(ArmTimer(self._armed_ns))
+            self._membership.effects.append(ArmFleetTimer(self._armed_ns))
 
     # --- the store ---
 
@@ -306,7 +306,7 @@ class Member:
         if asked is None:
             return
         outcome = answered.outcome
-        if isinstance(outcome, Answer) and self._phase is _Phase.MEMBER:
+        if isinstance(outcome, TransactionAnswer) and self._phase is _Phase.MEMBER:
             if text := self._difference(outcome, asked.floor):
                 self._lose_store(text, outcome)
                 outcome = Unknown(text)
@@ -322,13 +322,13 @@ class Member:
             self._note(Note.FAULT, text)
             asked.on_outcome(Unknown(text), asked.asked_ns, now_ns)
 
-    def _difference(self, answer: Answer, floor: int) -> str:
+    def _difference(self, answer: TransactionAnswer, floor: int) -> str:
         """Return why an answer came from a store other than the joined one; "" if it did not."""
         if self._identity.cluster_id not in (0, answer.cluster_id):
             return f"etcd is cluster {answer.cluster_id:x}, and was {self._identity.cluster_id:x}"
         return f"etcd is at revision {answer.revision}, and was at {floor}" if answer.revision < floor else ""
 
-    def _lose_store(self, text: str, answer: Answer, due_ns: int = 0) -> None:
+    def _lose_store(self, text: str, answer: TransactionAnswer, due_ns: int = 0) -> None:
         """Lose the membership of a store that is not the joined one, or that is an earlier state of it.
 
         An earlier state looks like the joined store again once its revisions have risen. So the identity remembers that
@@ -339,7 +339,9 @@ class Member:
             self._membership.effects.append(Remembered(self._identity))
         self._lose(Reason.RESTORED, text, due_ns)
 
-    def _is_accepted(self, answer: Answer, generation: KeyValue | None, horizon: KeyValue | None, now_ns: int) -> bool:
+    def _is_accepted(
+        self, answer: TransactionAnswer, generation: KeyValue | None, horizon: KeyValue | None, now_ns: int
+    ) -> bool:
         """Return whether this node may join the store. If the store is new to this node, remember it."""
         known = self._identity.generation
         # A new store, or a lost one: create the key only after all leases of a lost store are over.
@@ -420,7 +422,7 @@ class Member:
     def _read_store(self, now_ns: int) -> None:
         self._ask(now_ns, Transaction(reads=(*self._reads, Get(EPOCHS))), self._store_read)
 
-    def _store_read(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+    def _store_read(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
         """Continue the earlier membership, or delete its record, or join."""
         # The same snapshot holds the record, the generation and the horizon, so that they can be compared in the join.
         record, generation, horizon = _own_and_fleet(answer)
@@ -461,7 +463,7 @@ class Member:
                 ModRevisionIs(HORIZON, _revision(horizon)),
                 ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
-            self._mark = Mark(self._mark.beat + 1, self._membership.instance)
+            self._mark = DaemonMark(self._mark.beat + 1, self._membership.instance)
             # The join also leaves a trace under one key of the fleet, which shows a restored backup to everyone.
             joined = Put(JOINED, self._membership.node_id.encode())
             writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
@@ -471,7 +473,7 @@ class Member:
                 writes += (write,) if now_ns >= due_ns else ()
             self._ask(now_ns, Transaction(compares, writes, (Get(EPOCHS),)), self._created)
 
-    def _created(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+    def _created(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
         is_joined = answer.succeeded and not self._difference(answer, self._membership.revision)
         if is_joined and self._take_epochs(answer.found[0], answer.revision):
             self._join(answer.revision, answer.revision, asked_ns, now_ns)
@@ -501,7 +503,7 @@ class Member:
             self._note(Note.REFUSED, text)
         return now_ns >= stranger.since_ns + membership.silence_ns
 
-    def _again(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+    def _again(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
         self._due_ns = now_ns
 
     def _join(self, incarnation: int, mod_revision: int, asked_ns: int, now_ns: int) -> None:
@@ -522,7 +524,7 @@ class Member:
         self._written = None
         self._attempts.clear()
         self._stranger = None
-        self._mark = Mark(self._mark.beat, self._membership.instance, entered)
+        self._mark = DaemonMark(self._mark.beat, self._membership.instance, entered)
         self._awaits_mark = False
         self._joined_revision = 0
         self._remembered_ns = now_ns
@@ -551,14 +553,14 @@ class Member:
         reads = (*self._reads, held, self._clocks.read(), Get(EPOCHS), Get(JOINED), self._history.read())
         compare = ModRevisionIs(self._key, self._membership.mod_revision)
 
-        def on_answer(answer: Answer, asked_ns: int, now_ns: int) -> None:
+        def on_answer(answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
             if answer.succeeded:
                 self._written = told
             self._beaten(answer, asked_ns, now_ns)
 
         self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
-    def _beaten(self, answer: Answer, asked_ns: int, now_ns: int) -> None:
+    def _beaten(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
         """Take the answer to a heartbeat: acknowledged, done by an earlier attempt, or fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         joined = answer.found[6][0] if answer.found[6] else None
@@ -693,7 +695,7 @@ class Member:
     def _settled(self, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         """Send a heartbeat at once, to read which node's record won."""
         self._is_settling = False
-        self._membership.is_suspect |= isinstance(outcome, Answer)
+        self._membership.is_suspect |= isinstance(outcome, TransactionAnswer)
 
     def _acknowledge(self, written_ns: int) -> None:
         """Move the deadline: etcd has the write of this node's record that was sent then."""
@@ -742,7 +744,7 @@ class Member:
             # The other copy may continue with this node's record and nonces, which count as another daemon's from now
             # on.
             self._membership.instance = paused.instance
-            self._mark = Mark(self._mark.beat + 1, paused.instance)
+            self._mark = DaemonMark(self._mark.beat + 1, paused.instance)
         elif missed_ns <= self._membership.cap_ns * self._membership.rho:
             self._membership.is_suspect = True
             return
@@ -765,7 +767,7 @@ class Member:
             return
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-            is_gone = isinstance(outcome, Answer) and outcome.succeeded
+            is_gone = isinstance(outcome, TransactionAnswer) and outcome.succeeded
             self._membership.effects.append(Stopped(has_left=is_gone))
 
         transaction = Transaction((ModRevisionIs(self._key, self._membership.mod_revision),), self._removal)
@@ -794,14 +796,14 @@ class Member:
             # The membership ended meanwhile: the answer means nothing any more.
             if self._phase is not phase:
                 return
-            if isinstance(outcome, Answer):
+            if isinstance(outcome, TransactionAnswer):
                 on_answer(outcome, asked_ns, now_ns)
                 return
             # No answer: forget whatever only an unbroken row of answers proves.
             self._membership.beating_since_ns = None
             self._stranger = None
             self._clocks.lose_slot()
-            is_rejected = isinstance(outcome, Rejected)
+            is_rejected = isinstance(outcome, TransactionRejected)
             self._note(Note.REJECTED if is_rejected else Note.BEAT_UNKNOWN, outcome.reason)
             self._due_ns = now_ns + (self._membership.beat_ns if is_rejected else self._membership.retry_ns)
 
@@ -820,7 +822,7 @@ class Member:
         self._membership.effects.append(Noted(note, text))
 
 
-def _own_and_fleet(answer: Answer) -> tuple[KeyValue | None, ...]:
+def _own_and_fleet(answer: TransactionAnswer) -> tuple[KeyValue | None, ...]:
     return tuple(found[0] if found else None for found in answer.found[:3])
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     Compare,
     CreateRevisionIs,
     Delete,
@@ -13,6 +12,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     ModRevisionIs,
     Outcome,
     Transaction,
+    TransactionAnswer,
     Unknown,
 )
 from gpulease.daemon.fleet.records.fleet_records import EPOCHS, GENERATION, inventory_key, node_key
@@ -50,7 +50,7 @@ def node_removal(node_id: str) -> tuple[Delete, ...]:
     return Delete(node_key(node_id)), Delete(inventory_key(node_id))
 
 
-class Asked(NamedTuple):
+class PendingQuestion(NamedTuple):
     """A question that waits for its answer.
 
     Attributes:
@@ -116,7 +116,7 @@ class Membership:
         self.dates = RevisionDates(self.poll_ns)
         self._unreadable = UnreadableRecords()
         self._told = RecordsUnreadable(0, "")
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, PendingQuestion] = {}
         self._numbers = 0
         self._nonces = 0
 
@@ -152,14 +152,16 @@ class Membership:
 
         def on_answer(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             # The record is older than this node's last heartbeat, so the store went back in time.
-            if isinstance(outcome, Answer) and any(record.mod_revision < floor for record in outcome.found[-3]):
+            if isinstance(outcome, TransactionAnswer) and any(
+                record.mod_revision < floor for record in outcome.found[-3]
+            ):
                 self.is_suspect = True
                 outcome = Unknown("etcd has an earlier state of this node's record")
             on_outcome(outcome, asked_ns, now_ns)
 
         self.ask(now_ns, Transaction(compares, transaction.writes, reads), on_answer)
 
-    def is_standing(self, incarnation: int, answer: Answer) -> bool:
+    def is_standing(self, incarnation: int, answer: TransactionAnswer) -> bool:
         """Whether the comparisons hold for the results of the reads of `ask_as_member`."""
         # An absent key has the revision 0, also in the comparisons.
         record, generation, epochs = (items[0] if items else None for items in answer.found[-3:])
@@ -224,9 +226,9 @@ class Membership:
     def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
         # The floor is what the store had reached when this was sent: an answer below it comes from an earlier state.
         self._numbers += 1
-        self._asked[self._numbers] = Asked(now_ns, self.revision, on_outcome)
+        self._asked[self._numbers] = PendingQuestion(now_ns, self.revision, on_outcome)
         self.effects.append(Ask(self._numbers, transaction))
 
-    def take(self, number: int) -> Asked | None:
+    def take(self, number: int) -> PendingQuestion | None:
         """Return the question that this answer belongs to; None if it was answered before."""
         return self._asked.pop(number, None)

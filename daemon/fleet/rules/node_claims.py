@@ -15,7 +15,6 @@ from functools import partial
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     CreateRevisionIs,
     Delete,
     Get,
@@ -23,8 +22,9 @@ from gpulease.daemon.fleet.etcd.transactions import (
     ModRevisionIs,
     Outcome,
     Put,
-    Rejected,
     Transaction,
+    TransactionAnswer,
+    TransactionRejected,
     Unknown,
 )
 from gpulease.daemon.fleet.records.fleet_records import (
@@ -175,7 +175,7 @@ class NodeClaims:
             want.next_ns = now_ns + self._membership.retry_ns
             want.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
             return
-        if isinstance(outcome, Rejected):
+        if isinstance(outcome, TransactionRejected):
             want.next_ns = now_ns + self._membership.poll_ns
             want.refusal = Why.REJECTED, f"the fleet's store refused the claim; an operator must act: {outcome.reason}"
             return
@@ -198,13 +198,13 @@ class NodeClaims:
             epoch = revision + self._membership.epoch_base
             self._membership.effects.append(ClaimGiven(wanted.request, wanted.name, epoch))
 
-    def _revision_of_mine(self, want: _Want, incarnation: int, answer: Answer) -> int:
+    def _revision_of_mine(self, want: _Want, incarnation: int, answer: TransactionAnswer) -> int:
         """Return the revision at which an earlier attempt of the same request claimed the name; 0 if none did."""
         record = self._claim(answer.found[0])
         mine = record is not None and (record.nonce, record.incarnation) == (want.nonce, incarnation)
         return answer.found[0][0].mod_revision if mine else 0
 
-    def _taken(self, want: _Want, looked_at: str | None, answer: Answer, now_ns: int) -> None:
+    def _taken(self, want: _Want, looked_at: str | None, answer: TransactionAnswer, now_ns: int) -> None:
         """Wait for a name that another claim has, and check the node that has it."""
         membership, name = self._membership, want.wanted.name
         want.refusal = Why.TAKEN, f"another lease has the name {name}: wait, or free it"
@@ -298,7 +298,7 @@ class NodeClaims:
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, revision))
-            if isinstance(outcome, Answer) and not outcome.succeeded:
+            if isinstance(outcome, TransactionAnswer) and not outcome.succeeded:
                 # The claim was deleted by someone else, but this node's list entry for it remains.
                 leftover = Transaction((ModRevisionIs(held, revision),), (Delete(held),))
                 self._membership.ask(now_ns, leftover, lambda outcome, asked_ns, now_ns: None)
@@ -308,7 +308,7 @@ class NodeClaims:
 
     def _freed(self, name: str, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         """Let the requests that wait for a name try again, because its claim was deleted."""
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, TransactionAnswer):
             for want in self._wants.values():
                 if want.wanted.name == name:
                     want.next_ns = min(want.next_ns, now_ns)

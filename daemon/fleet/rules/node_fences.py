@@ -17,7 +17,6 @@ return.
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     Delete,
     Get,
     KeyValue,
@@ -25,6 +24,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Outcome,
     Put,
     Transaction,
+    TransactionAnswer,
 )
 from gpulease.daemon.fleet.records.fleet_records import fenced_key, held_key, name_key, node_key
 from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
@@ -122,7 +122,7 @@ class NodeFences:
 
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._asking.discard(node_id)
-            if isinstance(outcome, Answer) and outcome.succeeded:
+            if isinstance(outcome, TransactionAnswer) and outcome.succeeded:
                 membership.effects.append(Noted(Note.FENCED_OTHER, node_id=node_id))
 
         membership.ask(now_ns, Transaction(compares, writes), on_outcome)

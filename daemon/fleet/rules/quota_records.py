@@ -46,7 +46,7 @@ class DefaultRecord:
 
 
 @dataclass(slots=True)
-class Entry:
+class QuotaEntry:
     node_id: str
     incarnation: int
     size_bytes: int
@@ -66,7 +66,7 @@ class Shard:
     key: bytes
     mod_revision: int
     budget_bytes: int = 0
-    used: dict[str, Entry] = field(default_factory=dict)
+    used: dict[str, QuotaEntry] = field(default_factory=dict)
     default_revision: int = 0
     unreadable: str = ""
 
@@ -147,7 +147,7 @@ def _read_shard(item: KeyValue) -> Shard:
     record = read_record(ShardRecord, item.value)
     if isinstance(record, Unreadable):
         return Shard(item.key, item.mod_revision, unreadable=record.reason)
-    used = {lease: Entry(*entry) for lease, entry in record.used.items()}
+    used = {lease: QuotaEntry(*entry) for lease, entry in record.used.items()}
     return Shard(item.key, item.mod_revision, record.budget, used, record.default)
 
 

@@ -17,15 +17,15 @@ from typing import Final, NamedTuple, TypeGuard
 from zlib import crc32
 
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     Delete,
     Get,
     KeyValue,
     ModRevisionIs,
     Outcome,
     Put,
-    Rejected,
     Transaction,
+    TransactionAnswer,
+    TransactionRejected,
 )
 from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT, is_quotas
 from gpulease.daemon.fleet.records.record_reader import Unreadable
@@ -42,7 +42,7 @@ from gpulease.daemon.fleet.rules.node_fences import Looked, NodeFences, reads_of
 from gpulease.daemon.fleet.rules.quota_records import (
     SHARDS,
     DefaultQuota,
-    Entry,
+    QuotaEntry,
     Shard,
     all_shards,
     has_sound_budgets,
@@ -79,7 +79,7 @@ RETRY_AFTER_MS: Final = 1_000
 
 
 @dataclass(slots=True)
-class _Want:
+class _WantedBytes:
     """A wanted claim of bytes.
 
     Attributes:
@@ -124,7 +124,7 @@ class QuotaShards:
         """Leases of this daemon's earlier memberships, which are over."""
         self._membership = membership
         self._fences = fences
-        self._wants: dict[int, _Want] = {}
+        self._wants: dict[int, _WantedBytes] = {}
         self._endings: dict[tuple[str, str], int] = {}
         """When to try to remove the entry of a tenant's lease; without attempts that are under way."""
         self._removing: set[tuple[str, str]] = set()
@@ -143,7 +143,7 @@ class QuotaShards:
         if len(self._wants) >= MAX_WANTS:
             self._refuse(wanted, (Why.BUSY, f"{MAX_WANTS} claims wait at this node: ask another node"))
         else:
-            self._wants[wanted.request] = _Want(wanted, now_ns, self._looked_at.get(wanted.tenant, ()))
+            self._wants[wanted.request] = _WantedBytes(wanted, now_ns, self._looked_at.get(wanted.tenant, ()))
 
     def drop(self, request: int, now_ns: int) -> None:
         """Forget a request, and remove what its last attempt wrote."""
@@ -229,7 +229,7 @@ class QuotaShards:
 
     # --- one attempt: read all shards, then write those that change ---
 
-    def _read(self, want: _Want, now_ns: int) -> None:
+    def _read(self, want: _WantedBytes, now_ns: int) -> None:
         want.is_asking = True
         # Read the shards, the default, and the records of the nodes that may be dead, at one revision.
         nodes = want.nodes
@@ -238,7 +238,9 @@ class QuotaShards:
         on_outcome = partial(self._answered, want, nodes)
         self._membership.ask(now_ns, Transaction(reads=reads), on_outcome)
 
-    def _answered(self, want: _Want, nodes: tuple[str, ...], outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+    def _answered(
+        self, want: _WantedBytes, nodes: tuple[str, ...], outcome: Outcome, asked_ns: int, now_ns: int
+    ) -> None:
         want.is_asking = False
         # The request was dropped meanwhile, or etcd has not answered.
         if self._wants.get(want.wanted.request) is not want or not self._is_answer(outcome, want, now_ns):
@@ -260,7 +262,7 @@ class QuotaShards:
             self._drop_dead(tenant, quota, dict(zip(nodes, looked, strict=True)), now_ns)
             self._place(want, quota, now_ns)
 
-    def _quota(self, tenant: str, answer: Answer) -> _Quota | Unreadable | None:
+    def _quota(self, tenant: str, answer: TransactionAnswer) -> _Quota | Unreadable | None:
         """Return a tenant's quota, made from the default if it has none of its own; None without either."""
         shards, default = self._shards(answer.found[0]), read_default(answer.found[1])
         changed: set[bytes] = set()
@@ -291,10 +293,10 @@ class QuotaShards:
                 self._membership.distrust(item, shards[item.key].unreadable)
         return shards
 
-    def _is_mine(self, entry: Entry | None) -> bool:
+    def _is_mine(self, entry: QuotaEntry | None) -> bool:
         return entry is not None and entry.incarnation == self._membership.incarnation
 
-    def _place(self, want: _Want, quota: _Quota, now_ns: int) -> None:
+    def _place(self, want: _WantedBytes, quota: _Quota, now_ns: int) -> None:
         """Write a lease's entry into the home shard, moving budgets of others there if necessary."""
         # The sums over all shards: what the tenant may use, and what it uses.
         membership, wanted, home = self._membership, want.wanted, quota.home
@@ -334,7 +336,7 @@ class QuotaShards:
             missing -= moved
             quota.changed.add(other.key)
         # The entry, and its key in the node's list, are written in one transaction.
-        home.used[wanted.lease_id] = Entry(membership.node_id, membership.incarnation, wanted.size_bytes)
+        home.used[wanted.lease_id] = QuotaEntry(membership.node_id, membership.incarnation, wanted.size_bytes)
         quota.changed.add(home.key)
         held = held_entry_key(membership.node_id, wanted.tenant, wanted.lease_id)
         quota.writes[held] = Put(held, b"")
@@ -347,7 +349,7 @@ class QuotaShards:
             del self._looked_at[next(iter(self._looked_at))]
         self._looked_at[tenant] = nodes
 
-    def _write(self, want: _Want, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
+    def _write(self, want: _WantedBytes, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
         # Compare every shard that is written, and the default: if one has changed meanwhile, nothing is written.
         compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
@@ -358,9 +360,9 @@ class QuotaShards:
         on_outcome = partial(self._written, want, membership.incarnation)
         membership.ask_as_member(now_ns, Transaction(tuple(compares), writes), on_outcome)
 
-    def _written(self, want: _Want, incarnation: int, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+    def _written(self, want: _WantedBytes, incarnation: int, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
         want.is_asking = False
-        want.may_be_written |= not isinstance(outcome, Answer)
+        want.may_be_written |= not isinstance(outcome, TransactionAnswer)
         wanted = want.wanted
         if self._wants.get(wanted.request) is not want:
             # Whoever dropped it has removed the entry, unless this attempt was done after that.
@@ -376,18 +378,18 @@ class QuotaShards:
                 want.refusal, self._membership.is_suspect = CUT_OFF, True
                 want.next_ns = now_ns + self._membership.poll_ns
 
-    def _is_answer(self, outcome: Outcome, want: _Want, now_ns: int) -> TypeGuard[Answer]:
+    def _is_answer(self, outcome: Outcome, want: _WantedBytes, now_ns: int) -> TypeGuard[TransactionAnswer]:
         """Return whether the outcome is an answer. If not, note when to try again and why."""
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, TransactionAnswer):
             return True
         want.next_ns = now_ns + self._membership.poll_ns
-        if isinstance(outcome, Rejected):
+        if isinstance(outcome, TransactionRejected):
             want.refusal = Why.REJECTED, f"the fleet's store refused; an operator must act: {outcome.reason}"
         else:
             want.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
         return False
 
-    def _give(self, want: _Want, now_ns: int) -> None:
+    def _give(self, want: _WantedBytes, now_ns: int) -> None:
         # The membership may have ended while the answer was on its way. The entry then stays until a later attempt, or
         # the drop, finds it.
         if self._membership.is_member(now_ns):
@@ -431,7 +433,7 @@ class QuotaShards:
 
         def on_read(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             # Read first: the write below compares the revision, so that it never removes another lease's entry.
-            if not isinstance(outcome, Answer):
+            if not isinstance(outcome, TransactionAnswer):
                 on_written(outcome, asked_ns, now_ns)
                 return
             # Without a shard, only the node's list entry is left to delete.
@@ -445,12 +447,12 @@ class QuotaShards:
         def on_written(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             # Repeat until it succeeds: an entry that stays would count against the tenant forever.
             self._removing.discard((tenant, lease_id))
-            if not (isinstance(outcome, Answer) and outcome.succeeded):
+            if not (isinstance(outcome, TransactionAnswer) and outcome.succeeded):
                 self._endings.setdefault((tenant, lease_id), now_ns + membership.retry_ns)
 
         membership.ask(now_ns, Transaction(reads=(Get(key),)), on_read)
 
-    def _refuse_at_once(self, want: _Want, why: Why, text: str, now_ns: int) -> None:
+    def _refuse_at_once(self, want: _WantedBytes, why: Why, text: str, now_ns: int) -> None:
         """Refuse a request that need not wait, because only an operator can help."""
         self.drop(want.wanted.request, now_ns)
         self._refuse(want.wanted, (why, text))

@@ -6,7 +6,15 @@ no younger history goes. Each heartbeat reads the mark before it checks its age,
 rewritten it.
 """
 
-from gpulease.daemon.fleet.etcd.transactions import Answer, Get, KeyValue, ModRevisionIs, Outcome, Put, Transaction
+from gpulease.daemon.fleet.etcd.transactions import (
+    Get,
+    KeyValue,
+    ModRevisionIs,
+    Outcome,
+    Put,
+    Transaction,
+    TransactionAnswer,
+)
 from gpulease.daemon.fleet.records.fleet_records import COMPACTION
 from gpulease.daemon.fleet.rules.fleet_events import Compact
 from gpulease.daemon.fleet.rules.membership import Membership
@@ -47,7 +55,7 @@ class StoreHistory:
         def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
             self._is_asking = False
             # This node rewrote the mark, so it alone removes the history before the old one.
-            if isinstance(outcome, Answer) and outcome.succeeded and revision:
+            if isinstance(outcome, TransactionAnswer) and outcome.succeeded and revision:
                 self._membership.effects.append(Compact(revision))
 
         compares = (ModRevisionIs(COMPACTION, revision), *self._membership.as_member())

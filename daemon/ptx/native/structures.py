@@ -19,7 +19,7 @@ MAX_SHOWN_WORDS = 32
 BARRIERS = 16
 
 
-class State(IntEnum):
+class ThreadState(IntEnum):
     """States of a thread; block.ll has the same numbers."""
 
     READY = 0
@@ -64,7 +64,7 @@ PLACE_SHIFTS = (0, 10, 20)
 PLACE_MASK = 1023
 
 
-class Status(IntEnum):
+class ReturnStatus(IntEnum):
     """Return values of a thread's or a kernel's function."""
 
     DONE = 0
@@ -110,7 +110,7 @@ class Fault(ctypes.Structure):
     )
 
 
-class Environment(ctypes.Structure):
+class BlockEnvironment(ctypes.Structure):
     """A place for a block to run in: the context's memory, and areas of its own; host addresses and bytes.
 
     `block` is the flat number of the block that is in it, or of the first of some; `resumes` is 1 if that block was set
@@ -189,7 +189,7 @@ class Mark(IntEnum):
     STRING = 6
 
 
-class Launch(ctypes.Structure):
+class QueuedLaunch(ctypes.Structure):
     """The head of a queue slot: one launch. Its parameters follow. A slot without entry ends the stream's thread.
 
     Its blocks are handed out `chunk` at a time, to at most `places` environments with areas a stride apart; if
@@ -219,7 +219,7 @@ class Launch(ctypes.Structure):
 # The same head for `struct`, which fills it several times faster than ctypes does.
 LAUNCH_HEAD = struct.Struct("<4Q13I4xQ")
 
-PARAMETERS_OFFSET = ctypes.sizeof(Launch)
+PARAMETERS_OFFSET = ctypes.sizeof(QueuedLaunch)
 
 
 class Semaphore(ctypes.Structure):

@@ -18,14 +18,14 @@ from gpulease.daemon.ptx.parse.operands import LISTS, UNRESOLVED, CallParser
 from gpulease.daemon.ptx.parse.scopes import Listing, NameTaken, RegisterFile, Scope, TooManyRegisters
 from gpulease.daemon.ptx.parse.syntax import (
     SCALARS,
-    Guard,
+    DeclaredVariable,
     Instruction,
     Operand,
+    PredicateGuard,
     Register,
     Signature,
     Space,
     Target,
-    Variable,
 )
 
 _AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
@@ -54,9 +54,9 @@ class Area:
     size: int = 0
     alignment: int = 1
     # Module-wide shared variables take room only in the kernels that name them.
-    adopted: dict[str, Variable] = field(default_factory=dict)
+    adopted: dict[str, DeclaredVariable] = field(default_factory=dict)
 
-    def place(self, variable: Variable) -> Variable:
+    def place(self, variable: DeclaredVariable) -> DeclaredVariable:
         """Return the variable at the area's end, aligned, and extend the area past it."""
         offset = round_up(self.size, variable.alignment)
         self.size = offset + variable.size
@@ -102,11 +102,11 @@ class BodyParser(CallParser):
         # Only now are all labels known.
         self._resolve_labels()
 
-    def find(self, name: str) -> Register | Variable | None:
+    def find(self, name: str) -> Register | DeclaredVariable | None:
         """Resolve a name in the current block; a module's shared variable gets its place here when first named."""
         meaning = self.scope.find(name, self.registers)
         # Everything but a sized, module-wide shared variable means the same everywhere.
-        if not isinstance(meaning, Variable) or meaning.space is not Space.SHARED or meaning.is_dynamic:
+        if not isinstance(meaning, DeclaredVariable) or meaning.space is not Space.SHARED or meaning.is_dynamic:
             return meaning
         if meaning.offset >= 0:
             return meaning
@@ -165,10 +165,10 @@ class BodyParser(CallParser):
             case _:
                 raise cursor.problem(f"the directive {at.text[:60]} is not supported in a kernel", at)
 
-    def _declare(self, variable: Variable, area: Area, at: Token) -> None:
+    def _declare(self, variable: DeclaredVariable, area: Area, at: Token) -> None:
         self.scope.declare(variable.name, self._place(area, variable, at))
 
-    def _place(self, area: Area, variable: Variable, at: Token) -> Variable:
+    def _place(self, area: Area, variable: DeclaredVariable, at: Token) -> DeclaredVariable:
         placed = area.place(variable)
         # Declared sizes are a tenant's: the limit applies to the sum, before anything is allocated.
         limit = _AREA_LIMITS[area.space]
@@ -241,11 +241,11 @@ class BodyParser(CallParser):
             raise self.cursor.problem(f"this form of {made.spelling[:80]} is not supported by the embedded driver", at)
         return steps
 
-    def _parse_guard(self) -> Guard | None:
+    def _parse_guard(self) -> PredicateGuard | None:
         if not self.cursor.accept("@"):
             return None
         negated = self.cursor.accept("!")
-        return Guard(self._parse_register(), negated)
+        return PredicateGuard(self._parse_register(), negated)
 
     def _resolve_labels(self) -> None:
         """Replace labels' names by places; a label may follow the branch to it."""

@@ -8,7 +8,7 @@ import struct
 
 from gpulease.daemon.ptx.limits import MAX_INITIALISERS, MAX_PARAMETER_BYTES
 from gpulease.daemon.ptx.parse.lexer import Cursor, Token, parse_integer
-from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Relocation, Scalar, Space, Variable
+from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, DeclaredVariable, Relocation, Scalar, Space
 
 _POINTER_BYTES = 8
 
@@ -90,7 +90,7 @@ def parse_alignment(cursor: Cursor) -> int:
     return alignment
 
 
-def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> Variable:
+def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> DeclaredVariable:
     """Parse one parameter or result, to be placed at `offset` or after it, as its alignment demands (section 5.1.6)."""
     at = cursor.peek
     if cursor.directive() != "param":
@@ -98,14 +98,14 @@ def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> 
     return _parse_variable(cursor, space, offset)
 
 
-def parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> Variable:
+def parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> DeclaredVariable:
     """Parse what follows .global, .const, .shared or .local, up to its semicolon."""
     variable = _parse_variable(cursor, space, offset, is_extern=is_extern)
     cursor.expect(";")
     return variable
 
 
-def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> Variable:
+def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> DeclaredVariable:
     # Step 1: attributes, name and lengths. A vector counts as one element, aligned to its whole size.
     alignment, lanes, scalar = _parse_attributes(cursor)
     name = cursor.expect("word")
@@ -133,7 +133,9 @@ def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: boo
             raise cursor.problem("initialisers of arrays of arrays are not supported", name)
     # Step 4: an explicit .align replaces the natural alignment.
     alignment = max(alignment, natural if not alignment else 1)
-    return Variable(name.text, space, size, alignment, round_up(offset, alignment), initial, is_dynamic, relocations)
+    return DeclaredVariable(
+        name.text, space, size, alignment, round_up(offset, alignment), initial, is_dynamic, relocations
+    )
 
 
 def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
@@ -246,9 +248,9 @@ def decimal_pattern(pattern: int, bits: int) -> int | None:
 
 def parse_parameters(
     cursor: Cursor, space: Space, most_bytes: int = MAX_PARAMETER_BYTES
-) -> tuple[tuple[Variable, ...], int]:
+) -> tuple[tuple[DeclaredVariable, ...], int]:
     """Parse `(.param .u32 a, ...)`, or nothing. Returns the parameters and their size in bytes."""
-    parameters: list[Variable] = []
+    parameters: list[DeclaredVariable] = []
     size = 0
     if not cursor.accept("("):
         return (), 0

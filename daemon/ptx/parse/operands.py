@@ -9,6 +9,7 @@ from gpulease.daemon.ptx.parse.scopes import Listing, Scope, TooManyRegisters
 from gpulease.daemon.ptx.parse.syntax import (
     Address,
     CallSite,
+    DeclaredVariable,
     Integer,
     Negated,
     Operand,
@@ -21,7 +22,6 @@ from gpulease.daemon.ptx.parse.syntax import (
     Special,
     Symbol,
     Target,
-    Variable,
     Vector,
 )
 
@@ -38,7 +38,7 @@ class OperandParser:
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
 
-    def find(self, name: str) -> Register | Variable | None:
+    def find(self, name: str) -> Register | DeclaredVariable | None:
         """Resolve a name in the current scope."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class OperandParser:
             if self.cursor.peek.kind == "directive":
                 raise self.cursor.problem("parts of vector registers are not supported", token)
             return meaning
-        if isinstance(meaning, Variable):
+        if isinstance(meaning, DeclaredVariable):
             return Symbol(meaning, self._parse_offset())
         if token.text[0] == "%":
             return Special(token.text + (self.cursor.take().text if self.cursor.peek.kind == "directive" else ""))
@@ -127,7 +127,7 @@ class OperandParser:
         """Parse `[name]`, `[name+4]` or `[4096]` (PTX ISA section 6.4.1)."""
         cursor = self.cursor
         cursor.expect("[")
-        base: Register | Variable | Integer
+        base: Register | DeclaredVariable | Integer
         if cursor.peek.kind == "number":
             base = Integer(cursor.integer())
         else:
@@ -158,7 +158,7 @@ class OperandParser:
             raise self.cursor.problem(f"unknown register {token.text[:60]}", token)
         return meaning
 
-    def _find(self, token: Token) -> Register | Variable | None:
+    def _find(self, token: Token) -> Register | DeclaredVariable | None:
         try:
             return self.find(token.text)
         except TooManyRegisters as error:
@@ -183,12 +183,12 @@ class CallParser(OperandParser):
         cursor = self.cursor
         at = cursor.peek
         # Step 1: the parts, of which only the function is always there (PTX ISA section 9.7.12.5, "call").
-        results: tuple[Variable, ...] = ()
+        results: tuple[DeclaredVariable, ...] = ()
         if cursor.peek.kind == "(":
             results = self._parse_passed()
             cursor.expect(",")
         target = cursor.expect("word")
-        arguments: tuple[Variable, ...] = ()
+        arguments: tuple[DeclaredVariable, ...] = ()
         listed: Token | None = None
         if cursor.accept(","):
             if cursor.peek.kind == "(":
@@ -201,7 +201,7 @@ class CallParser(OperandParser):
         meaning = self._find(target)
         if isinstance(meaning, Register):
             site = CallSite("", self._listed_signature(listed, target), arguments, results)
-        elif isinstance(meaning, Variable) and meaning.space is Space.CODE:
+        elif isinstance(meaning, DeclaredVariable) and meaning.space is Space.CODE:
             site = CallSite(meaning.name, self._signatures[meaning.name], arguments, results)
         else:
             raise cursor.problem(f"{target.text[:60]} is not a function", target)
@@ -235,11 +235,11 @@ class CallParser(OperandParser):
             raise cursor.problem("the functions of a .calltargets must be declared and have the same parameters")
         return Listing(kind, tuple(names), found[0])
 
-    def _parse_passed(self) -> tuple[Variable, ...]:
+    def _parse_passed(self) -> tuple[DeclaredVariable, ...]:
         """Parse `(a, b)`, the variables of a call's arguments or results."""
         cursor = self.cursor
         cursor.expect("(")
-        passed: list[Variable] = []
+        passed: list[DeclaredVariable] = []
         while not cursor.accept(")"):
             if passed:
                 cursor.expect(",")
@@ -247,7 +247,7 @@ class CallParser(OperandParser):
                 raise cursor.problem(f"more than {MAX_OPERANDS} operands")
             at = cursor.take()
             meaning = self._find(at) if at.kind == "word" else None
-            if not isinstance(meaning, Variable) or meaning.space is not Space.CALL:
+            if not isinstance(meaning, DeclaredVariable) or meaning.space is not Space.CALL:
                 raise cursor.problem("arguments and results must be .param variables of the calling function", at)
             passed.append(meaning)
         return tuple(passed)

@@ -24,7 +24,7 @@ from gpulease.daemon.ptx.parse.declarations import (
 )
 from gpulease.daemon.ptx.parse.lexer import Cursor, Source, Token
 from gpulease.daemon.ptx.parse.scopes import NameTaken, Scope
-from gpulease.daemon.ptx.parse.syntax import Bounds, Function, Image, Signature, Space, Variable
+from gpulease.daemon.ptx.parse.syntax import Bounds, DeclaredVariable, Function, Image, Signature, Space
 
 _LINKAGE = ("visible", "extern", "weak", "common")
 _SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
@@ -35,7 +35,7 @@ _NO_PLACE = -1
 # Shared memory that belongs to CUDA (PTX ISA section 10, %reserved_smem_offset): a kernel that reads its address gets
 # it like a variable. Cooperative groups need 288 bytes there, for the barriers of tiles of several warps.
 # like a variable. Cooperative groups count on 288 bytes, for the barriers of tiles of several warps.
-_RESERVED_SHARED = Variable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
+_RESERVED_SHARED = DeclaredVariable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
 
 
 def parse(text: str, architecture: Architecture = SM_90) -> Image:
@@ -53,7 +53,7 @@ class _ImageParser:
         self.functions: dict[str, Function] = {}
         self.subroutines: dict[str, Function] = {}
         self.signatures: dict[str, Signature] = {}
-        self.variables: list[Variable] = []
+        self.variables: list[DeclaredVariable] = []
         self._refusals: dict[str, ImageRejected] = {}
         self._aliases: dict[str, tuple[str, Token]] = {}
         self._instructions_left = MAX_IMAGE_INSTRUCTIONS
@@ -187,7 +187,7 @@ class _ImageParser:
             raise NameTaken(name)
         # The name can be called and its address taken from here on.
         if known is None:
-            self.scope.declare(name, Variable(name, Space.CODE, 0, 1))
+            self.scope.declare(name, DeclaredVariable(name, Space.CODE, 0, 1))
         elif known.layout != signature.layout:
             raise cursor.problem(f"{name[:60]} is declared with other parameters before", at)
         self.signatures[name] = signature

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from gpulease.daemon.ptx.limits import MAX_REGISTERS_PER_FUNCTION
-from gpulease.daemon.ptx.parse.syntax import Register, Scalar, Signature, Variable
+from gpulease.daemon.ptx.parse.syntax import DeclaredVariable, Register, Scalar, Signature
 
 # `%r<100>` declares %r0 to %r99 (PTX ISA section 5.4.6): at most this many digits, see MAX_REGISTERS_PER_RANGE.
 _RANGE_DIGITS = 7
@@ -45,13 +45,13 @@ class Scope:
     """The names of one block. A range of registers stays a range; a member is made when it is first named."""
 
     parent: "Scope | None"
-    names: dict[str, Register | Variable] = field(default_factory=dict)
+    names: dict[str, Register | DeclaredVariable] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
     listings: dict[str, Listing] = field(default_factory=dict)
     _ranges: dict[str, tuple[int, Scalar]] = field(default_factory=dict)
     _stems: set[str] = field(default_factory=set)
 
-    def declare(self, name: str, meaning: Register | Variable) -> None:
+    def declare(self, name: str, meaning: Register | DeclaredVariable) -> None:
         """Declare a name in this block. Raises NameTaken."""
         if name in self.names or name in self.labels or self._range_of(name):
             raise NameTaken(name)
@@ -75,7 +75,7 @@ class Scope:
             raise NameTaken(name)
         self.labels[name] = index
 
-    def find(self, name: str, registers: RegisterFile) -> Register | Variable | None:
+    def find(self, name: str, registers: RegisterFile) -> Register | DeclaredVariable | None:
         """Resolve a name in this block or in those around it; None if it is not declared."""
         scope: Scope | None = self
         while scope is not None:

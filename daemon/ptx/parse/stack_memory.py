@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from gpulease.daemon.ptx.limits import MAX_STACK_BYTES
 from gpulease.daemon.ptx.parse.syntax import (
-    Guard,
+    DeclaredVariable,
     Instruction,
     Integer,
     Operand,
+    PredicateGuard,
     Register,
     Space,
     Symbol,
-    Variable,
 )
 
 OPCODES = frozenset(("alloca", "stacksave", "stackrestore"))
 
-ROOM = Variable("alloca", Space.LOCAL, MAX_STACK_BYTES, 16, 0, b"", False, ())
+ROOM = DeclaredVariable("alloca", Space.LOCAL, MAX_STACK_BYTES, 16, 0, b"", False, ())
 """The variable, to be placed in the function's local memory. Its alignment is the largest that `alloca` can ask for."""
 
 _DEFAULT_ALIGNMENT = 8
@@ -38,7 +38,7 @@ class StackMemory:
         is_over: A predicate for the check against the limit.
     """
 
-    room: Variable
+    room: DeclaredVariable
     taken: Register
     is_over: Register
 
@@ -63,7 +63,7 @@ class StackMemory:
 
     def _taken(self, first: Instruction, into: Register, size: Operand, alignment: int) -> list[Instruction]:
         limit, taken, over = Integer(MAX_STACK_BYTES), self.taken, self.is_over
-        stop = self._step(first, "trap", (), guard=Guard(over, negated=False))
+        stop = self._step(first, "trap", (), guard=PredicateGuard(over, negated=False))
         return [
             # Check both the size and the sum: a huge size alone could wrap around to a small sum.
             self._step(first, "setp", _PRED, over, size, limit),
@@ -85,6 +85,6 @@ class StackMemory:
         opcode: str,
         modifiers: tuple[str, ...],
         *operands: Operand,
-        guard: Guard | None = None,
+        guard: PredicateGuard | None = None,
     ) -> Instruction:
         return Instruction(first.line, first.text, guard or first.guard, opcode, modifiers, operands)

@@ -103,7 +103,7 @@ class Relocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class DeclaredVariable:
     """A declared variable of any space.
 
     Attributes:
@@ -128,9 +128,9 @@ class Variable:
 class Signature:
     """The parameters and results of a function or prototype, with their places in their buffers."""
 
-    parameters: tuple[Variable, ...] = ()
+    parameters: tuple[DeclaredVariable, ...] = ()
     parameter_bytes: int = 0
-    results: tuple[Variable, ...] = ()
+    results: tuple[DeclaredVariable, ...] = ()
     result_bytes: int = 0
 
     @property
@@ -174,7 +174,7 @@ class Target:
 class Symbol:
     """The address of a variable plus a constant number of bytes."""
 
-    variable: Variable
+    variable: DeclaredVariable
     offset: int = 0
 
 
@@ -182,7 +182,7 @@ class Symbol:
 class Address:
     """`[base+offset]` (PTX ISA section 6.4.1); the base is a register, a variable or an absolute address."""
 
-    base: "Register | Variable | Integer"
+    base: "Register | DeclaredVariable | Integer"
     offset: int
 
 
@@ -219,15 +219,15 @@ class CallSite:
 
     name: str
     signature: Signature
-    arguments: tuple[Variable, ...]
-    results: tuple[Variable, ...]
+    arguments: tuple[DeclaredVariable, ...]
+    results: tuple[DeclaredVariable, ...]
 
 
 Operand = Register | Integer | Real | Special | Target | Symbol | Address | Vector | Pair | Negated | Sink | CallSite
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class PredicateGuard:
     """`@p` or `@!p`, which predicates an instruction (PTX ISA section 9.3)."""
 
     register: Register
@@ -240,7 +240,7 @@ class Instruction:
 
     line: int
     text: str
-    guard: Guard | None
+    guard: PredicateGuard | None
     opcode: str
     modifiers: tuple[str, ...]
     operands: tuple[Operand, ...]
@@ -277,7 +277,7 @@ class Function:
 
     name: str
     line: int
-    parameters: tuple[Variable, ...]
+    parameters: tuple[DeclaredVariable, ...]
     parameter_bytes: int
     instructions: tuple[Instruction, ...]
     registers: tuple[Register, ...]
@@ -286,13 +286,13 @@ class Function:
     local_bytes: int
     bounds: Bounds
     is_kernel: bool = True
-    results: tuple[Variable, ...] = ()
+    results: tuple[DeclaredVariable, ...] = ()
     result_bytes: int = 0
     call_bytes: int = 0
     call_alignment: int = 1
     local_alignment: int = 1
     shared_alignment: int = 1
-    module_shared: tuple[Variable, ...] = ()
+    module_shared: tuple[DeclaredVariable, ...] = ()
 
     @property
     def signature(self) -> Signature:
@@ -314,7 +314,7 @@ class Image:
     version: tuple[int, int]
     target: str
     functions: tuple[Function, ...]
-    variables: tuple[Variable, ...] = field(default=())
+    variables: tuple[DeclaredVariable, ...] = field(default=())
     subroutines: tuple[Function, ...] = field(default=())
     addressed: tuple[str, ...] | None = None
     refusals: dict[str, ImageRejected] = field(default_factory=dict)

@@ -18,12 +18,12 @@ from gpulease.daemon.ptx.native.structures import (
     PARAMETERS_OFFSET,
     REGION_SHIFT,
     Access,
-    Environment,
-    Launch,
+    BlockEnvironment,
+    QueuedLaunch,
     Returned,
-    Status,
+    ReturnStatus,
 )
-from gpulease.daemon.ptx.parse.syntax import Address, Integer, Operand, Register, Scalar, Space, Variable
+from gpulease.daemon.ptx.parse.syntax import Address, DeclaredVariable, Integer, Operand, Register, Scalar, Space
 from gpulease.daemon.ptx.translate.callees import PASSED, RETURNED
 from gpulease.daemon.ptx.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, OperandTranslator, bits_type
@@ -52,7 +52,7 @@ RECORD_FAULT = "record_fault"
 RECORD_FAULT_IR = f"""
 define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, i32 %access, i32 %space, i32 %line)
     noinline cold {{
-  %place = getelementptr i8, ptr %environment, i64 {Environment.fault.offset}
+  %place = getelementptr i8, ptr %environment, i64 {BlockEnvironment.fault.offset}
   %fault = load ptr, ptr %place
   store i64 %address, ptr %fault
   %size_at = getelementptr i8, ptr %fault, i64 8
@@ -74,7 +74,7 @@ _STAND_IN = "stand_in"
 STAND_IN_IR = f"""
 define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
     noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{
-  %returned.at = getelementptr i8, ptr %environment, i64 {Environment.returned.offset}
+  %returned.at = getelementptr i8, ptr %environment, i64 {BlockEnvironment.returned.offset}
   %returned = load ptr, ptr %returned.at
   %start = load i64, ptr %returned
   %granules.at = getelementptr i8, ptr %returned, i64 {Returned.granules.offset}
@@ -108,7 +108,7 @@ store:
   %sink = getelementptr i8, ptr %returned, i64 {Returned.sink.offset}
   ret ptr %sink
 atomic:
-  %scratch = getelementptr i8, ptr %environment, i64 {Environment.scratch.offset}
+  %scratch = getelementptr i8, ptr %environment, i64 {BlockEnvironment.scratch.offset}
   store i64 0, ptr %scratch
   %second = getelementptr i8, ptr %scratch, i64 8
   store i64 0, ptr %second
@@ -216,7 +216,7 @@ def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Va
     """Return the address that an operand names, as i64, and the space that it is in."""
     if not isinstance(operand, Address):
         raise t.problem("expected an address in brackets")
-    if isinstance(operand.base, Variable):
+    if isinstance(operand.base, DeclaredVariable):
         space = _space_of(t, operand.base, space)
     return _address(t, operand, wraps=space in _WINDOWS), space
 
@@ -265,7 +265,7 @@ def fail_unless(t: OperandTranslator, valid: Value, access: Access, space: Space
 
 def _fail(t: OperandTranslator, access: Access, space: Space, address: Value, size: int) -> None:
     record_fault(t, access, space, address, size)
-    t.ir.ret(Status.FAULT)
+    t.ir.ret(ReturnStatus.FAULT)
 
 
 def record_fault(t: OperandTranslator, access: Access, space: Space, address: Value, size: int) -> None:
@@ -280,7 +280,7 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
     """Return the host address at which a window begins."""
     match space:
         case Space.SHARED:
-            return t.ir.fixed("ptr", ENVIRONMENT, Environment.shared.offset)
+            return t.ir.fixed("ptr", ENVIRONMENT, BlockEnvironment.shared.offset)
         case Space.LOCAL:
             return t.local_window()
         case Space.CALL:
@@ -298,7 +298,7 @@ def window_limit(t: OperandTranslator, space: Space) -> Value:
     """Return a window's size as i64; that of shared memory is known only at launch."""
     if space is not Space.SHARED:
         return constant("i64", _static_limit(t, space))
-    size = t.ir.fixed("i32", LAUNCH, Launch.shared_bytes.offset)
+    size = t.ir.fixed("i32", LAUNCH, QueuedLaunch.shared_bytes.offset)
     return t.ir.cast("zext", size, "i64")
 
 
@@ -315,7 +315,7 @@ def _static_limit(t: OperandTranslator, space: Space) -> int:
     return t.function.parameter_bytes
 
 
-def _space_of(t: OperandTranslator, variable: Variable, space: Space) -> Space:
+def _space_of(t: OperandTranslator, variable: DeclaredVariable, space: Space) -> Space:
     """Return the space of an access that names a variable: the variable's own. Raises ImageRejected for another."""
     if variable.space is Space.CODE:
         raise t.problem(f"{variable.name[:60]} is a function")
@@ -329,7 +329,7 @@ def _space_of(t: OperandTranslator, variable: Variable, space: Space) -> Space:
 
 def _address(t: OperandTranslator, operand: Address, *, wraps: bool) -> Value:
     match operand.base:
-        case Variable() as variable:
+        case DeclaredVariable() as variable:
             return t.address_of(variable, operand.offset)
         case Integer(value):
             return constant("i64", (value + operand.offset) & (2**64 - 1))
@@ -358,9 +358,9 @@ def address_type(t: OperandTranslator, register: Register) -> Scalar:
 def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | None = None) -> Value:
     """Compute whether a global address may be accessed; with `wanted`, only that many bytes must exist."""
     # These three never change while a kernel runs, so LLVM hoists them out of loops.
-    arena = ir.fixed("i64", ENVIRONMENT, Environment.arena.offset)
-    shadow = ir.fixed("ptr", ENVIRONMENT, Environment.shadow.offset)
-    last = ir.fixed("i64", ENVIRONMENT, Environment.last_granule.offset)
+    arena = ir.fixed("i64", ENVIRONMENT, BlockEnvironment.arena.offset)
+    shadow = ir.fixed("ptr", ENVIRONMENT, BlockEnvironment.shadow.offset)
+    last = ir.fixed("i64", ENVIRONMENT, BlockEnvironment.last_granule.offset)
     # An address below the arena wraps to a huge offset, and is clamped like one above.
     offset = ir.binary("sub", address, arena)
     granule = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("lshr", offset, GRANULE_SHIFT), last)

@@ -10,7 +10,7 @@ import struct
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.ptx.translate.floating import read_float, write_float
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
@@ -56,7 +56,7 @@ def _coefficient(power: int) -> float:
     return math.log(2.0) ** power / math.factorial(power)
 
 
-FAMILY = Family("Approximate functions", "9.7.3")
+FAMILY = InstructionFamily("Approximate functions", "9.7.3")
 
 _F32 = SCALARS["f32"]
 _F64 = SCALARS["f64"]

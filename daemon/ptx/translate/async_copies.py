@@ -14,14 +14,14 @@ from gpulease.daemon.ptx.parse.syntax import (
     Space,
 )
 from gpulease.daemon.ptx.translate.access import checked_pointer
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.loads_stores import check_policy
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Asynchronous copies", "9.7.9.25")
+FAMILY = InstructionFamily("Asynchronous copies", "9.7.9.25")
 
 _INTO = ("shared", "shared::cta")
 _PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")

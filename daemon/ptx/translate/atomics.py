@@ -15,16 +15,16 @@ from gpulease.daemon.ptx.native.structures import Access
 from gpulease.daemon.ptx.parse.syntax import (
     SCALARS,
     Address,
+    DeclaredVariable,
     Instruction,
     Operand,
     Scalar,
     Space,
-    Variable,
     Vector,
 )
 from gpulease.daemon.ptx.translate.access import checked_pointer, window_base, window_limit
 from gpulease.daemon.ptx.translate.floating import finish, flush
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import FALSE, TRUE, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
@@ -66,7 +66,7 @@ def add_bf16(ir: IrWriter, left: Value, right: Value) -> Value:
 
 
 # Cooperative groups write order, scope and space after the operation, Triton before it; ptxas accepts both.
-FAMILY = Family("Atomic operations", "9.7.13")
+FAMILY = InstructionFamily("Atomic operations", "9.7.13")
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _RED_ORDERS = ("relaxed", "release")
@@ -276,7 +276,7 @@ def _space(m: Modifiers) -> Space:
 
 def _space_of(t: OperandTranslator, place: Operand, m: Modifiers) -> Space:
     """Return the space of an access: the variable's own, or the one named."""
-    if not isinstance(place, Address) or not isinstance(place.base, Variable):
+    if not isinstance(place, Address) or not isinstance(place.base, DeclaredVariable):
         return _space(m)
     if place.base.space not in (Space.GLOBAL, Space.SHARED):
         raise t.problem(f"atomic operations must be on .global or .shared memory, not on .{place.base.space.value}")

@@ -8,10 +8,10 @@ is a fault.
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.ptx.native.structures import BARRIERS, Access, Environment
+from gpulease.daemon.ptx.native.structures import BARRIERS, Access, BlockEnvironment
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Integer, Operand, Space
 from gpulease.daemon.ptx.translate.access import fail_unless
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS, block_threads, flat_thread
@@ -20,7 +20,7 @@ from gpulease.daemon.ptx.translate.wait_points import wait_at_barrier
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Barriers", "9.7.13.1")
+FAMILY = InstructionFamily("Barriers", "9.7.13.1")
 
 _WORD = SCALARS["b32"]
 _MAX_COUNT = 1024
@@ -47,7 +47,7 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     number = _number(t, i.operands[0])
     _count(t, i.operands[1:], number)
     # Arrivals are counted on a board in front of the block's frames, which native/block.ll reads.
-    board = ir.load("ptr", ir.offset(ENVIRONMENT, Environment.frames.offset))
+    board = ir.load("ptr", ir.offset(ENVIRONMENT, BlockEnvironment.frames.offset))
     place = ir.offset(board, ir.binary("shl", ir.cast("zext", number, "i64"), 2))
     threads = block_threads(ir)
     # The block's last thread also counts the lanes that its warp lacks.

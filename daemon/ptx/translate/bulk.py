@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from gpulease.daemon.ptx.native.structures import Access
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Integer, Space
 from gpulease.daemon.ptx.translate.access import address_in, fail_unless, reach
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.loads_stores import check_policy
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
@@ -14,7 +14,7 @@ from gpulease.daemon.ptx.translate.phases import object_of, settle
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Bulk copies", "9.7.9.25.4")
+FAMILY = InstructionFamily("Bulk copies", "9.7.9.25.4")
 
 _WORD = SCALARS["u32"]
 _COUNTED = "mbarrier::complete_tx::bytes"

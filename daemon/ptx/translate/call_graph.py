@@ -19,12 +19,12 @@ from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.parse.syntax import (
     Address,
     CallSite,
+    DeclaredVariable,
     Function,
     Image,
     Operand,
     Space,
     Symbol,
-    Variable,
     Vector,
 )
 from gpulease.daemon.ptx.translate.heap import with_heap
@@ -129,13 +129,13 @@ def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def variables_of(function: Function) -> Iterator[Variable]:
+def variables_of(function: Function) -> Iterator[DeclaredVariable]:
     """Yield the variables that a function's instructions name, each time they do."""
     # The list grows while it is iterated: elements of vectors are operands, too.
     pending: list[Operand] = [operand for i in function.instructions for operand in i.operands]
     for operand in pending:
         match operand:
-            case Symbol(variable) | Address(Variable() as variable):
+            case Symbol(variable) | Address(DeclaredVariable() as variable):
                 yield variable
             case Vector(elements):
                 pending.extend(elements)
@@ -155,28 +155,28 @@ class _Shared:
     def __init__(self, before: "_Shared | None" = None) -> None:
         self.size: int = before.size if before else 0
         self._before = before
-        self._places: dict[tuple[str, Variable], Variable] = {}
+        self._places: dict[tuple[str, DeclaredVariable], DeclaredVariable] = {}
 
-    def add(self, owner: str, variable: Variable) -> None:
+    def add(self, owner: str, variable: DeclaredVariable) -> None:
         """Place a variable unless it has a place; the owner of a module's variable is ""."""
         if self.find(owner, variable) is None:
             offset = round_up(self.size, variable.alignment)
             self.size = offset + variable.size
             self._places[owner, variable] = replace(variable, offset=offset)
 
-    def find(self, owner: str, variable: Variable) -> Variable | None:
+    def find(self, owner: str, variable: DeclaredVariable) -> DeclaredVariable | None:
         """Return a variable in its place, or None if it has none."""
         found = self._places.get((owner, variable))
         return self._before.find(owner, variable) if found is None and self._before else found
 
 
-def _static(function: Function) -> dict[Variable, str]:
+def _static(function: Function) -> dict[DeclaredVariable, str]:
     """Return the sized shared variables that a function names, and the owner of each."""
     named = {v for v in variables_of(function) if v.space is Space.SHARED and not v.is_dynamic}
     return {v: "" if v in function.module_shared else function.name for v in sorted(named, key=lambda v: v.offset)}
 
 
-def _key(variable: Variable, owner: str) -> Variable:
+def _key(variable: DeclaredVariable, owner: str) -> DeclaredVariable:
     """A module's variable has a different place in each function; give it one identity."""
     return variable if owner else replace(variable, offset=0)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpulease.daemon.ptx.limits import MAX_CALL_STACK_BYTES
-from gpulease.daemon.ptx.native.structures import Launch, Status
+from gpulease.daemon.ptx.native.structures import QueuedLaunch, ReturnStatus
 from gpulease.daemon.ptx.parse.syntax import CallSite, Function, Instruction, Signature
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.specials import ARGUMENTS
@@ -102,7 +102,7 @@ class Callees:
     def _dispatcher(self, layout: Layout, name: str, declarations: set[str]) -> str:
         """Write a dispatcher: it selects by the function's number, among the functions with these parameters."""
         ir = IrWriter(declarations)
-        table = ir.load("ptr", ir.offset(LAUNCH, Launch.variables.offset), extra=INVARIANT)
+        table = ir.load("ptr", ir.offset(LAUNCH, QueuedLaunch.variables.offset), extra=INVARIANT)
         first = ir.load("i64", ir.offset(table, 8 * self.first_place), extra=INVARIANT)
         # The number as an index into the addressed functions; rotated, so one between two functions becomes huge.
         distance = ir.binary("sub", _HANDLE, first)
@@ -115,7 +115,7 @@ class Callees:
             status = ir.value("i32", f"call i32 @{self._names[function]}({SIGNATURE})")
             ir.ret_value(status)
         ir.block("none")
-        ir.ret(Status.NO_FUNCTION)
+        ir.ret(ReturnStatus.NO_FUNCTION)
         return "\n".join([f"define internal i32 @{name}({SIGNATURE}, {_HANDLE}) noinline {{", *ir.lines, "}", ""])
 
 

@@ -3,11 +3,11 @@
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, Instruction, Operand, Pair, Scalar
 from gpulease.daemon.ptx.translate.floating import flush
 from gpulease.daemon.ptx.translate.formats import FORMATS, decode, flush_narrow
-from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, SIGNED, UNSIGNED, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, SIGNED, UNSIGNED, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-COMPARISON = Family("Comparison and selection", "9.7.6")
+COMPARISON = InstructionFamily("Comparison and selection", "9.7.6")
 
 # Section 9.3.1: the conditions that end in u are true if either operand is NaN.
 FLOAT_CONDITIONS = {
@@ -77,7 +77,7 @@ def write_pair(t: OperandTranslator, destination: Operand, result: Value, other:
         t.write(destination, PREDICATE, result)
 
 
-SET = Family("Set, half precision comparison", "9.7.6.1, 9.7.7")
+SET = InstructionFamily("Set, half precision comparison", "9.7.6.1, 9.7.7")
 
 _FLOAT = tuple(FLOAT_CONDITIONS)
 _WORDS = ("u32", "s32")

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.ptx.native.structures import Access, Status
+from gpulease.daemon.ptx.native.structures import Access, ReturnStatus
 from gpulease.daemon.ptx.parse.syntax import SCALARS, CallSite, Instruction, Register, Space, Target
 from gpulease.daemon.ptx.translate.access import fail_unless, window_base
 from gpulease.daemon.ptx.translate.callees import GIVEN, STACK_END
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import FALSE, LIKELY, Value, constant
 from gpulease.daemon.ptx.translate.vprintf import SYSTEM_CALLS
 from gpulease.daemon.ptx.translate.wait_points import count_turn
@@ -14,7 +14,7 @@ from gpulease.daemon.ptx.translate.wait_points import count_turn
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-CONTROL = Family("Control flow", "9.7.12")
+CONTROL = InstructionFamily("Control flow", "9.7.12")
 
 
 @CONTROL.form("bra{.uni}", 1, writes=False)
@@ -49,7 +49,7 @@ def break_point(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-CALLS = Family("Calls", "9.7.12.4, 9.7.12.5")
+CALLS = InstructionFamily("Calls", "9.7.12.4, 9.7.12.5")
 
 _HANDLE = SCALARS["b64"]
 _INDEX = SCALARS["u32"]
@@ -65,7 +65,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     if not site.name:
         target = t.read(i.operands[0], _HANDLE)
         status = _call(t, site, t.callees.dispatcher(site.signature), target)
-        is_function = t.ir.compare("icmp ne", status, Status.NO_FUNCTION)
+        is_function = t.ir.compare("icmp ne", status, ReturnStatus.NO_FUNCTION)
         fail_unless(t, is_function, Access.NO_FUNCTION, Space.CODE, target, 0)
     elif (name := t.callees.name(site.name)) is not None:
         status = _call(t, site, name)
@@ -77,7 +77,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         raise t.problem(f"{site.name[:60]} is declared but defined nowhere")
     # Step 2: leave the caller if the thread did not return normally.
     go_on, ended = t.ir.fresh("returned"), t.ir.fresh("ended")
-    t.ir.branch_if(t.ir.compare("icmp eq", status, Status.DONE), go_on, ended, extra=LIKELY)
+    t.ir.branch_if(t.ir.compare("icmp eq", status, ReturnStatus.DONE), go_on, ended, extra=LIKELY)
     t.ir.block(ended)
     t.pass_on(status)
     t.ir.block(go_on)
@@ -121,4 +121,4 @@ def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     t.ir.block(outside)
     fail_unless(t, FALSE, Access.NO_TARGET, Space.CODE, t.ir.cast("zext", number, "i64"), 0)
     # Not reached: the flag above is constant, but LLVM wants the block to end.
-    t.ir.ret_value(constant("i32", Status.FAULT))
+    t.ir.ret_value(constant("i32", ReturnStatus.FAULT))

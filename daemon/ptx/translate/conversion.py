@@ -9,11 +9,11 @@ bits, where the ISA says the same, an H100 gives 0.
 from gpulease.daemon.ptx.parse.syntax import Instruction, Kind, Scalar
 from gpulease.daemon.ptx.translate.floating import finish, flush
 from gpulease.daemon.ptx.translate.formats import F32, Format
-from gpulease.daemon.ptx.translate.forms import FLOATS, INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import FLOATS, INTEGERS, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, ir_type
 
-FAMILY = Family("Conversion", "9.7.9.21")
+FAMILY = InstructionFamily("Conversion", "9.7.9.21")
 
 _ALL_INTEGERS = ("u8", "s8", *INTEGERS)
 # 0x7fffffff as a double.

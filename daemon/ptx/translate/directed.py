@@ -8,10 +8,10 @@ mode is nearest even again when they return, so nothing else in the process sees
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.ptx.translate.approximate import real
 from gpulease.daemon.ptx.translate.floating import read_float, write_float
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, ir_type
 
-FAMILY = Family("Floating point, rounded otherwise", "9.7.3")
+FAMILY = InstructionFamily("Floating point, rounded otherwise", "9.7.3")
 
 _ROUND = ("rz", "rm", "rp")
 

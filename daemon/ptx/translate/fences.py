@@ -6,13 +6,13 @@ Threads of a block run on one host thread: a fence among them only keeps LLVM fr
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Address, Instruction, Integer
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import constant
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Fences and hints", "9.7.9, 9.7.13, 9.7.19")
+FAMILY = InstructionFamily("Fences and hints", "9.7.9, 9.7.13, 9.7.19")
 
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _EVICTIONS = ("L2::evict_last", "L2::evict_normal")

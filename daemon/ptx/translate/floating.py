@@ -5,11 +5,11 @@ two roundings. Other rounding modes are in directed.py, approximations in approx
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, ir_type
 
-FAMILY = Family("Floating point", "9.7.3")
+FAMILY = InstructionFamily("Floating point", "9.7.3")
 
 _F32 = SCALARS["f32"]
 _F64 = SCALARS["f64"]

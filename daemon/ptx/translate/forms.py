@@ -119,7 +119,7 @@ def _told_by_place(modifiers: Sequence[str]) -> list[list[str]]:
     return [[modifier for modifier in modifiers if kind.fullmatch(modifier)] for kind in _TOLD_BY_PLACE]
 
 
-class Family:
+class InstructionFamily:
     """The instructions that one section of the PTX ISA describes together."""
 
     def __init__(self, title: str, section: str) -> None:

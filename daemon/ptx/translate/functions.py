@@ -13,8 +13,8 @@ from gpulease.daemon.ptx.limits import (
     MAX_LOCAL_BYTES,
     OPTIMISED_FRAME_BYTES_PER_LINE,
 )
-from gpulease.daemon.ptx.native.structures import Access, Status
-from gpulease.daemon.ptx.parse.syntax import Function, Space, Variable
+from gpulease.daemon.ptx.native.structures import Access, ReturnStatus
+from gpulease.daemon.ptx.parse.syntax import DeclaredVariable, Function, Space
 from gpulease.daemon.ptx.translate.access import RECORD_FAULT, SPACE_NUMBERS
 from gpulease.daemon.ptx.translate.callees import SIGNATURE, STACK, STACK_END, Callees, frame_address
 from gpulease.daemon.ptx.translate.inliner import MEETINGS
@@ -50,7 +50,7 @@ class FunctionTranslator(BodyTranslator):
         # Its loops don't let other threads run either: a native frame can't be left and entered again.
         return find_waits(())
 
-    def address_of(self, variable: Variable, offset: int) -> Value:
+    def address_of(self, variable: DeclaredVariable, offset: int) -> Value:
         """Return a variable's address; local variables lie in this call's part of the window."""
         if variable.space is Space.LOCAL:
             return self.ir.binary("add", _OWN_STACK, variable.offset + offset)
@@ -62,7 +62,7 @@ class FunctionTranslator(BodyTranslator):
 
     def leave(self, *, is_exit: bool) -> None:
         """Return to the caller, which ends as well if the thread exits."""
-        self.ir.ret(Status.EXITED if is_exit else Status.DONE)
+        self.ir.ret(ReturnStatus.EXITED if is_exit else ReturnStatus.DONE)
 
     def _signature(self, name: str) -> str:
         # A call costs little next to a body that nvcc did not inline; inlined, it would exceed the frame's bound.
@@ -91,6 +91,6 @@ class FunctionTranslator(BodyTranslator):
         details = (0, Access.STACK_OVERFLOW, SPACE_NUMBERS[Space.LOCAL], self.function.line)
         arguments = ", ".join(map(str, (ENVIRONMENT, top, *(constant("i32", n) for n in details))))
         opening.emit(f"call void @{RECORD_FAULT}({arguments})")
-        opening.ret(Status.FAULT)
+        opening.ret(ReturnStatus.FAULT)
         opening.block("fits")
         super()._open(opening)

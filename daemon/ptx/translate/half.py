@@ -18,11 +18,11 @@ from gpulease.daemon.ptx.translate.formats import (
     round_to,
     sum_to_odd,
 )
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Half precision", "9.7.4")
+FAMILY = InstructionFamily("Half precision", "9.7.4")
 
 _F64 = SCALARS["f64"]
 _F16 = ("f16", "f16x2")

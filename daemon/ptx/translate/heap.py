@@ -11,13 +11,13 @@ ends within the heap; a walk advances at least 16 bytes a step. A kernel that le
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.limits import HEAP_BYTES
-from gpulease.daemon.ptx.parse.syntax import CallSite, Image, Space, Variable
+from gpulease.daemon.ptx.parse.syntax import CallSite, DeclaredVariable, Image, Space
 from gpulease.daemon.ptx.translate.ir import Value
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-HEAP = Variable("heap of malloc", Space.GLOBAL, HEAP_BYTES, 256)
+HEAP = DeclaredVariable("heap of malloc", Space.GLOBAL, HEAP_BYTES, 256)
 """The heap's variable. No image can name it, because names contain no blanks."""
 
 # The first block's offset; a header's size; the smallest block, a header and 16 bytes.
@@ -178,7 +178,7 @@ wrong:
 """
 
 
-def with_heap(image: Image) -> tuple[Variable, ...]:
+def with_heap(image: Image) -> tuple[DeclaredVariable, ...]:
     """Return an image's variables, with the heap if one of its functions calls `malloc` and none defines it."""
     functions = (*image.functions, *image.subroutines)
     if any(function.name == "malloc" for function in functions):

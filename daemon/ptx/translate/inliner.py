@@ -13,17 +13,17 @@ from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.parse.syntax import (
     Address,
     CallSite,
+    DeclaredVariable,
     Function,
-    Guard,
     Instruction,
     Negated,
     Operand,
     Pair,
+    PredicateGuard,
     Register,
     Space,
     Symbol,
     Target,
-    Variable,
     Vector,
 )
 from gpulease.daemon.ptx.translate.waits import WAITING
@@ -110,7 +110,7 @@ def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Functio
         after = places[number + 1]
         # The call's guard becomes a branch over the body, taken when the guard is false.
         if instruction.guard is not None:
-            skip = Guard(instruction.guard.register, not instruction.guard.negated)
+            skip = PredicateGuard(instruction.guard.register, not instruction.guard.negated)
             instructions.append(replace(instruction, guard=skip, opcode="bra", operands=(Target("", after),)))
         caller, inlined = _body(caller, instruction, bodies[number], len(instructions), after)
         instructions += inlined
@@ -140,7 +140,7 @@ def _body(
     if any(given.alignment < wanted.alignment for wanted, given in passed.items()):
         raise _problem(caller, call, "an argument is less aligned than its parameter")
 
-    def place(variable: Variable) -> Variable:
+    def place(variable: DeclaredVariable) -> DeclaredVariable:
         if variable.space is Space.LOCAL:
             return replace(variable, offset=variable.offset + local)
         if variable.space is Space.CALL:
@@ -172,7 +172,7 @@ def _body(
 
 def _names_its_parameter(instruction: Instruction) -> bool:
     addresses = [operand for operand in instruction.operands if isinstance(operand, Address)]
-    return all(isinstance(address.base, Variable) for address in addresses)
+    return all(isinstance(address.base, DeclaredVariable) for address in addresses)
 
 
 class _Renaming:
@@ -181,7 +181,7 @@ class _Renaming:
     def __init__(
         self,
         registers: int = 0,
-        place: Callable[[Variable], Variable] = lambda variable: variable,
+        place: Callable[[DeclaredVariable], DeclaredVariable] = lambda variable: variable,
         target: Callable[[int], int] = lambda index: index,
     ) -> None:
         self.registers = registers
@@ -202,7 +202,7 @@ class _Renaming:
                 return Symbol(self.place(variable), offset)
             case Address(Register() as base, offset):
                 return Address(self.register(base), offset)
-            case Address(Variable() as variable, offset):
+            case Address(DeclaredVariable() as variable, offset):
                 return Address(self.place(variable), offset)
             case Vector(elements):
                 return Vector(tuple(self.operand(element) for element in elements))
@@ -219,12 +219,12 @@ class _Renaming:
 def _map(instruction: Instruction, renaming: _Renaming) -> Instruction:
     guard = instruction.guard
     if guard is not None:
-        guard = Guard(renaming.register(guard.register), guard.negated)
+        guard = PredicateGuard(renaming.register(guard.register), guard.negated)
     operands = tuple(renaming.operand(operand) for operand in instruction.operands)
     return replace(instruction, guard=guard, operands=operands)
 
 
-def map_variables(function: Function, place: Callable[[Variable], Variable]) -> Function:
+def map_variables(function: Function, place: Callable[[DeclaredVariable], DeclaredVariable]) -> Function:
     """Return the function with `place` applied to each variable that it names."""
     renaming = _Renaming(place=place)
     return replace(function, instructions=tuple(_map(i, renaming) for i in function.instructions))

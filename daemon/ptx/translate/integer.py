@@ -5,11 +5,11 @@ straight code: a chain that a branch, a label or a barrier breaks, or that depen
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
-from gpulease.daemon.ptx.translate.forms import INTEGERS, SIGNED, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import INTEGERS, SIGNED, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-INTEGER = Family("Integer arithmetic", "9.7.1")
+INTEGER = InstructionFamily("Integer arithmetic", "9.7.1")
 
 _NARROW = ("u16", "u32", "s16", "s32")
 _WORDS = ("u32", "u64", "s32", "s64")
@@ -237,7 +237,7 @@ def ones(t: OperandTranslator, length: Value) -> Value:
     return t.ir.select(is_all, constant(length.type, -1), some)
 
 
-CARRY = Family("Arithmetic with carry", "9.7.2")
+CARRY = InstructionFamily("Arithmetic with carry", "9.7.2")
 
 _CARRYING = ("u32", "s32", "u64", "s64")
 

@@ -6,7 +6,7 @@ part. If some do not, they would wait at a barrier, and the others for them fore
 
 from collections.abc import Sequence
 
-from gpulease.daemon.ptx.native.structures import Access, Launch
+from gpulease.daemon.ptx.native.structures import Access, QueuedLaunch
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Integer, Operand, Space
 from gpulease.daemon.ptx.translate.access import fail_unless
 from gpulease.daemon.ptx.translate.forms import Modifiers
@@ -109,7 +109,7 @@ def open_warp(opening: VectorWriter) -> None:
 
 
 def _size(opening: IrWriter, launch: Value, axis: int) -> Value:
-    return opening.load("i32", opening.offset(launch, Launch.block.offset + 4 * axis))
+    return opening.load("i32", opening.offset(launch, QueuedLaunch.block.offset + 4 * axis))
 
 
 def translate_exchange(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:

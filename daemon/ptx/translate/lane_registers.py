@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from gpulease.daemon.ptx.limits import MAX_LANE_FRAME_BYTES, MAX_LANE_SAVED_REGISTERS
-from gpulease.daemon.ptx.native.structures import SHORT_HEAD_BYTES, SLOT_BYTES, Status
+from gpulease.daemon.ptx.native.structures import SHORT_HEAD_BYTES, SLOT_BYTES, ReturnStatus
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.parse.syntax import Register
 from gpulease.daemon.ptx.translate.ir import LIKELY, NO_LANE, Value, constant
@@ -66,7 +66,7 @@ class LaneRegisters(BodyTranslator):
 
     def fail_lane(self, lane: Value) -> None:
         before, self.ir.blamed = self.ir.blamed, lane
-        self.ir.ret(Status.FAULT)
+        self.ir.ret(ReturnStatus.FAULT)
         self.ir.blamed = before
 
     def call_each(self, name: str, given: Iterable[Value]) -> str:
@@ -156,7 +156,7 @@ class LaneRegisters(BodyTranslator):
 
     # --- Waiting -----------------------------------------------------------------------------------------------
 
-    def suspend(self, status: Status) -> None:
+    def suspend(self, status: ReturnStatus) -> None:
         """Return to the block's loop, and resume here when called again. Only ended lanes may be missing."""
         self.carry = None
         # A single group has no other to wait for.

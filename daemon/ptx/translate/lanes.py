@@ -2,11 +2,12 @@
 
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-The mask's bits are the threads that exist; tid.x is the first one's, and the others' follow. It returns a `Status`;
-for a fault, the bits above the low 8 are the lane at fault. Blocks stand in PTX's order, each with a mask of the lanes
-that wait for it. The earliest of those blocks always runs next, so lanes that a branch separated meet again where its
-ways do (uniformity.py). Registers that are equal in all lanes are scalars, others vectors. In a vector, a lane that
-does not take part keeps its element if it may still need it. What can't be written for vectors is run lane by lane.
+The mask's bits are the threads that exist; tid.x is the first one's, and the others' follow. It returns a
+`ReturnStatus`; for a fault, the bits above the low 8 are the lane at fault. Blocks stand in PTX's order, each with a
+mask of the lanes that wait for it. The earliest of those blocks always runs next, so lanes that a branch separated meet
+again where its ways do (uniformity.py). Registers that are equal in all lanes are scalars, others vectors. In a vector,
+a lane that does not take part keeps its element if it may still need it. What can't be written for vectors is run lane
+by lane.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from ctypes import sizeof
 from math import prod
 
 from gpulease.daemon.ptx.limits import MAX_LANE_BLOCKS, MAX_LANE_LINES
-from gpulease.daemon.ptx.native.structures import PARAMETERS_OFFSET, Environment, Status
+from gpulease.daemon.ptx.native.structures import PARAMETERS_OFFSET, BlockEnvironment, ReturnStatus
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, Bounds, Function, Instruction, Target
 from gpulease.daemon.ptx.translate.callees import Callees
@@ -120,7 +121,7 @@ class LaneTranslator(LaneRegisters):
             self._close_block(number)
         # After the last block: no lanes are left.
         self.ir.block(f"check{len(self._lanes.blocks)}")
-        self.ir.ret(Status.DONE)
+        self.ir.ret(ReturnStatus.DONE)
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
         return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
 
@@ -350,7 +351,7 @@ class LaneTranslator(LaneRegisters):
     def _signature(self, name: str) -> str:
         numbers = ", ".join(f"i32 %{argument}" for argument in ARGUMENTS)
         launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET + self.function.parameter_bytes}) %launch"
-        environment = f"ptr noalias dereferenceable({sizeof(Environment)}) %environment"
+        environment = f"ptr noalias dereferenceable({sizeof(BlockEnvironment)}) %environment"
         return (
             f"define internal i32 @{name}({launch}, {environment}, ptr noalias %frame, ptr %local,"
             f" {self._mask_type} %given, {numbers}) alwaysinline {{"

@@ -27,7 +27,7 @@ class TooComplex(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
+class RegisterEffect:
     """The registers that an instruction reads, and those that it always writes, as bits."""
 
     reads: int
@@ -60,7 +60,7 @@ def registers_of(operand: Operand) -> list[Register]:
             return []
 
 
-def effect_of(instruction: Instruction, *, writes_first: bool) -> Effect:
+def effect_of(instruction: Instruction, *, writes_first: bool) -> RegisterEffect:
     """Return the registers that an instruction reads and writes; a guarded one may leave its results unwritten."""
     reads = writes = 0
     for position, operand in enumerate(instruction.operands):
@@ -77,10 +77,12 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> Effect:
         reads |= 1 << instruction.guard.register.index
         reads |= writes
         writes = 0
-    return Effect(reads, writes)
+    return RegisterEffect(reads, writes)
 
 
-def live_after(instructions: Sequence[Instruction], effects: Sequence[Effect], wanted: set[int]) -> dict[int, int]:
+def live_after(
+    instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], wanted: set[int]
+) -> dict[int, int]:
     """Return for each wanted instruction the registers that are needed after it, as bits. Raises TooComplex."""
     blocks = blocks_of(instructions)
     live_in = live_at_starts(blocks, effects)
@@ -108,7 +110,7 @@ def blocks_of(instructions: Sequence[Instruction]) -> list[Block]:
     ]
 
 
-def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[int]:
+def live_at_starts(blocks: Sequence[Block], effects: Sequence[RegisterEffect]) -> list[int]:
     """Return the registers that each block needs at its start, as bits. Raises TooComplex."""
     # Bound the memory of the sets before any is built: the text is a tenant's.
     width = max((effect.reads | effect.writes).bit_length() for effect in effects)
@@ -118,7 +120,7 @@ def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[i
     return _settle([block.follows for block in blocks], summary)
 
 
-def count_merges(instructions: Sequence[Instruction], effects: Sequence[Effect], *, waits: bool) -> int:
+def count_merges(instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], *, waits: bool) -> int:
     """Count the values that LLVM has to merge where control flows together: registers written more than once.
 
     A thread that waits loads its registers again, so with `waits` all count. Raises TooComplex.
@@ -167,16 +169,16 @@ def _followers(instructions: Sequence[Instruction], end: int, block_at: dict[int
     return [block_at[index] for index in found if index in block_at]
 
 
-def _summary(effects: Sequence[Effect]) -> Effect:
+def _summary(effects: Sequence[RegisterEffect]) -> RegisterEffect:
     """Return what a block reads before it writes it, and what it writes."""
     reads = writes = 0
     for effect in reversed(effects):
         reads = effect.reads | (reads & ~effect.writes)
         writes |= effect.writes
-    return Effect(reads, writes)
+    return RegisterEffect(reads, writes)
 
 
-def _settle(follows: Sequence[Sequence[int]], summary: Sequence[Effect]) -> list[int]:
+def _settle(follows: Sequence[Sequence[int]], summary: Sequence[RegisterEffect]) -> list[int]:
     """Return the live registers at each block's start, by a work list that ends when nothing changes."""
     before: list[list[int]] = [[] for _ in follows]
     for number, followers in enumerate(follows):

@@ -8,13 +8,13 @@ ignored.
 """
 
 from gpulease.daemon.ptx.native.structures import Access
-from gpulease.daemon.ptx.parse.syntax import SCALARS, Address, Instruction, Operand, Space, Variable, Vector
+from gpulease.daemon.ptx.parse.syntax import SCALARS, Address, DeclaredVariable, Instruction, Operand, Space, Vector
 from gpulease.daemon.ptx.translate.access import MAX_ACCESS_BYTES, checked_access
-from gpulease.daemon.ptx.translate.forms import FLOATS, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import FLOATS, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Loads and stores", "9.7.9")
+FAMILY = InstructionFamily("Loads and stores", "9.7.9")
 
 # The spellings that are accepted and, for hints, ignored.
 # A cluster is one block, so its shared memory is the block's own.
@@ -138,7 +138,7 @@ def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> No
     """Raise ImageRejected for a store to a function's own parameters (section 5.1.6)."""
     # The variable's own space counts, because the instruction only says `.param`.
     base = operand.base if isinstance(operand, Address) else None
-    named = base.space if isinstance(base, Variable) else space
+    named = base.space if isinstance(base, DeclaredVariable) else space
     if named is Space.PARAM:
         raise t.problem("a parameter can't be written")
 

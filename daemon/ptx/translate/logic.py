@@ -1,11 +1,11 @@
 """Logic and shifts (PTX ISA section 9.7.8)."""
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Integer
-from gpulease.daemon.ptx.translate.forms import BITS, INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import BITS, INTEGERS, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Logic and shifts", "9.7.8")
+FAMILY = InstructionFamily("Logic and shifts", "9.7.8")
 
 _LOGIC = ("pred", *BITS)
 _AMOUNT = SCALARS["u32"]

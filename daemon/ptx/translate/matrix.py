@@ -14,7 +14,7 @@ from gpulease.daemon.ptx.native.library import BYTES, DOUBLES, FLOATS, KINDS, LA
 from gpulease.daemon.ptx.native.structures import Access
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Operand, Register, Scalar, Space, Vector
 from gpulease.daemon.ptx.translate.access import fail_unless, is_valid, pointer_at, shared_offset
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.fragments import Tiles, tiles_of
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.wait_points import kept_words, lane, meet, own_room, shown_words
@@ -22,7 +22,7 @@ from gpulease.daemon.ptx.translate.wait_points import kept_words, lane, meet, ow
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Matrices", "9.7.15.5")
+FAMILY = InstructionFamily("Matrices", "9.7.15.5")
 
 _WORD = SCALARS["b32"]
 _DOUBLE = SCALARS["b64"]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.ptx.translate.approximate import real
 from gpulease.daemon.ptx.translate.formats import F16, bits_of, decode, double_of, encode
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Floats of 8 bits", "9.7.9.21")
+FAMILY = InstructionFamily("Floats of 8 bits", "9.7.9.21")
 
 _PAIR = SCALARS["b16"]
 _HALVES = SCALARS["b32"]

@@ -16,7 +16,7 @@ from gpulease.daemon.ptx.limits import (
     MAX_SIMPLIFIED_ACCESSES,
     rejected,
 )
-from gpulease.daemon.ptx.memory import Needs
+from gpulease.daemon.ptx.memory import KernelNeeds
 from gpulease.daemon.ptx.native.library import DECLARATIONS as BLOCK_DECLARATIONS
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.parse.syntax import Function, Image, Instruction, Vector
@@ -74,7 +74,7 @@ class Part:
     budget: IrBudget
     callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
-    needs: dict[str, Needs] = field(default_factory=dict)
+    needs: dict[str, KernelNeeds] = field(default_factory=dict)
     lines: int = 0
     shuffle: int | None = None
     _definitions: list[str] = field(default_factory=list)

@@ -5,11 +5,11 @@ A cluster is one block here, so an address in another block of the cluster is th
 
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Scalar, Space, Symbol, Vector
 from gpulease.daemon.ptx.translate.access import window_base, window_limit
-from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator, bits_type
 
-MOVEMENT = Family("Moves and address conversion", "9.7.9")
+MOVEMENT = InstructionFamily("Moves and address conversion", "9.7.9")
 
 _SPACES = ("global", "const", "shared", "shared::cta", "shared::cluster", "local")
 _WINDOWS = (Space.SHARED, Space.LOCAL)
@@ -103,7 +103,7 @@ def _part(t: OperandTranslator, scalar: Scalar, vector: Vector) -> Scalar:
     return bits_type(scalar.bits // count)
 
 
-PLACEMENT = Family("Places of addresses", "9.7.9")
+PLACEMENT = InstructionFamily("Places of addresses", "9.7.9")
 
 _RANK = SCALARS["u32"]
 

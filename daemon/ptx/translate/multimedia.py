@@ -1,12 +1,12 @@
 """Dot products, sums of differences, 24-bit products and pairs of 16-bit integers (PTX ISA section 9.7.1)."""
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
-from gpulease.daemon.ptx.translate.forms import INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import INTEGERS, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.integer import ones
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Further integer arithmetic", "9.7.1")
+FAMILY = InstructionFamily("Further integer arithmetic", "9.7.1")
 
 _WORD = SCALARS["b32"]
 _BOTH = ("u32", "s32")

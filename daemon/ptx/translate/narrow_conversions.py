@@ -21,11 +21,11 @@ from gpulease.daemon.ptx.translate.formats import (
     round_to,
     sum_and_error,
 )
-from gpulease.daemon.ptx.translate.forms import INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import INTEGERS, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Conversion with rounding", "9.7.9.21")
+FAMILY = InstructionFamily("Conversion with rounding", "9.7.9.21")
 
 _F64 = SCALARS["f64"]
 _WORD = SCALARS["b32"]

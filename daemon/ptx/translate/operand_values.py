@@ -2,11 +2,12 @@
 
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.ptx.limits import rejected
-from gpulease.daemon.ptx.native.structures import Launch
+from gpulease.daemon.ptx.native.structures import QueuedLaunch
 from gpulease.daemon.ptx.parse.declarations import decimal_pattern
 from gpulease.daemon.ptx.parse.syntax import (
     PREDICATE,
     SCALARS,
+    DeclaredVariable,
     Function,
     Instruction,
     Integer,
@@ -20,7 +21,6 @@ from gpulease.daemon.ptx.parse.syntax import (
     Space,
     Special,
     Symbol,
-    Variable,
 )
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.specials import SHARED_SIZES, read_shared_size, read_special
@@ -120,7 +120,7 @@ class OperandTranslator:
             raise self.problem(f"{name} can't be read as .{scalar.name}")
         return value
 
-    def _read_symbol(self, variable: Variable, offset: int, scalar: Scalar) -> Value:
+    def _read_symbol(self, variable: DeclaredVariable, offset: int, scalar: Scalar) -> Value:
         # These live in native stack memory, and its addresses must not reach a kernel.
         if variable.space in (Space.CALL, Space.RESULT):
             raise self.problem(f"the address of {variable.name[:60]} can't be taken")
@@ -130,17 +130,17 @@ class OperandTranslator:
             raise self.problem(f"the address of {variable.name[:60]} can't be read as .{scalar.name}")
         return self.ir.resize(self.address_of(variable, offset), f"i{scalar.bits}", signed=False)
 
-    def has_variable(self, variable: Variable) -> bool:
+    def has_variable(self, variable: DeclaredVariable) -> bool:
         """Say whether the module has a variable in device or constant memory."""
         return variable.name in self._variable_places
 
-    def address_of(self, variable: Variable, offset: int) -> Value:
+    def address_of(self, variable: DeclaredVariable, offset: int) -> Value:
         """Return a variable's address in its own space, as i64."""
         # Device variables and functions get their addresses at load: they are read from the launch's table.
         if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
             if variable.name not in self._variable_places:
                 raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
-            table = self.ir.fixed("ptr", LAUNCH, Launch.variables.offset)
+            table = self.ir.fixed("ptr", LAUNCH, QueuedLaunch.variables.offset)
             place = self.ir.offset(table, 8 * self._variable_places[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)
         # In a window the address is an offset, and known now.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpulease.daemon.ptx.native.structures import Access
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Address, Instruction, Operand
 from gpulease.daemon.ptx.translate.access import shared_pointer
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import LIKELY, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 from gpulease.daemon.ptx.translate.wait_points import let_others_run
@@ -18,7 +18,7 @@ from gpulease.daemon.ptx.translate.wait_points import let_others_run
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Barriers in memory", "9.7.13.15")
+FAMILY = InstructionFamily("Barriers in memory", "9.7.13.15")
 
 _OBJECT = SCALARS["b64"]
 _COUNT = SCALARS["u32"]

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import sizeof
 
-from gpulease.daemon.ptx.memory import Needs
+from gpulease.daemon.ptx.memory import KernelNeeds
 from gpulease.daemon.ptx.native.structures import (
     BOARD_BYTES,
     PARAMETERS_OFFSET,
-    Environment,
+    BlockEnvironment,
     Fault,
-    Launch,
-    Status,
+    QueuedLaunch,
+    ReturnStatus,
 )
 from gpulease.daemon.ptx.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
@@ -68,24 +68,24 @@ class RunnerWriter:
         self._sizes: dict[str, list[Value]] = {}
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> KernelNeeds:
         """The memory that a block takes in addition to shared memory."""
         # Without waits one thread runs at a time, so all share one local window and none has a frame.
         if not self._waits.sites:
-            return Needs(self._local_bytes, 0, 0, 0, parks=False)
-        return Needs(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
+            return KernelNeeds(self._local_bytes, 0, 0, 0, parks=False)
+        return KernelNeeds(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
 
     def write(self, name: str) -> str:
         """Return the function's IR, under that name."""
         # The launch's dimensions are loaded once.
-        for field, start in (("grid", Launch.grid.offset), ("block", Launch.block.offset)):
+        for field, start in (("grid", QueuedLaunch.grid.offset), ("block", QueuedLaunch.block.offset)):
             places = [self.ir.offset(LAUNCH, start + 4 * axis) for axis in range(3)]
             self._sizes[field] = [self.ir.load("i32", place, extra=INVARIANT) for place in places]
         self._run_blocks()
-        self.ir.ret(Status.DONE)
+        self.ir.ret(ReturnStatus.DONE)
         # Stack slots were collected while the code was written, and come first.
         launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET}) %launch"
-        environment = f"ptr noalias dereferenceable({sizeof(Environment)}) %environment"
+        environment = f"ptr noalias dereferenceable({sizeof(BlockEnvironment)}) %environment"
         head = f"define i32 @{name}({launch}, {environment}, {_FIRST}, {_LAST}) {{"
         return "\n".join([head, "entry:", *self._allocas, *self.ir.lines, "}", ""])
 
@@ -108,7 +108,7 @@ class RunnerWriter:
         if self._shuffle is None:
             return number
         ir = self.ir
-        blocks = ir.load("i64", ir.offset(LAUNCH, Launch.blocks.offset), extra=INVARIANT)
+        blocks = ir.load("i64", ir.offset(LAUNCH, QueuedLaunch.blocks.offset), extra=INVARIANT)
         # The seed rotates the numbers: every block still runs once.
         begun = ir.binary("add", number, (self._shuffle * _SPREAD + _STEP) >> _LOW_BITS)
         block = ir.binary("urem", begun, blocks)
@@ -159,7 +159,7 @@ class RunnerWriter:
 
     def _run_thread(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
         """Run a thread from start to end; threads that never wait share one local window."""
-        status = self._call(thread, block, Value("ptr", "null"), self._area(Environment.local.offset))
+        status = self._call(thread, block, Value("ptr", "null"), self._area(BlockEnvironment.local.offset))
         self._stop_if_faulted(status, lambda: thread, block)
 
     def _prepare_thread(self, thread: Sequence[Value]) -> None:
@@ -170,7 +170,7 @@ class RunnerWriter:
         ir = self.ir
         flat = self._flat(thread)
         frame = self._frame(flat)
-        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        local = ir.offset(self._area(BlockEnvironment.local.offset), ir.binary("mul", flat, self._local_bytes))
         with self._unless_ended(frame, waiting) as outcome:
             outcome.append(self._call(thread, block, frame, local))
             self._stop_if_faulted(outcome[0], lambda: thread, block)
@@ -185,7 +185,7 @@ class RunnerWriter:
         yield outcome
         (status,) = outcome
         # A thread that waits asks for another round; one that ended is marked in its frame.
-        ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), waits, ended)
+        ir.branch_if(ir.compare("icmp eq", status, ReturnStatus.WAITS), waits, ended)
         ir.block(waits)
         ir.store(TRUE, waiting)
         ir.branch(after)
@@ -201,18 +201,18 @@ class RunnerWriter:
         """End the launch if the status is a fault; `thread` writes the indices of the thread at fault."""
         ir = self.ir
         stop, go_on = ir.fresh("stop"), ir.fresh("goon")
-        ir.branch_if(ir.compare("icmp eq", status, Status.FAULT), stop, go_on)
+        ir.branch_if(ir.compare("icmp eq", status, ReturnStatus.FAULT), stop, go_on)
         ir.block(stop)
         self._stop(thread(), block)
         ir.block(go_on)
 
     def _stop(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
         # The access has recorded what happened; the thread and the block are known only here.
-        fault = self._area(Environment.fault.offset)
+        fault = self._area(BlockEnvironment.fault.offset)
         for start, indices in ((Fault.thread.offset, thread), (Fault.block.offset, block)):
             for axis, index in enumerate(indices):
                 self.ir.store(index, self.ir.offset(fault, start + 4 * axis))
-        self.ir.ret(Status.FAULT)
+        self.ir.ret(ReturnStatus.FAULT)
 
     def _flat(self, thread: Sequence[Value]) -> Value:
         """Return the thread's number in its block, as i64."""
@@ -222,7 +222,9 @@ class RunnerWriter:
         return self.ir.cast("zext", number, "i64")
 
     def _frame(self, flat: Value) -> Value:
-        return self.ir.offset(self._area(Environment.frames.offset), self.ir.binary("mul", flat, self._frame_bytes))
+        return self.ir.offset(
+            self._area(BlockEnvironment.frames.offset), self.ir.binary("mul", flat, self._frame_bytes)
+        )
 
     def _area(self, offset: int) -> Value:
         return self.ir.load("ptr", self.ir.offset(ENVIRONMENT, offset), extra=INVARIANT)
@@ -281,11 +283,11 @@ class LaneRunnerWriter(RunnerWriter):
         self._groups = constant("i32", 0)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> KernelNeeds:
         """The memory that a block takes: a frame for each group; in narrow rows each thread is a group."""
         if not self._waits.sites:
-            return Needs(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
-        return Needs(0, self._local_bytes, 0, self._frame_bytes, parks=False)
+            return KernelNeeds(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
+        return KernelNeeds(0, self._local_bytes, 0, self._frame_bytes, parks=False)
 
     def _run_block(self, block: Sequence[Value]) -> None:
         # As for single threads, with groups in their place.
@@ -311,13 +313,13 @@ class LaneRunnerWriter(RunnerWriter):
 
     def _run_group(self, group: Sequence[Value], block: Sequence[Value]) -> None:
         """Run a group from start to end; groups that never wait share their local windows."""
-        self._call_group(group, block, Value("ptr", "null"), self._area(Environment.local.offset))
+        self._call_group(group, block, Value("ptr", "null"), self._area(BlockEnvironment.local.offset))
 
     def _resume_group(self, group: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
         """Run a group up to its next barrier or its end, unless it has ended before."""
         ir, frame = self.ir, self._group_frame(group)
         flat = self._flat(self._thread_of(group, constant("i32", 0)))
-        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        local = ir.offset(self._area(BlockEnvironment.local.offset), ir.binary("mul", flat, self._local_bytes))
         with self._unless_ended(frame, waiting) as outcome:
             outcome.append(self._call_group(group, block, frame, local))
 
@@ -354,13 +356,13 @@ class WarpRunnerWriter(LaneRunnerWriter):
     """The runner for groups that are warps: neighbours by their number in the block, whatever their rows."""
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> KernelNeeds:
         """The memory that a block takes; its last warp may be partial."""
         if not self._waits.sites:
             return super().needs
         # A frame is a warp's; per thread it is a part, rounded up, plus one whole frame for a partial warp.
         each = -(-self._frame_bytes // self._lanes)
-        return Needs(0, self._local_bytes, self._frame_bytes, each, parks=False)
+        return KernelNeeds(0, self._local_bytes, self._frame_bytes, each, parks=False)
 
     def _count_groups(self) -> Sequence[Value]:
         threads = self._threads()

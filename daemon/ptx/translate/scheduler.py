@@ -15,10 +15,10 @@ from gpulease.daemon.ptx.native.structures import (
     PLACE_MASK,
     PLACE_SHIFTS,
     Access,
-    Environment,
+    BlockEnvironment,
     FrameHead,
-    State,
-    Status,
+    ReturnStatus,
+    ThreadState,
 )
 from gpulease.daemon.ptx.parse.syntax import Space
 from gpulease.daemon.ptx.translate.access import RECORD_FAULT, SPACE_NUMBERS
@@ -33,14 +33,14 @@ class SchedulerWriter(RunnerWriter):
 
     def _run_block(self, block: Sequence[Value]) -> None:
         ir = self.ir
-        board = self._area(Environment.frames.offset)
+        board = self._area(BlockEnvironment.frames.offset)
         width, height, depth = self._sizes["block"]
         threads = ir.binary("mul", ir.binary("mul", width, height), depth)
         again, done, stuck, parks = (ir.fresh(stem) for stem in ("round", "blockdone", "stuck", "parks"))
         # A block that was set aside has its frames from before, and only continues.
         if self._waits.parks:
             begins = ir.fresh("begins")
-            resumes = ir.load("i64", ir.offset(ENVIRONMENT, Environment.resumes.offset))
+            resumes = ir.load("i64", ir.offset(ENVIRONMENT, BlockEnvironment.resumes.offset))
             ir.branch_if(ir.compare("icmp eq", resumes, 0), begins, again)
             ir.block(begins)
         # A new block: no thread has arrived at any barrier, and all frames are at the start.
@@ -56,7 +56,7 @@ class SchedulerWriter(RunnerWriter):
         verdict = ir.value("i32", f"call i32 @{SETTLE_BLOCK}({arguments})")
         ir.switch(verdict, stuck, [(0, done), (1, again), (-1, parks)])
         ir.block(parks)
-        ir.ret(Status.WAITS)
+        ir.ret(ReturnStatus.WAITS)
         ir.block(stuck)
         self._fail(ir.cast("zext", ir.binary("sub", verdict, 2), "i64"), block)
         ir.block(done)
@@ -100,16 +100,16 @@ class SchedulerWriter(RunnerWriter):
         flat = ir.cast("zext", ir.binary("add", first, lane), "i64")
         frame = self._frame(flat)
         state = ir.offset(frame, FrameHead.state.offset)
-        ir.branch_if(ir.compare("icmp eq", ir.load("i32", state), State.READY), run, after)
+        ir.branch_if(ir.compare("icmp eq", ir.load("i32", state), ThreadState.READY), run, after)
         ir.block(run)
         thread = self._indices(frame)
-        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        local = ir.offset(self._area(BlockEnvironment.local.offset), ir.binary("mul", flat, self._local_bytes))
         status = self._call(thread, block, frame, local)
         self._stop_if_faulted(status, lambda: thread, block)
         # A thread that waits has set its state itself.
-        ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), after, ended)
+        ir.branch_if(ir.compare("icmp eq", status, ReturnStatus.WAITS), after, ended)
         ir.block(ended)
-        ir.store(constant("i32", State.ENDED), state)
+        ir.store(constant("i32", ThreadState.ENDED), state)
         ir.block(after)
         next_lane = ir.binary("add", lane, 1)
         ir.store(next_lane, counter)
@@ -123,7 +123,7 @@ class SchedulerWriter(RunnerWriter):
         place = thread[0]
         for index, shift in zip(thread[1:], PLACE_SHIFTS[1:], strict=True):
             place = ir.binary("or", place, ir.binary("shl", index, shift))
-        start = {"resume": constant("i32", 0), "state": constant("i32", State.READY), "place": place}
+        start = {"resume": constant("i32", 0), "state": constant("i32", ThreadState.READY), "place": place}
         for field, value in start.items():
             ir.store(value, ir.offset(frame, getattr(FrameHead, field).offset))
 
@@ -140,7 +140,7 @@ class SchedulerWriter(RunnerWriter):
             for field in ("state", "kind", "members", "line")
         }
         # At a barrier the fault names its number, in an exchange the member mask.
-        at_barrier = ir.compare("icmp eq", said["state"], State.AT_BARRIER)
+        at_barrier = ir.compare("icmp eq", said["state"], ThreadState.AT_BARRIER)
         number = ir.binary("and", said["kind"], BARRIERS - 1)
         what = ir.cast("zext", ir.select(at_barrier, number, said["members"]), "i64")
         access = ir.select(at_barrier, constant("i32", Access.BARRIER), constant("i32", Access.EXCHANGE))

@@ -7,12 +7,12 @@ from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction
 from gpulease.daemon.ptx.translate.approximate import real
 from gpulease.daemon.ptx.translate.floating import flush, read_float
 from gpulease.daemon.ptx.translate.formats import F32
-from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import BITS, FLOATS, INTEGERS, InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.half import least_or_most
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Further selection", "9.7.3.1, 9.7.6.4, 9.7.9.7")
+FAMILY = InstructionFamily("Further selection", "9.7.3.1, 9.7.6.4, 9.7.9.7")
 
 _F32 = SCALARS["f32"]
 _WORD = SCALARS["b32"]

@@ -1,7 +1,7 @@
 """Read the special registers of threads, lanes and the machine (PTX ISA section 10)."""
 
 from gpulease.daemon.native.compiler import CLOCK_GETTIME
-from gpulease.daemon.ptx.native.structures import Launch
+from gpulease.daemon.ptx.native.structures import QueuedLaunch
 from gpulease.daemon.ptx.translate.ir import IrWriter, Value, constant
 
 WARP_THREADS = 32
@@ -14,7 +14,7 @@ ARGUMENTS = tuple(f"{name}.{axis}" for name in ("tid", "ctaid") for axis in _AXE
 # Offsets of the launch's dimensions in its head.
 _LAUNCH_FIELDS = {
     f"{name}.{axis}": field + 4 * number
-    for name, field in (("ntid", Launch.block.offset), ("nctaid", Launch.grid.offset))
+    for name, field in (("ntid", QueuedLaunch.block.offset), ("nctaid", QueuedLaunch.grid.offset))
     for number, axis in enumerate(_AXES)
 }
 
@@ -101,7 +101,7 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
 
 def read_shared_size(ir: IrWriter, name: str, dynamic_offset: int) -> Value:
     """Read one of SHARED_SIZES; `dynamic_offset` is where the memory begins that a launch adds to the static size."""
-    total = ir.fixed("i32", Value("ptr", "%launch"), Launch.shared_bytes.offset)
+    total = ir.fixed("i32", Value("ptr", "%launch"), QueuedLaunch.shared_bytes.offset)
     if name == "total_smem_size":
         return total
     # A launch without dynamic memory may end before the aligned place where it would begin.
@@ -116,7 +116,7 @@ def _read_machine(ir: IrWriter, name: str) -> Value | None:
             return constant("i32", 1)
         case "gridid":
             # Launches are numbered by their tags.
-            return ir.fixed("i64", Value("ptr", "%launch"), Launch.tag.offset)
+            return ir.fixed("i64", Value("ptr", "%launch"), QueuedLaunch.tag.offset)
         case "clock_hi":
             return _half(ir, ir.intrinsic("llvm.readcyclecounter", "i64"), 32)
     # The rest read the clock, which is a call.

@@ -5,7 +5,7 @@ from gpulease.daemon.ptx.limits import (
     MAX_LOCAL_BYTES,
     MAX_SAVED_REGISTERS,
 )
-from gpulease.daemon.ptx.native.structures import SLOT_BYTES, Status
+from gpulease.daemon.ptx.native.structures import SLOT_BYTES, ReturnStatus
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Function, Register, Signature
 from gpulease.daemon.ptx.translate.callees import Callees
@@ -70,16 +70,16 @@ class ThreadTranslator(OperandTranslator):
         if index < len(self.function.instructions):
             self.ir.branch(f"at{index}")
         else:
-            self.ir.ret(Status.DONE)
+            self.ir.ret(ReturnStatus.DONE)
 
     def leave(self, *, is_exit: bool) -> None:
         """End the thread; in a kernel's own body `ret` and `exit` are the same."""
-        self.ir.ret(Status.DONE)
+        self.ir.ret(ReturnStatus.DONE)
 
     def pass_on(self, status: Value) -> None:
         """End the thread as its callee ended it, by an exit or a fault."""
-        is_exit = self.ir.compare("icmp eq", status, Status.EXITED)
-        self.ir.ret_value(self.ir.select(is_exit, constant("i32", Status.DONE), status))
+        is_exit = self.ir.compare("icmp eq", status, ReturnStatus.EXITED)
+        self.ir.ret_value(self.ir.select(is_exit, constant("i32", ReturnStatus.DONE), status))
 
     def stack(self) -> Value:
         """Return where in the local window a callee's variables begin."""
@@ -99,7 +99,7 @@ class ThreadTranslator(OperandTranslator):
         """Return the bytes of one thread's frame, as i64."""
         return self.ir.load("i64", Value("ptr", f"@{self._name}.frame"))
 
-    def suspend(self, status: Status) -> None:
+    def suspend(self, status: ReturnStatus) -> None:
         """Return to the block's loop, and resume after this point when called again."""
         # Step 1: what is kept is what some later instruction reads.
         self.carry = None

@@ -2,15 +2,15 @@
 
     i32 thread(launch, environment, frame, local, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-It returns a `Status`. Registers are stack slots, which LLVM turns into values; all start as 0, so that nothing a tenant
-writes is undefined in LLVM's sense. Where a thread waits for others, the function keeps what it still needs in the
-thread's frame and returns; called again, it resumes there.
+It returns a `ReturnStatus`. Registers are stack slots, which LLVM turns into values; all start as 0, so that nothing a
+tenant writes is undefined in LLVM's sense. Where a thread waits for others, the function keeps what it still needs in
+the thread's frame and returns; called again, it resumes there.
 """
 
 from ctypes import sizeof
 
 from gpulease.daemon.ptx.limits import MAX_IR_LINES, MAX_MERGES
-from gpulease.daemon.ptx.native.structures import PARAMETERS_OFFSET, Environment, Status
+from gpulease.daemon.ptx.native.structures import PARAMETERS_OFFSET, BlockEnvironment, ReturnStatus
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, Instruction, Register
 from gpulease.daemon.ptx.translate.callees import name_stack_end
 from gpulease.daemon.ptx.translate.form_table import find_form
@@ -101,12 +101,12 @@ class BodyTranslator(ThreadTranslator):
     def _end(self) -> None:
         """Leave the kernel when control runs off the end of the body."""
         self.ir.block("end")
-        self.ir.ret(Status.DONE)
+        self.ir.ret(ReturnStatus.DONE)
 
     def _signature(self, name: str) -> str:
         numbers = ", ".join(f"i32 %{argument}" for argument in ARGUMENTS)
         launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET + self.function.parameter_bytes}) %launch"
-        environment = f"ptr noalias dereferenceable({sizeof(Environment)}) %environment"
+        environment = f"ptr noalias dereferenceable({sizeof(BlockEnvironment)}) %environment"
         return (
             f"define internal i32 @{name}({launch}, {environment}, ptr noalias %frame, ptr %local, {numbers})"
             " alwaysinline {"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gpulease.daemon.ptx.native.structures import Access
 from gpulease.daemon.ptx.parse.syntax import Instruction, Operand, Space, Vector
 from gpulease.daemon.ptx.translate.access import address_in, fail_unless
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.fragments import BITS, Passage, tiles_of
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.matrix import (
@@ -28,7 +28,7 @@ from gpulease.daemon.ptx.translate.wait_points import lane, meet, own_room
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Warp-wide matrices", "9.7.15.4")
+FAMILY = InstructionFamily("Warp-wide matrices", "9.7.15.4")
 
 _SHAPES = ("m16n16k16", "m32n8k16", "m8n32k16")
 _BYTES = ("s8", "u8")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpulease.daemon.ptx.parse.syntax import Address, Instruction, Operand, Special, Target, Vector
-from gpulease.daemon.ptx.translate.liveness import Block, Effect, blocks_of, live_at_starts, registers_of
+from gpulease.daemon.ptx.translate.liveness import Block, RegisterEffect, blocks_of, live_at_starts, registers_of
 
 # Special registers that differ within a row of a block.
 _VARYING = ("tid.x", "laneid", "warpid", "lanemask_")
@@ -69,7 +69,7 @@ def leaves_at(body: Sequence[Instruction], index: int) -> bool:
     return index >= len(body) or (body[index].opcode in _LEAVES and body[index].guard is None)
 
 
-def uniformity_of(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds) -> Uniformity:
+def uniformity_of(body: Sequence[Instruction], effects: Sequence[RegisterEffect], kinds: Kinds) -> Uniformity:
     """Analyse a kernel. Raises Unordered, and TooComplex as liveness does."""
     blocks = blocks_of(body)
     live = live_at_starts(blocks, effects)
@@ -91,7 +91,7 @@ def uniformity_of(body: Sequence[Instruction], effects: Sequence[Effect], kinds:
         varying = grown
 
 
-def _spread(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds, varying: int) -> int:
+def _spread(body: Sequence[Instruction], effects: Sequence[RegisterEffect], kinds: Kinds, varying: int) -> int:
     """Return the registers that varying ones make vary, in the order of the code: later rounds do the rest."""
     for index, (instruction, effect) in enumerate(zip(body, effects, strict=True)):
         depends = effect.reads & varying or index in kinds.private
@@ -105,7 +105,7 @@ def _spread(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds
     return varying
 
 
-def written_by(instruction: Instruction, effect: Effect) -> int:
+def written_by(instruction: Instruction, effect: RegisterEffect) -> int:
     """Return the registers that an instruction may write, as bits."""
     # Liveness does not count a guarded write as one; here it is.
     if instruction.guard is None:

@@ -4,7 +4,7 @@ Code that translates instructions need not know which: a value's `type` is that 
 with a vector among its operands widens the others. What can't be written so, raw text or a branch, raises NotWide.
 """
 
-from gpulease.daemon.ptx.native.structures import Status
+from gpulease.daemon.ptx.native.structures import ReturnStatus
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 
 # The names of vectors begin with this, and no other name does.
@@ -157,7 +157,7 @@ class VectorWriter(IrWriter):
 
     def ret(self, number: int) -> None:
         """End the function with a status; that of a fault has the lane at fault in bits 8 and up."""
-        if number != Status.FAULT:
+        if number != ReturnStatus.FAULT:
             super().ret(number)
             return
         lane = self.binary("shl", self.blamed, 8)

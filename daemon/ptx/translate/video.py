@@ -6,11 +6,11 @@ Supported without the selectors that pick, order or mask parts of operands (`.b0
 from collections.abc import Callable
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers, Translate
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers, Translate
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
-FAMILY = Family("Video instructions", "9.7.18")
+FAMILY = InstructionFamily("Video instructions", "9.7.18")
 
 _WORD = SCALARS["b32"]
 _BOTH = ("u32", "s32")

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from gpulease.daemon.ptx.limits import MAX_PRINT_TEXT
 from gpulease.daemon.ptx.native.structures import (
     Access,
-    Environment,
+    BlockEnvironment,
     Fault,
-    Launch,
     Mark,
     PrintHead,
     PrintRecord,
+    QueuedLaunch,
 )
 from gpulease.daemon.ptx.parse.syntax import CallSite, Space
 from gpulease.daemon.ptx.printf import MARKS
@@ -56,8 +56,8 @@ def _reader(size: int, declarations: set[str]) -> str:
     """Write a function that returns a pointer to `size` bytes if a thread may read them, else null."""
     ir = IrWriter(declarations)
     environment, launch = Value("ptr", "%environment"), Value("ptr", "%launch")
-    shared = ir.load("ptr", ir.offset(environment, Environment.shared.offset), extra=INVARIANT)
-    shared_bytes = ir.load("i32", ir.offset(launch, Launch.shared_bytes.offset), extra=INVARIANT)
+    shared = ir.load("ptr", ir.offset(environment, BlockEnvironment.shared.offset), extra=INVARIANT)
+    shared_bytes = ir.load("i32", ir.offset(launch, QueuedLaunch.shared_bytes.offset), extra=INVARIANT)
     # Any of three memories, as for a generic address: global, the local window, the shared window.
     valid = global_is_valid(ir, _ADDRESS, size)
     windows = ((Value("ptr", "%local"), _LOCAL), (shared, ir.cast("zext", shared_bytes, "i64")))
@@ -100,7 +100,7 @@ define internal i32 @{PRINT}({_GIVEN}, i64 %format, i64 %arguments, ptr %bad) no
   ; 0 outside of a conversion, else the bytes of an integer in it.
   %width = alloca i64
   store i64 0, ptr %width
-  %prints.at = getelementptr i8, ptr %environment, i64 {Environment.prints.offset}
+  %prints.at = getelementptr i8, ptr %environment, i64 {BlockEnvironment.prints.offset}
   %prints = load ptr, ptr %prints.at
   %lock = getelementptr i8, ptr %prints, i64 {PrintHead.lock.offset}
   br label %spin
@@ -244,7 +244,7 @@ keep:
   %record.bytes = sub i64 %end.rounded, %used
   %record.size = trunc i64 %record.bytes to i32
   store i32 %record.size, ptr %record
-  %kernel.at = getelementptr i8, ptr %launch, i64 {Launch.kernel.offset}
+  %kernel.at = getelementptr i8, ptr %launch, i64 {QueuedLaunch.kernel.offset}
   %kernel = load i32, ptr %kernel.at
   %record.kernel = getelementptr i8, ptr %record, i64 {PrintRecord.kernel.offset}
   store i32 %kernel, ptr %record.kernel
@@ -277,7 +277,7 @@ def fail_assertion(t: "ThreadTranslator", site: CallSite) -> None:
     message, file, line, function, _ = _arguments(t, site, (8, 8, 4, 8, 8))
     # The texts are read when the fault is reported (context.py), so only their addresses are stored.
     ir = t.ir
-    fault = ir.load("ptr", ir.offset(Value("ptr", "%environment"), Environment.fault.offset), extra=INVARIANT)
+    fault = ir.load("ptr", ir.offset(Value("ptr", "%environment"), BlockEnvironment.fault.offset), extra=INVARIANT)
     for number, value in enumerate((message, file, function, ir.cast("zext", line, "i64"))):
         ir.store(value, ir.offset(fault, Fault.assertion.offset + 8 * number))
     fail_unless(t, FALSE, Access.ASSERTION, Space.GENERIC, constant("i64", 0), 0)

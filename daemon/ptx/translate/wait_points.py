@@ -11,8 +11,8 @@ from gpulease.daemon.ptx.native.structures import (
     SLOT_BYTES,
     Access,
     FrameHead,
-    State,
-    Status,
+    ReturnStatus,
+    ThreadState,
 )
 from gpulease.daemon.ptx.parse.syntax import Operand, Space
 from gpulease.daemon.ptx.translate.access import fail_unless
@@ -37,7 +37,7 @@ def lane(t: ThreadTranslator) -> Value:
 
 def wait_at_barrier(t: ThreadTranslator, kind: Value, count: Value, flag: Value | None = None) -> tuple[Value, Value]:
     """Wait at a barrier; returns how many threads came, and how many have the flag set; 0 if nothing uses it."""
-    _stop(t, State.AT_BARRIER, kind, count, flag)
+    _stop(t, ThreadState.AT_BARRIER, kind, count, flag)
     # If 0 is the kernel's only barrier, frames stay short, without results.
     if t.waits.is_short:
         return constant("i32", 0), constant("i32", 0)
@@ -60,7 +60,7 @@ def exchange(
     # The words lie after the frame's head, one slot each.
     for number, word in enumerate(shown):
         t.ir.store(t.ir.resize(word, "i64", signed=False), t.ir.offset(FRAME, HEAD_BYTES + SLOT_BYTES * number))
-    _stop(t, State.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), members, flag)
+    _stop(t, ThreadState.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), members, flag)
     return _result(t, FrameHead.group.offset), _result(t, FrameHead.ballot.offset)
 
 
@@ -74,7 +74,7 @@ def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
         t.ir.store(value, t.ir.offset(FRAME, HEAD_BYTES + distance))
         distance += int(value.type[1:]) // 8
     everyone = constant("i32", -1)
-    _stop(t, State.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), everyone, None)
+    _stop(t, ThreadState.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), everyone, None)
     group = _result(t, FrameHead.group.offset)
     is_whole = t.ir.compare("icmp eq", group, -1)
     fail_unless(t, is_whole, Access.PART_OF_WARP, Space.GENERIC, t.ir.cast("zext", group, "i64"), 0)
@@ -82,7 +82,7 @@ def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
 
 def gather(t: ThreadTranslator) -> Value:
     """Wait until no other thread of the warp can run; returns the lanes that are at this instruction."""
-    _stop(t, State.IN_GATHERING, constant("i32", t.index), constant("i32", 0), None)
+    _stop(t, ThreadState.IN_GATHERING, constant("i32", t.index), constant("i32", 0), None)
     return _result(t, FrameHead.group.offset)
 
 
@@ -114,7 +114,7 @@ def shown_words(t: ThreadTranslator) -> tuple[Value, Value, Value]:
 
 def let_others_run(t: ThreadTranslator) -> None:
     """Go to the end of the queue of the block's threads."""
-    _stop(t, State.YIELDED, constant("i32", 0), constant("i32", 0), None)
+    _stop(t, ThreadState.YIELDED, constant("i32", 0), constant("i32", 0), None)
 
 
 def count_turn(t: ThreadTranslator) -> None:
@@ -130,7 +130,7 @@ def count_turn(t: ThreadTranslator) -> None:
     t.ir.block(go_on)
 
 
-def _stop(t: ThreadTranslator, state: State, kind: Value, members: Value, flag: Value | None) -> None:
+def _stop(t: ThreadTranslator, state: ThreadState, kind: Value, members: Value, flag: Value | None) -> None:
     # A short frame needs nothing: native/block.ll need not know why the thread waits.
     ir = t.ir
     if not t.waits.is_short:
@@ -139,7 +139,7 @@ def _stop(t: ThreadTranslator, state: State, kind: Value, members: Value, flag: 
         said = {"state": constant("i32", state), "kind": kind, "members": members, "flag": flag, "line": line}
         for field, value in said.items():
             ir.store(value, ir.offset(FRAME, getattr(FrameHead, field).offset))
-    t.suspend(Status.WAITS)
+    t.suspend(ReturnStatus.WAITS)
 
 
 def _result(t: ThreadTranslator, offset: int) -> Value:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.native.library import REDUCE_WORDS, REDUCTIONS, SAME_WORDS
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Operand, Pair
-from gpulease.daemon.ptx.translate.forms import Family, Modifiers
+from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import TRUE, Value, constant
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.wait_points import exchange, gather, lane, shown_words, word_of
@@ -17,7 +17,7 @@ from gpulease.daemon.ptx.translate.wait_points import exchange, gather, lane, sh
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-FAMILY = Family("Warp operations", "9.7.9, 9.7.13")
+FAMILY = InstructionFamily("Warp operations", "9.7.9, 9.7.13")
 
 _WORD = SCALARS["b32"]
 _MODES = ("up", "down", "bfly", "idx")

@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from gpulease.daemon.record.audit.log_reader import CannotRead, LogSource, find_log, line_of, usage_map, usage_table
-from gpulease.daemon.record.audit.records import Kind, Link, Record, canonical_bytes
+from gpulease.daemon.record.audit.records import ChainEnd, Record, RecordKind, canonical_bytes
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
 from gpulease.protocol.counts import counted
@@ -74,7 +74,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
     "--kind",
     "kinds",
     multiple=True,
-    type=click.Choice([kind.value for kind in Kind]),
+    type=click.Choice([kind.value for kind in RecordKind]),
     help="Only records of this kind; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
@@ -147,11 +147,11 @@ def _json_line(record: Record) -> str:
     return canonical_bytes({name: getattr(record, name) for name in Record.__slots__}).decode()
 
 
-def _link(text: str) -> Link:
+def _link(text: str) -> ChainEnd:
     seq, colon, digest = text.partition(":")
-    if not colon or not seq.isdecimal() or len(digest) != len(Link().hash):
+    if not colon or not seq.isdecimal() or len(digest) != len(ChainEnd().hash):
         raise click.BadParameter(f"{text!r} is not SEQ:HASH", param_hint="--head")
-    return Link(int(seq), digest.lower())
+    return ChainEnd(int(seq), digest.lower())
 
 
 def _verdict_text(verdict: Verdict) -> str:

@@ -19,12 +19,12 @@ from typing import Any, Final
 from gpulease.daemon.record.audit.records import (
     HEAD_BYTES,
     MAX_RECORD_BYTES,
+    ChainEnd,
     Draft,
     Head,
-    Kind,
-    Link,
     NotAHead,
     NotARecord,
+    RecordKind,
     hash_of,
     head_bytes,
     read_head,
@@ -44,12 +44,20 @@ TAIL_BYTES: Final = 4 << 20
 """Bytes of a log's end that a start reads: some 8,000 records. A killed daemon can have written as many ends only to
 the log, or only to the journal. Reading them takes a tenth of a second."""
 
-_KINDS: Final = {kind.value: kind for kind in Kind}
+_KINDS: Final = {kind.value: kind for kind in RecordKind}
 
 _OF_LIVE_LEASES: Final = frozenset(
-    {Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.RESIZE, Kind.ATTACH, Kind.FAULT, Kind.OVER}
+    {
+        RecordKind.GRANT,
+        RecordKind.ADOPT,
+        RecordKind.RENEW,
+        RecordKind.RESIZE,
+        RecordKind.ATTACH,
+        RecordKind.FAULT,
+        RecordKind.OVER,
+    }
 )
-_RANK: Final = {Kind.END: 2, Kind.FENCE: 1} | dict.fromkeys(_OF_LIVE_LEASES, 0)
+_RANK: Final = {RecordKind.END: 2, RecordKind.FENCE: 1} | dict.fromkeys(_OF_LIVE_LEASES, 0)
 
 _NAME: Final = re.compile(r"audit-\d{16}\.jsonl")
 
@@ -83,7 +91,7 @@ class LogSettings:
 class Tail:
     """The end of a file: its last record (number 0 if it has none), and the offset after that record."""
 
-    link: Link
+    link: ChainEnd
     end_bytes: int
 
 
@@ -102,19 +110,19 @@ class LastRecords:
           normally, and for a log without records or of another boot of the host.
     """
 
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    kinds: Mapping[str, RecordKind] = field(default_factory=dict)
     cut_us: int | None = None
 
 
 def last_records(folder: Path, boot: str) -> LastRecords:
     """Summarize the last TAIL_BYTES of a log. Lines that are not records are skipped. Raises OSError."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, RecordKind] = {}
     cut_us = None
     for line in _last_lines(folder):
         with contextlib.suppress(NotARecord, ValueError):
             # Each record moves the cut: after a STOP, or on another boot, nothing more can have happened.
             record = read_record(line)
-            cut_us = record.mono_us if record.boot == boot and record.kind != Kind.STOP else None
+            cut_us = record.mono_us if record.boot == boot and record.kind != RecordKind.STOP else None
             kind, lease = _KINDS.get(record.kind), record.data.get("lease")
             # The strongest record wins, not the last: after an END nothing about a lease is open.
             if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[kinds.get(lease, kind)]:
@@ -147,9 +155,9 @@ def tail_of(data: bytes | mmap.mmap) -> Tail:
         with contextlib.suppress(NotARecord):
             # One byte more than a record may have: a longer line fails as too long and is not copied whole.
             line = bytes(data[start : min(body_end, start + MAX_RECORD_BYTES + 1)])
-            return Tail(Link(read_record(line).seq, hash_of(line)), stop)
+            return Tail(ChainEnd(read_record(line).seq, hash_of(line)), stop)
         stop = start
-    return Tail(Link(), 0)
+    return Tail(ChainEnd(), 0)
 
 
 class AuditLog:
@@ -171,14 +179,14 @@ class AuditLog:
         OSError: The log can't be opened.
     """
 
-    def __init__(self, settings: LogSettings, boot: str, known: Link | None = None) -> None:
-        self.link = Link()
+    def __init__(self, settings: LogSettings, boot: str, known: ChainEnd | None = None) -> None:
+        self.link = ChainEnd()
         self.found: dict[str, Any] = {}
         self.previous: Head | None = None
-        self.attempted: list[Link] = []
+        self.attempted: list[ChainEnd] = []
         self._settings = settings
         self._boot = boot
-        self._known = known or Link()
+        self._known = known or ChainEnd()
         self._separator = b""
         self._path = settings.folder
         self._files: list[Path] = []
@@ -271,7 +279,7 @@ class AuditLog:
 
     def _find_end(self) -> None:
         # Find the last complete record. The newest file may have none: a crash right after it was made leaves it empty.
-        tail = Tail(Link(), 0)
+        tail = Tail(ChainEnd(), 0)
         for path in reversed(self._files):
             size = path.stat().st_size
             tail = _tail_of_file(path) if size else tail
@@ -298,7 +306,7 @@ class AuditLog:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 self.found["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
 
-    def _agree(self, end: Link) -> Link:
+    def _agree(self, end: ChainEnd) -> ChainEnd:
         """Return where the chain continues: after the head, even if the log is shorter, so that the gap shows."""
         data = os.pread(self._head_fd, HEAD_BYTES + 1, 0)
         try:
@@ -318,7 +326,7 @@ class AuditLog:
             self.found["edited"] = end.seq
         return head.link
 
-    def _agree_with_known(self, end: Link) -> Link:
+    def _agree_with_known(self, end: ChainEnd) -> ChainEnd:
         if end.seq < self._known.seq:
             # The head may already show that records before these are lost.
             first = self.found.get("lost", {"first": end.seq + 1})["first"]

@@ -17,13 +17,13 @@ from gpulease.daemon.leases import (
     RevokeRequested,
     SubmitRequested,
 )
-from gpulease.daemon.record.audit.records import MAX_INTEGER, Kind, clean_text
+from gpulease.daemon.record.audit.records import MAX_INTEGER, RecordKind, clean_text
 from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Asked, Fact, FactKind
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import NS_PER_US
 
 Particulars = dict[str, Any]
-Entry = tuple[Kind, Particulars]
+Entry = tuple[RecordKind, Particulars]
 
 
 def entry_of(fact: Fact) -> Entry | None:

@@ -12,7 +12,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import AuditLog, FolderInUse
 from gpulease.daemon.record.audit.log_reader import found_text
-from gpulease.daemon.record.audit.records import FORMAT, Draft, Kind, Link
+from gpulease.daemon.record.audit.records import FORMAT, ChainEnd, Draft, RecordKind
 from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, GroupCommitter
 from gpulease.protocol.time_units import NS_PER_S, NS_PER_US
 
@@ -31,11 +31,11 @@ class AuditWriter:
     """
 
     def __init__(
-        self, open_log: Callable[[Link], AuditLog], about: dict[str, Any], on_change: Callable[[], None]
+        self, open_log: Callable[[ChainEnd], AuditLog], about: dict[str, Any], on_change: Callable[[], None]
     ) -> None:
         self._on_change = on_change
         self._queue = RecordQueue()
-        begin = draft_of(Kind.START, {"format": FORMAT} | about)
+        begin = draft_of(RecordKind.START, {"format": FORMAT} | about)
         self._committer = GroupCommitter(_LogTarget(open_log, begin, self._queue), self._queue)
 
     def start(self, *, must_work: bool) -> None:
@@ -51,7 +51,7 @@ class AuditWriter:
                 raise
         self._committer.start(self._on_change)
 
-    def put(self, kind: Kind, data: dict[str, Any], now_ns: int = 0) -> int:
+    def put(self, kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> int:
         """Queue a record of what happens now. Return its ticket, 0 if the queue is full. Never waits for the disk."""
         return self._committer.put(draft_of(kind, data, now_ns))
 
@@ -74,12 +74,12 @@ class AuditWriter:
 
     def stop(self, data: dict[str, Any]) -> bool:
         """Write what is queued and that the daemon stops. Return whether all of it reached the disk in time."""
-        last = self.put(Kind.STOP, data)
+        last = self.put(RecordKind.STOP, data)
         self._committer.stop()
         return self.is_durable(last)
 
 
-def draft_of(kind: Kind, data: dict[str, Any], now_ns: int = 0) -> Draft:
+def draft_of(kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> Draft:
     """Make a record of what happens now; `now_ns` is the monotonic time, if the caller knows it already."""
     return Draft(kind, data, time.time_ns() // NS_PER_US, (now_ns or time.monotonic_ns()) // NS_PER_US)
 
@@ -126,7 +126,9 @@ class RecordQueue(CommitQueue[Draft]):
         # The gap of a missing end must follow all that was queued before it; minor records are only counted.
         gap = self._gap
         if gap is None or (not draft.kind.is_minor and self._items[-1] is not gap):
-            gap = self._gap = Draft(Kind.GAP, {"dropped": {}, "since_us": draft.mono_us}, draft.wall_us, draft.mono_us)
+            gap = self._gap = Draft(
+                RecordKind.GAP, {"dropped": {}, "since_us": draft.mono_us}, draft.wall_us, draft.mono_us
+            )
             self._items.append(gap)
             self.accepted += 1
         # The record is in the queue already; its counts grow in place until the thread takes it.
@@ -145,15 +147,15 @@ class _LogTarget(CommitTarget[Draft]):
     idle_s = BEAT_S
     expected = (OSError, FolderInUse)
 
-    def __init__(self, open_log: Callable[[Link], AuditLog], begin: Draft, queue: RecordQueue) -> None:
+    def __init__(self, open_log: Callable[[ChainEnd], AuditLog], begin: Draft, queue: RecordQueue) -> None:
         self._open_log = open_log
         self._begin = begin
         self._queue = queue
-        self._known = Link()
+        self._known = ChainEnd()
         self._log: AuditLog | None = None
         self._is_begun = False
         self._opening: Draft | None = None
-        self._attempted: list[Link] = []
+        self._attempted: list[ChainEnd] = []
         # Number of records of the group that are already in the log, though not synced.
         self._written = 0
         self._problem = ""
@@ -191,7 +193,7 @@ class _LogTarget(CommitTarget[Draft]):
         # The `prune` record is durable before its file goes: a crash in between leaves a file too many, never a gap.
         while (superfluous := log.superfluous()) is not None:
             path, data = superfluous
-            log.append([draft_of(Kind.PRUNE, data)], time.monotonic_ns() // NS_PER_US)
+            log.append([draft_of(RecordKind.PRUNE, data)], time.monotonic_ns() // NS_PER_US)
             log.remove(path)
         self._known = log.link
         self._sync_head(log)
@@ -252,7 +254,7 @@ class _LogTarget(CommitTarget[Draft]):
 
     def _opening_draft(self, log: AuditLog) -> Draft:
         if self._is_begun:
-            return draft_of(Kind.RESUME, {"problem": self._problem, "since_us": self._failed_us} | log.found)
+            return draft_of(RecordKind.RESUME, {"problem": self._problem, "since_us": self._failed_us} | log.found)
         previous: dict[str, Any] = {}
         if log.previous is not None:
             previous["previous"] = {"boot": log.previous.boot, "alive_us": log.previous.alive_us}

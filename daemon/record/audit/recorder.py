@@ -18,7 +18,7 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.projector import Entry
 from gpulease.daemon.record.audit.record_writer import AuditWriter
-from gpulease.daemon.record.audit.records import ENDS, Kind, NotCanonical, clean_text, value_of
+from gpulease.daemon.record.audit.records import ENDS, NotCanonical, RecordKind, clean_text, value_of
 from gpulease.daemon.record.group_commit import DurableReplies, too_long
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
@@ -30,7 +30,7 @@ OnOutcome = Callable[[Grant | Denied], None]
 OnNoted = Callable[[Denial | None], None]
 
 
-class Recorder:
+class NullRecorder:
     """The recorder of a daemon that keeps no audit log: records nothing, holds nothing back."""
 
     @property
@@ -88,7 +88,7 @@ class Recorder:
     async def stop(self) -> None: ...
 
 
-class LogRecorder(Recorder):
+class LogRecorder(NullRecorder):
     """The recorder of a daemon that keeps an audit log.
 
     Args:
@@ -150,12 +150,12 @@ class LogRecorder(Recorder):
             # If the records do not name a lease, perhaps no log was kept when it began.
             is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
             # Missing: the last record about the lease is not an end, or there is none and the end came after the cut.
-            if is_cut_off if kind is None else kind not in (Kind.END, Kind.FENCE):
+            if is_cut_off if kind is None else kind not in (RecordKind.END, RecordKind.FENCE):
                 found.append(lease)
         return found[::-1]
 
     def attached(self, lease_id: int, tenant: str) -> None:
-        self._record((Kind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
+        self._record((RecordKind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
         lease = {"lease": lease_text(grant.lease_id), "generation": grant.generation} if grant.lease_id else {}
@@ -167,19 +167,19 @@ class LogRecorder(Recorder):
             "expires_us": grant.expires_ms * US_PER_MS,
             "nonce": grant.nonce.hex(),
         }
-        self._record((Kind.ISSUE, lease | particulars))
+        self._record((RecordKind.ISSUE, lease | particulars))
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
-        self._record((Kind.WITHDRAW, lease | {"tenant": tenant, "by": by, "nonce": nonce.hex()}))
+        self._record((RecordKind.WITHDRAW, lease | {"tenant": tenant, "by": by, "nonce": nonce.hex()}))
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
         why = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
-        self._record((Kind.DENY, why | lease))
+        self._record((RecordKind.DENY, why | lease))
 
     def reloaded(self, config: str) -> None:
-        self._record((Kind.OPERATOR, {"action": "reload", "config": config}))
+        self._record((RecordKind.OPERATOR, {"action": "reload", "config": config}))
 
     def figures(self) -> dict[str, int] | None:
         return None if self._writer is None else self._writer.figures()
@@ -199,7 +199,7 @@ class LogRecorder(Recorder):
             return
         kind, data = entry
         # The earlier daemon recorded this end, and this one only found it in its journal again.
-        if kind is Kind.END and self._last.kinds.get(data["lease"]) is Kind.END:
+        if kind is RecordKind.END and self._last.kinds.get(data["lease"]) is RecordKind.END:
             return
         # Minor records cost the tenant's budget. The next record that fits reports how many were left out.
         if kind.is_minor:
@@ -210,7 +210,7 @@ class LogRecorder(Recorder):
                 data = data | {"omitted": omitted}
         ticket = self._writer.put(kind, data, now_ns)
         # The ticket waits for `answer`, which follows as the grant's effect. A lease that ends first needs none.
-        if kind is Kind.GRANT and self._is_required:
+        if kind is RecordKind.GRANT and self._is_required:
             self._tickets[int(data["lease"], 16)] = ticket
         elif self._tickets and kind in ENDS:
             self._tickets.pop(int(data["lease"], 16), None)
@@ -249,7 +249,7 @@ class LogRecorder(Recorder):
 
         # Counted first, because the thread may finish the record before this method returns.
         self._notes_waiting += 1
-        ticket = 0 if self._writer is None else self._writer.put(Kind.NOTE, data)
+        ticket = 0 if self._writer is None else self._writer.put(RecordKind.NOTE, data)
         if ticket:
             self._replies.hold(ticket, on_done)
         else:
@@ -283,7 +283,7 @@ class LogRecorder(Recorder):
         lease = granted.lease
         operation = "region_open" if isinstance(granted, RegionGranted) else "acquire"
         particulars = {"operation": operation, "tenant": lease.tenant, "lease": lease_text(lease.lease_id)}
-        self._record((Kind.DENY, particulars | {"reason": denial.reason.value, "message": denial.message}))
+        self._record((RecordKind.DENY, particulars | {"reason": denial.reason.value, "message": denial.message}))
         on_outcome(self._replies.refuse(granted, denial))
 
 

@@ -106,7 +106,7 @@ _AT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 _MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
 
 
-class Kind(StrEnum):
+class RecordKind(StrEnum):
     """The kinds of records.
 
     Attributes:
@@ -149,7 +149,7 @@ class Kind(StrEnum):
     PRUNE = "prune", False
 
 
-ENDS: Final = frozenset({Kind.OVER, Kind.END, Kind.FENCE})
+ENDS: Final = frozenset({RecordKind.OVER, RecordKind.END, RecordKind.FENCE})
 """Kinds that report that a lease is over."""
 
 
@@ -164,7 +164,7 @@ class NotAHead(ValueError):
 class Draft(NamedTuple):
     """A record before it has its place in the chain. `wall_us` counts from 1970."""
 
-    kind: Kind
+    kind: RecordKind
     data: dict[str, Any]
     wall_us: int
     mono_us: int
@@ -183,7 +183,7 @@ class Record:
     data: dict[str, Any]
 
 
-class Link(NamedTuple):
+class ChainEnd(NamedTuple):
     """An end of a chain: the last record's number and the hash of its line."""
 
     seq: int = 0
@@ -194,7 +194,7 @@ class Link(NamedTuple):
 class Head:
     """The head, kept apart from the log: the log's end, and the last time at which its daemon was known to live."""
 
-    link: Link
+    link: ChainEnd
     boot: str
     alive_us: int
 
@@ -204,7 +204,7 @@ def hash_of(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
-def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
+def seal(draft: Draft, after: ChainEnd, boot: str) -> tuple[bytes, ChainEnd]:
     """Return a record's line, without its newline, and the chain's new end.
 
     A draft that can't be a record (a bug of the daemon) becomes one that reports that, so that none is lost unnoticed.
@@ -217,10 +217,10 @@ def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
         line, problem = b"", str(error)
     if problem:
         line = _line(draft, canonical_bytes({"unrecordable": problem}, depth=1), after, boot)
-    return line, Link(after.seq + 1, hash_of(line))
+    return line, ChainEnd(after.seq + 1, hash_of(line))
 
 
-def _line(draft: Draft, data: bytes, after: Link, boot: str) -> bytes:
+def _line(draft: Draft, data: bytes, after: ChainEnd, boot: str) -> bytes:
     """Write the members in canonical form: in the order of their names. No text but `data` needs escaping."""
     return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
         utc_text(draft.wall_us).encode(),
@@ -275,7 +275,7 @@ def read_head(data: bytes) -> Head:
         raise NotAHead("seq or alive_us is not a count")
     if not (_is(_HASH, members["hash"]) and _is(_BOOT, members["boot"])):
         raise NotAHead("hash or boot is not what it must be")
-    return Head(Link(members["seq"], members["hash"]), members["boot"], members["alive_us"])
+    return Head(ChainEnd(members["seq"], members["hash"]), members["boot"], members["alive_us"])
 
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:

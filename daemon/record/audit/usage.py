@@ -21,7 +21,7 @@ Only the monotonic clock counts, and only differences inside one boot: the wall 
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpulease.daemon.record.audit.records import ENDS, Head, Kind, Record
+from gpulease.daemon.record.audit.records import ENDS, Head, Record, RecordKind
 
 
 @dataclass(slots=True)
@@ -91,13 +91,13 @@ class UsageSum:
     def take(self, record: Record) -> None:
         # The last time of each boot at which a record shows that its daemon lived.
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
-        if record.kind == Kind.START:
+        if record.kind == RecordKind.START:
             self._on_start(record.data.get("previous"), record.boot)
         # Only the present boot is remembered: no earlier one continues.
         self._last_us = {record.boot: last_us}
-        if record.kind == Kind.GAP:
+        if record.kind == RecordKind.GAP:
             self._on_gap(record)
-        elif record.kind == Kind.STOP:
+        elif record.kind == RecordKind.STOP:
             self._leave_all(record.boot, record.mono_us)
         # A STOP or GAP names no lease; any other record about a lease is also evidence that it was alive.
         lease = record.data.get("lease")
@@ -119,14 +119,14 @@ class UsageSum:
         # A region is part of its lease, which counts already.
         if "parent" in data:
             return
-        if record.kind == Kind.GRANT:
+        if record.kind == RecordKind.GRANT:
             self._open[lease] = _Open(
                 _text(data, "tenant"), _count(data, "size_bytes"), record.mono_us, record.boot, record.mono_us
             )
-        elif record.kind == Kind.ADOPT:
+        elif record.kind == RecordKind.ADOPT:
             self._adopt(lease, record)
         # The lease stops counting here. Its END follows and must not count it a second time.
-        elif record.kind == Kind.OVER:
+        elif record.kind == RecordKind.OVER:
             self._close_by(lease, record)
             self._ending.add(lease)
         elif record.kind in ENDS:
@@ -136,9 +136,9 @@ class UsageSum:
         # Any other record about an open lease proves that it was alive then.
         elif (opened := self._open.get(lease)) is not None and opened.boot == record.boot:
             opened.seen_us = max(opened.seen_us, record.mono_us)
-            if record.kind == Kind.RESIZE:
+            if record.kind == RecordKind.RESIZE:
                 opened.resize(_count(data, "size_bytes"), record.mono_us)
-            if record.kind != Kind.DENY:
+            if record.kind != RecordKind.DENY:
                 opened.doubt_us = None
 
     def _close_by(self, lease: str, record: Record) -> None:

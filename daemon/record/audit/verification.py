@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gpulease.daemon.record.audit.records import FORMAT, Kind, Link, NotARecord, Record, hash_of, read_record
+from gpulease.daemon.record.audit.records import FORMAT, ChainEnd, NotARecord, Record, RecordKind, hash_of, read_record
 from gpulease.protocol.counts import counted
 
 MAX_FINDINGS: Final = 100
@@ -53,7 +53,7 @@ class Verdict:
     omitted: int = 0
     notes: list[str] = field(default_factory=list)
     records: int = 0
-    end: Link = field(default_factory=Link)
+    end: ChainEnd = field(default_factory=ChainEnd)
 
     @property
     def is_whole(self) -> bool:
@@ -89,12 +89,12 @@ class Verifier:
         head: The record that the log must reach, if that is known.
     """
 
-    def __init__(self, head: Link | None = None) -> None:
+    def __init__(self, head: ChainEnd | None = None) -> None:
         self.verdict = Verdict()
         self._head = head
         self._is_head_met = head is None or head.seq == 0
-        self._before: Link | None = None
-        self._removed: set[Link] = set()
+        self._before: ChainEnd | None = None
+        self._removed: set[ChainEnd] = set()
         self._scrap: _Scrap | None = None
 
     def take(self, file: str, offset_bytes: int, line: bytes) -> Record | None:
@@ -111,14 +111,14 @@ class Verifier:
         self._judge_scrap(record, file, offset_bytes)
         self._check_place(record, file, offset_bytes)
         # Step 3: records that change what later checks expect.
-        if record.kind == Kind.PRUNE:
+        if record.kind == RecordKind.PRUNE:
             last, last_hash = record.data.get("last"), record.data.get("hash")
             if isinstance(last, int) and isinstance(last_hash, str):
-                self._removed.add(Link(last, last_hash))
-        if record.kind == Kind.START and record.data.get("format") != FORMAT:
+                self._removed.add(ChainEnd(last, last_hash))
+        if record.kind == RecordKind.START and record.data.get("format") != FORMAT:
             self._find(file, offset_bytes, record.seq, f"it is of another format than {FORMAT}")
         # Step 4: the chain continues after this record even if it was wrong, so that one fault is reported once.
-        self.verdict.end = Link(record.seq, hash_of(line[:-1]))
+        self.verdict.end = ChainEnd(record.seq, hash_of(line[:-1]))
         self.verdict.records += 1
         self._check_head(file, offset_bytes)
         return record
@@ -154,8 +154,8 @@ class Verifier:
         end, seq = self.verdict.end, record.seq
         # The first record of what is left: its predecessor was removed or never existed, which `finish` decides.
         if not self.verdict.records:
-            self._before = Link(seq - 1, record.prev)
-            if seq == 1 and record.prev != Link().hash:
+            self._before = ChainEnd(seq - 1, record.prev)
+            if seq == 1 and record.prev != ChainEnd().hash:
                 self._find(file, offset_bytes, seq, "the first record refers to an earlier one")
             return
         # Three faults that exclude each other: a gap, a step back, or the right number with the wrong hash.

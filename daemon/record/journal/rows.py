@@ -27,7 +27,7 @@ from gpulease.daemon.leases import (
     Past,
     RegionState,
 )
-from gpulease.protocol.lease_options import KEPT_OPTIONS, ChoiceOption, Row
+from gpulease.protocol.lease_options import KEPT_OPTIONS, ChoiceOption, JournalRow
 
 LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
@@ -44,7 +44,7 @@ _WITH_OPTION: Final[dict[str, dict[str, object]]] = {
 """Members that were added together with a lease option, and their values in rows that lack them."""
 
 _LATER_OPTIONS: Final[dict[str, Any]] = {
-    name: option.before for name, option in KEPT_OPTIONS.items() if not isinstance(option.before, Row)
+    name: option.before for name, option in KEPT_OPTIONS.items() if not isinstance(option.before, JournalRow)
 }
 
 _LATER: Final[dict[str, object]] = {

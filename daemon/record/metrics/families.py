@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from gpulease.protocol.foreign_text import encodable
 
 
-class Kind(Enum):
+class FamilyKind(Enum):
     """A family's type, as the exposition names it."""
 
     COUNTER = "counter"
@@ -45,7 +45,7 @@ class Family:
     """
 
     name: str
-    kind: Kind
+    kind: FamilyKind
     meaning: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
@@ -55,11 +55,11 @@ class Family:
         """The names of the family's series in the exposition."""
         # As the text format appends them (OpenMetrics 1.0, Suffixes).
         match self.kind:
-            case Kind.COUNTER:
+            case FamilyKind.COUNTER:
                 return (f"{self.name}_total",)
-            case Kind.HISTOGRAM:
+            case FamilyKind.HISTOGRAM:
                 return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
-            case Kind.SUMMARY:
+            case FamilyKind.SUMMARY:
                 return (f"{self.name}_sum", f"{self.name}_count")
         return (self.name,)
 
@@ -83,11 +83,11 @@ LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 
 
 def _counter(name: str, meaning: str, labels: tuple[str, ...] = PAIR) -> Family:
-    return Family(name, Kind.COUNTER, meaning, labels)
+    return Family(name, FamilyKind.COUNTER, meaning, labels)
 
 
 def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> Family:
-    return Family(name, Kind.GAUGE, meaning, labels)
+    return Family(name, FamilyKind.GAUGE, meaning, labels)
 
 
 # --- sessions: what workers say on their control pages ---
@@ -116,33 +116,33 @@ LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatev
 LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that are usable now.", PAIR)
 LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)
 LEASE_SECONDS: Final = Family(
-    "gpu_lease_lifetime_seconds", Kind.SUMMARY, "How long ended leases lasted, until work was refused.", PAIR
+    "gpu_lease_lifetime_seconds", FamilyKind.SUMMARY, "How long ended leases lasted, until work was refused.", PAIR
 )
 DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", DENIED)
 ACQUIRE_SECONDS: Final = Family(
     "gpu_lease_acquire_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "Time from the request to the grant, including waiting in the queue.",
     CARD,
     (*LATENCY_BOUNDS_S, 60.0, 300.0),
 )
 REVOCATION_SECONDS: Final = Family(
     "gpu_lease_revocation_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "Time from the refusal of work to the end of the worker's process, by the cause of the lease's end.",
     ("cause",),
     LATENCY_BOUNDS_S,
 )
 RECLAIM_SECONDS: Final = Family(
     "gpu_lease_reclaim_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "Time from the refusal of work to the proof that the memory is free.",
     CARD,
     LATENCY_BOUNDS_S,
 )
 EXPIRY_LATENESS_SECONDS: Final = Family(
     "gpu_lease_expiry_lateness_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "How long after its deadline an expired lease's work was refused by the broker.",
     (),
     LATENESS_BOUNDS_S,
@@ -156,25 +156,29 @@ REGIONS_BYTES: Final = _gauge(
     "gpu_region_bytes", "Bytes of regions that are not returned yet: parts of the slices of their leases.", PAIR
 )
 REGION_OPEN_SECONDS: Final = Family(
-    "gpu_region_open_seconds", Kind.HISTOGRAM, "Time from the request for a region to its grant.", CARD, FLIP_BOUNDS_S
+    "gpu_region_open_seconds",
+    FamilyKind.HISTOGRAM,
+    "Time from the request for a region to its grant.",
+    CARD,
+    FLIP_BOUNDS_S,
 )
 REGION_RETURN_SECONDS: Final = Family(
     "gpu_region_return_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "Time from the refusal of a region's launches to the proof that its memory is free, by the cause of its end.",
     ("cause",),
     FLIP_BOUNDS_S,
 )
 FORWARD_REVOKED_SECONDS: Final = Family(
     "gpu_region_forward_revoked_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "Time from the change of a region's state word to the first launch refused because of it, as sessions report.",
     ("status",),
     FLIP_BOUNDS_S,
 )
 FORWARD_TOLD_SECONDS: Final = Family(
     "gpu_region_forward_told_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "Time from that change to the reply that reports the first refused launch to its tenant.",
     ("status",),
     FLIP_BOUNDS_S,
@@ -237,7 +241,7 @@ FLEET_STORE_QUOTA_BYTES: Final = _gauge(
 )
 LOOP_LAG_SECONDS: Final = Family(
     "gpulease_loop_lag_seconds",
-    Kind.HISTOGRAM,
+    FamilyKind.HISTOGRAM,
     "How late the broker's loop ran due work, sampled once a second.",
     (),
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
@@ -396,7 +400,7 @@ def _metric(family: Family, values: Mapping[Labels, float] | Histogram) -> Metri
 def _add_distribution(metric: Metric, family: Family, labels: dict[str, str], distribution: Distribution) -> None:
     # Buckets are cumulative: each counts everything up to its bound (Prometheus text format, histogram).
     below = 0
-    if family.kind is Kind.HISTOGRAM:
+    if family.kind is FamilyKind.HISTOGRAM:
         for bound, count in zip((*map(str, family.bounds), "+Inf"), distribution.counts, strict=True):
             below += count
             metric.add_sample(f"{family.name}_bucket", labels | {"le": bound}, below)

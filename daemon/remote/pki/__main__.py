@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from gpulease.daemon.remote.pki.certificates import AUTHORITY_LIFE, LEAF_LIFE, Authority, PkiError
+from gpulease.daemon.remote.pki.certificates import AUTHORITY_LIFE, LEAF_LIFE, PkiAuthority, PkiError
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 EXIT_CANNOT_WRITE: Final = 74
@@ -19,7 +19,7 @@ MAX_DAYS: Final = 36_500
 _DAYS = click.FloatRange(min=0, min_open=True, max=MAX_DAYS)
 
 
-class _Group(click.Group):
+class _PkiGroup(click.Group):
     """Shows an expected failure as a sentence, never as a traceback."""
 
     def invoke(self, ctx: click.Context) -> object:
@@ -34,7 +34,7 @@ class _Group(click.Group):
             sys.exit(EXIT_CANNOT_WRITE)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_PkiGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """A test authority in a folder DIR: certificates for nodes and for remote tenants."""
 
@@ -44,7 +44,7 @@ def main() -> None:
 @click.option("--days", type=_DAYS, default=AUTHORITY_LIFE.days, show_default=True, help="How long it lasts.")
 def init(folder: Path, days: float) -> None:
     """Make an authority."""
-    authority = Authority.create(folder, datetime.timedelta(days=days))
+    authority = PkiAuthority.create(folder, datetime.timedelta(days=days))
     click.echo(f"{authority.certificate_path}\n{authority.crl_path}")
 
 
@@ -57,7 +57,7 @@ def issue(folder: Path, server: tuple[str, ...], tenant: str | None, days: float
     """Make a certificate and its key. Revoked and expired ones are moved away."""
     if bool(server) == bool(tenant):
         raise click.UsageError("give either --server HOST or --tenant NAME")
-    authority, life = Authority.load(folder), datetime.timedelta(days=days)
+    authority, life = PkiAuthority.load(folder), datetime.timedelta(days=days)
     issued = authority.issue_tenant(tenant, life) if tenant else authority.issue_server(server, life)
     click.echo(f"{issued.certificate}\n{issued.key}")
 
@@ -67,7 +67,7 @@ def issue(folder: Path, server: tuple[str, ...], tenant: str | None, days: float
 @click.argument("certificate", type=click.Path(dir_okay=False, path_type=Path))
 def revoke(folder: Path, certificate: Path) -> None:
     """Put CERTIFICATE on the authority's revocation list: a daemon with this list as `crl` no longer accepts it."""
-    Authority.load(folder).revoke(certificate)
+    PkiAuthority.load(folder).revoke(certificate)
     click.echo(f"{folder / 'crl.pem'}")
 
 

@@ -70,7 +70,7 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True)
-class Authority:
+class PkiAuthority:
     """An authority in its folder: `ca.pem`, `ca.key`, `crl.pem`, and the certificates it issued."""
 
     folder: Path

@@ -13,7 +13,7 @@ from typing import Final
 from gpulease.daemon.drivers.interface import MAX_CHAIN, DriverError, KernelStep, LaunchRejected, NativeChain
 from gpulease.daemon.session.launches import Plan
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.native.layout import ChainRecord, ChainStep
+from gpulease.daemon.session.native.layout import ChainStep, LaunchChainRecord
 
 GATHER_AFTER: Final = 1024
 """Launches that have waited in a row before a chain is made, which takes as long as some hundred of them. A context
@@ -69,7 +69,7 @@ class Chains:
         self._starts.clear()
         self._kept.clear()
 
-    def _record(self, plans: Sequence[Plan], shorter: int) -> ChainRecord | None:
+    def _record(self, plans: Sequence[Plan], shorter: int) -> LaunchChainRecord | None:
         # The driver makes and measures the graph, and only then is it counted.
         try:
             chain = self._make([_step(plan) for plan in plans])
@@ -85,7 +85,7 @@ class Chains:
             *(ChainStep(plan.address, params) for plan, params in zip(plans, chain.params, strict=True))
         )
         frames_bytes = sum(plan.pattern.frame_bytes for plan in plans)
-        record = ChainRecord(len(plans), frames_bytes, ctypes.addressof(steps), chain.record, shorter)
+        record = LaunchChainRecord(len(plans), frames_bytes, ctypes.addressof(steps), chain.record, shorter)
         self._kept += [steps, record, tuple(plans)]
         return record
 

@@ -20,7 +20,7 @@ from importlib.resources import files
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter, WorkerPage
-from gpulease.daemon.drivers.interface import Context, DriverError, Kernel, NativeLaunch
+from gpulease.daemon.drivers.interface import Context, DriverError, DriverKernel, NativeLaunch
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
@@ -373,7 +373,7 @@ class NativeServing:
         """Launches counted when native code last answered a SYNC."""
         return int(self._state.synced)
 
-    def launched(self, kernel: Kernel) -> None:
+    def launched(self, kernel: DriverKernel) -> None:
         """Notify the driver which kernel native code launched last."""
         self._launch.launched(kernel)
 

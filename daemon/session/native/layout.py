@@ -86,7 +86,7 @@ class ChainStep(ctypes.Structure):
     _fields_ = (("plan", ctypes.c_uint64), ("params", ctypes.c_uint64))
 
 
-class ChainRecord(ctypes.Structure):
+class LaunchChainRecord(ctypes.Structure):
     """Launches that have followed each other, and that the driver queues by one call.
 
     count         Number of launches, at most 64.

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.bench.bounds import DRIVERS, FALL, Outcome, flat, has_fallen, load_bounds, outcomes, parse_bounds
+from gpulease.client.bench.bounds import (
+    DRIVERS,
+    FALL,
+    BoundOutcome,
+    flat,
+    has_fallen,
+    load_bounds,
+    outcomes,
+    parse_bounds,
+)
 from gpulease.client.bench.check import fallen, read_earlier
 from gpulease.client.cli.bench import check_table, missed_text
 from gpulease.client.console.exit_status import CannotStart
@@ -120,4 +129,4 @@ def test_an_earlier_file_that_is_not_there_is_said(tmp_path: Path) -> None:
 
 def test_an_outcome_without_a_value_is_left_out_or_missed() -> None:
     bound, *_ = parse_bounds(FILE, "cuda")
-    assert Outcome(bound, None, None).has_reached_goal is None
+    assert BoundOutcome(bound, None, None).has_reached_goal is None

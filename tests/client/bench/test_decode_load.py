@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from gpulease.client.bench.decode_load import (
     DecodeClient,
-    Load,
-    Outcome,
     ReplyError,
+    RequestLoad,
+    RequestOutcome,
     arrivals,
     figures_of,
     load_table,
@@ -47,9 +47,9 @@ def test_prompts_are_of_their_seeds() -> None:
 
 def test_figures_count_whole_replies_as_goodput() -> None:
     outcomes = [
-        Outcome(0, 10.0, [10.1, 10.2, 10.4], "", 10.5),
-        Outcome(0, 10.0, [10.3], "broken off", 12.0),
-        Outcome(0, 10.0, [], "429 quota_exceeded", 10.01),
+        RequestOutcome(0, 10.0, [10.1, 10.2, 10.4], "", 10.5),
+        RequestOutcome(0, 10.0, [10.3], "broken off", 12.0),
+        RequestOutcome(0, 10.0, [], "429 quota_exceeded", 10.01),
     ]
     assert figures_of(outcomes) == {
         "requests": 3,
@@ -83,10 +83,10 @@ def test_another_url_is_refused(url: str) -> None:
     assert "must be http://HOST:PORT" in done.output
 
 
-def offered(reply: Callable[[Request], Awaitable[Response]], requests: int = 6) -> list[Outcome]:
+def offered(reply: Callable[[Request], Awaitable[Response]], requests: int = 6) -> list[RequestOutcome]:
     """The outcomes of a load on a server of one reply."""
 
-    async def part() -> list[Outcome]:
+    async def part() -> list[RequestOutcome]:
         app = Starlette(routes=[Route("/v1/completions", reply, methods=["POST"])])
         server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
         serving = asyncio.create_task(server._serve())
@@ -94,7 +94,7 @@ def offered(reply: Callable[[Request], Awaitable[Response]], requests: int = 6) 
             await asyncio.sleep(0.001)
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         try:
-            return await offer_load(DecodeClient(url, 5), ["k1", "k2"], Load(1e4, requests, 3, 1))
+            return await offer_load(DecodeClient(url, 5), ["k1", "k2"], RequestLoad(1e4, requests, 3, 1))
         finally:
             server.should_exit = True
             await serving

@@ -24,7 +24,7 @@ from gpulease.client.bench.peers import (
     report_of,
     why_missing,
 )
-from gpulease.client.bench.round_trips import Calls, WrongResult, measure_calls, measure_session
+from gpulease.client.bench.round_trips import Calls, WrongCallerResult, measure_calls, measure_session
 from gpulease.client.cli.bench import round_trip_table
 from gpulease.client.console.exit_status import CannotStart
 from helpers.daemon import Daemon
@@ -121,7 +121,7 @@ def test_wrong_results_are_found(lost: int, garbled: int, told: str) -> None:
         small,
         pinned,
     )
-    with pytest.raises(WrongResult, match=told):
+    with pytest.raises(WrongCallerResult, match=told):
         measure_calls(lambda: None, lambda: calls, 1, 2)
 
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from gpulease.client import GpuSession
 from gpulease.client.cli import verify as command
-from gpulease.client.console.scene import Breach, Check, Scene, worker_pid
+from gpulease.client.console.scene import Breach, MatrixCheck, Scene, worker_pid
 from gpulease.client.verify.claims import at_the_same_time, check
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
 from helpers.daemon import Daemon
@@ -20,7 +20,7 @@ def verify(*words: str) -> Result:
 
 
 def rows_named(*names: str) -> Any:
-    def chosen(scene: Scene, sizes: Sizes) -> list[Check[FaultOutcome]]:
+    def chosen(scene: Scene, sizes: Sizes) -> list[MatrixCheck[FaultOutcome]]:
         return [fault for fault in faults(scene, sizes) if fault.name in names]
 
     return chosen
@@ -67,7 +67,7 @@ def test_a_breach_is_told_and_its_lease_taken_back(monkeypatch: pytest.MonkeyPat
         scene.builder(1 << 20).acquire()
         raise Breach("it was told nothing")
 
-    monkeypatch.setattr("gpulease.client.verify.matrix.faults", lambda scene, sizes: [Check("silence", forget)])
+    monkeypatch.setattr("gpulease.client.verify.matrix.faults", lambda scene, sizes: [MatrixCheck("silence", forget)])
     done = verify("--only", "silence")
     assert done.exit_code == 1
     assert "Breach: it was told nothing" in done.stdout

@@ -7,7 +7,7 @@ import pytest
 
 from gpulease.client.console import private_fleet
 from gpulease.client.console.exit_status import CannotStart
-from gpulease.client.console.private_fleet import GENERATION, Link, etcd_program, leader_of, private_etcd
+from gpulease.client.console.private_fleet import GENERATION, CuttableLink, etcd_program, leader_of, private_etcd
 from gpulease.daemon.fleet.records import fleet_records
 from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until
@@ -45,7 +45,7 @@ def test_an_etcd_that_can_not_start_says_why(tmp_path: Path, monkeypatch: pytest
 
 def test_a_link_carries_both_ways_until_it_is_cut() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        link = Link(f"127.0.0.1:{server.getsockname()[1]}")
+        link = CuttableLink(f"127.0.0.1:{server.getsockname()[1]}")
         host, _, port = link.endpoint.partition(":")
         with socket.create_connection((host, int(port))) as near:
             far, _ = server.accept()

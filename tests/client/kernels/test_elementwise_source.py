@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpulease.client import InvalidRequest
-from gpulease.client.kernels.elementwise_source import ElementwiseSource, Parameter
+from gpulease.client.kernels.elementwise_source import ElementwiseSource, SourceParameter
 
 
 def test_a_kernel_of_cupy_s_is_taken() -> None:
@@ -19,8 +19,8 @@ def test_a_kernel_of_cupy_s_is_taken() -> None:
         in_params=(x, y), out_params=(z,), operation="z = x - y[i]", name="less", preamble="", kwargs={}
     )
     source = ElementwiseSource(given)
-    assert source.inputs == (Parameter("T", "x", False), Parameter("float32", "y", True))
-    assert (source.outputs, source.name) == ((Parameter("T", "z", False),), "less")
+    assert source.inputs == (SourceParameter("T", "x", False), SourceParameter("float32", "y", True))
+    assert (source.outputs, source.name) == ((SourceParameter("T", "z", False),), "less")
     given.kwargs = {"loop_prep": "T total = 0;"}
     with pytest.raises(InvalidRequest, match="loop_prep is not taken"):
         ElementwiseSource(given)

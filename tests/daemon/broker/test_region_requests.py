@@ -58,8 +58,8 @@ async def test_what_the_session_refuses_is_denied_in_its_words(broker: Broker) -
     broker.session.is_mute = True
     answer = broker.ann.begin(Opcode.REGION_OPEN, m.RegionOpen(broker.lease_id, 4 * MIB, 60_000, ""))
     order = broker.session.ordered[-1]
-    assert isinstance(order, told.OpenRegion)
-    broker.workers.say(broker.lease_id, told.RegionRefused(order.region_id, "The card is full."))
+    assert isinstance(order, told.OpenRegionOrder)
+    broker.workers.say(broker.lease_id, told.RegionRefusedReport(order.region_id, "The card is full."))
     failure = await asyncio.wait_for(answer, 20)
     assert "The card is full" in str(failure)
 
@@ -70,7 +70,7 @@ async def test_a_region_whose_client_has_left_is_given_back(broker: Broker) -> N
     broker.ann.is_open = False
     broker.ann.dispatcher.close()
     await broker.regions_gone()
-    assert any(isinstance(order, told.EndRegion) for order in broker.session.ordered)
+    assert any(isinstance(order, told.EndRegionOrder) for order in broker.session.ordered)
     assert not answer.done()
 
 
@@ -221,11 +221,11 @@ async def test_a_region_s_phases_are_told_as_a_lease_s(broker: Broker) -> None:
     assert (phases[0], phases[-1]) == (Phase.ACTIVE, Phase.ENDED)
 
 
-def refused_launch(region_id: int, **changes: Any) -> told.ForwardRevoked:
+def refused_launch(region_id: int, **changes: Any) -> told.ForwardRevokedReport:
     now_ns = time.monotonic_ns()
     times = {"flipped_ns": now_ns, "seen_ns": now_ns}
     fields = {"status": -Status.CANCELLED, "site": 3, "position": 4} | times | changes
-    return told.ForwardRevoked(region_id, kernel="decode", **fields)
+    return told.ForwardRevokedReport(region_id, kernel="decode", **fields)
 
 
 @pytest.mark.parametrize("is_of_lease", [False, True])

@@ -16,7 +16,7 @@ from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.connection import Request, request_trigger
-from gpulease.protocol.connection_states import State, Trigger
+from gpulease.protocol.connection_states import State, WireTrigger
 from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
@@ -109,7 +109,7 @@ def test_a_reader_enters_no_session() -> None:
 
 def test_no_operation_is_forgotten() -> None:
     asked = {op for op, _ in REQUESTS}
-    control = {op for op in Opcode if request_trigger(op) in (Trigger.CONTROL_REQUEST, Trigger.PING)}
+    control = {op for op in Opcode if request_trigger(op) in (WireTrigger.CONTROL_REQUEST, WireTrigger.PING)}
     assert asked >= control - having(Trait.READ_ONLY)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fuzz.virtual import VirtualLoop, virtual_time
 from gpulease.daemon.broker import subscriptions
-from gpulease.daemon.broker.subscriptions import EVERY_LEASE, Publisher, Subscription
+from gpulease.daemon.broker.subscriptions import EVERY_LEASE, PeerSubscription, Publisher
 from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
@@ -38,7 +38,7 @@ class Reader:
         self.heard: list[LeaseEvent] = []
         self.has_room = True
         self.may_see = True
-        self.subscription = Subscription(9, lease_id, tenant, lambda _: self.may_see, self.write)
+        self.subscription = PeerSubscription(9, lease_id, tenant, lambda _: self.may_see, self.write)
 
     def write(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         assert subscription == 9

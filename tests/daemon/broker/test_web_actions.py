@@ -33,7 +33,7 @@ from gpulease.daemon.web.web_messages import (
     ClearFences,
     DrainChanged,
     FromWeb,
-    LeaseRevoked,
+    LeaseRevokedReply,
     RevokeLease,
     WebRefusal,
 )
@@ -116,7 +116,7 @@ def in_a_broker(play: Play, digest: bytes = DIGEST, then: Play = lambda _: None)
 def test_with_the_token_it_ends_a_lease() -> None:
     def check(page: Page) -> None:
         assert page.state is not LeaseState.ACTIVE
-        assert page.answers == [LeaseRevoked(7, RevokeOutcome.TORN_DOWN)]
+        assert page.answers == [LeaseRevokedReply(7, RevokeOutcome.TORN_DOWN)]
         assert page.refused == []
 
     in_a_broker(lambda page: page.say(), then=check)
@@ -215,7 +215,7 @@ def test_guesses_are_few() -> None:
 
 
 def check_over(page: Page) -> None:
-    assert isinstance(page.answers[-1], LeaseRevoked)
+    assert isinstance(page.answers[-1], LeaseRevokedReply)
 
 
 def test_guesses_come_back_and_no_more_than_there_may_be() -> None:
@@ -239,7 +239,7 @@ def test_revocations_under_way_are_bounded_and_given_back() -> None:
     def again(page: Page) -> None:
         assert len(page.answers) == MAX_PENDING + 1
         page.say()
-        assert isinstance(page.answers[-1], LeaseRevoked)
+        assert isinstance(page.answers[-1], LeaseRevokedReply)
 
     in_a_broker(play, then=again)
 

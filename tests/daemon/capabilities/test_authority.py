@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.daemon.capabilities.authority import KEY_LIFE_S, MAX_NONCES_PER_LEASE
-from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S, CapabilityDenied, CapabilityRequest, Check
+from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S, CapabilityDenied, CapabilityRequest, TokenCheck
 from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, Permission
 from helpers.token_scene import LEASE, OTHER, S, Scene
@@ -25,7 +25,7 @@ def test_a_token_says_what_was_asked_for(scene: Scene) -> None:
     assert (claims.permissions, claims.audience, claims.nonce) == (wanted, scene.bob, b"n" * 16)
     assert claims.expires_ns == scene.now_ns + 30 * S
     for permission in set(Permission) - set(wanted):
-        assert scene.refused(grant.token, permission) is Check.PERMISSION
+        assert scene.refused(grant.token, permission) is TokenCheck.PERMISSION
 
 
 def test_it_ends_on_the_dot(scene: Scene) -> None:
@@ -35,7 +35,7 @@ def test_it_ends_on_the_dot(scene: Scene) -> None:
     assert scene.authority.validate(token, scene.bob, Permission.MEM_READ)
     assert scene.authority.holds(claims)
     scene.later(0.001)
-    assert scene.refused(token) is Check.EXPIRED
+    assert scene.refused(token) is TokenCheck.EXPIRED
     assert not scene.authority.holds(claims)
 
 
@@ -53,14 +53,14 @@ def test_it_never_outlives_its_lease(scene: Scene) -> None:
     )
     token = scene.token()
     del scene.leases[LEASE]
-    assert scene.refused(token) is Check.LEASE
+    assert scene.refused(token) is TokenCheck.LEASE
 
 
 def test_a_renewal_ends_it(scene: Scene) -> None:
     token = scene.token()
     claims = scene.authority.validate(token, scene.bob, Permission.MEM_READ)
     scene.renew()
-    assert scene.refused(token) is Check.GENERATION
+    assert scene.refused(token) is TokenCheck.GENERATION
     assert not scene.authority.holds(claims)
     assert scene.authority.validate(scene.token(), scene.bob, Permission.MEM_READ)
 
@@ -72,14 +72,14 @@ def test_another_holder_or_node_can_not_use_it(scene: Scene) -> None:
     for audience in (scene.authority.audience_of("eve"), b"", bytes(32)):
         with pytest.raises(CapabilityDenied) as caught:
             scene.authority.validate(token, audience, Permission.MEM_READ)
-        assert caught.value.check is Check.AUDIENCE
+        assert caught.value.check is TokenCheck.AUDIENCE
 
 
 def test_it_is_used_once(scene: Scene) -> None:
     token = scene.token()
     claims = scene.authority.validate(token, scene.bob, Permission.MEM_READ)
     scene.authority.use(claims)
-    assert scene.refused(token) is Check.REPLAYED
+    assert scene.refused(token) is TokenCheck.REPLAYED
     with pytest.raises(CapabilityDenied, match="nonce"):
         scene.authority.issue(CapabilityRequest(LEASE, Permission.MEM_READ, scene.bob).nonce(claims.nonce))
     # The nonce of one lease is nothing to another's.
@@ -89,7 +89,7 @@ def test_it_is_used_once(scene: Scene) -> None:
 def test_who_mints_in_a_loop_shuts_out_nobody_else(scene: Scene) -> None:
     for _ in range(MAX_NONCES_PER_LEASE):
         scene.authority.use(scene.authority.validate(scene.token(), scene.bob, Permission.MEM_READ))
-    assert scene.refused(scene.token()) is Check.REPLAYED
+    assert scene.refused(scene.token()) is TokenCheck.REPLAYED
     other = scene.authority.issue(CapabilityRequest(OTHER, Permission.MEM_READ, scene.bob)).token
     assert scene.authority.validate(other, scene.bob, Permission.MEM_READ)
     scene.later(MAX_TOKEN_TTL_S + 1)
@@ -115,13 +115,13 @@ def test_a_token_about_the_node_needs_no_lease(scene: Scene) -> None:
 def test_what_makes_no_sense_is_not_issued(scene: Scene, wrong: CapabilityRequest) -> None:
     with pytest.raises(CapabilityDenied) as caught:
         scene.authority.issue(wrong)
-    assert caught.value.check is Check.REQUEST
+    assert caught.value.check is TokenCheck.REQUEST
 
 
 def test_nothing_is_issued_for_a_lease_that_is_not_there(scene: Scene) -> None:
     with pytest.raises(CapabilityDenied) as caught:
         scene.authority.issue(CapabilityRequest(0xDEAD, Permission.MEM_READ, scene.bob))
-    assert caught.value.check is Check.LEASE
+    assert caught.value.check is TokenCheck.LEASE
 
 
 def test_old_keys_verify_until_their_tokens_are_over(scene: Scene) -> None:
@@ -132,7 +132,7 @@ def test_old_keys_verify_until_their_tokens_are_over(scene: Scene) -> None:
     assert scene.authority.validate(token, scene.bob, Permission.MEM_READ)
     assert scene.authority.validate(scene.token(), scene.bob, Permission.MEM_READ)
     scene.later(2)
-    assert scene.refused(token) is Check.UNKNOWN_KEY
+    assert scene.refused(token) is TokenCheck.UNKNOWN_KEY
     assert len(scene.ring.all(scene.now_ns)) == 1
 
 
@@ -149,7 +149,7 @@ def test_another_nodes_signature_is_none(scene: Scene) -> None:
     token, other = scene.token(), Scene()
     other.ring.rotate(other.now_ns)  # its own key 2, where this node's tokens are of key 1
     other.ring.replace_all()
-    assert other.refused(token) is Check.UNKNOWN_KEY
+    assert other.refused(token) is TokenCheck.UNKNOWN_KEY
     same_number = Scene()
     same_number.ring.__init__(scene.ring.node_id, [(1, b"k" * 32)], scene.now_ns)  # type: ignore[misc]
-    assert same_number.refused(token) is Check.MALFORMED
+    assert same_number.refused(token) is TokenCheck.MALFORMED

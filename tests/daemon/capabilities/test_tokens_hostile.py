@@ -8,7 +8,7 @@ from biscuit_auth import Biscuit, BlockBuilder, KeyPair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.capabilities.claims import CapabilityDenied, Check
+from gpulease.daemon.capabilities.claims import CapabilityDenied, TokenCheck
 from gpulease.daemon.capabilities.tokens import MAX_BLOCKS, public_key
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission, narrowing_source
 from gpulease.protocol.limits import MAX_TOKEN_BYTES
@@ -27,7 +27,7 @@ def appended(token: bytes, source: str) -> bytes:
     return bytes(biscuit.append(BlockBuilder(source)).to_bytes())
 
 
-def check_refused_or_weaker(token: bytes) -> Check | None:
+def check_refused_or_weaker(token: bytes) -> TokenCheck | None:
     """Which check it fails; if none, it must say no more than the token it was made of."""
     try:
         claims = SCENE.authority.validate(token, SCENE.bob, ALL_PERMISSIONS)
@@ -64,7 +64,7 @@ def mutated(dice: random.Random, token: bytes) -> bytes:
 @given(st.binary(max_size=MAX_TOKEN_BYTES + 10))
 @settings(max_examples=150, deadline=None)
 def test_any_bytes(data: bytes) -> None:
-    assert check_refused_or_weaker(data) is Check.MALFORMED
+    assert check_refused_or_weaker(data) is TokenCheck.MALFORMED
 
 
 def test_mutated_tokens() -> None:
@@ -95,7 +95,7 @@ def test_mutated_tokens() -> None:
 def test_a_block_that_says_anything_else_is_refused_unread(source: str) -> None:
     token = appended(TOKEN, source)
     begun_s = time.thread_time()
-    assert check_refused_or_weaker(token) is Check.MALFORMED
+    assert check_refused_or_weaker(token) is TokenCheck.MALFORMED
     assert time.thread_time() - begun_s < SOON_S
 
 
@@ -105,7 +105,7 @@ def test_a_block_that_others_signed_is_refused() -> None:
     source = narrowing_source(LATE, Permission.MEM_READ)
     block = biscuit.third_party_request().create_block(outsider.private_key, BlockBuilder(source))
     token = bytes(biscuit.append_third_party(outsider.public_key, block).to_bytes())
-    assert check_refused_or_weaker(token) is Check.MALFORMED
+    assert check_refused_or_weaker(token) is TokenCheck.MALFORMED
 
 
 def test_too_many_blocks_and_bytes() -> None:
@@ -113,8 +113,8 @@ def test_too_many_blocks_and_bytes() -> None:
     for _ in range(MAX_BLOCKS - 1):
         token = appended(token, narrowing_source(LATE, None))
     assert check_refused_or_weaker(token) is None
-    assert check_refused_or_weaker(appended(token, narrowing_source(LATE, None))) is Check.MALFORMED
-    assert check_refused_or_weaker(TOKEN + bytes(MAX_TOKEN_BYTES)) is Check.MALFORMED
+    assert check_refused_or_weaker(appended(token, narrowing_source(LATE, None))) is TokenCheck.MALFORMED
+    assert check_refused_or_weaker(TOKEN + bytes(MAX_TOKEN_BYTES)) is TokenCheck.MALFORMED
 
 
 def test_blocks_only_take_away() -> None:
@@ -124,8 +124,8 @@ def test_blocks_only_take_away() -> None:
     claims = SCENE.authority.validate(token, SCENE.bob, Permission.MEM_READ)
     assert (claims.permissions, claims.expires_ms) == (Permission.MEM_READ, now_ms + 5000)
     for permission in set(Permission) - {Permission.MEM_READ}:
-        assert SCENE.refused(token, permission) is Check.PERMISSION
+        assert SCENE.refused(token, permission) is TokenCheck.PERMISSION
     empty = appended(token, narrowing_source(LATE, Permission.REVOKE))
-    assert SCENE.refused(empty) is Check.PERMISSION
+    assert SCENE.refused(empty) is TokenCheck.PERMISSION
     over = appended(token, narrowing_source(now_ms - 1, None))
-    assert SCENE.refused(over) is Check.EXPIRED
+    assert SCENE.refused(over) is TokenCheck.EXPIRED

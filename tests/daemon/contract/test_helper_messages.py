@@ -16,7 +16,7 @@ from gpulease.daemon.contract.message_fields import (
     messages_of,
     request_of,
 )
-from gpulease.daemon.contract.messages import Ping, Pong, Ready
+from gpulease.daemon.contract.messages import LivenessPing, Pong, Ready
 from gpulease.daemon.fleet.rules.fleet_events import ClaimDropped, ClaimEnded, QuotaDropped
 from gpulease.daemon.web.web_messages import ClearFences
 from helpers.process_messages import DIRECTIONS, Direction
@@ -100,7 +100,7 @@ def test_two_messages_of_one_op_are_refused() -> None:
     class Twin(ClaimDropped):
         pass
 
-    assert messages_of(Ping | Pong | Ready | ClaimDropped | ClaimEnded | QuotaDropped).keys() == {
+    assert messages_of(LivenessPing | Pong | Ready | ClaimDropped | ClaimEnded | QuotaDropped).keys() == {
         "ping",
         "pong",
         "ready",

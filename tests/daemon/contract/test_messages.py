@@ -61,9 +61,9 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_ZYGOTE, messages.PagesRenewed(SPEC, 3), SPEC_MAP | {"op": "renew", "serial": 3}),
     (TO_ZYGOTE, messages.WorkerForgotten(3), {"op": "forget", "serial": 3}),
     (TO_ZYGOTE, messages.Retire(), {"op": "retire"}),
-    (TO_ZYGOTE, messages.Ping(), {"op": "ping"}),
+    (TO_ZYGOTE, messages.LivenessPing(), {"op": "ping"}),
     (FROM_ZYGOTE, messages.Preloaded(FINDINGS), {"op": "preloaded", "sandbox": FINDINGS}),
-    (FROM_ZYGOTE, messages.Broken("No.", "Do."), {"op": "broken", "reason": "No.", "hint": "Do."}),
+    (FROM_ZYGOTE, messages.HelperBroken("No.", "Do."), {"op": "broken", "reason": "No.", "hint": "Do."}),
     (FROM_ZYGOTE, messages.Pong(), {"op": "pong"}),
     (FROM_ZYGOTE, messages.WorkerForked(10, 77, 3), {"op": "spawned", "lease": LEASE, "pid": 77, "serial": 3}),
     (FROM_ZYGOTE, messages.ForkFailed(10, "fork: no"), {"op": "no_fork", "lease": LEASE, "reason": "fork: no"}),
@@ -138,7 +138,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, SPEC, SPEC_MAP),
     (
         TO_WORKER,
-        messages.Attach(1, b"rest", True, 1 << 20, False, GUEST, True, 4711, True),
+        messages.AttachOrder(1, b"rest", True, 1 << 20, False, GUEST, True, 4711, True),
         {
             "op": "attach",
             "request_id": 1,
@@ -154,7 +154,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     ),
     (
         TO_WORKER,
-        messages.Attach(1, b"", False, 0),
+        messages.AttachOrder(1, b"", False, 0),
         {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": True, "guest": None}
         | {"owns": False, "client_pid": 0, "words": False},
     ),
@@ -163,11 +163,11 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.RegionsPage(), {"op": "regions"}),
     (
         TO_WORKER,
-        messages.OpenRegion(10, 3, 9, 2 << 20),
+        messages.OpenRegionOrder(10, 3, 9, 2 << 20),
         {"op": "region", "lease": LEASE, "slot": 3, "number": 9, "size": 2 << 20},
     ),
-    (TO_WORKER, messages.EndRegion(10, 50), {"op": "end_region", "lease": LEASE, "grace": 50}),
-    (TO_WORKER, messages.ResizeSlice(1 << 30), {"op": "resize", "size": 1 << 30}),
+    (TO_WORKER, messages.EndRegionOrder(10, 50), {"op": "end_region", "lease": LEASE, "grace": 50}),
+    (TO_WORKER, messages.ResizeSliceOrder(1 << 30), {"op": "resize", "size": 1 << 30}),
     (FROM_WORKER, messages.Ready(), {"op": "ready"}),
     (FROM_WORKER, messages.Failed("no context"), {"op": "failed", "reason": "no context"}),
     (FROM_WORKER, messages.Faulted("lost"), {"op": "faulted", "reason": "lost"}),
@@ -176,18 +176,26 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (FROM_WORKER, messages.Attached(5, False), {"op": "attached", "guest": 5, "is_in": False}),
     (FROM_WORKER, messages.LastLeft(), {"op": "left"}),
     (FROM_WORKER, messages.MemoryGrew(), {"op": "look"}),
-    (FROM_WORKER, messages.RegionOpened(10, 1 << 40), {"op": "region_opened", "lease": LEASE, "address": 1 << 40}),
-    (FROM_WORKER, messages.RegionRefused(10, "No."), {"op": "region_refused", "lease": LEASE, "reason": "No."}),
     (
         FROM_WORKER,
-        messages.RegionEnded(10, 5, 6, -7),
+        messages.RegionOpenedReport(10, 1 << 40),
+        {"op": "region_opened", "lease": LEASE, "address": 1 << 40},
+    ),
+    (FROM_WORKER, messages.RegionRefusedReport(10, "No."), {"op": "region_refused", "lease": LEASE, "reason": "No."}),
+    (
+        FROM_WORKER,
+        messages.RegionEndedReport(10, 5, 6, -7),
         {"op": "region_ended", "lease": LEASE, "freed": 5, "kept": 6, "shown": -7},
     ),
-    (FROM_WORKER, messages.RegionStuck(10, "it runs"), {"op": "region_stuck", "lease": LEASE, "reason": "it runs"}),
-    (FROM_WORKER, messages.RegionReleased(10), {"op": "region_released", "lease": LEASE}),
     (
         FROM_WORKER,
-        messages.ForwardRevoked(10, 18, "decode", 3, 4, 5, 6, 7),
+        messages.RegionStuckReport(10, "it runs"),
+        {"op": "region_stuck", "lease": LEASE, "reason": "it runs"},
+    ),
+    (FROM_WORKER, messages.RegionReleasedReport(10), {"op": "region_released", "lease": LEASE}),
+    (
+        FROM_WORKER,
+        messages.ForwardRevokedReport(10, 18, "decode", 3, 4, 5, 6, 7),
         {
             "op": "forward_revoked",
             "lease": LEASE,
@@ -200,10 +208,10 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
             "told": 7,
         },
     ),
-    (FROM_WORKER, messages.SliceResized(5, ""), {"op": "resized", "size": 5, "doubt": ""}),
-    (FROM_HELPER, messages.Prepared(), {"op": "prepared"}),
+    (FROM_WORKER, messages.SliceResizedReport(5, ""), {"op": "resized", "size": 5, "doubt": ""}),
+    (FROM_HELPER, messages.HelperPrepared(), {"op": "prepared"}),
     (FROM_HELPER, messages.Ready(), {"op": "ready"}),
-    (FROM_HELPER, messages.Broken("no etcd"), {"op": "broken", "reason": "no etcd", "hint": ""}),
+    (FROM_HELPER, messages.HelperBroken("no etcd"), {"op": "broken", "reason": "no etcd", "hint": ""}),
     (FROM_HELPER, messages.Pong(), {"op": "pong"}),
 ]
 DIRECTIONS = (TO_ZYGOTE, FROM_ZYGOTE, HANDOVER_MESSAGES, TO_WORKER, FROM_WORKER, FROM_HELPER)
@@ -256,13 +264,13 @@ def test_a_newer_process_may_add_fields(
         pytest.param(
             TO_WORKER,
             {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "guest": None},
-            messages.Attach(1, b"", False, 0, is_stranger=True),
+            messages.AttachOrder(1, b"", False, 0, is_stranger=True),
             id="from before brokers told strangers apart",
         ),
         pytest.param(
             TO_WORKER,
             {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": False},
-            messages.Attach(1, b"", False, 0, is_stranger=False, owns=False, client_pid=0),
+            messages.AttachOrder(1, b"", False, 0, is_stranger=False, owns=False, client_pid=0),
             id="from before connections owned what they made",
         ),
     ],

@@ -27,6 +27,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimGiven,
     ClaimRefused,
     ClaimWanted,
+    DaemonMark,
     Effect,
     EndClaimed,
     Event,
@@ -35,7 +36,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Joined,
     KeepMark,
     LiveClaims,
-    Mark,
     MarkKept,
     MoveHorizon,
     QuotaWanted,
@@ -78,7 +78,7 @@ class Broker:
             timeout_s=1.0,
             incarnation=0,
             identity=FleetIdentity(),
-            mark=Mark(),
+            mark=DaemonMark(),
         )
         self.send(start)
         self.send(RecordChanged(("tls:h:1",), {"zone": "a"}, (CARD,), is_draining=False, version="1"))

@@ -9,14 +9,15 @@ from typing import Any, Final
 import pytest
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.transactions import Answer, Put, Transaction
+from gpulease.daemon.fleet.etcd.transactions import Put, Transaction, TransactionAnswer
 from gpulease.daemon.fleet.records.fleet_records import GENERATION, CardRecord
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
-    ArmTimer,
+    ArmFleetTimer,
     Ask,
     Compact,
     Event,
+    FleetTimerFired,
     KeepMark,
     LiveClaims,
     MarkKept,
@@ -24,7 +25,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Noted,
     RecordChanged,
     Started,
-    TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
 from helpers.etcd_cluster import EtcdCluster
@@ -61,7 +61,7 @@ class FastNode:
         """Let time pass, with every timer at its time, and let a lease come or go each LEASE_S."""
         while self._due_ns <= until_ns:
             self.now_ns = max(self.now_ns, self._due_ns)
-            await self._send(TimerFired())
+            await self._send(FleetTimerFired())
             if self.now_ns >= self._next_lease_ns:
                 await self._lease()
         self.now_ns = until_ns
@@ -78,7 +78,7 @@ class FastNode:
         effects = self._member.handle(event, self.now_ns)
         for effect in effects:
             match effect:
-                case ArmTimer(due_ns):
+                case ArmFleetTimer(due_ns):
                     self._due_ns = due_ns
                 case Noted(Note.BEAT):
                     self.beats += 1
@@ -90,7 +90,7 @@ class FastNode:
                 case KeepMark(mark):
                     await self._send(MarkKept(mark.beat))
                 case Compact(revision):
-                    assert isinstance(await self._client.compact(revision), Answer)
+                    assert isinstance(await self._client.compact(revision), TransactionAnswer)
                     self.compactions += 1
 
 

@@ -16,7 +16,7 @@ from gpulease.daemon.leases import (
     RevokeRequested,
     Trigger,
 )
-from gpulease.daemon.leases.model import Lease, Region
+from gpulease.daemon.leases.model import Lease, TableRegion
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import Scenario, card
@@ -30,8 +30,8 @@ def lease_in(state: LeaseState) -> Lease:
     return lease
 
 
-def region_in(state: RegionState) -> Region:
-    region = Region(1, 2, "ann", "GPU-a", Exclusivity.SHARED, 20, 1000, 0, 1, 1, 0, 60, 64)
+def region_in(state: RegionState) -> TableRegion:
+    region = TableRegion(1, 2, "ann", "GPU-a", Exclusivity.SHARED, 20, 1000, 0, 1, 1, 0, 60, 64)
     region.state = state
     return region
 

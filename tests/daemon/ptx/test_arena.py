@@ -6,19 +6,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory
-from gpulease.daemon.ptx.memory import MAX_SLICE_BYTES, Arena
+from gpulease.daemon.ptx.memory import MAX_SLICE_BYTES, MemoryArena
 
 SLICE_BYTES = 1 << 20
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena(SLICE_BYTES)
+def arena() -> Iterator[MemoryArena]:
+    made = MemoryArena(SLICE_BYTES)
     yield made
     made.close()
 
 
-def allowed(arena: Arena, address: int) -> int:
+def allowed(arena: MemoryArena, address: int) -> int:
     """How many bytes of an address's granule may be touched."""
     entry = (address - arena.memory.address) // 256 * 2
     return int.from_bytes(arena.shadow.view[entry : entry + 2], "little")
@@ -29,7 +29,7 @@ class ArenaModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(SLICE_BYTES)
+        self.arena = MemoryArena(SLICE_BYTES)
         self.held: dict[int, int] = {}
 
     @rule(size=st.integers(1, 2000) | st.integers(1, SLICE_BYTES))
@@ -68,7 +68,7 @@ TestArenaModel = ArenaModel.TestCase
 TestArenaModel.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
-def test_no_pattern_of_frees_keeps_what_fits_from_being_allocated(arena: Arena) -> None:
+def test_no_pattern_of_frees_keeps_what_fits_from_being_allocated(arena: MemoryArena) -> None:
     small = [arena.allocate(256) for _ in range(SLICE_BYTES // 256)]
     for address in small[::2]:
         arena.free(address)
@@ -76,7 +76,7 @@ def test_no_pattern_of_frees_keeps_what_fits_from_being_allocated(arena: Arena) 
         arena.allocate(4096)
 
 
-def test_the_whole_slice_at_once(arena: Arena) -> None:
+def test_the_whole_slice_at_once(arena: MemoryArena) -> None:
     for _ in range(50):
         address = arena.allocate(SLICE_BYTES)
         arena.bytes_at(address, SLICE_BYTES)[-1] = 7
@@ -84,12 +84,12 @@ def test_the_whole_slice_at_once(arena: Arena) -> None:
     assert arena.bytes_at(arena.allocate(SLICE_BYTES), SLICE_BYTES)[-1] == 0
 
 
-def test_more_than_the_slice_is_out_of_memory(arena: Arena) -> None:
+def test_more_than_the_slice_is_out_of_memory(arena: MemoryArena) -> None:
     with pytest.raises(OutOfMemory):
         arena.allocate(SLICE_BYTES + 1)
 
 
-def test_a_class_that_is_full_is_out_of_memory(arena: Arena) -> None:
+def test_a_class_that_is_full_is_out_of_memory(arena: MemoryArena) -> None:
     for _ in range(3):
         arena.allocate(SLICE_BYTES)
     with pytest.raises(OutOfMemory):
@@ -97,12 +97,12 @@ def test_a_class_that_is_full_is_out_of_memory(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_an_allocation_has_a_byte(arena: Arena, size: int) -> None:
+def test_an_allocation_has_a_byte(arena: MemoryArena, size: int) -> None:
     with pytest.raises(DriverError):
         arena.allocate(size)
 
 
-def test_only_what_was_given_can_be_freed_and_once(arena: Arena) -> None:
+def test_only_what_was_given_can_be_freed_and_once(arena: MemoryArena) -> None:
     address = arena.allocate(1000)
     for wrong in (address + 256, 0, address - 256):
         with pytest.raises(DriverError):
@@ -112,7 +112,7 @@ def test_only_what_was_given_can_be_freed_and_once(arena: Arena) -> None:
         arena.free(address)
 
 
-def test_copies_stay_within_one_allocation(arena: Arena) -> None:
+def test_copies_stay_within_one_allocation(arena: MemoryArena) -> None:
     address = arena.allocate(1000)
     neighbour = arena.allocate(1000)
     assert abs(neighbour - address) == 2048
@@ -125,11 +125,11 @@ def test_copies_stay_within_one_allocation(arena: Arena) -> None:
 @pytest.mark.parametrize("size", [0, -5, MAX_SLICE_BYTES + 1])
 def test_a_slice_has_a_size(size: int) -> None:
     with pytest.raises(DriverError):
-        Arena(size)
+        MemoryArena(size)
 
 
 def test_a_large_slice_costs_nothing() -> None:
-    large = Arena(80 << 30)
+    large = MemoryArena(80 << 30)
     address = large.allocate(3 << 30)
     large.bytes_at(address + (2 << 30), 1)[0] = 1
     large.free(address)
@@ -137,13 +137,13 @@ def test_a_large_slice_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 768, 769, 1024, 4096, 65_536, 100_000])
-def test_two_slices_of_one_size_find_a_place(arena: Arena, size: int) -> None:
+def test_two_slices_of_one_size_find_a_place(arena: MemoryArena, size: int) -> None:
     for _ in range(min(2 * SLICE_BYTES // size, 10_000)):
         arena.allocate(size)
 
 
 @pytest.mark.parametrize("size", [1, 256, 1000, 4096, 1 << 16])
-def test_an_access_beside_an_allocation_is_nobodys_and_named(arena: Arena, size: int) -> None:
+def test_an_access_beside_an_allocation_is_nobodys_and_named(arena: MemoryArena, size: int) -> None:
     first, second = (arena.allocate(size) for _ in range(2))
     end = first + size
     assert arena.beside(second - 4, 4) == f"4 bytes before the start of the {size} allocated at {second:#x}"
@@ -153,7 +153,7 @@ def test_an_access_beside_an_allocation_is_nobodys_and_named(arena: Arena, size:
     assert allowed(arena, end) == size % 256
 
 
-def test_an_access_beside_nothing_has_no_name(arena: Arena) -> None:
+def test_an_access_beside_nothing_has_no_name(arena: MemoryArena) -> None:
     address = arena.allocate(1000)
     arena.free(address)
     assert {arena.beside(at, 4) for at in (address, 0, 1 << 63, arena.regions_start)} == {""}

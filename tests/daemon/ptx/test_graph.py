@@ -9,7 +9,7 @@ from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
     CopyStep,
     DataStep,
-    Kernel,
+    DriverKernel,
     KernelStep,
     LaunchRejected,
     keep_waiting,
@@ -32,7 +32,7 @@ def context() -> Iterator[CpuContext]:
 
 
 def bias_of(context: CpuContext, address: int, more: float) -> KernelStep:
-    kernel: Kernel = context.module_load(TRANSFORM).kernels["bias"]
+    kernel: DriverKernel = context.module_load(TRANSFORM).kernels["bias"]
     return KernelStep(kernel, (1, 1, 1), (COUNT, 1, 1), 0, packed_scale_args(address, COUNT, more)[0])
 
 

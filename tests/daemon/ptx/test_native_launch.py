@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpulease.daemon.drivers.interface import Dim3, Kernel, KernelFault, NativeLaunch
+from gpulease.daemon.drivers.interface import Dim3, DriverKernel, KernelFault, NativeLaunch
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.ptx.limits import QUEUE_DEPTH
@@ -64,7 +64,7 @@ class Native:
         self.at = context.mem_alloc(8)
         self.word = self.at.to_bytes(8, "little")
 
-    def launch(self, kernel: Kernel, params: bytes, tag: int = 1, *, grid: Dim3 = ONE) -> int:
+    def launch(self, kernel: DriverKernel, params: bytes, tag: int = 1, *, grid: Dim3 = ONE) -> int:
         record = self.own.record(kernel, grid, ONE, 0)
         assert record is not None
         return int(self._launch(self.own.state, record, params, len(params), tag))

@@ -6,8 +6,8 @@ import pytest
 from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object
 from gpulease.daemon.ptx.limits import QUEUE_DEPTH
 from gpulease.daemon.ptx.memory import IN_ORDER
-from gpulease.daemon.ptx.native.structures import LAUNCH_HEAD, PARAMETERS_OFFSET, Environment, StreamState
-from gpulease.daemon.ptx.stream import Stream
+from gpulease.daemon.ptx.native.structures import LAUNCH_HEAD, PARAMETERS_OFFSET, BlockEnvironment, StreamState
+from gpulease.daemon.ptx.stream import LaunchQueue
 
 # A "kernel" that appends its tag to a list at the address in its parameters, and faults if the tag is 13.
 IR = f"""
@@ -34,9 +34,9 @@ def code() -> NativeCode:
 
 
 @pytest.fixture
-def stream() -> Iterator[Stream]:
-    places = (Environment * 1)()
-    made = Stream(ctypes.addressof(places), hosts=1)
+def stream() -> Iterator[LaunchQueue]:
+    places = (BlockEnvironment * 1)()
+    made = LaunchQueue(ctypes.addressof(places), hosts=1)
     yield made
     assert made.close()
 
@@ -44,7 +44,7 @@ def stream() -> Iterator[Stream]:
 class Notes:
     """What ran, in order."""
 
-    def __init__(self, stream: Stream, code: NativeCode) -> None:
+    def __init__(self, stream: LaunchQueue, code: NativeCode) -> None:
         self._list = (ctypes.c_uint64 * (4 * QUEUE_DEPTH))()
         self._address = ctypes.addressof(self._list)
         self._stream, self._entry = stream, code.address("note")
@@ -58,7 +58,7 @@ class Notes:
         return list(self._list[1 : 1 + self._list[0]])
 
 
-def test_runs_in_order_past_the_ring_s_end(stream: Stream, code: NativeCode) -> None:
+def test_runs_in_order_past_the_ring_s_end(stream: LaunchQueue, code: NativeCode) -> None:
     notes = Notes(stream, code)
     tags = list(range(100, 3 * QUEUE_DEPTH))
     for tag in tags:
@@ -67,7 +67,7 @@ def test_runs_in_order_past_the_ring_s_end(stream: Stream, code: NativeCode) -> 
     assert notes.ran == tags
 
 
-def test_skips_behind_a_fault_until_it_is_forgotten(stream: Stream, code: NativeCode) -> None:
+def test_skips_behind_a_fault_until_it_is_forgotten(stream: LaunchQueue, code: NativeCode) -> None:
     notes = Notes(stream, code)
     for tag in (1, 13, 2, 13, 3):
         notes.submit(tag)

@@ -19,14 +19,14 @@ from gpulease.daemon.ptx.limits import (
     MAX_RESIDENT_BLOCKS,
     MAX_THREADS_PER_BLOCK,
 )
-from gpulease.daemon.ptx.memory import IN_ORDER, Areas, Needs
+from gpulease.daemon.ptx.memory import IN_ORDER, Areas, KernelNeeds
 from gpulease.daemon.ptx.native.structures import (
     BOARD_BYTES,
     MAX_HEAD_BYTES,
     SLOT_BYTES,
-    Environment,
+    BlockEnvironment,
     Fault,
-    Launch,
+    QueuedLaunch,
     Team,
 )
 from gpulease.daemon.ptx.stream import THREADS_VARIABLE, host_threads
@@ -297,7 +297,7 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
     assert offsets(Team, "launch places helpers wake_ns idle_yields ending") == list(range(0, 48, 8))
     assert offsets(Team, "next stop fault used") == list(range(64, 96, 8))
     assert offsets(Team, "state idle work done") == [128, 136, 192, 224]
-    assert offsets(Launch, "entry blocks chunk places shared_stride local_stride frame_stride pace") == [
+    assert offsets(QueuedLaunch, "entry blocks chunk places shared_stride local_stride frame_stride pace") == [
         0,
         8,
         64,
@@ -308,8 +308,8 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
         88,
     ]
     names = "arena shadow last_granule shared local frames fault prints block resumes next"
-    assert offsets(Environment, names) == list(range(0, 88, 8))
-    assert (ctypes.sizeof(Environment), ctypes.sizeof(Fault)) == (128, 80)
+    assert offsets(BlockEnvironment, names) == list(range(0, 88, 8))
+    assert (ctypes.sizeof(BlockEnvironment), ctypes.sizeof(Fault)) == (128, 80)
 
 
 def test_the_operator_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,16 +330,16 @@ def test_a_setting_that_is_no_number_of_threads_keeps_the_driver_from_starting(
 
 def test_there_is_room_for_the_largest_block() -> None:
     frame_bytes = MAX_HEAD_BYTES + SLOT_BYTES * MAX_LIVE_REGISTERS
-    largest = Needs(0, MAX_LOCAL_BYTES, BOARD_BYTES, frame_bytes, parks=True)
+    largest = KernelNeeds(0, MAX_LOCAL_BYTES, BOARD_BYTES, frame_bytes, parks=True)
     assert largest.fit(MAX_THREADS_PER_BLOCK)
     assert not replace(largest, local_bytes_per_thread=5 * MAX_LOCAL_BYTES).fit(MAX_THREADS_PER_BLOCK)
     assert not replace(largest, frame_bytes_per_thread=5 * frame_bytes).fit(MAX_THREADS_PER_BLOCK)
 
 
 def test_places_are_as_many_as_fit_and_lie_apart() -> None:
-    areas = Areas(Environment())
+    areas = Areas(BlockEnvironment())
     try:
-        needs = Needs(5000, 100, 0, 64, parks=False)
+        needs = KernelNeeds(5000, 100, 0, 64, parks=False)
         assert areas.spread(needs, 1, 32, 0, 4) == areas.spread(needs, 100, 32, 0, 1) == IN_ORDER
         assert areas.spread(needs, 640, 32, 4097, 4) == (10, 1024, 8192, 12288, 4096)
         assert areas.spread(replace(needs, parks=True), 1, 32, 0, 1) == (1, 1024, 0, 12288, 4096)

@@ -8,30 +8,30 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from gpulease.daemon.remote.pki.__main__ import main
-from gpulease.daemon.remote.pki.certificates import Authority, PkiError
+from gpulease.daemon.remote.pki.certificates import PkiAuthority, PkiError
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority.create(tmp_path / "pki")
+def authority(tmp_path: Path) -> PkiAuthority:
+    return PkiAuthority.create(tmp_path / "pki")
 
 
 def certificate(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
-def test_keys_are_their_owners_and_nothing_is_overwritten(authority: Authority) -> None:
+def test_keys_are_their_owners_and_nothing_is_overwritten(authority: PkiAuthority) -> None:
     ann = authority.issue_tenant("ann")
     for key in (ann.key, authority.folder / "ca.key"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
     before = {path: path.read_bytes() for path in authority.folder.iterdir()}
-    for again in (lambda: Authority.create(authority.folder), lambda: authority.issue_tenant("ann")):
+    for again in (lambda: PkiAuthority.create(authority.folder), lambda: authority.issue_tenant("ann")):
         with pytest.raises(PkiError, match="is there already, and"):
             again()
     assert {path: path.read_bytes() for path in authority.folder.iterdir()} == before
 
 
-def test_a_certificate_says_who_and_what_for(authority: Authority) -> None:
+def test_a_certificate_says_who_and_what_for(authority: PkiAuthority) -> None:
     ann = certificate(authority.issue_tenant("ann", timedelta(hours=1)).certificate)
     names = ann.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["gpulease:tenant:ann"]
@@ -46,7 +46,7 @@ def test_a_certificate_says_who_and_what_for(authority: Authority) -> None:
     assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["::1"]
 
 
-def test_revocations_add_up(authority: Authority, tmp_path: Path) -> None:
+def test_revocations_add_up(authority: PkiAuthority, tmp_path: Path) -> None:
     issued = [authority.issue_tenant(name) for name in ("ann", "bob")]
     for one in issued:
         authority.revoke(one.certificate)
@@ -55,24 +55,24 @@ def test_revocations_add_up(authority: Authority, tmp_path: Path) -> None:
     assert crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number == 3
     with pytest.raises(PkiError, match="revoked already"):
         authority.revoke(issued[0].certificate)
-    other = Authority.create(tmp_path / "other")
+    other = PkiAuthority.create(tmp_path / "other")
     with pytest.raises(PkiError, match=r"it can't be revoked"):
         other.revoke(tmp_path / "nothing.pem")
 
 
 @pytest.mark.parametrize("name", ["", "uid:0", "tcp", "a b", "*"])
-def test_a_name_that_is_none_gets_no_certificate(authority: Authority, name: str) -> None:
+def test_a_name_that_is_none_gets_no_certificate(authority: PkiAuthority, name: str) -> None:
     with pytest.raises(PkiError, match="not a valid tenant name"):
         authority.issue_tenant(name)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "gpu1/../x", "gpu1:7443", "h\u00f6st"])
-def test_a_host_that_is_none_gets_no_certificate(authority: Authority, name: str) -> None:
+def test_a_host_that_is_none_gets_no_certificate(authority: PkiAuthority, name: str) -> None:
     with pytest.raises(PkiError, match="not a valid host name"):
         authority.issue_server([name])
 
 
-def test_the_authority_does_not_revoke_itself(authority: Authority) -> None:
+def test_the_authority_does_not_revoke_itself(authority: PkiAuthority) -> None:
     with pytest.raises(PkiError, match="the authority's own"):
         authority.revoke(authority.certificate_path)
 
@@ -99,7 +99,7 @@ def test_the_commands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", ["revoked", "expired"])
 def test_one_that_nobody_accepts_any_more_is_replaced(tmp_path: Path, ends: str) -> None:
-    authority = Authority.create(tmp_path / "pki")
+    authority = PkiAuthority.create(tmp_path / "pki")
     expired = timedelta(seconds=-1)
     first = authority.issue_tenant("ann", expired) if ends == "expired" else authority.issue_tenant("ann")
     old = first.certificate.read_bytes(), first.key.read_bytes()

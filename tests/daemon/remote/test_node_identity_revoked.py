@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.daemon.remote.node_identity import _serials_of, revoked_serials
-from gpulease.daemon.remote.pki.certificates import Authority
+from gpulease.daemon.remote.pki.certificates import PkiAuthority
 
 
 def test_what_an_authority_revoked_is_read_from_its_list(tmp_path: Path) -> None:
-    first, second = (Authority.create(tmp_path / name) for name in ("a", "b"))
+    first, second = (PkiAuthority.create(tmp_path / name) for name in ("a", "b"))
     assert revoked_serials(first.crl_path.read_bytes()) == frozenset()
     expected = set()
     for authority, count in ((first, 2), (second, 5)):
@@ -33,7 +33,7 @@ def test_any_bytes_are_a_list_or_a_value_error(der: bytes) -> None:
 
 
 def test_a_list_that_is_cut_off_is_told(tmp_path: Path) -> None:
-    authority = Authority.create(tmp_path / "pki")
+    authority = PkiAuthority.create(tmp_path / "pki")
     authority.revoke(authority.issue_tenant("ann").certificate)
     crl = x509.load_pem_x509_crl(authority.crl_path.read_bytes())
     der = crl.public_bytes(Encoding.DER)

@@ -12,14 +12,14 @@ from gpulease.daemon.session import connection as connections
 from gpulease.daemon.session.connection import (
     STEP_BYTES,
     UNSENT_BYTES,
-    Connection,
+    AttachedConnection,
     ConnectionLost,
     RingWire,
     SendBuffer,
     SocketWire,
-    SpinPolicy,
+    WorkerSpinPolicy,
 )
-from gpulease.daemon.session.server import Server
+from gpulease.daemon.session.server import SessionServer
 from gpulease.protocol.messages import AttachReply
 from helpers.session_rig import Rig, rig
 
@@ -54,7 +54,7 @@ def test_a_send_waits_no_longer_than_it_may(kind: type[SocketWire | RingWire], w
     near, far = socket.socketpair()
     with near, far:
         far.setblocking(False)
-        wire = kind(far, SpinPolicy())
+        wire = kind(far, WorkerSpinPolicy())
         began_ns = time.monotonic_ns()
         rest = wire.send(LARGE, wait_ns)
         took_ns = time.monotonic_ns() - began_ns
@@ -75,16 +75,16 @@ class Pair:
     """A server without a loop, and connections to it."""
 
     def __init__(self, made: Rig, channel: socket.socket, stack: contextlib.ExitStack) -> None:
-        self.server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=True)
+        self.server = SessionServer(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=True)
         self.made = made
         self.stack = stack
 
-    def connect(self) -> tuple[socket.socket, Connection]:
+    def connect(self) -> tuple[socket.socket, AttachedConnection]:
         near, far = socket.socketpair()
         self.stack.callback(near.close)
         self.stack.callback(far.close)
         far.setblocking(False)
-        connection = Connection(far, b"", self.made.session.pinned_buffers, SpinPolicy())
+        connection = AttachedConnection(far, b"", self.made.session.pinned_buffers, WorkerSpinPolicy())
         connection.holder = self.made.session.begin_connection(0, owns=True)
         self.server._connections[connection.fd] = connection
         self.server._poll.register(far, select.POLLIN)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Kernel, LaunchRejected
+from gpulease.daemon.drivers.interface import DriverKernel, LaunchRejected
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import Frame, FrameReader
@@ -41,7 +41,7 @@ def test_the_broker_sees_since_when_it_compiles(op: Opcode, of: Callable[[Launch
     since: list[int] = []
     with rig() as made:
 
-        def compile_kernel(kernel: Kernel) -> bool:
+        def compile_kernel(kernel: DriverKernel) -> bool:
             since.append(made.page.counter(Counter.COMPILING_SINCE_NS))
             return True
 
@@ -58,7 +58,7 @@ def test_the_broker_sees_since_when_it_compiles(op: Opcode, of: Callable[[Launch
 def test_a_lease_that_ended_meanwhile_launches_nothing(op: Opcode, of: Callable[[Launch], Any]) -> None:
     with rig() as made:
 
-        def compile_kernel(kernel: Kernel) -> bool:
+        def compile_kernel(kernel: DriverKernel) -> bool:
             made.page.refuse(Status.REVOKED)
             return True
 
@@ -71,7 +71,7 @@ def test_a_lease_that_ended_meanwhile_launches_nothing(op: Opcode, of: Callable[
 def test_a_kernel_that_can_not_be_compiled_is_a_launch_that_failed_and_charges_nothing() -> None:
     with rig() as made:
 
-        def compile_kernel(kernel: Kernel) -> bool:
+        def compile_kernel(kernel: DriverKernel) -> bool:
             raise LaunchRejected("no way")
 
         made.context.compile_kernel = compile_kernel  # type: ignore[attr-defined]

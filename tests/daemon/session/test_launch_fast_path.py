@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import Dim3, Kernel
+from gpulease.daemon.drivers.interface import Dim3, DriverKernel
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.opcodes import Opcode, Status
@@ -126,7 +126,7 @@ def test_launches_stop_at_the_look_that_sees_the_revocation(made: Rig, monkeypat
     """The lease is revoked while a launch is being queued: no other begins, though all have arrived."""
     launch = made.context.launch
 
-    def flip_at_ten(kernel: Kernel, grid: Dim3, block: Dim3, shared: int, params: bytes, tag: int) -> None:
+    def flip_at_ten(kernel: DriverKernel, grid: Dim3, block: Dim3, shared: int, params: bytes, tag: int) -> None:
         launch(kernel, grid, block, shared, params, tag)
         if tag == 10:
             made.page.refuse(Status.REVOKED)

@@ -2,7 +2,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from gpulease.daemon.drivers.interface import Figures, Kernel, Parameter
+from gpulease.daemon.drivers.interface import DriverKernel, Figures, Parameter
 from gpulease.daemon.session.launches import MAX_PLANS, Plan, Planner
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.protocol.codec import build_body
@@ -28,7 +28,7 @@ class MadeKernel:
 
 @dataclass
 class MadeModule:
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    kernels: dict[str, DriverKernel] = field(default_factory=dict)
     device_bytes: int = 0
     shared_bytes: int = 0
     kept_bytes: int = 0

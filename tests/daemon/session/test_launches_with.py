@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.drivers.interface import LaunchAttributes
+from gpulease.daemon.drivers.interface import DriverLaunchAttributes
 from gpulease.protocol.messages import LaunchWith
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.session_words import RegionWord
@@ -40,7 +40,10 @@ def test_attributes_reach_the_driver(made: RegionRig, asked: list[tuple[Any, ...
     chosen = made.set_of(made.open())
     made.ask(Opcode.LAUNCH_WITH, launch_with(made))
     made.ask(Opcode.LAUNCH_WITH, launch_with(made, chosen, (2, 1, 1), flags=0))
-    assert [args[-1] for args in asked] == [LaunchAttributes(True, None), LaunchAttributes(False, (2, 1, 1))]
+    assert [args[-1] for args in asked] == [
+        DriverLaunchAttributes(True, None),
+        DriverLaunchAttributes(False, (2, 1, 1)),
+    ]
     assert {(args[0].name, args[1]) for args in asked} == {("scale", (4, 1, 1))}
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Kernel
+from gpulease.daemon.drivers.interface import DriverError, DriverKernel, ImageRejected
 from gpulease.daemon.session.ledger import MAX_ALLOCATIONS, MAX_IMAGE_BYTES, MAX_MODULES, Ledger
 from gpulease.protocol.failures import Refused
 from gpulease.protocol.opcodes import Status
@@ -16,7 +16,7 @@ SLICE = 1000
 class NoKernels:
     """A module: the ledger only keeps it."""
 
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    kernels: dict[str, DriverKernel] = field(default_factory=dict)
     device_bytes: int = 0
     shared_bytes: int = 0
     kept_bytes: int = 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.session.memory_operations import GRANULE_BYTES, MAX_ARENA_BYTES, MAX_EXTENT_BYTES, Arena
+from gpulease.daemon.session.memory_operations import GRANULE_BYTES, MAX_ARENA_BYTES, MAX_EXTENT_BYTES, SessionArena
 from gpulease.protocol.errors import BodyError
 
 SIZE = 20 * GRANULE_BYTES
@@ -29,7 +29,7 @@ def no_check() -> None:
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * GRANULE_BYTES)), max_size=8))
 def test_pieces_are_the_range_and_each_granule_is_pinned_once(ranges: list[tuple[int, int]]) -> None:
     book = Book()
-    arena = Arena(SIZE, book.pin)
+    arena = SessionArena(SIZE, book.pin)
     try:
         touched: set[int] = set()
         for offset, length in ranges:
@@ -47,7 +47,7 @@ def test_pieces_are_the_range_and_each_granule_is_pinned_once(ranges: list[tuple
 
 
 def test_pieces_lie_where_they_should() -> None:
-    arena = Arena(SIZE, Book().pin)
+    arena = SessionArena(SIZE, Book().pin)
     list(arena.pieces(GRANULE_BYTES, GRANULE_BYTES, no_check))
     for number, piece in enumerate(arena.pieces(GRANULE_BYTES - 2, GRANULE_BYTES + 4, no_check)):
         piece[:2] = bytes([number + 1]) * 2
@@ -58,7 +58,7 @@ def test_pieces_lie_where_they_should() -> None:
 
 def test_one_large_copy_is_one_extent_and_the_lease_is_looked_at_between_larger_ones() -> None:
     book = Book()
-    arena = Arena(3 * MAX_EXTENT_BYTES, book.pin)
+    arena = SessionArena(3 * MAX_EXTENT_BYTES, book.pin)
     looks = []
     pieces = arena.pieces(5, 2 * MAX_EXTENT_BYTES, lambda: looks.append(len(book.sizes)))
     assert book.sizes == [MAX_EXTENT_BYTES, MAX_EXTENT_BYTES, GRANULE_BYTES]
@@ -69,11 +69,11 @@ def test_one_large_copy_is_one_extent_and_the_lease_is_looked_at_between_larger_
 
 def test_the_size_is_bounded_and_sealed() -> None:
     book = Book()
-    arena = Arena(1 << 63, book.pin)
+    arena = SessionArena(1 << 63, book.pin)
     assert arena.size_bytes == MAX_ARENA_BYTES
     for size in (0, MAX_ARENA_BYTES - 1, MAX_ARENA_BYTES + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
     os.close(arena.fd)
     with pytest.raises(OSError, match="must have at least"):
-        Arena(GRANULE_BYTES - 1, book.pin)
+        SessionArena(GRANULE_BYTES - 1, book.pin)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.message_fields import Message
-from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked
+from gpulease.daemon.contract.messages import EndRegionOrder, ForwardRevokedReport
 from gpulease.daemon.session import region_memory
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
@@ -130,7 +130,7 @@ def quieted(op: int, payload: bytes, tag: int) -> bytes:
 
 
 def without_times(message: Message) -> Message:
-    return replace(message, seen_ns=0, told_ns=0) if isinstance(message, ForwardRevoked) else message
+    return replace(message, seen_ns=0, told_ns=0) if isinstance(message, ForwardRevokedReport) else message
 
 
 def outcome(
@@ -162,7 +162,7 @@ def outcome(
                         if number != 1 or state not in ENDED_WORDS:
                             play.change("number", value, 1, raises=False)
                             play.change("word", value, RegionWord.REVOKED, raises=False)
-                        made.session.regions.end(EndRegion(play.regions[value].region_id, 1000))
+                        made.session.regions.end(EndRegionOrder(play.regions[value].region_id, 1000))
                         made.session.regions.advance()
                     case _:
                         play.reopen(value, size)

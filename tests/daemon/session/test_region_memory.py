@@ -8,15 +8,15 @@ import pytest
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.messages import (
-    EndRegion,
-    ForwardRevoked,
-    OpenRegion,
-    RegionEnded,
-    RegionOpened,
-    RegionRefused,
-    RegionStuck,
-    ResizeSlice,
-    SliceResized,
+    EndRegionOrder,
+    ForwardRevokedReport,
+    OpenRegionOrder,
+    RegionEndedReport,
+    RegionOpenedReport,
+    RegionRefusedReport,
+    RegionStuckReport,
+    ResizeSliceOrder,
+    SliceResizedReport,
 )
 from gpulease.daemon.drivers.interface import DriverError, KernelFault
 from gpulease.daemon.session import region_memory
@@ -55,11 +55,11 @@ def _waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def end(made: RegionRig, region: Opened, grace_ms: int = GRACE_MS, word: RegionWord = RegionWord.REVOKED) -> None:
     made.flip(region, word)
-    made.session.regions.end(EndRegion(region.region_id, grace_ms))
+    made.session.regions.end(EndRegionOrder(region.region_id, grace_ms))
 
 
-def ended(region: Opened, size_bytes: int = GRANULE) -> RegionEnded:
-    return RegionEnded(region.region_id, size_bytes - KEPT, KEPT, size_bytes - KEPT)
+def ended(region: Opened, size_bytes: int = GRANULE) -> RegionEndedReport:
+    return RegionEndedReport(region.region_id, size_bytes - KEPT, KEPT, size_bytes - KEPT)
 
 
 def other_broker(made: RegionRig, *known: Opened) -> PageWriter:
@@ -80,8 +80,8 @@ def other_broker(made: RegionRig, *known: Opened) -> PageWriter:
 
 def test_opening_again_gives_the_same_address(made: RegionRig) -> None:
     one = made.open()
-    made.session.regions.open(OpenRegion(one.region_id, one.slot, one.number, GRANULE))
-    assert made.told() == [RegionOpened(one.region_id, one.address)]
+    made.session.regions.open(OpenRegionOrder(one.region_id, one.slot, one.number, GRANULE))
+    assert made.told() == [RegionOpenedReport(one.region_id, one.address)]
     assert len(made.context.opened) == 1
 
 
@@ -97,17 +97,17 @@ def test_opening_again_gives_the_same_address(made: RegionRig) -> None:
 def test_regions_that_can_not_be_are_refused(
     made: RegionRig, slot: int, number: int, size_bytes: int, said: str
 ) -> None:
-    made.session.regions.open(OpenRegion(5, slot, number, size_bytes))
+    made.session.regions.open(OpenRegionOrder(5, slot, number, size_bytes))
     (answer,) = made.told()
-    assert isinstance(answer, RegionRefused)
+    assert isinstance(answer, RegionRefusedReport)
     assert said in answer.reason
     assert not made.context.opened
 
 
 def test_two_regions_never_have_one_slot_and_number(made: RegionRig) -> None:
     one = made.open()
-    made.session.regions.open(OpenRegion(one.region_id + 1, one.slot, one.number, GRANULE))
-    assert isinstance(made.told()[0], RegionRefused)
+    made.session.regions.open(OpenRegionOrder(one.region_id + 1, one.slot, one.number, GRANULE))
+    assert isinstance(made.told()[0], RegionRefusedReport)
 
 
 def test_addresses_that_are_not_released_are_bounded(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +115,9 @@ def test_addresses_that_are_not_released_are_bounded(made: RegionRig, monkeypatc
     end(made, made.open())
     made.told()
     made.open()
-    made.session.regions.open(OpenRegion(5, 9, 1, GRANULE))
+    made.session.regions.open(OpenRegionOrder(5, 9, 1, GRANULE))
     (answer,) = made.told()
-    assert isinstance(answer, RegionRefused)
+    assert isinstance(answer, RegionRefusedReport)
     assert "release" in answer.reason
 
 
@@ -188,12 +188,12 @@ def test_a_launch_that_does_not_end_within_the_grace_is_told(made: RegionRig) ->
     made.ask(Opcode.LAUNCH_IN, made.launch(made.set_of(one), one.address))
     end(made, one, grace_ms=0)
     (answer,) = made.told()
-    assert isinstance(answer, RegionStuck)
+    assert isinstance(answer, RegionStuckReport)
     assert "a launch that names it" in answer.reason
     made.context.finish()
     made.session.regions.advance()
     assert made.context.ended == []
-    made.session.regions.end(EndRegion(one.region_id, GRACE_MS))
+    made.session.regions.end(EndRegionOrder(one.region_id, GRACE_MS))
     assert made.told() == [answer]
 
 
@@ -269,13 +269,13 @@ def test_the_card_zeroes_what_stays_before_the_memory_is_taken_away(made: Region
 
 def test_a_region_is_told_open_once_the_card_has_zeroed_it(made: RegionRig) -> None:
     made.context.is_zeroed = False
-    made.session.regions.open(OpenRegion(7, 3, 1, GRANULE))
+    made.session.regions.open(OpenRegionOrder(7, 3, 1, GRANULE))
     assert made.told() == []
     assert made.session.regions.poll_ms(time.monotonic_ns()) is not None
     made.context.is_zeroed = True
     made.session.regions.advance()
     (answer,) = made.told()
-    assert isinstance(answer, RegionOpened)
+    assert isinstance(answer, RegionOpenedReport)
 
 
 def test_an_end_waits_for_no_launch_behind_the_last_one_that_named_the_region(
@@ -299,7 +299,7 @@ def test_memory_that_can_not_be_taken_away_is_told(made: RegionRig) -> None:
     made.context.end_error = DriverError("unmapping failed")
     end(made, one)
     (answer,) = made.told()
-    assert isinstance(answer, RegionStuck)
+    assert isinstance(answer, RegionStuckReport)
     assert "unmapping failed" in answer.reason
     assert made.page.counter(Counter.ALLOCATED_BYTES) == GRANULE
 
@@ -322,7 +322,7 @@ def test_a_fault_is_told_behind_the_failure_before_it(made: RegionRig) -> None:
     made.flip(one)
     made.feed(quiet_in(made.launch(chosen, two.address), 9))
     made.context.mark_fault = KernelFault("a stray store", kernel="scale", tag=1)
-    made.session.regions.end(EndRegion(one.region_id, GRACE_MS))
+    made.session.regions.end(EndRegionOrder(one.region_id, GRACE_MS))
     assert made.refused(Opcode.SYNC, Empty()).status is Status.REVOKED
     assert made.refused(Opcode.SYNC, Empty()).status is Status.SYNC_FAILED
     made.ask(Opcode.SYNC, Empty())
@@ -331,16 +331,16 @@ def test_a_fault_is_told_behind_the_failure_before_it(made: RegionRig) -> None:
 def test_an_end_is_answered_again_and_an_unknown_regions_too(made: RegionRig) -> None:
     one = made.open()
     end(made, one)
-    made.session.regions.end(EndRegion(one.region_id, GRACE_MS))
-    made.session.regions.end(EndRegion(12345, GRACE_MS))
-    assert made.told() == [ended(one), ended(one), RegionEnded(12345, 0, 0, 0)]
+    made.session.regions.end(EndRegionOrder(one.region_id, GRACE_MS))
+    made.session.regions.end(EndRegionOrder(12345, GRACE_MS))
+    assert made.told() == [ended(one), ended(one), RegionEndedReport(12345, 0, 0, 0)]
     assert made.context.ended == [one.address]
 
 
 def test_a_region_ends_though_its_word_says_nothing(made: RegionRig) -> None:
     one = made.open()
     chosen = made.set_of(one)
-    made.session.regions.end(EndRegion(one.region_id, GRACE_MS))
+    made.session.regions.end(EndRegionOrder(one.region_id, GRACE_MS))
     assert made.told() == [ended(one)]
     assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address)).status is Status.REVOKED
 
@@ -394,7 +394,7 @@ def test_a_graph_is_looked_at_before_it_begins(made: RegionRig) -> None:
     assert (failure.status, failure.region, failure.position) == (Status.REVOKED, one.region_id, 6)
     assert (failure.site, failure.kernel) == (2, "")
     assert made.page.counter(Counter.LAUNCHES) == 2
-    assert [type(message) for message in made.told()] == [ForwardRevoked]
+    assert [type(message) for message in made.told()] == [ForwardRevokedReport]
 
 
 def test_a_graph_that_names_an_ended_region_is_void(made: RegionRig) -> None:
@@ -403,7 +403,7 @@ def test_a_graph_that_names_an_ended_region_is_void(made: RegionRig) -> None:
     made.ask(Opcode.GRAPH_LAUNCH, GraphLaunch(graph, b""))
     made.flip(one)
     assert made.refused(Opcode.GRAPH_LAUNCH, GraphLaunch(graph, b"")).status is Status.REVOKED
-    made.session.regions.end(EndRegion(one.region_id, GRACE_MS))
+    made.session.regions.end(EndRegionOrder(one.region_id, GRACE_MS))
     failure = made.refused(Opcode.GRAPH_LAUNCH, GraphLaunch(graph, b""))
     assert failure.status is Status.INVALID_HANDLE
     assert "has ended" in failure.message
@@ -446,7 +446,7 @@ def test_a_region_that_had_ended_stays_ended_whatever_the_next_broker_writes(mad
     assert made.refused(Opcode.MEM_READ, MemRead(one.address, 0, 1)).status is Status.FENCED
     made.ask(Opcode.LAUNCH_IN, made.launch(made.set_of(two), two.address))
     made.told()
-    made.session.regions.end(EndRegion(one.region_id, GRACE_MS))
+    made.session.regions.end(EndRegionOrder(one.region_id, GRACE_MS))
     assert made.told() == [ended(one)]
 
 
@@ -482,19 +482,19 @@ def test_no_page_is_no_change(made: RegionRig) -> None:
 
 
 def test_a_slice_grows(made: RegionRig) -> None:
-    made.session.regions.resize(ResizeSlice(2 * SLICE))
-    assert made.told() == [SliceResized(2 * SLICE, "")]
+    made.session.regions.resize(ResizeSliceOrder(2 * SLICE))
+    assert made.told() == [SliceResizedReport(2 * SLICE, "")]
     made.open(size_bytes=SLICE)
     made.ask(Opcode.MEM_ALLOC, MemAlloc(SLICE))
 
 
 def test_a_slice_shrinks_to_what_is_not_taken_and_no_further(made: RegionRig) -> None:
     made.open(size_bytes=4 * GRANULE)
-    made.session.regions.resize(ResizeSlice(4 * GRANULE - 1))
+    made.session.regions.resize(ResizeSliceOrder(4 * GRANULE - 1))
     (answer,) = made.told()
-    assert isinstance(answer, SliceResized)
+    assert isinstance(answer, SliceResizedReport)
     assert answer.size_bytes == SLICE
     assert "free something" in answer.doubt
-    made.session.regions.resize(ResizeSlice(4 * GRANULE))
-    assert made.told() == [SliceResized(4 * GRANULE, "")]
+    made.session.regions.resize(ResizeSliceOrder(4 * GRANULE))
+    assert made.told() == [SliceResizedReport(4 * GRANULE, "")]
     assert made.refused(Opcode.MEM_ALLOC, MemAlloc(1)).status is Status.ALLOC_FAILED

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.contract.messages import EndRegion, ForwardRevoked, RegionReleased
+from gpulease.daemon.contract.messages import EndRegionOrder, ForwardRevokedReport, RegionReleasedReport
 from gpulease.daemon.session import region_operations
 from gpulease.protocol.messages import (
     Empty,
@@ -187,9 +187,9 @@ def test_launches_are_told_to_the_broker_once_each_within_bounds(
     for position in range(9):
         made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address, position))
     told = made.told()
-    assert [type(message) for message in told] == [ForwardRevoked] * 3
+    assert [type(message) for message in told] == [ForwardRevokedReport] * 3
     first = told[0]
-    assert isinstance(first, ForwardRevoked)
+    assert isinstance(first, ForwardRevokedReport)
     assert (first.region_id, first.status, first.kernel) == (one.region_id, -Status.REVOKED, "scale")
     assert (first.site, first.position, first.flipped_ns) == (0, 0, 55)
     assert first.flipped_ns <= first.seen_ns <= first.told_ns <= time.monotonic_ns()
@@ -207,12 +207,12 @@ def test_a_refusal_is_reported_with_its_reply_or_soon_without_one(
     assert made.session.regions.poll_ms(0) == 1
     assert made.refused(Opcode.SYNC, Empty()).region == one.region_id
     (told,) = made.told()
-    assert isinstance(told, ForwardRevoked)
+    assert isinstance(told, ForwardRevokedReport)
     assert told.told_ns >= told.seen_ns
     monkeypatch.setattr(region_operations, "TOLD_WAIT_NS", 0)
     made.send(Opcode.LAUNCH_IN, made.launch(chosen, one.address), quiet=True)
     (told,) = made.told()
-    assert isinstance(told, ForwardRevoked)
+    assert isinstance(told, ForwardRevokedReport)
     assert told.told_ns == 0, "it has not asked"
     assert made.session.regions.poll_ms(0) is None
 
@@ -227,7 +227,7 @@ def test_a_client_s_refusal_is_reported_as_the_worker_s_own(made: RegionRig) -> 
     made.ask(Opcode.REGION_REFUSED, refusal)
     made.ask(Opcode.REGION_REFUSED, RegionRefusal(one.slot, one.number + 1, "scale", 7))
     (told,) = made.told()
-    assert isinstance(told, ForwardRevoked)
+    assert isinstance(told, ForwardRevokedReport)
     assert (told.region_id, told.status, told.kernel) == (one.region_id, -Status.REVOKED, "scale")
     assert (told.position, told.flipped_ns) == (7, 55)
     assert made.refused(Opcode.LAUNCH_IN, made.launch(chosen, one.address)).status is Status.FENCED
@@ -348,10 +348,10 @@ def test_an_address_is_released_once_its_memory_is_gone(made: RegionRig) -> None
     one = made.open()
     assert made.refused(Opcode.REGION_RELEASE, Handle(one.address)).status is Status.BUSY
     made.flip(one)
-    made.session.regions.end(EndRegion(one.region_id, 1000))
+    made.session.regions.end(EndRegionOrder(one.region_id, 1000))
     made.told()
     made.ask(Opcode.REGION_RELEASE, Handle(one.address))
     assert made.context.released == [one.address]
-    assert made.told() == [RegionReleased(one.region_id)]
+    assert made.told() == [RegionReleasedReport(one.region_id)]
     assert made.page.counter(Counter.ALLOCATED_BYTES) == 0
     assert made.refused(Opcode.REGION_RELEASE, Handle(one.address)).status is Status.INVALID_HANDLE

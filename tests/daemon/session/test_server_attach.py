@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.host.ipc import channel_pair, send_message
-from gpulease.daemon.session.server import Server
+from gpulease.daemon.session.server import SessionServer
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import AttachReply
@@ -37,7 +37,7 @@ def test_compiled_images_are_forgotten_before_a_stranger_attaches(
         with broker, far:
             send_message(broker, ATTACH | said, (far.fileno(),))
             send_message(broker, {"op": "end"})
-        Server(worker, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False).run()
+        SessionServer(worker, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False).run()
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         reader.receive_data(near.recv(1 << 16))
         frame = reader.next_frame()

@@ -14,22 +14,22 @@ from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
 from gpulease.daemon.contract.message_fields import Message, parse_message
 from gpulease.daemon.contract.messages import (
     FROM_WORKER,
-    Attach,
-    EndRegion,
-    ForwardRevoked,
-    OpenRegion,
-    RegionEnded,
-    RegionOpened,
+    AttachOrder,
+    EndRegionOrder,
+    ForwardRevokedReport,
+    OpenRegionOrder,
+    RegionEndedReport,
+    RegionOpenedReport,
     RegionsPage,
-    ResizeSlice,
-    SliceResized,
+    ResizeSliceOrder,
+    SliceResizedReport,
 )
 from gpulease.daemon.drivers.interface import Poll
 from gpulease.daemon.host.ipc import receive_message, send_message
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.server import Server
+from gpulease.daemon.session.server import SessionServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure
@@ -101,9 +101,9 @@ class Worker:
         fd = self.writer.reading_fd()
         self.say(RegionsPage(), fd)
         os.close(fd)
-        self.say(OpenRegion(REGION, 0, 1, granule_bytes))
-        opened = self.hear(RegionOpened)
-        assert isinstance(opened, RegionOpened)
+        self.say(OpenRegionOrder(REGION, 0, 1, granule_bytes))
+        opened = self.hear(RegionOpenedReport)
+        assert isinstance(opened, RegionOpenedReport)
         self.writer.set(0, 1, RegionWord.ACTIVE, time.monotonic_ns() + MINUTE_NS)
         return opened.address
 
@@ -125,12 +125,12 @@ def worker() -> Iterator[tuple[Worker, AttachReply]]:
             stack.callback(closing.close)
         broker.settimeout(30)
         tenant.settimeout(30)
-        server = Server(channel, session, AttachReply(SLICE, "cpu", "GPU-0", ()), is_shared=False)
+        server = SessionServer(channel, session, AttachReply(SLICE, "cpu", "GPU-0", ()), is_shared=False)
         thread = threading.Thread(target=server.run)
         thread.start()
         made = Worker(broker, tenant, writer, FrameReader(MAX_PAYLOAD_BYTES))
         try:
-            made.say(Attach(1, b"", ring=False, arena_bytes=0), far.fileno())
+            made.say(AttachOrder(1, b"", ring=False, arena_bytes=0), far.fileno())
             far.close()
             welcome = made.reply()
             assert isinstance(welcome, AttachReply)
@@ -173,12 +173,12 @@ def test_a_region_from_its_opening_to_its_release() -> None:
         failure = made.ask(Opcode.SYNC, Empty())
         assert isinstance(failure, Failure)
         assert (failure.status, failure.region, failure.position) == (Status.REVOKED, REGION, 7)
-        told = made.hear(ForwardRevoked)
-        assert isinstance(told, ForwardRevoked)
+        told = made.hear(ForwardRevokedReport)
+        assert isinstance(told, ForwardRevokedReport)
         assert (told.region_id, told.kernel, told.site, told.flipped_ns) == (REGION, "scale", 0, 5)
-        made.say(EndRegion(REGION, 1000))
-        ended = made.hear(RegionEnded)
-        assert isinstance(ended, RegionEnded)
+        made.say(EndRegionOrder(REGION, 1000))
+        ended = made.hear(RegionEndedReport)
+        assert isinstance(ended, RegionEndedReport)
         assert ended.freed_bytes + ended.kept_bytes == granule_bytes
         assert ended.shown_bytes == ended.freed_bytes
         assert made.ask(Opcode.REGION_RELEASE, Handle(address)) == Empty()
@@ -186,8 +186,8 @@ def test_a_region_from_its_opening_to_its_release() -> None:
 
 def test_a_resized_slice_is_what_the_next_connection_hears() -> None:
     with worker() as (made, _):
-        made.say(ResizeSlice(SLICE // 2))
-        assert made.hear(SliceResized) == SliceResized(SLICE // 2, "")
+        made.say(ResizeSliceOrder(SLICE // 2))
+        assert made.hear(SliceResizedReport) == SliceResizedReport(SLICE // 2, "")
 
 
 def test_a_region_ends_while_the_session_waits_for_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +207,8 @@ def test_a_region_ends_while_the_session_waits_for_other_launches(monkeypatch: p
         made.send(Opcode.SYNC, Empty())
         waiting.wait()
         made.writer.set(0, 1, RegionWord.REVOKED, 0, 5)
-        made.say(EndRegion(REGION, 1000))
-        assert isinstance(made.hear(RegionEnded), RegionEnded)
+        made.say(EndRegionOrder(REGION, 1000))
+        assert isinstance(made.hear(RegionEndedReport), RegionEndedReport)
         assert not go_on.is_set()
         go_on.set()
         assert made.reply() == Empty()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.drivers.interface import Dim3, Kernel, Poll
+from gpulease.daemon.drivers.interface import Dim3, DriverKernel, Poll
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
@@ -57,7 +57,7 @@ class Told:
     def stream_sync(self, stream: int, poll: Poll) -> None:
         self.calls.append(("sync", stream))
 
-    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+    def launch(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         self.calls.append(("launch", self.selected))
 
     def begin_write(self, address: int, data: memoryview, poll: Poll) -> None:

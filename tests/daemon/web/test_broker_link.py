@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
-from gpulease.daemon.web.broker_link import BrokerChannel, BrokerSilent, NotDone
+from gpulease.daemon.web.broker_link import ActionNotDone, BrokerChannel, BrokerSilent
 from gpulease.daemon.web.web_messages import FencesCleared, WebRefusal
 from helpers.process_messages import TO_WEB
 from helpers.waiting import PATIENCE_S
@@ -57,7 +57,7 @@ def test_every_message_of_the_broker_is_handled() -> None:
         ({"op": "fences_cleared", "count": "two"}, BrokerSilent, "can't be read"),
         ({"op": "tomorrow's"}, BrokerSilent, "can't be read"),
         ({"op": "revoked", "outcome": 0}, BrokerSilent, "must be fences_cleared, not revoked"),
-        ({"op": "refused", "why": "failed", "message": "See the log."}, NotDone, "See the log."),
+        ({"op": "refused", "why": "failed", "message": "See the log."}, ActionNotDone, "See the log."),
     ],
     ids=["malformed", "unknown", "of another request", "refused"],
 )
@@ -72,7 +72,7 @@ def test_an_answer_without_the_outcome_ends_the_wait(answer: dict[str, Any], err
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(error, match=text) as failure:
                 await clearing
-        if isinstance(failure.value, NotDone):
+        if isinstance(failure.value, ActionNotDone):
             assert failure.value.why is WebRefusal.FAILED
 
     play(story)

@@ -13,7 +13,7 @@ from gpulease.daemon.leases import FIRST_WARM_ID, Event, WorkerReady, WorkerScru
 from gpulease.daemon.workers.monitors import Recycler
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
-from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.daemon.workers.zygote_client import ZygoteClient
 
 
 @dataclass
@@ -44,7 +44,7 @@ async def settled() -> None:
 def test_a_card_that_can_not_be_asked(error: Exception) -> None:
     async def story() -> None:
         spec = WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False)
-        worker, theirs = Worker.create(spec, cast(Zygote, None))
+        worker, theirs = Worker.create(spec, cast(ZygoteClient, None))
         posted: list[Event] = []
         recycler = Recycler(cast(CardSource, MadeCards(error)), cast(Workers, MadeWorkers(worker)), posted.append)
         recycler.deliver(WorkerReady(FIRST_WARM_ID))

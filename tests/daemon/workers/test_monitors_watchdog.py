@@ -11,7 +11,7 @@ from gpulease.daemon.leases import Cause, Event, SessionCondemned
 from gpulease.daemon.workers.monitors import UNRESPONSIVE_AFTER_S, KernelWatchdog
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
-from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.daemon.workers.zygote_client import ZygoteClient
 from gpulease.protocol.opcodes import Opcode
 
 S = 1_000_000_000
@@ -48,7 +48,7 @@ def scene() -> Iterator[Scene]:
     worker_page = WorkerPage(page.fds)
     spec = WorkerSpec(5, "GPU-a", 1, is_shared=False, max_kernel_ms=2000)
     # No channel and no process: the watchman looks at pages alone.
-    worker = Worker(spec, page, cast(socket.socket, None), cast(Zygote, None), is_ready=True)
+    worker = Worker(spec, page, cast(socket.socket, None), cast(ZygoteClient, None), is_ready=True)
     posted: list[Event] = []
     watchman = KernelWatchdog(cast(Workers, OneWorker(worker)), posted.append, MAX_LOAD_S)
     yield Scene(worker_page.counters, watchman, posted)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.contract.messages import EndRegion, OpenRegion
+from gpulease.daemon.contract.messages import EndRegionOrder, OpenRegionOrder
 from gpulease.daemon.host.ipc import channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.protocol.session_words import SESSION_WORDS_BYTES, RegionWord
@@ -48,8 +48,8 @@ def ops(theirs: socket.socket) -> list[str]:
 def test_the_page_goes_once_and_before_the_first_order(channel: Channel) -> None:
     async def run() -> None:
         link = RegionLink(channel[0])
-        link.order(OpenRegion(1, 0, 1, 2 << 20))
-        link.order(EndRegion(1, 5))
+        link.order(OpenRegionOrder(1, 0, 1, 2 << 20))
+        link.order(EndRegionOrder(1, 5))
         link.close()
 
     asyncio.run(run())
@@ -60,7 +60,7 @@ def test_orders_that_find_no_room_wait_in_their_order(channel: Channel) -> None:
     async def run() -> list[str]:
         link = RegionLink(channel[0])
         for number in range(MANY):
-            link.order(EndRegion(number + 1, 5))
+            link.order(EndRegionOrder(number + 1, 5))
         found: list[tuple[dict[str, Any], bytes]] = []
         while len(found) < MANY + 1:
             found += received(channel[1])
@@ -75,14 +75,14 @@ def test_orders_that_find_no_room_wait_in_their_order(channel: Channel) -> None:
 def test_a_worker_that_was_taken_over_gets_a_page_with_its_words_on_it_first(channel: Channel) -> None:
     async def run() -> None:
         link = RegionLink(channel[0], is_held=True)
-        link.order(EndRegion(1, 5))
+        link.order(EndRegionOrder(1, 5))
         assert ops(channel[1]) == []
         link.page.set(3, 9, RegionWord.REVOKED, 5, now_ns=4)
         link.release()
         (page, content), (end, _) = received(channel[1])
         assert (page["op"], end["op"]) == ("regions", "end_region")
         assert content == os.pread(link.page.reading_fd, SESSION_WORDS_BYTES, 0)
-        link.order(EndRegion(2, 5))
+        link.order(EndRegionOrder(2, 5))
         assert ops(channel[1]) == ["end_region"], "the page goes once"
         link.close()
 
@@ -110,8 +110,8 @@ def test_a_worker_that_is_gone_gets_nothing_and_keeps_nobody(channel: Channel) -
     async def run() -> None:
         link = RegionLink(channel[0])
         channel[1].close()
-        link.order(EndRegion(1, 5))
-        link.order(EndRegion(2, 5))
+        link.order(EndRegionOrder(1, 5))
+        link.order(EndRegionOrder(2, 5))
         link.close()
 
     asyncio.run(run())
@@ -121,7 +121,7 @@ def test_what_waits_when_the_worker_ends_is_dropped(channel: Channel) -> None:
     async def run() -> None:
         link = RegionLink(channel[0])
         for number in range(MANY):
-            link.order(EndRegion(number + 1, 5))
+            link.order(EndRegionOrder(number + 1, 5))
         link.close()
         loop = asyncio.get_running_loop()
         assert not loop.remove_writer(channel[0]), "nobody waits for room any more"

@@ -97,7 +97,7 @@ ENDING = region(state=LeaseState.DRAINING)
 class Rig:
     def __init__(self, known: LeaseSnapshot | None = None) -> None:
         self.posted: list[Event] = []
-        self.refused: list[tuple[LeaseSnapshot, m.ForwardRevoked]] = []
+        self.refused: list[tuple[LeaseSnapshot, m.ForwardRevokedReport]] = []
         self.workers = MadeWorkers()
         found = {REGION: known or region()}
         self.orders = RegionOrders(
@@ -112,10 +112,10 @@ class Rig:
         return self.posted
 
 
-def forward_revoked(**changes: Any) -> m.ForwardRevoked:
+def forward_revoked(**changes: Any) -> m.ForwardRevokedReport:
     now_ns = time.monotonic_ns()
     told: dict[str, Any] = {"status": -Status.REVOKED, "kernel": "decode", "site": 3, "position": 4}
-    return m.ForwardRevoked(REGION, **(told | {"flipped_ns": now_ns - 5, "seen_ns": now_ns - 1} | changes))
+    return m.ForwardRevokedReport(REGION, **(told | {"flipped_ns": now_ns - 5, "seen_ns": now_ns - 1} | changes))
 
 
 # --- orders ---
@@ -127,7 +127,11 @@ def test_orders_reach_the_worker() -> None:
     rig.orders.end(EndRegion(LEASE, REGION, 50))
     rig.orders.resize(ResizeSlice(LEASE, 2 * SIZE))
     ordered = rig.workers.one.regions.ordered
-    assert ordered == [m.OpenRegion(REGION, 3, 9, SIZE), m.EndRegion(REGION, 50), m.ResizeSlice(2 * SIZE)]
+    assert ordered == [
+        m.OpenRegionOrder(REGION, 3, 9, SIZE),
+        m.EndRegionOrder(REGION, 50),
+        m.ResizeSliceOrder(2 * SIZE),
+    ]
     assert not rig.posted
 
 
@@ -182,14 +186,14 @@ def test_a_session_that_can_not_be_shown_its_regions_is_ended() -> None:
 @pytest.mark.parametrize(
     ("message", "event"),
     [
-        (m.RegionOpened(REGION, 1 << 40), RegionOpened(REGION, 1 << 40)),
-        (m.RegionRefused(REGION, "The card is full."), RegionRefused(REGION, "The card is full.")),
-        (m.RegionEnded(REGION, SIZE, 0, SIZE), RegionEnded(REGION, SIZE, 0, True)),
-        (m.RegionEnded(REGION, SIZE - 5, 5, SIZE), RegionEnded(REGION, SIZE - 5, 5, True)),
-        (m.RegionEnded(REGION, SIZE, 0, SIZE - 1), RegionEnded(REGION, SIZE, 0, False)),
-        (m.RegionEnded(REGION, SIZE, 0, -1), RegionEnded(REGION, SIZE, 0, False)),
-        (m.RegionStuck(REGION, "a kernel runs on"), RegionStuck(REGION, "a kernel runs on")),
-        (m.RegionReleased(REGION), RegionReleased(REGION)),
+        (m.RegionOpenedReport(REGION, 1 << 40), RegionOpened(REGION, 1 << 40)),
+        (m.RegionRefusedReport(REGION, "The card is full."), RegionRefused(REGION, "The card is full.")),
+        (m.RegionEndedReport(REGION, SIZE, 0, SIZE), RegionEnded(REGION, SIZE, 0, True)),
+        (m.RegionEndedReport(REGION, SIZE - 5, 5, SIZE), RegionEnded(REGION, SIZE - 5, 5, True)),
+        (m.RegionEndedReport(REGION, SIZE, 0, SIZE - 1), RegionEnded(REGION, SIZE, 0, False)),
+        (m.RegionEndedReport(REGION, SIZE, 0, -1), RegionEnded(REGION, SIZE, 0, False)),
+        (m.RegionStuckReport(REGION, "a kernel runs on"), RegionStuck(REGION, "a kernel runs on")),
+        (m.RegionReleasedReport(REGION), RegionReleased(REGION)),
     ],
     ids=repr,
 )
@@ -198,11 +202,11 @@ def test_an_answer_is_an_event(message: Message, event: Event) -> None:
 
 
 ABOUT_A_REGION = [
-    m.RegionOpened(REGION, 1 << 40),
-    m.RegionRefused(REGION, "no"),
-    m.RegionEnded(REGION, SIZE, 0, SIZE),
-    m.RegionStuck(REGION, "no"),
-    m.RegionReleased(REGION),
+    m.RegionOpenedReport(REGION, 1 << 40),
+    m.RegionRefusedReport(REGION, "no"),
+    m.RegionEndedReport(REGION, SIZE, 0, SIZE),
+    m.RegionStuckReport(REGION, "no"),
+    m.RegionReleasedReport(REGION),
     forward_revoked(),
 ]
 
@@ -223,24 +227,24 @@ def test_what_is_no_region_is_none_of_a_worker_s(message: Message) -> None:
 
 @pytest.mark.parametrize("address", [0, (1 << 64) - SIZE + 1, (1 << 64) - 1])
 def test_an_address_that_can_not_be_opens_nothing(address: int) -> None:
-    (event,) = Rig().told(m.RegionOpened(REGION, address))
+    (event,) = Rig().told(m.RegionOpenedReport(REGION, address))
     assert isinstance(event, RegionRefused)
 
 
 def test_a_session_that_has_nothing_of_a_region_proves_nothing() -> None:
-    (event,) = Rig().told(m.RegionEnded(REGION, 0, 0, 0))
+    (event,) = Rig().told(m.RegionEndedReport(REGION, 0, 0, 0))
     assert isinstance(event, RegionRefused)
 
 
 @pytest.mark.parametrize(("freed", "kept"), [(SIZE, 1), (SIZE - 1, 0), (0, 1), (1 << 63, 0)])
 def test_figures_that_do_not_add_up_prove_nothing(freed: int, kept: int) -> None:
-    (event,) = Rig().told(m.RegionEnded(REGION, freed, kept, SIZE))
+    (event,) = Rig().told(m.RegionEndedReport(REGION, freed, kept, SIZE))
     assert isinstance(event, RegionStuck)
     assert str(SIZE) in event.reason
 
 
 def test_a_long_reason_is_cut() -> None:
-    (event,) = Rig().told(m.RegionStuck(REGION, "x" * 100_000))
+    (event,) = Rig().told(m.RegionStuckReport(REGION, "x" * 100_000))
     assert isinstance(event, RegionStuck)
     assert len(event.reason) <= MAX_REASON_CHARS
 
@@ -308,14 +312,14 @@ def test_a_kernel_s_name_fits_an_event_and_moves_no_cursor(kernel: str) -> None:
 def test_a_size_that_was_asked_for_is_the_worker_s_from_then_on() -> None:
     rig = Rig()
     rig.orders.resize(ResizeSlice(LEASE, SIZE))
-    assert rig.told(m.SliceResized(SIZE, "")) == [SliceResized(LEASE, SIZE, "")]
+    assert rig.told(m.SliceResizedReport(SIZE, "")) == [SliceResized(LEASE, SIZE, "")]
     assert rig.workers.one.size_bytes == SIZE
 
 
 def test_another_size_than_asked_for_is_a_doubt() -> None:
     rig = Rig()
     rig.orders.resize(ResizeSlice(LEASE, SIZE))
-    (event,) = rig.told(m.SliceResized(SIZE + 1, ""))
+    (event,) = rig.told(m.SliceResizedReport(SIZE + 1, ""))
     assert isinstance(event, SliceResized)
     assert event.doubt
     assert rig.workers.one.size_bytes == 0
@@ -323,7 +327,7 @@ def test_another_size_than_asked_for_is_a_doubt() -> None:
 
 def test_a_size_that_nobody_asked_for_is_not_told() -> None:
     rig = Rig()
-    assert rig.told(m.SliceResized(SIZE, "")) == []
+    assert rig.told(m.SliceResizedReport(SIZE, "")) == []
     rig.orders.resize(ResizeSlice(LEASE, SIZE))
     rig.orders.forget(LEASE)
-    assert rig.told(m.SliceResized(SIZE, "")) == []
+    assert rig.told(m.SliceResizedReport(SIZE, "")) == []

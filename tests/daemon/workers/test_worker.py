@@ -10,7 +10,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPag
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.workers.worker import MAX_COUNT, Worker, counter_increments, held_bytes, skip_counts
-from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.daemon.workers.zygote_client import ZygoteClient
 
 
 class Scene:
@@ -20,7 +20,7 @@ class Scene:
         page = BrokerPage()
         self.own = WorkerPage(page.fds)
         spec = WorkerSpec(5, "GPU-a", 1, is_shared=False)
-        self.worker = Worker(spec, page, cast(socket.socket, None), cast(Zygote, None), is_ready=True)
+        self.worker = Worker(spec, page, cast(socket.socket, None), cast(ZygoteClient, None), is_ready=True)
 
     def shows(self, **counts: int) -> None:
         for name, count in counts.items():

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.contract.control_page import state_of
-from gpulease.daemon.contract.messages import Attach
+from gpulease.daemon.contract.messages import AttachOrder
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import close_all, receive_message
 from gpulease.daemon.leases import FIRST_WARM_ID
 from gpulease.daemon.workers.worker import Worker
-from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.daemon.workers.zygote_client import ZygoteClient
 
 
 @pytest.mark.parametrize("told", [None, True, False])
@@ -20,12 +20,12 @@ def test_whether_it_is_a_strangers(told: bool | None) -> None:
     """Who nobody said anything of is one."""
 
     async def story() -> None:
-        worker, theirs = Worker.create(WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False), cast(Zygote, None))
+        worker, theirs = Worker.create(WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False), cast(ZygoteClient, None))
         if told is not None:
             worker.is_stranger = told
         near, far = socket.socketpair()
         with near, far, theirs:
-            assert worker.hand_over(near.fileno(), Attach(1, b"", ring=False, arena_bytes=0))
+            assert worker.hand_over(near.fileno(), AttachOrder(1, b"", ring=False, arena_bytes=0))
             message, fds = receive_message(theirs)
             close_all(fds)
         assert message["is_stranger"] is (told is not False)
@@ -36,12 +36,12 @@ def test_whether_it_is_a_strangers(told: bool | None) -> None:
 
 def test_a_session_counts_as_opened_before_its_worker_hears_of_the_connection() -> None:
     async def story() -> None:
-        worker, theirs = Worker.create(WorkerSpec(1, "GPU-a", 1, is_shared=False), cast(Zygote, None))
+        worker, theirs = Worker.create(WorkerSpec(1, "GPU-a", 1, is_shared=False), cast(ZygoteClient, None))
         near, far = socket.socketpair()
         with near, far:
             assert not state_of(worker.page.fds.lease).has_session
             theirs.close()
-            assert not worker.hand_over(near.fileno(), Attach(1, b"", ring=False, arena_bytes=0))
+            assert not worker.hand_over(near.fileno(), AttachOrder(1, b"", ring=False, arena_bytes=0))
             assert state_of(worker.page.fds.lease).has_session
         worker.close()
 

@@ -14,7 +14,7 @@ from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import channel_pair, close_all
 from gpulease.daemon.sandbox.measures import SandboxSettings
-from gpulease.daemon.workers.zygote_client import Zygote, ZygoteBroken
+from gpulease.daemon.workers.zygote_client import ZygoteBroken, ZygoteClient
 from helpers.waiting import wait_until
 
 SANDBOX = SandboxSettings()
@@ -29,15 +29,15 @@ def test_an_interpreter_that_is_gone_is_a_broken_zygote(monkeypatch: pytest.Monk
     """Nothing but ZygoteBroken may come out: the broker tries again after it, and after nothing else."""
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(ZygoteBroken, match="no process can be started: No such file or directory"):
-        asyncio.run(Zygote("cpu", never, never, SandboxSettings()).start())
+        asyncio.run(ZygoteClient("cpu", never, never, SandboxSettings()).start())
 
 
 def test_a_driver_that_can_not_be_loaded_is_a_broken_zygote() -> None:
     with pytest.raises(ZygoteBroken, match="there is no driver 'tpu'"):
-        asyncio.run(Zygote("tpu", never, never, SandboxSettings()).start())
+        asyncio.run(ZygoteClient("tpu", never, never, SandboxSettings()).start())
 
 
-def change_many(zygote: Zygote, told: Callable[[int], None]) -> None:
+def change_many(zygote: ZygoteClient, told: Callable[[int], None]) -> None:
     """Tell it something that means nothing to it, often; `told` is called with the number of each that it was told."""
     for number in range(MANY):
         zygote.change(0, WorkerSpec(1, "GPU-0", 1 << 20, is_shared=False), partial(told, number))
@@ -48,12 +48,12 @@ def test_what_has_no_room_in_the_channel_waits() -> None:
     told: list[int] = []
     spawned: list[str] = []
 
-    def hear(_: Zygote, message: Message, fds: list[int]) -> None:
+    def hear(_: ZygoteClient, message: Message, fds: list[int]) -> None:
         spawned.append(message.OP)
         close_all(fds)
 
     async def ask() -> None:
-        zygote = Zygote("cpu", hear, never, SANDBOX)
+        zygote = ZygoteClient("cpu", hear, never, SANDBOX)
         await zygote.start()
         pid = zygote._pid
         page, (ours, theirs) = BrokerPage(), channel_pair()
@@ -82,7 +82,7 @@ def test_more_than_can_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.workers.zygote_client.MAX_WAITING", 3)
 
     async def ask() -> None:
-        zygote = Zygote("cpu", never, never, SANDBOX)
+        zygote = ZygoteClient("cpu", never, never, SANDBOX)
         await zygote.start()
         pid = zygote._pid
         os.kill(pid, signal.SIGSTOP)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Put, Transaction
+from gpulease.daemon.fleet.etcd.transactions import Delete, Put, Transaction, TransactionAnswer
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster, need_etcd
 
@@ -20,7 +20,7 @@ async def write_and_delete(cluster: EtcdCluster) -> None:
     try:
         for number in range(CHANGES // 2):
             for write in (Put(b"/names/a", str(number).encode()), Delete(b"/names/a")):
-                assert isinstance(await client.do(Transaction(writes=(write,))), Answer)
+                assert isinstance(await client.do(Transaction(writes=(write,))), TransactionAnswer)
     finally:
         await client.close()
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module
+from gpulease.daemon.drivers.interface import Context, Dim3, DriverKernel, DriverModule
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -77,7 +77,7 @@ def image(name: str) -> bytes:
     return (VECTORS / f"{name}.ptx").read_bytes()
 
 
-def run(context: Context, module: Module, case: Case) -> list[Array]:
+def run(context: Context, module: DriverModule, case: Case) -> list[Array]:
     """What a launch makes of the results' arrays."""
     kernel = _kernel(module, case.kernel)
     params = bytearray(kernel.parameter_bytes)
@@ -103,7 +103,7 @@ def run(context: Context, module: Module, case: Case) -> list[Array]:
     return results
 
 
-def _kernel(module: Module, part: str) -> Kernel:
+def _kernel(module: DriverModule, part: str) -> DriverKernel:
     if part in module.kernels:
         return module.kernels[part]
     (kernel,) = (kernel for name, kernel in module.kernels.items() if part in name)

@@ -5,19 +5,21 @@ from dataclasses import replace
 import pytest
 
 from gpulease.client.cli.top.frame import HINTS, Line, Style, frame, plain
-from gpulease.client.cli.top.sample import Scene
+from gpulease.client.cli.top.sample import ScreenSamples
 from gpulease.client.cli.top.view import Mode, View
 from helpers.node_reports import CARD, lease, sample
 
 VIEW = View(2.0)
-SCENE = Scene(sample(lease(1), lease(2)))
+SCENE = ScreenSamples(sample(lease(1), lease(2)))
 
 
 def texts(lines: list[Line]) -> list[str]:
     return ["".join(text for text, _ in line).rstrip() for line in lines]
 
 
-def screen(view: View = VIEW, scene: Scene = SCENE, width: int = 100, height: int = 8, now_s: float = 100) -> list[str]:
+def screen(
+    view: View = VIEW, scene: ScreenSamples = SCENE, width: int = 100, height: int = 8, now_s: float = 100
+) -> list[str]:
     return texts(frame(view, scene, "unix:/a", now_s, width, height))
 
 
@@ -46,7 +48,7 @@ def test_a_narrow_screen() -> None:
 
 
 def test_the_chosen_lease_is_in_sight() -> None:
-    many = Scene(sample(*(lease(number) for number in range(1, 100))))
+    many = ScreenSamples(sample(*(lease(number) for number in range(1, 100))))
     view = replace(VIEW, selected=f"{50:08x}{'0' * 24}")
     lines = frame(view, many, "unix:/a", 100, 60, 9)
     (at,) = [number for number, line in enumerate(lines) if any(style == Style.CHOSEN for _, style in line)]
@@ -56,9 +58,11 @@ def test_the_chosen_lease_is_in_sight() -> None:
 
 def test_every_card_is_shown_where_there_is_room() -> None:
     cards = [CARD | {"index": index, "uuid": f"GPU-{index}"} for index in range(8)]
-    assert sum("GiB held" in line for line in screen(scene=Scene(sample(lease(1), cards=cards)), height=12)) == 8
-    assert sum("GiB held" in line for line in screen(scene=Scene(sample(lease(1), cards=cards)), height=9)) == 5
-    assert plain(VIEW, Scene(sample(cards=cards)), "unix:/a", 80).count("GiB held") == 8
+    assert (
+        sum("GiB held" in line for line in screen(scene=ScreenSamples(sample(lease(1), cards=cards)), height=12)) == 8
+    )
+    assert sum("GiB held" in line for line in screen(scene=ScreenSamples(sample(lease(1), cards=cards)), height=9)) == 5
+    assert plain(VIEW, ScreenSamples(sample(cards=cards)), "unix:/a", 80).count("GiB held") == 8
 
 
 def test_time_goes_on_between_readings() -> None:
@@ -70,15 +74,15 @@ def test_trouble_is_said_with_the_age_of_what_is_shown() -> None:
     assert screen(scene=replace(SCENE, trouble="can't connect"), now_s=103)[1] == (
         "what is shown is 3.0 s old: can't connect"
     )
-    assert screen(scene=Scene(trouble="can't connect"))[1] == "can't connect"
+    assert screen(scene=ScreenSamples(trouble="can't connect"))[1] == "can't connect"
     assert screen(now_s=105)[1] == "no answer yet: what is shown is 5.0 s old"
     assert "no answer" not in "".join(screen(replace(VIEW, is_paused=True), now_s=500) + screen(now_s=103))
-    assert "asking the daemon" in screen(scene=Scene())[0]
+    assert "asking the daemon" in screen(scene=ScreenSamples())[0]
 
 
 def test_a_drain_a_fence_and_filters_show() -> None:
     card = CARD | {"drain_left_ms": 90_000, "fenced_bytes": 1 << 30, "warm_wanted": 2, "warm_contexts": 1}
-    lines = screen(replace(VIEW, card=0, pattern="x", is_paused=True), Scene(sample(lease(1), cards=[card])))
+    lines = screen(replace(VIEW, card=0, pattern="x", is_paused=True), ScreenSamples(sample(lease(1), cards=[card])))
     assert lines[0] == "gpulease top  unix:/a  paused  GPU 0 only  filter 'x'"
     assert lines[1] == "DRAINED: no new leases, and what is left ends in 1 min 30 s"
     assert "1 GiB FENCED, 2 leases, 1 of 2 warm" in lines[2]
@@ -87,7 +91,7 @@ def test_a_drain_a_fence_and_filters_show() -> None:
 
 def test_a_hostile_name_is_shown_escaped_in_its_column() -> None:
     name = "\x1b]0;x\x07\u202e\r\n試験試験試験"
-    scene = Scene(sample(lease(1, tenant=name, state="\x9b2J"), lease(2, tenant="試験試験試験")))
+    scene = ScreenSamples(sample(lease(1, tenant=name, state="\x9b2J"), lease(2, tenant="試験試験試験")))
     lines = screen(scene=scene)
     assert lines[3].startswith("00000001 \\x1b]0;x\\x0+    0 \\x9b2J")
     assert lines[4].startswith("00000002 試験試験試験    0 active")
@@ -111,4 +115,4 @@ def test_a_page_of_help() -> None:
 def test_plain_text_for_a_pipe() -> None:
     text = plain(VIEW, SCENE, "unix:/a", 160)
     assert text.splitlines()[3].startswith(f"00000001{'0' * 24} tenant-1 ")
-    assert plain(VIEW, Scene(sample()), "unix:/a", 160).splitlines()[-1] == "No leases."
+    assert plain(VIEW, ScreenSamples(sample()), "unix:/a", 160).splitlines()[-1] == "No leases."

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client.cli.top.frame import frame, plain
-from gpulease.client.cli.top.sample import Sample, Scene, lease_lines
+from gpulease.client.cli.top.sample import Sample, ScreenSamples, lease_lines
 from gpulease.client.cli.top.view import View
 from helpers.node_reports import CARD, lease, sample
 
@@ -66,7 +66,7 @@ reports = st.lists(st.dictionaries(keys, anything, max_size=8) | anything, max_s
 
 @given(reports, reports, reports, st.integers(0, 90), st.integers(0, 12))
 def test_whatever_is_reported_is_a_screen(cards: Any, leases: Any, before: Any, width: int, height: int) -> None:
-    scene = Scene(Sample.of(101.0, cards, leases), Sample.of(100.0, cards, before))
+    scene = ScreenSamples(Sample.of(101.0, cards, leases), Sample.of(100.0, cards, before))
     lines = frame(View(2.0), scene, "unix:/a", 102.0, width, height)
     assert len(lines) == height
     assert all(text.isprintable() for line in lines for text, _ in line)

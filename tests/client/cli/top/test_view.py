@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpulease.client.cli.top.sample import Scene
+from gpulease.client.cli.top.sample import ScreenSamples
 from gpulease.client.cli.top.view import (
     DEFAULT_REASON,
     Effect,
@@ -20,10 +20,10 @@ from helpers.node_reports import CARD, lease, sample
 
 IDS = [f"{number:08x}{'0' * 24}" for number in range(5)]
 TWO_CARDS = (CARD, CARD | {"index": 1, "uuid": "GPU-1"})
-SCENE = Scene(sample(lease(1), lease(2), lease(3, card_uuid="GPU-1"), cards=TWO_CARDS))
+SCENE = ScreenSamples(sample(lease(1), lease(2), lease(3, card_uuid="GPU-1"), cards=TWO_CARDS))
 
 
-def typed(*keys: str, scene: Scene = SCENE) -> tuple[View, list[Effect]]:
+def typed(*keys: str, scene: ScreenSamples = SCENE) -> tuple[View, list[Effect]]:
     """Return the view after those keys, each a name or characters, and their effects."""
     view, effects = View(2.0), []
     for key in keys:
@@ -38,7 +38,7 @@ NAMED = {"up", "down", "home", "end", "pageup", "pagedown", "enter", "esc", "bac
 
 def test_regions_come_under_their_lease_whatever_sorts_them() -> None:
     region = lease(4, parent=IDS[1], size_bytes=1)
-    scene = Scene(sample(lease(1), lease(2), region, lease(3)))
+    scene = ScreenSamples(sample(lease(1), lease(2), region, lease(3)))
     for title in ("LEASE", "SLICE"):
         shown = [line.lease_id for line in visible(View(2.0, sort=title), scene)]
         assert shown.index(IDS[4]) == shown.index(IDS[1]) + 1
@@ -63,7 +63,7 @@ def test_leaving() -> None:
 )
 def test_choosing(keys: Sequence[str], chosen: int) -> None:
     assert typed(*keys)[0].selected == IDS[chosen]
-    assert typed(*keys, scene=Scene())[0].selected == ""
+    assert typed(*keys, scene=ScreenSamples())[0].selected == ""
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_revoking(keys: Sequence[str], effects: list[Effect], says: str) -> None
 
 def test_what_is_revoked_is_what_was_chosen_when_it_began() -> None:
     view, _ = typed("down", "k", "enter")
-    elsewhere = Scene(sample(lease(2), lease(3)))
+    elsewhere = ScreenSamples(sample(lease(2), lease(3)))
     for key in "0000":
         view, _ = press(view, key, elsewhere)
     assert press(view, "enter", elsewhere)[1] == Revoke(IDS[1], DEFAULT_REASON)

@@ -7,7 +7,7 @@ import pytest
 
 from gpulease.client.decode.openai.api_errors import ApiError
 from gpulease.client.decode.openai.completion_request import CompletionRequest, parse_request
-from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, Parameter
+from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, RequestParameter
 
 USED_VALUES: Final[dict[str, Any]] = {
     "logprobs": (1, True),
@@ -73,7 +73,7 @@ def refusal(is_chat: bool, said: dict[str, Any]) -> ApiError:
     return refused.value
 
 
-def asked(parameter: Parameter, is_chat: bool) -> bool:
+def asked(parameter: RequestParameter, is_chat: bool) -> bool:
     return parameter.is_of_chats if is_chat else parameter.is_of_completions
 
 

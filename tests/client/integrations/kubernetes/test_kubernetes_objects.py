@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
 from gpulease.client.integrations.kubernetes.kubernetes_objects import (
     ApiServer,
-    ClaimRefused,
+    UnusableClaim,
     parse_claim,
     parse_quantity,
 )
@@ -44,7 +44,7 @@ def test_a_quantity_is_whole_bytes_rounded_up(text: object, size: int) -> None:
     "text", ["", "0", "-1", "4GiB", "4 Gi", "1e99", "9Ei9", "1_000", "8Ei", "nan", None, True, 1.5]
 )
 def test_what_is_no_size_is_refused(text: object) -> None:
-    with pytest.raises(ClaimRefused):
+    with pytest.raises(UnusableClaim):
         parse_quantity(text)
 
 
@@ -68,11 +68,11 @@ def test_a_claim_s_own_parameters_come_after_its_class_s() -> None:
 
 
 def test_devices_of_another_node_and_too_many_are_refused() -> None:
-    with pytest.raises(ClaimRefused, match="this node is node-b"):
+    with pytest.raises(UnusableClaim, match="this node is node-b"):
         parse_claim(CLAIM.as_object(), REF, DRIVER, "node-b")
     for count in (0, 33):
         claim = replace(CLAIM, parts={f"gpu-{number}": ("cpu-0", "1Mi") for number in range(count)})
-        with pytest.raises(ClaimRefused, match=f"{count} devices"):
+        with pytest.raises(UnusableClaim, match=f"{count} devices"):
             parse_claim(claim.as_object(), REF, DRIVER, NODE)
 
 
@@ -98,11 +98,11 @@ def test_any_object_is_read_or_refused(found: Any, at: str) -> None:
         "opaque": (devices["config"][0], "opaque"),
     }[at]
     holder[name] = found
-    with suppress(ClaimRefused):
+    with suppress(UnusableClaim):
         assert parse_claim(whole, REF, DRIVER, NODE).devices
 
 
 def test_the_account_s_token_never_goes_in_the_clear() -> None:
     for url in ("http://api.example:6443", "ftp://127.0.0.1", "api.example"):
-        with pytest.raises(ClaimRefused, match="must be https"):
+        with pytest.raises(UnusableClaim, match="must be https"):
             ApiServer(url, None, None)

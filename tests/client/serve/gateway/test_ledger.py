@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.client.serve.gateway import StaleEpoch, ledger
-from gpulease.client.serve.gateway.ledger import Entry, InFlight, Moment, Phase, Reservation
+from gpulease.client.serve.gateway.ledger import Entry, InFlight, Moment, OperationPhase, Reservation
 
 HASH = bytes(32)
 AT = Moment("clock", 100.0)
@@ -36,7 +36,7 @@ def test_the_other_steps_done_again() -> None:
     assert ledger.start(started, held) == started
     completed = ledger.complete(started, held, b"out")
     assert ledger.complete(completed, held, b"out") == completed
-    assert (completed.phase, completed.outcome) == (Phase.COMPLETED, b"out")
+    assert (completed.phase, completed.outcome) == (OperationPhase.COMPLETED, b"out")
     released = ledger.release(entry, held)
     assert ledger.release(released, held) == released
 

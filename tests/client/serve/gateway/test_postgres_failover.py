@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from gpulease.client.serve.gateway import StoreUnavailable
-from gpulease.client.serve.gateway.ledger import InFlight, Phase, Reservation
+from gpulease.client.serve.gateway.ledger import InFlight, OperationPhase, Reservation
 from gpulease.client.serve.gateway.postgres_store import PostgresStore
 from helpers.postgres_server import USER, PostgresServer
 from helpers.store_contender import HASH, KEYS
@@ -90,7 +90,7 @@ def test_what_no_standby_has_nobody_is_told(pair: Pair, caplog: pytest.LogCaptur
         store.start(held)
     # Here it was done; there nobody has heard of it, so nobody may have relied on it.
     with psycopg.connect(pair.primary.conninfo, autocommit=True) as connection:
-        assert connection.execute("SELECT phase FROM gpulease_operation").fetchall() == [(int(Phase.STARTED),)]
+        assert connection.execute("SELECT phase FROM gpulease_operation").fetchall() == [(int(OperationPhase.STARTED),)]
     assert pair.waiting() == []
     pair.primary.stop()
     pair.standby.start()

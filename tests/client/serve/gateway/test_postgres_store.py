@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from gpulease.client.serve.gateway import StoreUnavailable
-from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation
+from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation
 from gpulease.client.serve.gateway.postgres_store import MAX_CONNECTIONS, PostgresStore
 from helpers.losing_proxy import LosingProxy
 from helpers.postgres_server import PostgresServer
@@ -61,7 +61,7 @@ def test_connections_that_died_are_made_anew(postgres: PostgresServer, key: str)
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'gpulease-gateway'"
             )
         step()
-    assert store.reserve(key, HASH, 60) == Completed(1, b"out")
+    assert store.reserve(key, HASH, 60) == OperationCompleted(1, b"out")
     store.close()
 
 
@@ -84,7 +84,7 @@ def test_a_commit_whose_answer_is_lost_is_found_done(postgres: PostgresServer, k
             proxy.lose = True
             store.release(other)
             assert proxy.lost == 5
-            assert store.reserve(key, HASH, 60) == Completed(1, b"out")
+            assert store.reserve(key, HASH, 60) == OperationCompleted(1, b"out")
         finally:
             store.close()
             proxy.close()

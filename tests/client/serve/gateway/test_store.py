@@ -8,7 +8,13 @@ import pytest
 
 from gpulease.client import InvalidRequest
 from gpulease.client.serve.gateway import OperationConflict, ReplicatedIdempotencyStore, StaleEpoch, StoreUnavailable
-from gpulease.client.serve.gateway.ledger import MAX_OUTCOME_BYTES, Completed, InFlight, Reservation, Unknown
+from gpulease.client.serve.gateway.ledger import (
+    MAX_OUTCOME_BYTES,
+    InFlight,
+    OperationCompleted,
+    Reservation,
+    UnknownOutcome,
+)
 
 from .conftest import Clock, OpenStore
 
@@ -37,7 +43,7 @@ def test_one_attempt_from_beginning_to_end(store: ReplicatedIdempotencyStore, ke
     assert store.reserve(key, HASH, TTL_S) == InFlight(1, 6.0)
     store.complete(held, b"\0out\xff")
     clock.now_s += DAY_S
-    assert store.reserve(key, HASH, TTL_S) == Completed(1, b"\0out\xff")
+    assert store.reserve(key, HASH, TTL_S) == OperationCompleted(1, b"\0out\xff")
 
 
 def test_another_operation_by_the_same_key(store: ReplicatedIdempotencyStore, key: str, clock: Clock) -> None:
@@ -47,7 +53,7 @@ def test_another_operation_by_the_same_key(store: ReplicatedIdempotencyStore, ke
         with pytest.raises(OperationConflict, match="another operation"):
             store.reserve(key, b"\1" * 32, TTL_S)
         step()
-    assert store.reserve(key, HASH, TTL_S) == Completed(1, b"")
+    assert store.reserve(key, HASH, TTL_S) == OperationCompleted(1, b"")
 
 
 def test_what_was_released_is_for_the_next(store: ReplicatedIdempotencyStore, key: str) -> None:
@@ -74,7 +80,7 @@ def test_an_attempt_that_did_nothing_is_taken_over(store: ReplicatedIdempotencyS
     store.complete(taken, b"once")
     with pytest.raises(StaleEpoch):
         store.release(slow)
-    assert store.reserve(key, HASH, TTL_S) == Completed(2, b"once")
+    assert store.reserve(key, HASH, TTL_S) == OperationCompleted(2, b"once")
 
 
 def test_an_attempt_that_had_started_is_not_done_again(
@@ -84,7 +90,7 @@ def test_an_attempt_that_had_started_is_not_done_again(
     store.start(dead)
     clock.now_s += TTL_S
     for _ in range(2):
-        assert store.reserve(key, HASH, TTL_S) == Unknown(2)
+        assert store.reserve(key, HASH, TTL_S) == UnknownOutcome(2)
     with pytest.raises(StaleEpoch, match="is unknown"):
         store.complete(dead, b"late")
 
@@ -124,7 +130,7 @@ def test_two_openers_of_one_store(open_store: OpenStore, key: str) -> None:
     one.start(held)
     one.complete(held, b"told to both")
     one.close()
-    assert other.reserve(key, HASH, TTL_S) == Completed(1, b"told to both")
+    assert other.reserve(key, HASH, TTL_S) == OperationCompleted(1, b"told to both")
 
 
 def test_many_threads_one_reservation(store: ReplicatedIdempotencyStore, key: str) -> None:
@@ -150,7 +156,7 @@ def test_large_outcomes(store: ReplicatedIdempotencyStore, key: str) -> None:
         store.complete(held, bytes(MAX_OUTCOME_BYTES + 1))
     store.complete(held, b"\x7f" * MAX_OUTCOME_BYTES)
     answer = store.reserve(key, HASH, TTL_S)
-    assert isinstance(answer, Completed)
+    assert isinstance(answer, OperationCompleted)
     assert answer.outcome == b"\x7f" * MAX_OUTCOME_BYTES
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client.serve.gateway.ledger import Completed, Unknown
+from gpulease.client.serve.gateway.ledger import OperationCompleted, UnknownOutcome
 from gpulease.client.serve.gateway.store import open_store
 from helpers.daemon import python_environment
 from helpers.postgres_server import PostgresServer
@@ -66,8 +66,8 @@ class Contenders:
         try:
             for key in KEYS:
                 answer = store.reserve(key, HASH, CLAIM_TTL_S)
-                assert isinstance(answer, Completed | Unknown), answer
-                if isinstance(answer, Completed):
+                assert isinstance(answer, OperationCompleted | UnknownOutcome), answer
+                if isinstance(answer, OperationCompleted):
                     assert answer.outcome == f"{key} {answer.epoch}\n".encode()
                     assert effects[key] == 1
         finally:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from gpulease.client.serve.gateway import OperationConflict, ReplicatedIdempotencyStore, StaleEpoch
-from gpulease.client.serve.gateway.ledger import Completed, InFlight, Reservation, Unknown
+from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.postgres_store import PostgresStore
 from gpulease.client.serve.gateway.sqlite_store import SqliteStore
 from helpers.postgres_server import PostgresServer
@@ -53,12 +53,12 @@ class Machine(RuleBasedStateMachine):
         is_over = truth.until_s <= self.clock.now_s
         answer = self.store.reserve(self.prefix + name, HASHES[name], ttl_s)
         if truth.phase == "completed":
-            assert answer == Completed(truth.epoch, truth.outcome)
+            assert answer == OperationCompleted(truth.epoch, truth.outcome)
         elif truth.phase == "started" and is_over:
             truth.epoch, truth.phase = truth.epoch + 1, "unknown"
-            assert answer == Unknown(truth.epoch)
+            assert answer == UnknownOutcome(truth.epoch)
         elif truth.phase == "unknown":
-            assert answer == Unknown(truth.epoch)
+            assert answer == UnknownOutcome(truth.epoch)
         elif truth.phase in ("started", "reserved") and not is_over:
             assert answer == InFlight(truth.epoch, truth.until_s - self.clock.now_s)
         else:

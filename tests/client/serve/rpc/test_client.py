@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gpulease.client import Disconnected, InvalidRequest
 from gpulease.client.serve.rpc import Answer, CallFailed, CallTimedOut, RpcClient
-from gpulease.client.serve.rpc.shared import SharedCall
+from gpulease.client.serve.rpc.shared import MappedCall
 from gpulease.protocol.rpc import MAX_PAYLOAD_BYTES, SHARED_BYTES, CallErrorCode, CallHeader, CallStatus, greeting
 from helpers.rpc_rig import ECHO, FAIL, HUGE, IN_TIME, NEVER, RAISE, SLOW, TIME_LEFT, RpcRig, scripted_server
 
@@ -237,7 +237,7 @@ def test_replies_that_make_no_sense(tmp_path: Path, reply: tuple[Any, ...]) -> N
 
         def serve() -> None:
             peer, _ = sock.accept()
-            shared, fd = SharedCall.make()
+            shared, fd = MappedCall.make()
             socket.send_fds(peer, [greeting()], [fd])
             os.close(fd)
             peer.recv(1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.daemon.drivers.cuda.launch_code import DEFAULT_SHARED_BYTES, SharedMemory
+from gpulease.daemon.drivers.cuda.launch_code import DEFAULT_SHARED_BYTES, DynamicSharedMemory
 from gpulease.daemon.drivers.interface import LaunchRejected
 
 CARD = 232448
@@ -21,8 +21,8 @@ class Function:
         return self._agrees
 
 
-def shared_by(function: Function, card_bytes: int = CARD) -> SharedMemory:
-    return SharedMemory(OWN, card_bytes, function.opt_in)
+def shared_by(function: Function, card_bytes: int = CARD) -> DynamicSharedMemory:
+    return DynamicSharedMemory(OWN, card_bytes, function.opt_in)
 
 
 def test_up_to_the_default_nothing_is_asked_of_the_driver() -> None:

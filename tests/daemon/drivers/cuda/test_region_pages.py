@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.drivers.cuda.region_pages import Regions
+from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, RegionReturn, keep_waiting
 
 MIB = 1 << 20
@@ -164,8 +164,8 @@ def wait(is_done: Callable[[], bool], poll: Poll) -> None:
         poll()
 
 
-def make(card: Card) -> Regions:
-    return Regions(card, lambda error: DriverError(f"failed: {error!r}"), wait)
+def make(card: Card) -> CudaRegions:
+    return CudaRegions(card, lambda error: DriverError(f"failed: {error!r}"), wait)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def card() -> Card:
 
 
 @pytest.fixture
-def regions(card: Card) -> Regions:
+def regions(card: Card) -> CudaRegions:
     return make(card)
 
 
@@ -182,7 +182,9 @@ SIZES = [PAGE, 2 * PAGE, 15 * PAGE, 16 * PAGE, 17 * PAGE, 33 * PAGE, 64 * MIB, G
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_region_takes_its_size_until_it_ends_and_then_its_scratch(card: Card, regions: Regions, size: int) -> None:
+def test_a_region_takes_its_size_until_it_ends_and_then_its_scratch(
+    card: Card, regions: CudaRegions, size: int
+) -> None:
     address = regions.open(size)
     assert (card.taken, regions.free_bytes()) == (size, CARD_BYTES - size)
     kept = regions.kept_bytes(size)
@@ -194,7 +196,7 @@ def test_a_region_takes_its_size_until_it_ends_and_then_its_scratch(card: Card, 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_region_is_zeroed_whole_when_it_opens_and_its_scratch_when_it_ends(
-    card: Card, regions: Regions, size: int
+    card: Card, regions: CudaRegions, size: int
 ) -> None:
     address = regions.open(size)
     regions.end(address, keep_waiting)
@@ -202,7 +204,7 @@ def test_a_region_is_zeroed_whole_when_it_opens_and_its_scratch_when_it_ends(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_ended_region_is_its_own_scratch_from_end_to_end(card: Card, regions: Regions, size: int) -> None:
+def test_an_ended_region_is_its_own_scratch_from_end_to_end(card: Card, regions: CudaRegions, size: int) -> None:
     other = regions.open(size)
     address = regions.open(size)
     regions.end(address, keep_waiting)
@@ -251,7 +253,7 @@ def test_an_end_that_fails_keeps_its_bytes_until_the_release(size: int) -> None:
         assert (card.taken, card.mapped) == (0, {}), fail_at
 
 
-def test_a_release_that_fails_can_be_done_again(card: Card, regions: Regions) -> None:
+def test_a_release_that_fails_can_be_done_again(card: Card, regions: CudaRegions) -> None:
     address = regions.open(40 * PAGE)
     regions.end(address, keep_waiting)
     for _ in range(30):
@@ -272,13 +274,13 @@ def give_up() -> None:
     raise GivenUpError
 
 
-def test_an_opening_does_not_wait_until_its_memory_is_zero(card: Card, regions: Regions) -> None:
+def test_an_opening_does_not_wait_until_its_memory_is_zero(card: Card, regions: CudaRegions) -> None:
     card.busy = 2
     regions.open(8 * PAGE)
     assert [regions.is_zeroed() for _ in range(3)] == [False, False, True]
 
 
-def test_a_scratch_is_zeroed_once_before_its_end(card: Card, regions: Regions) -> None:
+def test_a_scratch_is_zeroed_once_before_its_end(card: Card, regions: CudaRegions) -> None:
     address = regions.open(32 * PAGE)
     regions.wipe(address)
     regions.wipe(address)
@@ -287,7 +289,7 @@ def test_a_scratch_is_zeroed_once_before_its_end(card: Card, regions: Regions) -
     assert card.zeroed == [(address, 32 * PAGE), (address, 2 * PAGE)]
 
 
-def test_an_end_given_up_leaves_the_region_mapped(card: Card, regions: Regions) -> None:
+def test_an_end_given_up_leaves_the_region_mapped(card: Card, regions: CudaRegions) -> None:
     address = regions.open(8 * PAGE)
     card.busy = 2
     with pytest.raises(GivenUpError):
@@ -296,14 +298,14 @@ def test_an_end_given_up_leaves_the_region_mapped(card: Card, regions: Regions) 
     assert regions.end(address, keep_waiting) == RegionReturn(7 * PAGE, PAGE)
 
 
-def test_a_card_that_is_full_says_so(card: Card, regions: Regions) -> None:
+def test_a_card_that_is_full_says_so(card: Card, regions: CudaRegions) -> None:
     with pytest.raises(OutOfMemory):
         regions.open(CARD_BYTES + PAGE)
     assert (card.taken, regions.reserved_bytes) == (0, 0)
 
 
 def test_addresses_are_used_once_and_their_number_is_bounded(
-    card: Card, regions: Regions, monkeypatch: pytest.MonkeyPatch
+    card: Card, regions: CudaRegions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, places = 32 * GIB, 20
     monkeypatch.setattr("gpulease.daemon.drivers.cuda.region_pages.MAX_RESERVED_BYTES", places * size)
@@ -319,13 +321,13 @@ def test_addresses_are_used_once_and_their_number_is_bounded(
 
 
 @pytest.mark.parametrize("size", [0, -PAGE, MIB, PAGE + 1])
-def test_a_size_that_is_no_number_of_pages_is_refused(card: Card, regions: Regions, size: int) -> None:
+def test_a_size_that_is_no_number_of_pages_is_refused(card: Card, regions: CudaRegions, size: int) -> None:
     with pytest.raises(DriverError, match="multiple"):
         regions.open(size)
     assert card.calls == 0
 
 
-def test_a_region_ends_once_and_is_released_behind_its_end(regions: Regions) -> None:
+def test_a_region_ends_once_and_is_released_behind_its_end(regions: CudaRegions) -> None:
     address = regions.open(PAGE)
     with pytest.raises(DriverError, match="ended region"):
         regions.release(address)

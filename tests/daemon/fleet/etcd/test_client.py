@@ -21,7 +21,6 @@ from gpulease.daemon.fleet.etcd.client import (
 )
 from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings, parse_endpoints
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     Compacted,
     CreateRevisionIs,
     Delete,
@@ -30,14 +29,15 @@ from gpulease.daemon.fleet.etcd.transactions import (
     ModRevisionIs,
     Outcome,
     Put,
-    Rejected,
     Removed,
     Transaction,
+    TransactionAnswer,
+    TransactionRejected,
     Unknown,
     WatchBatch,
     WatchRefused,
 )
-from gpulease.daemon.remote.pki.certificates import Authority
+from gpulease.daemon.remote.pki.certificates import PkiAuthority
 from helpers.etcd_cluster import SMALLEST_QUOTA_BYTES, EtcdCluster, issued_tenant
 
 SHORT_S = 1.0
@@ -71,9 +71,9 @@ def on(cluster: EtcdCluster, test: Callable[[EtcdClient], Awaitable[None]], time
     asyncio.run(run())
 
 
-async def answered(asked: Awaitable[Outcome]) -> Answer:
+async def answered(asked: Awaitable[Outcome]) -> TransactionAnswer:
     outcome = await asked
-    assert isinstance(outcome, Answer), outcome
+    assert isinstance(outcome, TransactionAnswer), outcome
     return outcome
 
 
@@ -81,9 +81,9 @@ def put(key: bytes, value: bytes = b"v") -> Transaction:
     return Transaction(writes=(Put(key, value),))
 
 
-async def insist(client: EtcdClient, transaction: Transaction) -> Answer:
+async def insist(client: EtcdClient, transaction: Transaction) -> TransactionAnswer:
     """Ask until there is an answer, as only one may whose transaction may be done twice."""
-    while not isinstance(outcome := await client.do(transaction), Answer):
+    while not isinstance(outcome := await client.do(transaction), TransactionAnswer):
         assert isinstance(outcome, Unknown)
     return outcome
 
@@ -199,7 +199,7 @@ def test_many_keys_are_read_in_pages_of_one_revision(shared: EtcdCluster) -> Non
             # History that goes while it is read: whoever reads begins anew.
             client.meanwhile = partial(_forget_history, writer)
             outcome = await client.do(both)
-            assert isinstance(outcome, Rejected)
+            assert isinstance(outcome, TransactionRejected)
             assert "has been compacted" in outcome.reason
             await client.close()
 
@@ -236,9 +236,9 @@ def test_history_goes_when_it_is_compacted_and_no_further(shared: EtcdCluster) -
         with pytest.raises(Compacted):
             await anext(client.watch(b"/history", old.revision))
         again, future = [await client.compact(revision) for revision in (old.revision, new.revision + 1_000)]
-        assert isinstance(again, Rejected)
+        assert isinstance(again, TransactionRejected)
         assert "has been compacted" in again.reason
-        assert isinstance(future, Rejected)
+        assert isinstance(future, TransactionRejected)
         assert "future revision" in future.reason
 
     on(shared, compact)
@@ -281,13 +281,13 @@ def test_clients_load_all_members(tmp_path: Path) -> None:
 
 def test_a_transaction_that_is_too_large_is_rejected(shared: EtcdCluster) -> None:
     async def write(client: EtcdClient) -> None:
-        assert isinstance(await client.do(put(b"/large", bytes(MAX_REQUEST_BYTES))), Rejected)
+        assert isinstance(await client.do(put(b"/large", bytes(MAX_REQUEST_BYTES))), TransactionRejected)
         many = Transaction(writes=tuple(Put(b"/many/%d" % number, b"") for number in range(129)))
         refused = await client.do(many)
-        assert isinstance(refused, Rejected)
+        assert isinstance(refused, TransactionRejected)
         assert "too many operations" in refused.reason
         twice = await client.do(Transaction(writes=(Put(b"/twice", b"1"), Put(b"/twice", b"2"))))
-        assert isinstance(twice, Rejected)
+        assert isinstance(twice, TransactionRejected)
         read = await answered(client.do(Transaction(reads=(Get(b"/large"), Get(b"/many/", True), Get(b"/twice")))))
         assert read.found == ((), (), ())
 
@@ -500,13 +500,15 @@ def test_without_space_writes_are_rejected_and_reads_answered(tmp_path: Path) ->
 
         async def fill(client: EtcdClient) -> None:
             written = 0
-            while isinstance(outcome := await client.do(put(b"/full/%d" % written, bytes(64 << 10))), Answer):
+            while isinstance(
+                outcome := await client.do(put(b"/full/%d" % written, bytes(64 << 10))), TransactionAnswer
+            ):
                 written += 1
             # A write at the edge may be done all the same; then none is.
             if isinstance(outcome, Unknown):
                 assert "may be done" in outcome.reason
             refused = await client.do(put(b"/claim"))
-            assert isinstance(refused, Rejected), refused
+            assert isinstance(refused, TransactionRejected), refused
             assert "space" in refused.reason
             read = await answered(client.do(Transaction(reads=(Get(b"/full/", is_prefix=True), Get(b"/claim")))))
             assert len(read.found[0]) >= written > 0
@@ -518,23 +520,23 @@ def test_without_space_writes_are_rejected_and_reads_answered(tmp_path: Path) ->
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority.create(tmp_path / "pki")
+def authority(tmp_path: Path) -> PkiAuthority:
+    return PkiAuthority.create(tmp_path / "pki")
 
 
-def tls_of(authority: Authority, name: str) -> dict[str, Path]:
+def tls_of(authority: PkiAuthority, name: str) -> dict[str, Path]:
     issued = issued_tenant(authority, name)
     return {"ca_file": authority.certificate_path, "cert_file": issued.certificate, "key_file": issued.key}
 
 
-def test_over_tls_certificates_say_who_may_write(tmp_path: Path, authority: Authority) -> None:
-    stranger = Authority.create(tmp_path / "other")
+def test_over_tls_certificates_say_who_may_write(tmp_path: Path, authority: PkiAuthority) -> None:
+    stranger = PkiAuthority.create(tmp_path / "other")
     with EtcdCluster(tmp_path / "etcd", authority=authority) as cluster:
 
         async def write(why: str, **files: Path) -> None:
             async with client_of(*cluster.endpoints, timeout_s=LONG_S if not why else SHORT_S, **files) as client:
                 outcome = await client.do(put(b"/tls"))
-                assert isinstance(outcome, Unknown if why else Answer), outcome
+                assert isinstance(outcome, Unknown if why else TransactionAnswer), outcome
                 assert not isinstance(outcome, Unknown) or why in outcome.reason.lower()
 
         good = tls_of(authority, "node")
@@ -547,7 +549,7 @@ def test_over_tls_certificates_say_who_may_write(tmp_path: Path, authority: Auth
         asyncio.run(write("", **good))
 
 
-def test_tls_is_never_left_for_plain_text(shared: EtcdCluster, authority: Authority) -> None:
+def test_tls_is_never_left_for_plain_text(shared: EtcdCluster, authority: PkiAuthority) -> None:
     async def write() -> None:
         files = tls_of(authority, "node")
         async with client_of(*shared.endpoints, timeout_s=SHORT_S, **files) as client:
@@ -558,8 +560,8 @@ def test_tls_is_never_left_for_plain_text(shared: EtcdCluster, authority: Author
     asyncio.run(write())
 
 
-def test_renewed_certificates_are_read_when_the_old_ones_are_refused(tmp_path: Path, authority: Authority) -> None:
-    stranger = Authority.create(tmp_path / "other")
+def test_renewed_certificates_are_read_when_the_old_ones_are_refused(tmp_path: Path, authority: PkiAuthority) -> None:
+    stranger = PkiAuthority.create(tmp_path / "other")
     with EtcdCluster(tmp_path / "etcd", authority=authority) as cluster:
 
         async def write() -> None:
@@ -575,7 +577,7 @@ def test_renewed_certificates_are_read_when_the_old_ones_are_refused(tmp_path: P
         asyncio.run(write())
 
 
-def test_a_certificate_s_name_is_etcd_s_user(tmp_path: Path, authority: Authority) -> None:
+def test_a_certificate_s_name_is_etcd_s_user(tmp_path: Path, authority: PkiAuthority) -> None:
     with EtcdCluster(tmp_path / "etcd", authority=authority) as cluster:
         for name in ("root", "etcdctl", "node"):
             cluster.control("user", "add", name, "--no-password")
@@ -592,7 +594,7 @@ def test_a_certificate_s_name_is_etcd_s_user(tmp_path: Path, authority: Authorit
                 assert (await answered(client.do(put(b"/gpulease/x")))).succeeded
                 for refused in (put(b"/others"), Transaction(reads=(Get(b"/others"),))):
                     outcome = await client.do(refused)
-                    assert isinstance(outcome, Rejected)
+                    assert isinstance(outcome, TransactionRejected)
                     assert "permission denied" in outcome.reason
                 with pytest.raises(WatchRefused, match="permission denied"):
                     await anext(client.watch(b"/others", 0))

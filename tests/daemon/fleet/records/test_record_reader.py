@@ -40,7 +40,7 @@ from gpulease.daemon.fleet.records.unreadable_records import MAX_REMEMBERED, MAX
 from gpulease.daemon.fleet.rules.clock_rates import ClockRecord, read_clock
 from gpulease.daemon.fleet.rules.quota_records import (
     DefaultQuota,
-    Entry,
+    QuotaEntry,
     Shard,
     held_entry,
     held_entry_key,
@@ -128,7 +128,7 @@ def test_every_reader_reads_what_is_sound() -> None:
     assert read_epochs(EPOCHS.encode()) == EPOCHS
     assert read_claim(CLAIM.encode()) == CLAIM
     assert read_clock(CLOCK.encode()) == CLOCK
-    shard = Shard(shard_key("ann", 1), 1, 9, {LEASE: Entry("n1", 3, 5)})
+    shard = Shard(shard_key("ann", 1), 1, 9, {LEASE: QuotaEntry("n1", 3, 5)})
     assert shard_of(shard.put().value) == shard
     assert default_of(DefaultQuota(5, 1).put().value) == DefaultQuota(5, 1)
     assert read_horizon_s(b"30") == 30

@@ -6,20 +6,20 @@ from gpulease.daemon.fleet.etcd.transactions import Unknown
 from gpulease.daemon.fleet.records.fleet_records import ClaimRecord, name_key, read_claim
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
-    ArmTimer,
+    ArmFleetTimer,
     Ask,
     ClaimWanted,
+    DaemonMark,
     Effect,
     Event,
     FleetTerms,
+    FleetTimerFired,
     Joined,
     KeepMark,
     LiveClaims,
-    Mark,
     MarkKept,
     Remembered,
     Started,
-    TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
 
@@ -47,7 +47,7 @@ class Host:
         self.member = Member(node_id, TERMS, instance=f"{node_id}.{run}", **kept)
         self.asked: list[Ask] = []
         self.effects: list[Effect] = []
-        self.kept: list[Mark] = []
+        self.kept: list[DaemonMark] = []
         """What its journal was told to keep."""
         self.due: int | None = None
         self.is_cut = False
@@ -69,7 +69,7 @@ class Host:
         for effect in self.member.handle(event, self.now):
             if isinstance(effect, Ask):
                 self.asked.append(effect)
-            elif isinstance(effect, ArmTimer):
+            elif isinstance(effect, ArmFleetTimer):
                 self.due = effect.due_ns
             elif isinstance(effect, KeepMark):
                 self.kept.append(effect.mark)
@@ -91,7 +91,7 @@ class Host:
         end = self.now + int(seconds * S)
         while self.due is not None and self.due <= end:
             self.now, self.due = max(self.now, self.due), None
-            self.send(TimerFired())
+            self.send(FleetTimerFired())
             self.settle()
         self.now = end
 

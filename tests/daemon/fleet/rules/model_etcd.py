@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     Compare,
     CreateRevisionIs,
     Delete,
     Get,
     KeyValue,
     Transaction,
+    TransactionAnswer,
 )
 from gpulease.daemon.fleet.records.fleet_records import GENERATION
 
@@ -25,7 +25,7 @@ class ModelEtcd:
     def __post_init__(self) -> None:
         self.keys.setdefault(GENERATION, KeyValue(GENERATION, b"first", 1, 1))
 
-    def do(self, transaction: Transaction) -> Answer:
+    def do(self, transaction: Transaction) -> TransactionAnswer:
         """Do a transaction, and answer as etcd does."""
         succeeded = all(map(self.holds, transaction.compares))
         if succeeded and transaction.writes:
@@ -41,7 +41,7 @@ class ModelEtcd:
                     self.keys[write.key] = KeyValue(write.key, write.value, created, self.revision)
         met = [self.read(get) for get in transaction.reads]
         found = tuple(() if get.count_only else each for get, each in zip(transaction.reads, met, strict=True))
-        return Answer(succeeded, self.revision, found, self.cluster_id, tuple(map(len, met)))
+        return TransactionAnswer(succeeded, self.revision, found, self.cluster_id, tuple(map(len, met)))
 
     def holds(self, compare: Compare) -> bool:
         found = self.keys.get(compare.key)

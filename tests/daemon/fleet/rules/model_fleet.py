@@ -15,11 +15,11 @@ from random import Random
 from typing import Protocol
 
 from gpulease.daemon.fleet.etcd.transactions import (
-    Answer,
     CreateRevisionIs,
     Outcome,
     Put,
     Transaction,
+    TransactionAnswer,
     Unknown,
 )
 from gpulease.daemon.fleet.records.fleet_records import (
@@ -36,28 +36,28 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     NO_IDENTITY,
     NO_MARK,
     Answered,
-    ArmTimer,
+    ArmFleetTimer,
     Ask,
     ClaimEnded,
     ClaimGiven,
     ClaimRefused,
     ClaimWanted,
+    DaemonMark,
     Effect,
     EndClaimed,
     Event,
     FleetIdentity,
     FleetTerms,
+    FleetTimerFired,
     Joined,
     KeepMark,
     LiveClaims,
-    Mark,
     MarkKept,
     MoveHorizon,
     Noted,
     Paused,
     Remembered,
     Started,
-    TimerFired,
 )
 from gpulease.daemon.fleet.rules.member import Member
 from helpers.readable import readable
@@ -113,7 +113,7 @@ class Lease:
 class Journal:
     incarnation: int = 0
     identity: FleetIdentity = NO_IDENTITY
-    mark: Mark = NO_MARK
+    mark: DaemonMark = NO_MARK
     epochs: frozenset[int] = frozenset()
     """Those of its leases, in a copy."""
 
@@ -166,7 +166,12 @@ class TrustingMember:
             key = name_key(event.name)
             return [Ask(number, Transaction((CreateRevisionIs(key, 0),), (Put(key, self.node_id.encode()),)))]
         wanted = self.asked.pop(event.number, None) if isinstance(event, Answered) else None
-        if wanted and isinstance(event, Answered) and isinstance(event.outcome, Answer) and event.outcome.succeeded:
+        if (
+            wanted
+            and isinstance(event, Answered)
+            and isinstance(event.outcome, TransactionAnswer)
+            and event.outcome.succeeded
+        ):
             return [ClaimGiven(wanted.request, wanted.name, event.outcome.revision)]
         return []
 
@@ -354,7 +359,7 @@ class Fleet:
         match effect:
             case Ask(number, transaction):
                 self.send(node, number, transaction)
-            case ArmTimer(due):
+            case ArmFleetTimer(due):
                 node.timer = due
                 runs = node.runs
                 self.at(node.true(due), lambda: self.fire(node, due, runs))
@@ -390,7 +395,7 @@ class Fleet:
 
     def fire(self, node: Node, due: int, runs: int) -> None:
         if node.timer == due:
-            self.post(node, TimerFired(), runs)
+            self.post(node, FleetTimerFired(), runs)
 
     # --- leases ---
 
@@ -402,7 +407,7 @@ class Fleet:
 
     def grant(self, node: Node, name: str, epoch: int, event: Event) -> None:
         self.claimed += 1
-        if not (isinstance(event, Answered) and isinstance(event.outcome, Answer)):
+        if not (isinstance(event, Answered) and isinstance(event.outcome, TransactionAnswer)):
             raise self.broken(f"{name} was granted at {node.node_id} without an answer")
         if epoch <= self.epochs.get(name, 0):
             raise self.broken(f"{name} got epoch {epoch} after {self.epochs[name]}")

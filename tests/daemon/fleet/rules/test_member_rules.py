@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.fleet.etcd.transactions import Answer, Delete, Get, Put, Rejected, Transaction, Unknown
+from gpulease.daemon.fleet.etcd.transactions import (
+    Delete,
+    Get,
+    Put,
+    Transaction,
+    TransactionAnswer,
+    TransactionRejected,
+    Unknown,
+)
 from gpulease.daemon.fleet.records.fleet_records import (
     CLOCKS,
     COMPACTION,
@@ -35,6 +43,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Compact,
     EndClaimed,
     FleetIdentity,
+    FleetTimerFired,
     Joined,
     LiveClaims,
     MoveHorizon,
@@ -49,7 +58,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Started,
     Stopped,
     Stopping,
-    TimerFired,
     Why,
 )
 from gpulease.daemon.fleet.rules.member import EPOCH_GAP, FOREIGN, LEFT_OVER, TWIN, UNSETTLED
@@ -92,7 +100,7 @@ def test_a_member_s_horizon_counts_from_when_the_beat_was_asked(etcd: ModelEtcd)
     host.take(MoveHorizon)
     host.now += BEAT
     asked = host.now
-    host.send(TimerFired())
+    host.send(FleetTimerFired())
     host.now += 3 * S
     host.settle()
     assert host.take(MoveHorizon) == [MoveHorizon(asked + int(T * 0.99), host.member._membership.incarnation)]
@@ -205,7 +213,7 @@ def test_a_beat_whose_answer_was_lost_is_read_back_by_its_nonce(etcd: ModelEtcd)
     host.effects.clear()
     host.now += BEAT
     asked = host.now
-    host.send(TimerFired())
+    host.send(FleetTimerFired())
     (ask,) = host.asked
     host.asked.clear()
     etcd.do(ask.transaction)
@@ -802,7 +810,7 @@ def test_a_cut_off_member_grants_nothing_after_its_horizon(etcd: ModelEtcd) -> N
 def test_a_rejected_claim_says_that_an_operator_must_act(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     host.want()
-    host.send(Answered(host.asked.pop().number, Rejected("no space")))
+    host.send(Answered(host.asked.pop().number, TransactionRejected("no space")))
     (refused,) = host.take(ClaimRefused)
     assert refused.why is Why.REJECTED
     assert "no space" in refused.text
@@ -1247,7 +1255,7 @@ def test_a_fault_in_an_answer_s_handler_leaves_no_request_without_an_answer(etcd
     host.want("m", wait_s=3)
     host.send(QuotaWanted(2, "t", 1 << 20, "cd" * 16, host.now))
     for ask in [*host.asked]:
-        host.send(Answered(ask.number, Answer(False, etcd.revision, (), 7)))
+        host.send(Answered(ask.number, TransactionAnswer(False, etcd.revision, (), 7)))
     host.asked.clear()
     host.is_cut = True
     host.run(10)
@@ -1269,7 +1277,7 @@ def test_foreign_values_in_slots_and_records_harm_nobody(etcd: ModelEtcd) -> Non
     host.run(20)
     assert [refused.why for refused in host.take(ClaimRefused)] == [Why.TAKEN]
     assert host.take(EndClaimed) == []
-    assert isinstance(etcd.do(Transaction()), Answer)
+    assert isinstance(etcd.do(Transaction()), TransactionAnswer)
 
 
 # --- the end ---

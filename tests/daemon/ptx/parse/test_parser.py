@@ -11,7 +11,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.ptx import limits
 from gpulease.daemon.ptx.parse import declarations
 from gpulease.daemon.ptx.parse.parser import parse
-from gpulease.daemon.ptx.parse.syntax import Address, Guard, Integer, Register, Target, Variable
+from gpulease.daemon.ptx.parse.syntax import Address, DeclaredVariable, Integer, PredicateGuard, Register, Target
 from gpulease.daemon.ptx.translate.module import translate
 
 VECTORS = sorted((Path(__file__).parents[4] / "vectors" / "gpu").glob("*.ptx"))
@@ -39,7 +39,7 @@ def test_reads_what_nvcc_writes(path: Path) -> None:
 def test_the_tree_of_an_instruction() -> None:
     tree = parse(kernel(".reg .b32 %r<3>; .reg .pred %q;\nL:\n@!%q bra L;\nld.param.u32 %r2, [p+4];"))
     branch, load = tree.functions[0].instructions
-    assert isinstance(branch.guard, Guard)
+    assert isinstance(branch.guard, PredicateGuard)
     assert branch.guard.negated
     assert branch.operands == (Target("L", 0),)
     assert branch.line == 8
@@ -48,7 +48,7 @@ def test_the_tree_of_an_instruction() -> None:
     assert isinstance(into, Register)
     assert into.name == "%r2"
     assert isinstance(address, Address)
-    assert isinstance(address.base, Variable)
+    assert isinstance(address.base, DeclaredVariable)
     assert address.offset == 4
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from gpulease.daemon.ptx import driver
 from gpulease.daemon.ptx.translate.form_table import FAMILIES, supported_table
-from gpulease.daemon.ptx.translate.forms import Family
+from gpulease.daemon.ptx.translate.forms import InstructionFamily
 from helpers.forms_met import Choice, never_met
 
 README = Path(driver.__file__).parent / "README.md"
@@ -17,7 +17,7 @@ def test_every_family_names_its_section() -> None:
 
 
 def test_what_no_test_met_is_told() -> None:
-    family = Family("A family", "9.7")
+    family = InstructionFamily("A family", "9.7")
     family.form("add{.sat}.type", 3, type=("u32", "s32"))(lambda t, i, m: None)
     family.form("exit", 0)(lambda t, i, m: None)
     met: set[Choice] = {(0, "", ""), (0, "sat", "sat"), (0, "type", "u32")}

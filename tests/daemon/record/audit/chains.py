@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-from gpulease.daemon.record.audit.records import Draft, Kind, Link, seal
+from gpulease.daemon.record.audit.records import ChainEnd, Draft, RecordKind, seal
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
 
 ANY_SPEED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -17,13 +17,13 @@ WALL_US = 1_790_000_000_000_000
 FILE = "audit-0000000000000001.jsonl"
 
 
-def draft(kind: Kind, mono_us: int = 1, **data: Any) -> Draft:
+def draft(kind: RecordKind, mono_us: int = 1, **data: Any) -> Draft:
     return Draft(kind, data, WALL_US + mono_us, mono_us)
 
 
-def sealed(drafts: Iterable[Draft], after: Link | None = None, boot: str = BOOT) -> tuple[list[bytes], Link]:
+def sealed(drafts: Iterable[Draft], after: ChainEnd | None = None, boot: str = BOOT) -> tuple[list[bytes], ChainEnd]:
     """Lines without newlines, and the chain's end."""
-    link, lines = after or Link(), []
+    link, lines = after or ChainEnd(), []
     for one in drafts:
         line, link = seal(one, link, boot)
         lines.append(line)
@@ -34,7 +34,7 @@ def text_of(lines: Iterable[bytes]) -> bytes:
     return b"".join(line + b"\n" for line in lines)
 
 
-def verdict_of(files: Mapping[str, bytes], head: Link | None = None) -> Verdict:
+def verdict_of(files: Mapping[str, bytes], head: ChainEnd | None = None) -> Verdict:
     """The verdict on whole files, read line by line."""
     verifier = Verifier(head)
     for name, data in files.items():
@@ -56,11 +56,11 @@ def a_life() -> list[Draft]:
     """One lease of 1000 bytes, had for 2 s, and one that is denied."""
     who = {"lease": f"{7:032x}", "tenant": "uid:1000", "size_bytes": 1000}
     return [
-        draft(Kind.START, 1_000_000, format=1, version="1.0"),
-        draft(Kind.GRANT, 2_000_000, **who, ttl_ms=5000),
-        draft(Kind.RENEW, 2_500_000, **who, ttl_ms=9000),
-        draft(Kind.DENY, 3_000_000, tenant="uid:1001", operation="acquire", message='no room for "größe"\n'),
-        draft(Kind.OVER, 4_000_000, **who, cause="freed", granted_us=2_000_000, over_us=4_000_000),
-        draft(Kind.END, 4_100_000, **who, granted_us=2_000_000, over_us=4_000_000, latency_us=100_000),
-        draft(Kind.STOP, 5_000_000),
+        draft(RecordKind.START, 1_000_000, format=1, version="1.0"),
+        draft(RecordKind.GRANT, 2_000_000, **who, ttl_ms=5000),
+        draft(RecordKind.RENEW, 2_500_000, **who, ttl_ms=9000),
+        draft(RecordKind.DENY, 3_000_000, tenant="uid:1001", operation="acquire", message='no room for "größe"\n'),
+        draft(RecordKind.OVER, 4_000_000, **who, cause="freed", granted_us=2_000_000, over_us=4_000_000),
+        draft(RecordKind.END, 4_100_000, **who, granted_us=2_000_000, over_us=4_000_000, latency_us=100_000),
+        draft(RecordKind.STOP, 5_000_000),
     ]

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpulease.daemon.record.audit.records import Draft, Head, Kind, head_bytes
+from gpulease.daemon.record.audit.records import Draft, Head, RecordKind, head_bytes
 
 from .chains import BOOT, FILE, a_life, draft, sealed, text_of
 
@@ -21,7 +21,7 @@ def documents() -> dict[str, bytes]:
     first, link = sealed(a_life())
     torn = {"offset": len(text_of(first)), "size_bytes": len(PIECE), "sha256": hashlib.sha256(PIECE).hexdigest()}
     crash = {"format": 1, "torn": torn, "previous": {"boot": BOOT, "alive_us": 9_000_000}}
-    second, link = sealed([draft(Kind.START, 10_000_000, **crash)], link)
+    second, link = sealed([draft(RecordKind.START, 10_000_000, **crash)], link)
     third, link = sealed(another_life(), link)
     whole = text_of(first) + PIECE + b"\n" + text_of(second)
     name = f"audit-{len(first) + len(second) + 1:016d}.jsonl"
@@ -39,9 +39,9 @@ def another_life() -> list[Draft]:
     previous = {"boot": BOOT, "alive_us": 20_000_000}
     said = {"lease": f"{8:032x}", "tenant": "uid:1001", "note": {"reason": "é", "sampling": {"top_p": "0.95"}}}
     return [
-        draft(Kind.GRANT, 11_000_000, **who, note='"\\\b\f\n\r\t\x00\x1f\x7f/ é 日本 😀'),
-        draft(Kind.NOTE, 12_000_000, **said),
-        draft(Kind.START, 30_000_000, format=1, previous=previous),
+        draft(RecordKind.GRANT, 11_000_000, **who, note='"\\\b\f\n\r\t\x00\x1f\x7f/ é 日本 😀'),
+        draft(RecordKind.NOTE, 12_000_000, **said),
+        draft(RecordKind.START, 30_000_000, format=1, previous=previous),
     ]
 
 

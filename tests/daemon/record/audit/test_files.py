@@ -21,7 +21,7 @@ from gpulease.daemon.record.audit.files import (
     tail_of,
 )
 from gpulease.daemon.record.audit.log_reader import CannotRead, find_log
-from gpulease.daemon.record.audit.records import HEAD_BYTES, Draft, Kind, Link, hash_of, seal
+from gpulease.daemon.record.audit.records import HEAD_BYTES, ChainEnd, Draft, RecordKind, hash_of, seal
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
 
 from .chains import BOOT, OTHER_BOOT, a_life, draft, sealed, text_of
@@ -64,13 +64,13 @@ def verdict(folder: Path) -> Verdict:
 
 def begin_again(log: AuditLog) -> Verdict:
     """What a daemon does as it starts."""
-    log.append([draft(Kind.START, 9, format=1, **log.found)], 10)
+    log.append([draft(RecordKind.START, 9, format=1, **log.found)], 10)
     return verdict(log._settings.folder)
 
 
 def test_a_new_log(open_log: Open, folder: Path) -> None:
     log = open_log()
-    assert (log.link, log.found, log.previous) == (Link(), {}, None)
+    assert (log.link, log.found, log.previous) == (ChainEnd(), {}, None)
     log.append(a_life(), 7)
     lines, end = sealed(a_life())
     assert [path.name for path in log_files(folder)] == ["audit-0000000000000001.jsonl"]
@@ -101,7 +101,7 @@ def test_nobody_else_may_write_it(open_log: Open, folder: Path) -> None:
 @pytest.mark.parametrize("size", [1, 50, 290])
 def test_a_torn_line(open_log: Open, folder: Path, size: int) -> None:
     open_log().append(a_life(), 7)
-    piece = sealed([draft(Kind.GRANT, tenant="x" * 400)], sealed(a_life())[1])[0][0][:size]
+    piece = sealed([draft(RecordKind.GRANT, tenant="x" * 400)], sealed(a_life())[1])[0][0][:size]
     whole = newest(folder).stat().st_size
     with newest(folder).open("ab") as file:
         file.write(piece)
@@ -120,7 +120,7 @@ def test_a_torn_line_and_then_another(open_log: Open, folder: Path) -> None:
         file.write(b"{torn")
     log = open_log()
     # The record that tells of it is torn as well.
-    told = draft(Kind.START, 9, format=1, **log.found)
+    told = draft(RecordKind.START, 9, format=1, **log.found)
     log.close()
     with newest(folder).open("ab") as file:
         file.write(b"\n" + seal(told, log.link, BOOT)[0][:-5])
@@ -137,7 +137,7 @@ def test_zeros_that_a_power_failure_left(open_log: Open, folder: Path) -> None:
 def test_a_record_that_lacks_its_newline_only(open_log: Open, folder: Path) -> None:
     log = open_log()
     log.append(a_life(), 7)
-    (line,), end = sealed([draft(Kind.GRANT)], log.link)
+    (line,), end = sealed([draft(RecordKind.GRANT)], log.link)
     with newest(folder).open("ab") as file:
         file.write(line)
     log = open_log()
@@ -183,7 +183,7 @@ def test_a_cut_that_was_made_meanwhile_shows_for_ever(open_log: Open, folder: Pa
 def test_an_edit_of_the_last_record(open_log: Open, folder: Path) -> None:
     open_log().append(a_life(), 7)
     lines, _ = sealed(a_life())
-    forged, _ = sealed([draft(Kind.STOP, 1)], Link(6, hash_of(lines[5])))
+    forged, _ = sealed([draft(RecordKind.STOP, 1)], ChainEnd(6, hash_of(lines[5])))
     newest(folder).write_bytes(text_of([*lines[:6], *forged]))
     log = open_log()
     assert log.found == {"edited": 7}
@@ -219,7 +219,7 @@ def test_somebody_else_touches_it(open_log: Open, folder: Path, disturb: Callabl
     log.append(a_life(), 7)
     disturb(newest(folder))
     with pytest.raises(LogDisturbed):
-        log.append([draft(Kind.GRANT)], 8)
+        log.append([draft(RecordKind.GRANT)], 8)
     log = open_log()
     assert log.link.seq == 7
     assert begin_again(log).end.seq == 8
@@ -229,7 +229,7 @@ def test_somebody_else_touches_it(open_log: Open, folder: Path, disturb: Callabl
 
 
 def grants(count: int) -> list[Draft]:
-    return [draft(Kind.GRANT, number, lease=f"{number:032x}") for number in range(count)]
+    return [draft(RecordKind.GRANT, number, lease=f"{number:032x}") for number in range(count)]
 
 
 def test_rotation_keeps_the_chain(open_log: Open, folder: Path) -> None:
@@ -262,7 +262,7 @@ def test_superfluous_files_are_told_of_and_then_removed(open_log: Open, folder: 
         log.append([one], 7)
         while (superfluous := log.superfluous()) is not None:
             path, told = superfluous
-            log.append([draft(Kind.PRUNE, **told)], 7)
+            log.append([draft(RecordKind.PRUNE, **told)], 7)
             assert verdict(folder).is_whole
             log.remove(path)
     assert len(log_files(folder)) == 2
@@ -280,7 +280,7 @@ def test_the_last_record_of_any_bytes() -> None:
     assert tail_of(text).link.seq == 7
     assert tail_of(text[:-1]) == Tail(tail_of(text).link, len(text) - 1)
     assert (tail_of(text[:-2]).link.seq, tail_of(text[:-2]).end_bytes) == (6, len(text_of(lines[:6])))
-    assert tail_of(b"\n\n\nnothing").link == Link()
+    assert tail_of(b"\n\n\nnothing").link == ChainEnd()
     assert tail_of(b"").end_bytes == 0
 
 
@@ -304,9 +304,16 @@ def test_what_the_last_records_tell(open_log: Open, folder: Path) -> None:
     log = open_log()
     assert last_records(folder, BOOT) == LastRecords()
     one, two = f"{1:032x}", f"{2:032x}"
-    log.append([draft(Kind.GRANT, 5, lease=one), draft(Kind.GRANT, 6, lease=two), draft(Kind.END, 7, lease=two)], 8)
-    kinds = {one: Kind.GRANT, two: Kind.END}
+    log.append(
+        [
+            draft(RecordKind.GRANT, 5, lease=one),
+            draft(RecordKind.GRANT, 6, lease=two),
+            draft(RecordKind.END, 7, lease=two),
+        ],
+        8,
+    )
+    kinds = {one: RecordKind.GRANT, two: RecordKind.END}
     assert last_records(folder, BOOT) == LastRecords(kinds, 7)
     assert last_records(folder, OTHER_BOOT) == LastRecords(kinds)
-    log.append([draft(Kind.STOP, 9)], 10)
+    log.append([draft(RecordKind.STOP, 9)], 10)
     assert last_records(folder, BOOT) == LastRecords(kinds)

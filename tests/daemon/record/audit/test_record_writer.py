@@ -13,7 +13,7 @@ import pytest
 from gpulease.daemon.record.audit.files import AuditLog, LogSettings
 from gpulease.daemon.record.audit.log_reader import find_log
 from gpulease.daemon.record.audit.record_writer import AuditWriter
-from gpulease.daemon.record.audit.records import Kind, Link, Record
+from gpulease.daemon.record.audit.records import ChainEnd, Record, RecordKind
 from gpulease.daemon.record.audit.verification import Verifier
 from helpers.daemon import python_environment
 from helpers.waiting import wait_until
@@ -23,7 +23,7 @@ from .chains import BOOT
 GRANTS = 200
 
 
-def opener(folder: Path, max_file_bytes: int = 1 << 20, keep_files: int = 0) -> Callable[[Link], AuditLog]:
+def opener(folder: Path, max_file_bytes: int = 1 << 20, keep_files: int = 0) -> Callable[[ChainEnd], AuditLog]:
     settings = LogSettings(folder, folder / "head.json", max_file_bytes, keep_files)
     return lambda known: AuditLog(settings, BOOT, known)
 
@@ -42,7 +42,7 @@ def test_what_is_put_is_written_in_order(tmp_path: Path) -> None:
     told = threading.Event()
     writer = AuditWriter(opener(tmp_path / "log"), {"version": "1"}, told.set)
     writer.start(must_work=True)
-    tickets = [writer.put(Kind.GRANT, {"number": number}) for number in range(GRANTS)]
+    tickets = [writer.put(RecordKind.GRANT, {"number": number}) for number in range(GRANTS)]
     wait_until(lambda: writer.is_durable(tickets[-1]), "all is durable")
     assert told.is_set()
     assert not writer.is_durable(0)
@@ -69,7 +69,7 @@ def test_files_beyond_those_to_be_kept_are_removed(tmp_path: Path) -> None:
     writer = AuditWriter(opener(tmp_path / "log", max_file_bytes=2000, keep_files=3), {}, lambda: None)
     writer.start(must_work=True)
     for number in range(60):
-        ticket = writer.put(Kind.GRANT, {"number": number})
+        ticket = writer.put(RecordKind.GRANT, {"number": number})
         wait_until(lambda ticket=ticket: writer.is_durable(ticket), "it is durable")  # type: ignore[misc]
     writer.stop({})
     assert len(list((tmp_path / "log").glob("audit-*"))) == 3
@@ -87,7 +87,7 @@ def test_one_that_need_not_is_begun_when_it_can_be(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("gpulease.daemon.record.group_commit.RETRY_S", 0.01)
     writer = AuditWriter(opener(tmp_path / "no" / "log"), {}, lambda: None)
     writer.start(must_work=False)
-    writer.put(Kind.GRANT, {"number": 1})
+    writer.put(RecordKind.GRANT, {"number": 1})
     (tmp_path / "no").mkdir()
     wait_until(lambda: not writer.problem(), "it is written")
     assert writer.stop({})
@@ -105,7 +105,7 @@ def test_what_is_taken_away_under_it_shows_for_ever(
     (folder / "audit-0000000000000001.jsonl").rename(tmp_path / "elsewhere")
     if is_head_taken_too:
         (folder / "head.json").unlink()
-    ticket = writer.put(Kind.GRANT, {"number": 1})
+    ticket = writer.put(RecordKind.GRANT, {"number": 1})
     wait_until(lambda: writer.is_durable(ticket), "it goes on")
     assert writer.stop({})
     (file,) = folder.glob("audit-*")
@@ -120,7 +120,7 @@ def test_a_fault_of_ours_is_a_problem_and_not_the_end(tmp_path: Path, monkeypatc
     writer.start(must_work=True)
     with monkeypatch.context() as patch:
         patch.setattr("gpulease.daemon.record.audit.files.seal", None)
-        ticket = writer.put(Kind.GRANT, {"number": 1})
+        ticket = writer.put(RecordKind.GRANT, {"number": 1})
         wait_until(writer.problem, "it is said")
     wait_until(lambda: writer.is_durable(ticket), "it goes on")
     assert writer.stop({})
@@ -140,7 +140,7 @@ def test_what_a_failed_sync_left_is_not_durable(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr("gpulease.daemon.record.audit.files.os.fdatasync", fail)
-        ticket = writer.put(Kind.GRANT, {"number": 1})
+        ticket = writer.put(RecordKind.GRANT, {"number": 1})
         wait_until(lambda: len(failures) > 3, "it tries again")
         assert b'"number":1' in file.read_bytes()
         assert not writer.is_durable(ticket)

@@ -1,11 +1,11 @@
 import pytest
 
 from gpulease.daemon.record.audit.record_writer import RecordQueue
-from gpulease.daemon.record.audit.records import Draft, Kind
+from gpulease.daemon.record.audit.records import Draft, RecordKind
 
 from .chains import draft
 
-GRANT, END, DENY = (draft(kind, at) for at, kind in enumerate((Kind.GRANT, Kind.END, Kind.DENY), 1))
+GRANT, END, DENY = (draft(kind, at) for at, kind in enumerate((RecordKind.GRANT, RecordKind.END, RecordKind.DENY), 1))
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def inbox(monkeypatch: pytest.MonkeyPatch) -> RecordQueue:
 
 
 def told(drafts: list[Draft]) -> list[object]:
-    return [one.data["dropped"] if one.kind is Kind.GAP else one.kind.value for one in drafts]
+    return [one.data["dropped"] if one.kind is RecordKind.GAP else one.kind.value for one in drafts]
 
 
 def test_first_in_first_out(inbox: RecordQueue) -> None:

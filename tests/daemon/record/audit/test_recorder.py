@@ -7,7 +7,7 @@ import pytest
 from gpulease.daemon.leases import Cause, LeaseSnapshot, LeaseState
 from gpulease.daemon.record.audit.files import LastRecords
 from gpulease.daemon.record.audit.recorder import LogRecorder
-from gpulease.daemon.record.audit.records import Kind
+from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -31,10 +31,10 @@ def without_end(told: LastRecords, *tombstones: LeaseSnapshot) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kind", "lacks"),
-    [(Kind.GRANT, True), (Kind.OVER, True), (Kind.FENCE, False), (Kind.END, False)],
+    [(RecordKind.GRANT, True), (RecordKind.OVER, True), (RecordKind.FENCE, False), (RecordKind.END, False)],
 )
 @pytest.mark.parametrize("ended_us", [CUT_US - 1, CUT_US, CUT_US + 1])
-def test_a_lease_of_which_the_last_records_tell(kind: Kind, lacks: bool, ended_us: int) -> None:
+def test_a_lease_of_which_the_last_records_tell(kind: RecordKind, lacks: bool, ended_us: int) -> None:
     told = LastRecords({lease_text(7): kind}, CUT_US)
     assert without_end(told, tombstone(7, 50, ended_us)) == [7] * lacks
 

@@ -10,8 +10,8 @@ from gpulease.daemon.leases import Denial
 from gpulease.daemon.leases.denials import DenialReason
 from gpulease.daemon.record.audit import recorder as recorder_module
 from gpulease.daemon.record.audit.record_writer import AuditWriter
-from gpulease.daemon.record.audit.recorder import NOTE_BURST_BYTES, NOTE_FRAME_BYTES, LogRecorder, Recorder
-from gpulease.daemon.record.audit.records import MAX_DEPTH, Kind
+from gpulease.daemon.record.audit.recorder import NOTE_BURST_BYTES, NOTE_FRAME_BYTES, LogRecorder, NullRecorder
+from gpulease.daemon.record.audit.records import MAX_DEPTH, RecordKind
 
 LEASE = 7
 
@@ -21,11 +21,11 @@ class MadeWriter:
 
     def __init__(self) -> None:
         self.durable = 0
-        self.taken: list[tuple[Kind, dict[str, Any]]] = []
+        self.taken: list[tuple[RecordKind, dict[str, Any]]] = []
         self.broken = ""
         self.is_full = False
 
-    def put(self, kind: Kind, data: dict[str, Any], now_ns: int = 0) -> int:
+    def put(self, kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> int:
         self.taken.append((kind, data))
         return 0 if self.is_full else len(self.taken)
 
@@ -60,7 +60,7 @@ def test_a_note_is_answered_when_it_is_durable_and_not_before() -> None:
     def scenario(_: LogRecorder, writer: MadeWriter, note: Callable[[bytes], None], told: Told) -> None:
         note(b'{"a":[1,"x"]}')
         assert told == []
-        assert writer.taken == [(Kind.NOTE, {"lease": f"{LEASE:032x}", "tenant": "ann", "note": {"a": [1, "x"]}})]
+        assert writer.taken == [(RecordKind.NOTE, {"lease": f"{LEASE:032x}", "tenant": "ann", "note": {"a": [1, "x"]}})]
         writer.durable = 1
 
     assert played(scenario) == [None]
@@ -129,5 +129,5 @@ def test_a_disk_that_refuses_and_a_queue_without_room_are_told() -> None:
 
 def test_a_daemon_without_a_log_says_so() -> None:
     told: list[Denial | None] = []
-    Recorder().note(LEASE, "ann", b"{}", told.append)
+    NullRecorder().note(LEASE, "ann", b"{}", told.append)
     assert [denial and denial.reason for denial in told] == [DenialReason.UNSUPPORTED]

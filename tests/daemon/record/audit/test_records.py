@@ -11,12 +11,12 @@ from gpulease.daemon.record.audit.records import (
     MAX_RECORD_BYTES,
     MAX_TEXT_CHARS,
     NO_HASH,
+    ChainEnd,
     Draft,
     Head,
-    Kind,
-    Link,
     NotAHead,
     NotARecord,
+    RecordKind,
     clean_text,
     head_bytes,
     read_head,
@@ -30,17 +30,20 @@ from .test_records_canonical import keys, values
 
 @ANY_SPEED
 @given(
-    st.sampled_from(Kind), st.dictionaries(keys, values, max_size=4), st.integers(0, 2**51), st.integers(0, 2**53 - 1)
+    st.sampled_from(RecordKind),
+    st.dictionaries(keys, values, max_size=4),
+    st.integers(0, 2**51),
+    st.integers(0, 2**53 - 1),
 )
-def test_what_was_sealed_is_read(kind: Kind, data: dict[str, Any], wall_us: int, mono_us: int) -> None:
-    line, link = seal(Draft(kind, data, wall_us, mono_us), Link(4, "ab" * 32), BOOT)
+def test_what_was_sealed_is_read(kind: RecordKind, data: dict[str, Any], wall_us: int, mono_us: int) -> None:
+    line, link = seal(Draft(kind, data, wall_us, mono_us), ChainEnd(4, "ab" * 32), BOOT)
     if len(line) > MAX_RECORD_BYTES or "unrecordable" in data:
         return
     record = read_record(line)
     assert (record.seq, record.prev, record.kind, record.boot) == (5, "ab" * 32, kind, BOOT)
     if "unrecordable" not in record.data:
         assert (record.data, record.mono_us) == (data, mono_us)
-    assert link == Link(5, hashlib.sha256(line).hexdigest())
+    assert link == ChainEnd(5, hashlib.sha256(line).hexdigest())
 
 
 def test_each_tells_the_hash_of_the_one_before() -> None:
@@ -57,7 +60,7 @@ def test_each_tells_the_hash_of_the_one_before() -> None:
     [({"x": 1.5}, "a float"), ({"x": "\ud800"}, "surrogate"), ({"x": "y" * MAX_RECORD_BYTES}, "bytes")],
 )
 def test_what_can_be_no_record_is_told_of_in_its_place(data: dict[str, Any], why: str) -> None:
-    line, link = seal(draft(Kind.FAULT, **data), Link(), BOOT)
+    line, link = seal(draft(RecordKind.FAULT, **data), ChainEnd(), BOOT)
     assert why in read_record(line).data["unrecordable"]
     assert link.seq == 1
 
@@ -96,13 +99,13 @@ def test_what_is_no_record(line: bytes) -> None:
 
 
 def test_the_unchanged_one_is_a_record() -> None:
-    assert read_record(changed()).kind == Kind.START
+    assert read_record(changed()).kind == RecordKind.START
 
 
 @ANY_SPEED
 @given(st.integers(0, 2**53 - 1), st.integers(0, 2**53 - 1))
 def test_a_head_has_one_size(seq: int, alive_us: int) -> None:
-    head = Head(Link(seq, "cd" * 32), BOOT, alive_us)
+    head = Head(ChainEnd(seq, "cd" * 32), BOOT, alive_us)
     data = head_bytes(head)
     assert len(data) == HEAD_BYTES
     assert read_head(data) == head

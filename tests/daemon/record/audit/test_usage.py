@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.record.audit.records import Draft, Head, Kind, Link, read_record
+from gpulease.daemon.record.audit.records import ChainEnd, Draft, Head, RecordKind, read_record
 from gpulease.daemon.record.audit.usage import UsageSum, Used
 
 from .chains import ANY_SPEED, BOOT, OTHER_BOOT, a_life, draft, sealed
@@ -16,29 +16,29 @@ from .test_records_canonical import keys, values
 S = 1_000_000
 
 
-def lease(kind: Kind, at_s: float, number: int = 7, **data: Any) -> Draft:
+def lease(kind: RecordKind, at_s: float, number: int = 7, **data: Any) -> Draft:
     who = {"lease": f"{number:032x}", "tenant": "t", "size_bytes": 10}
     return draft(kind, int(at_s * S), **who | data)
 
 
 def start(at_s: float, alive_s: float | None = None, boot: str = BOOT) -> Draft:
     previous = {} if alive_s is None else {"previous": {"boot": boot, "alive_us": int(alive_s * S)}}
-    return draft(Kind.START, int(at_s * S), format=1, **previous)
+    return draft(RecordKind.START, int(at_s * S), format=1, **previous)
 
 
 def over(at_s: float, granted_s: float | None = None, **data: Any) -> Draft:
     granted_us = None if granted_s is None else int(granted_s * S)
-    return lease(Kind.OVER, at_s, granted_us=granted_us, over_us=int(at_s * S), **data)
+    return lease(RecordKind.OVER, at_s, granted_us=granted_us, over_us=int(at_s * S), **data)
 
 
 def end(at_s: float, over_s: float, granted_s: float | None) -> Draft:
     granted_us = None if granted_s is None else int(granted_s * S)
-    return lease(Kind.END, at_s, granted_us=granted_us, over_us=int(over_s * S))
+    return lease(RecordKind.END, at_s, granted_us=granted_us, over_us=int(over_s * S))
 
 
 def total(drafts: Iterable[Draft], head: Head | None = None, boots: dict[int, str] | None = None) -> Used:
     """Of tenant t, in seconds."""
-    found, link = UsageSum(), Link()
+    found, link = UsageSum(), ChainEnd()
     for number, one in enumerate(drafts):
         (line,), link = sealed([one], link, (boots or {}).get(number, BOOT))
         found.take(read_record(line))
@@ -46,39 +46,45 @@ def total(drafts: Iterable[Draft], head: Head | None = None, boots: dict[int, st
     return Used(used.leases, used.lease_us // S, used.byte_us // S, used.open_leases)
 
 
-GRANT = lease(Kind.GRANT, 10)
-GAP = draft(Kind.GAP, 30 * S, dropped={"end": 1}, since_us=20 * S)
+GRANT = lease(RecordKind.GRANT, 10)
+GAP = draft(RecordKind.GAP, 30 * S, dropped={"end": 1}, since_us=20 * S)
 CRASH = start(90, 14)
-ADOPT = lease(Kind.ADOPT, 91)
-MINOR_GAP = draft(Kind.GAP, 30 * S, dropped={"deny": 9}, since_us=20 * S)
+ADOPT = lease(RecordKind.ADOPT, 91)
+MINOR_GAP = draft(RecordKind.GAP, 30 * S, dropped={"deny": 9}, since_us=20 * S)
 
 
 @pytest.mark.parametrize(
     ("drafts", "used"),
     [
         pytest.param([GRANT, over(12, 10), end(15, 12, 10)], Used(1, 2, 20), id="a whole life"),
-        pytest.param([GRANT, lease(Kind.RENEW, 11), over(12, 10)], Used(1, 2, 20), id="its memory is not back yet"),
+        pytest.param(
+            [GRANT, lease(RecordKind.RENEW, 11), over(12, 10)], Used(1, 2, 20), id="its memory is not back yet"
+        ),
         pytest.param([GRANT, end(15, 12, 10)], Used(1, 2, 20), id="without the record of its being over"),
         pytest.param([over(12, 10), end(15, 12, 10)], Used(1, 2, 20), id="without its grant"),
         pytest.param([end(15, 12, 10)], Used(1, 2, 20), id="with its end alone"),
         pytest.param([end(15, 12, None)], Used(), id="never granted"),
-        pytest.param([GRANT, draft(Kind.STOP, 13 * S)], Used(1, 3, 30), id="stopped over it"),
+        pytest.param([GRANT, draft(RecordKind.STOP, 13 * S)], Used(1, 3, 30), id="stopped over it"),
         pytest.param([GRANT, start(90, 14)], Used(1, 4, 40), id="a crash: to when it was last known to live"),
-        pytest.param([GRANT, lease(Kind.RENEW, 13), start(90)], Used(1, 3, 30), id="a crash, and no head"),
+        pytest.param([GRANT, lease(RecordKind.RENEW, 13), start(90)], Used(1, 3, 30), id="a crash, and no head"),
         pytest.param([GRANT, start(90, 14, OTHER_BOOT)], Used(1, 0, 0), id="a crash, and the head of another boot"),
-        pytest.param([GRANT, lease(Kind.RENEW, 13)], Used(1, 3, 30, 1), id="open"),
-        pytest.param([GRANT, GAP, lease(Kind.GRANT, 40, 8), start(90, 50)], Used(2, 20, 200), id="a gap"),
-        pytest.param([GRANT, GAP, lease(Kind.RENEW, 40), start(90, 50)], Used(1, 40, 400), id="alive behind a gap"),
+        pytest.param([GRANT, lease(RecordKind.RENEW, 13)], Used(1, 3, 30, 1), id="open"),
+        pytest.param([GRANT, GAP, lease(RecordKind.GRANT, 40, 8), start(90, 50)], Used(2, 20, 200), id="a gap"),
+        pytest.param(
+            [GRANT, GAP, lease(RecordKind.RENEW, 40), start(90, 50)], Used(1, 40, 400), id="alive behind a gap"
+        ),
         pytest.param([GRANT, CRASH, ADOPT, over(95)], Used(1, 85, 850), id="adopted: as if nothing had been"),
         pytest.param([GRANT, CRASH, CRASH, ADOPT, over(95)], Used(1, 85, 850), id="adopted, at the second try"),
         pytest.param([GRANT, CRASH, ADOPT, start(190, 150)], Used(1, 140, 1400), id="adopted, then a crash"),
         pytest.param([GRANT, CRASH, ADOPT, start(96, 95), ADOPT, over(99)], Used(1, 89, 890), id="adopted twice"),
-        pytest.param([GRANT, draft(Kind.STOP, 13 * S), start(90), ADOPT, over(95)], Used(1, 85, 850), id="kept"),
+        pytest.param([GRANT, draft(RecordKind.STOP, 13 * S), start(90), ADOPT, over(95)], Used(1, 85, 850), id="kept"),
         pytest.param([GRANT, CRASH, ADOPT], Used(1, 81, 810, 1), id="adopted and open"),
         pytest.param([GRANT, CRASH, end(95, 91, None)], Used(1, 4, 40), id="not adopted: its end says nothing more"),
         pytest.param([GRANT, over(12, 10), CRASH, end(95, 91, None)], Used(1, 2, 20), id="over before the crash"),
         pytest.param([CRASH, ADOPT, over(95)], Used(1, 4, 40), id="adopted, without its grant"),
-        pytest.param([GRANT, CRASH, lease(Kind.END, 95, 8)], Used(1, 4, 40), id="the end of a worker of no lease"),
+        pytest.param(
+            [GRANT, CRASH, lease(RecordKind.END, 95, 8)], Used(1, 4, 40), id="the end of a worker of no lease"
+        ),
         pytest.param([GRANT, MINOR_GAP, start(90, 50)], Used(1, 40, 400), id="a gap without ends"),
     ],
 )
@@ -87,17 +93,17 @@ def test_the_rules(drafts: list[Draft], used: Used) -> None:
 
 
 def test_open_leases_count_to_the_head() -> None:
-    assert total([GRANT], Head(Link(), BOOT, 15 * S)) == Used(1, 5, 50, 1)
-    assert total([GRANT], Head(Link(), OTHER_BOOT, 15 * S)) == Used(1, 0, 0, 1)
+    assert total([GRANT], Head(ChainEnd(), BOOT, 15 * S)) == Used(1, 5, 50, 1)
+    assert total([GRANT], Head(ChainEnd(), OTHER_BOOT, 15 * S)) == Used(1, 0, 0, 1)
 
 
 def test_another_boot_has_another_clock() -> None:
-    drafts = [lease(Kind.GRANT, 1000), start(5, 1010), lease(Kind.GRANT, 6, 8), end_of(8, 9.0, 6)]
+    drafts = [lease(RecordKind.GRANT, 1000), start(5, 1010), lease(RecordKind.GRANT, 6, 8), end_of(8, 9.0, 6)]
     assert total(drafts, boots={1: OTHER_BOOT, 2: OTHER_BOOT, 3: OTHER_BOOT}) == Used(2, 13, 130)
 
 
 def end_of(number: int, over_s: float, granted_s: int) -> Draft:
-    return lease(Kind.END, over_s, number, granted_us=granted_s * S, over_us=int(over_s * S))
+    return lease(RecordKind.END, over_s, number, granted_us=granted_s * S, over_us=int(over_s * S))
 
 
 def test_the_wall_clock_means_nothing() -> None:
@@ -111,7 +117,7 @@ def test_the_wall_clock_means_nothing() -> None:
 
 def test_two_tenants_are_two() -> None:
     found = UsageSum()
-    for line in sealed([GRANT, lease(Kind.GRANT, 10, 8, tenant="u"), over(12, 10)])[0]:
+    for line in sealed([GRANT, lease(RecordKind.GRANT, 10, 8, tenant="u"), over(12, 10)])[0]:
         found.take(read_record(line))
     assert {name: used.open_leases for name, used in found.finish().items()} == {"t": 0, "u": 1}
 
@@ -125,8 +131,8 @@ odd = st.dictionaries(
 
 
 @ANY_SPEED
-@given(st.lists(st.tuples(st.sampled_from(Kind), odd, st.integers(0, 1000), st.sampled_from([BOOT, OTHER_BOOT]))))
-def test_no_records_do_harm(told: list[tuple[Kind, dict[str, Any], int, str]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(RecordKind), odd, st.integers(0, 1000), st.sampled_from([BOOT, OTHER_BOOT]))))
+def test_no_records_do_harm(told: list[tuple[RecordKind, dict[str, Any], int, str]]) -> None:
     found = UsageSum()
     for kind, data, mono_us, boot in told:
         (line,), _ = sealed([draft(kind, mono_us, **data)], boot=boot)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpulease.daemon.record.audit.records import MAX_RECORD_BYTES, Kind, Link
+from gpulease.daemon.record.audit.records import MAX_RECORD_BYTES, ChainEnd, RecordKind
 from gpulease.daemon.record.audit.verification import MAX_FINDINGS, Finding, Verifier
 
 from .chains import ANY_SPEED, FILE, a_life, draft, sealed, text_of, verdict_of
@@ -18,7 +18,7 @@ TEXT = text_of(LINES)
 STARTS = [len(text_of(LINES[:index])) for index in range(len(LINES) + 1)]
 
 
-def first_of(data: bytes, head: Link | None = END) -> Finding:
+def first_of(data: bytes, head: ChainEnd | None = END) -> Finding:
     return verdict_of({FILE: data}, head).findings[0]
 
 
@@ -83,18 +83,18 @@ def test_an_edit_that_is_canonical() -> None:
 
 
 def test_a_rest_that_was_sealed_anew_shows_in_the_head_alone() -> None:
-    forged, end = sealed([draft(Kind.STOP)], Link(1, hashlib.sha256(LINES[0]).hexdigest()))
+    forged, end = sealed([draft(RecordKind.STOP)], ChainEnd(1, hashlib.sha256(LINES[0]).hexdigest()))
     data = text_of([LINES[0], *forged])
     assert verdict_of({FILE: data}).is_whole
     assert not verdict_of({FILE: data}, END).is_whole
     assert verdict_of({FILE: data}, end).is_whole
-    last, _ = sealed([draft(Kind.STOP, 9)], Link(6, hashlib.sha256(LINES[5]).hexdigest()))
+    last, _ = sealed([draft(RecordKind.STOP, 9)], ChainEnd(6, hashlib.sha256(LINES[5]).hexdigest()))
     found = first_of(text_of([*LINES[:6], *last]))
     assert (found.seq, found.problem) == (7, "it is not the record that the head refers to")
 
 
 def test_what_follows_the_head_is_told() -> None:
-    verdict = verdict_of({FILE: TEXT}, Link(5, hashlib.sha256(LINES[4]).hexdigest()))
+    verdict = verdict_of({FILE: TEXT}, ChainEnd(5, hashlib.sha256(LINES[4]).hexdigest()))
     assert verdict.is_whole
     assert verdict.notes == ["2 records follow the head"]
 
@@ -102,9 +102,9 @@ def test_what_follows_the_head_is_told() -> None:
 # --- torn lines ---
 
 
-def torn(piece: bytes, **told: Any) -> tuple[bytes, Link]:
+def torn(piece: bytes, **told: Any) -> tuple[bytes, ChainEnd]:
     about = {"offset": len(TEXT), "size_bytes": len(piece), "sha256": hashlib.sha256(piece).hexdigest()} | told
-    (line,), end = sealed([draft(Kind.START, 6_000_000, format=1, torn=about)], END)
+    (line,), end = sealed([draft(RecordKind.START, 6_000_000, format=1, torn=about)], END)
     return TEXT + piece + b"\n" + line + b"\n", end
 
 
@@ -150,7 +150,7 @@ def test_a_log_in_several_files() -> None:
 
 
 def test_files_that_were_removed() -> None:
-    prune = draft(Kind.PRUNE, file="a", last=3, hash=hashlib.sha256(LINES[2]).hexdigest())
+    prune = draft(RecordKind.PRUNE, file="a", last=3, hash=hashlib.sha256(LINES[2]).hexdigest())
     lines, end = sealed([prune], END)
     assert verdict_of({"c": text_of([*LINES[3:], *lines])}, end).is_whole
     (found,) = verdict_of({"c": text_of(LINES[3:])}, END).findings
@@ -165,7 +165,7 @@ def test_no_log_at_all() -> None:
 
 
 def test_another_format() -> None:
-    lines, end = sealed([draft(Kind.START, format=2)])
+    lines, end = sealed([draft(RecordKind.START, format=2)])
     assert "another format" in verdict_of({FILE: text_of(lines)}, end).findings[0].problem
 
 
@@ -184,7 +184,7 @@ def test_no_lines_do_harm(lines: list[bytes]) -> None:
 
 @pytest.mark.parametrize("data", [{"last": {}, "hash": []}, {"torn": [1]}, {"torn": {"offset": {}}}, {"format": {}}])
 def test_no_particulars_do_harm(data: dict[str, Any]) -> None:
-    lines, end = sealed([draft(Kind.PRUNE, **data), draft(Kind.START, **data)])
+    lines, end = sealed([draft(RecordKind.PRUNE, **data), draft(RecordKind.START, **data)])
     assert verdict_of({FILE: text_of(lines)}, end).records == 2
 
 

@@ -1,8 +1,16 @@
 import pytest
 
-from gpulease.daemon.record.metrics.families import CARD, MAX_LABEL_CHARS, OTHERS, Family, Histogram, Kind, TenantLabels
+from gpulease.daemon.record.metrics.families import (
+    CARD,
+    MAX_LABEL_CHARS,
+    OTHERS,
+    Family,
+    FamilyKind,
+    Histogram,
+    TenantLabels,
+)
 
-SECONDS = Family("x_seconds", Kind.HISTOGRAM, "X.", CARD, (0.1, 1.0))
+SECONDS = Family("x_seconds", FamilyKind.HISTOGRAM, "X.", CARD, (0.1, 1.0))
 
 
 @pytest.mark.parametrize(

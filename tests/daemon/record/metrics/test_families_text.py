@@ -19,8 +19,8 @@ from gpulease.daemon.record.metrics.families import (
     SAMPLES_PER_CHUNK,
     Content,
     Family,
+    FamilyKind,
     Histogram,
-    Kind,
     Labels,
     NodeCollector,
     chunks,
@@ -32,7 +32,7 @@ HOSTILE = 'a"} 1\ngpulease_ready 1\\\u2028é'
 
 
 def values(family: Family, labels: Labels) -> dict[Labels, float] | Histogram:
-    if family.kind in (Kind.HISTOGRAM, Kind.SUMMARY):
+    if family.kind in (FamilyKind.HISTOGRAM, FamilyKind.SUMMARY):
         histogram = Histogram(family)
         histogram.observe(labels, 0.3)
         return histogram
@@ -68,7 +68,7 @@ def test_names_are_used_once_and_say_their_units() -> None:
         assert family.meaning.endswith("."), family.name
         assert not re.search("lease_id|_ms$|_ns$|_total$", family.name), family.name
         assert "lease" not in family.labels, "the number of leases has no bound"
-        if family.kind is Kind.HISTOGRAM:
+        if family.kind is FamilyKind.HISTOGRAM:
             assert family.name.endswith("_seconds")
             assert list(family.bounds) == sorted(set(family.bounds))
 
@@ -105,7 +105,7 @@ def test_what_has_no_values_is_not_told() -> None:
 
 @pytest.mark.parametrize("count", [1, SAMPLES_PER_CHUNK, SAMPLES_PER_CHUNK + 1, 3 * SAMPLES_PER_CHUNK])
 def test_pieces_make_the_whole(count: int) -> None:
-    gauge = next(family for family in FAMILIES if family.kind is Kind.GAUGE and family.labels == ("UUID",))
+    gauge = next(family for family in FAMILIES if family.kind is FamilyKind.GAUGE and family.labels == ("UUID",))
     content: Content = {**everything(), gauge: {(f"GPU-{number}",): number for number in range(count)}}
     assert text_of(content) == generate_latest(registry(content)).decode()
 
@@ -120,7 +120,7 @@ def test_the_most_there_can_be_fits_a_reply() -> None:
     content: dict[Family, dict[Labels, float] | Histogram] = {}
     for family in FAMILIES:
         labels = [choices.get(label, ["x" * 96]) for label in family.labels]
-        made = Histogram(family) if family.kind in (Kind.HISTOGRAM, Kind.SUMMARY) else dict[Labels, float]()
+        made = Histogram(family) if family.kind in (FamilyKind.HISTOGRAM, FamilyKind.SUMMARY) else dict[Labels, float]()
         for one in itertools.product(*labels):
             if isinstance(made, Histogram):
                 made.observe(one, 1e-9)
