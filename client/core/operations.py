@@ -385,7 +385,8 @@ class RequestPipeline:
     def reuse(self, handle: int) -> Begun[None]:
         """Have an allocation freed and allocated again in place, under the session's lock."""
         attachment = self.attachment
-        attachment.channel.finish()
+        if not attachment.channel.is_finished:
+            attachment.channel.finish()
         request_id = attachment.connection.next_request_id()
         frame = mem_reuse_frame(handle, request_id=request_id, session_id=attachment.session_id)
         # Listed before it is sent: if an earlier request failed, the worker skipped this reuse, and the memory must be
@@ -412,8 +413,9 @@ class RequestPipeline:
         count = len(freed)
 
         def note() -> None:
-            # Calling it twice is harmless: it removes these frees, and no later ones.
-            if freed and freed[-1] not in self.freed:
+            # Calling it twice is harmless: it removes these frees, and no later ones. Their ids are above all earlier
+            # ones, so the last id tells in one comparison, however many frees wait for a reply.
+            if freed and not (self.freed and self.freed[-1][0] >= freed[-1][0]):
                 del dropped[:count]
                 self.freed += freed
 
