@@ -76,7 +76,7 @@ def _findings(value: Any) -> list[dict[str, Any]]:
 
 
 Findings = Annotated[list[dict[str, Any]], FieldKind(_findings)]
-"""Measures of the sandbox, each as returned by `Finding.to_message`."""
+"""Measures of the sandbox, each as returned by `MeasureFinding.to_message`."""
 
 
 # --- broker to zygote; a request for a worker is a WorkerSpec ---

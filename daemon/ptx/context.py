@@ -143,7 +143,7 @@ class CpuGraph:
         self._replays = [self._replay_of(step) for step in steps]
 
     def bind(self, step: int, params: bytes) -> None:
-        """Set a launch step's parameters for later replays (`Graph.bind`). Raises TypeError for a copy."""
+        """Set a launch step's parameters for later replays (`DriverGraph.bind`). Raises TypeError for a copy."""
         kernel_step = self._steps[step]
         if not isinstance(kernel_step, KernelStep):
             raise TypeError("only launches have parameters")

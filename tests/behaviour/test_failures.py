@@ -225,7 +225,7 @@ class TestLaunchFailed:
                 (Launch(module, "scale", 1, 65536, 1, 1, 1, 1, 0, *good), "grid"),
                 (Launch(module, "scale", 1, 1, 1, 1, 1, 1, 1 << 30, *good), "shared memory"),
                 (Launch(module, "scale", 1, 1, 1, 1, 1, 1, 0, good[0], (8, 8)), "[8, 4, 4]"),
-                (Launch(module, "scale", 1, 1, 1, 1, 1, 1, 0, good[0][:-1], (8, 4, 4)), "15 argument bytes"),
+                (Launch(module, "scale", 1, 1, 1, 1, 1, 1, 0, good[0][:-1], (8, 4, 4)), "must have 16 bytes"),
                 (Launch(module, "scale", 1, 1, 1, 1, 1, 1, 0, b"", ()), "[8, 4, 4]"),
             ):
                 failure = peer.refused(Opcode.LAUNCH, launch, ident)

@@ -1,4 +1,4 @@
-"""The worker's session operations, on the embedded driver: daemon/session/session.py and every `Operations`.
+"""The worker's session operations, on the embedded driver: daemon/session/session.py and every `OperationHandler`.
 
 The invariant. Whatever frames a tenant sends, in whatever order:
 

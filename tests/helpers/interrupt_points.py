@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import gpulease
+from gpulease.client import Region
 from gpulease.client.sync.clean_ups import due
 from helpers.waiting import wait_until
 
@@ -23,6 +24,9 @@ NOT_OURS = frozenset({"__del__", "<genexpr>", "<lambda>"})
 
 
 _FINALIZER = weakref.finalize.__call__.__code__
+
+_ENTERED = Region.__enter__.__code__
+"""It only returns the region, which is the program's by then: an interrupt there is as one after any call of ours."""
 
 
 class Point(NamedTuple):
@@ -128,7 +132,7 @@ class InterruptPoints:
 
 
 def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(gpulease.__path__[0])
+    return code.co_filename.startswith(gpulease.__path__[0]) and code is not _ENTERED
 
 
 def _names(frame: FrameType | None) -> Iterator[str]:

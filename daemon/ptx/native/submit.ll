@@ -1,4 +1,4 @@
-; What the caller does with the stream (stream.ll), for native code that launches: see `Stream.submit`.
+; What the caller does with the stream (stream.ll), for native code that launches: see `LaunchQueue.submit`.
 ;
 ; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, ring 40, slot_bytes 48, slot_mask 56, queued 88,
 ; submitted 152, has_thread 160, has_helpers 168, prints 176. A PrintHead has: used 0, dropped 8.

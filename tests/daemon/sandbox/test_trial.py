@@ -17,11 +17,11 @@ LANDLOCK_RESTRICT_SELF = 446
 PREPARE = """
 import json, sys
 from gpulease.daemon.sandbox.measures import SandboxBroken
-from gpulease.daemon.sandbox.measures import Needs
+from gpulease.daemon.sandbox.measures import SandboxNeeds
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
 try:
-    plan, findings = prepare(SandboxSettings.from_text(sys.argv[1]), Needs(), lambda owner: ())
+    plan, findings = prepare(SandboxSettings.from_text(sys.argv[1]), SandboxNeeds(), lambda owner: ())
     on = sorted(measure.value for measure in plan.measures)
     print(json.dumps({"on": on, "found": {found.measure.value: found.detail for found in findings}}))
 except SandboxBroken as error:
@@ -30,7 +30,7 @@ except SandboxBroken as error:
 
 KILLED = """
 import os, signal
-from gpulease.daemon.sandbox.measures import Needs, SandboxSettings
+from gpulease.daemon.sandbox.measures import SandboxNeeds, SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
 fork = os.fork
 def killed():
@@ -38,7 +38,7 @@ def killed():
         return 0
     os.kill(os.getpid(), signal.SIGKILL)
 os.fork = killed
-prepare(SandboxSettings(), Needs(), lambda owner: ())
+prepare(SandboxSettings(), SandboxNeeds(), lambda owner: ())
 """
 
 

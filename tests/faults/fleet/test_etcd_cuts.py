@@ -151,15 +151,15 @@ def test_no_outcome_is_wrong_and_no_write_done_twice(contest: Contest) -> None:
         fault(contest)
         contest.network.heal()
         # A write that got its answer: all are back.
-        contest.wait_for_progress(NODES, "Answer")
+        contest.wait_for_progress(NODES, "TransactionAnswer")
     told = [outcome for node in NODES for outcome in contest.outcomes(node)]
     history = contest.history()
     revisions = {change["nonce"]: change["revision"] for change in history}
     assert len(revisions) == len(history), "a write was done twice"
     kinds = Counter((each["outcome"], each.get("succeeded")) for each in told)
-    assert {("Answer", True), ("Answer", False), ("Unknown", None)} <= set(kinds), kinds
+    assert {("TransactionAnswer", True), ("TransactionAnswer", False), ("Unknown", None)} <= set(kinds), kinds
     for each in (each for each in told if each["nonce"] is not None):
-        if each["outcome"] == "Answer" and each["succeeded"]:
+        if each["outcome"] == "TransactionAnswer" and each["succeeded"]:
             assert revisions.get(each["nonce"]) == each["revision"], each
         elif each["outcome"] != "Unknown":
             assert each["nonce"] not in revisions, each

@@ -158,7 +158,7 @@ import json, resource, sys
 from pathlib import Path
 from gpulease.daemon.record import group_commit
 from gpulease.daemon.record.audit.record_writer import AuditWriter
-from gpulease.daemon.record.audit.records import Kind
+from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.audit.files import AuditLog, LogSettings
 from helpers.waiting import wait_until
 
@@ -169,7 +169,7 @@ writer = AuditWriter(lambda known: AuditLog(settings, "0" * 32, known), {}, lamb
 writer.start(must_work=True)
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-tickets = [writer.put(Kind.GRANT, {"number": number}) for number in range(count)]
+tickets = [writer.put(RecordKind.GRANT, {"number": number}) for number in range(count)]
 problem = wait_until(writer.problem, "the disk refuses")
 assert not writer.is_durable(tickets[-1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
