@@ -35,13 +35,20 @@ def drive_owing(owed: Owed, procedure: Procedure[T], made: Callable[[T], R]) -> 
         owed.is_settled = True
         raise
     except BaseException:
-        # No interrupt can come between these: see `core.clean_ups`.
+        # No interrupt can come between this and the thread's start: see `core.clean_ups`.
         due[owed] = None
         owed.is_due = True
         start_new_thread(settle, (owed,))
         # The next call finds it given back. Another interrupt ends this wait, and nothing else.
         _wait(lambda: owed in due)
         raise
+
+
+def give_back(owed: Owed) -> None:
+    """Have a thread give back what the program has dropped. For finalizers, in which Python discards interrupts."""
+    due[owed] = None
+    owed.is_due = True
+    start_new_thread(settle, (owed,))
 
 
 def settle(owed: Owed) -> None:

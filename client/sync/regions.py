@@ -1,14 +1,15 @@
 """Regions of the blocking API: leases inside a session, each of which ends on its own."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.core.lease import LeaseReport
-from gpulease.client.core.regions import OwedRegion, RegionView
+from gpulease.client.core.regions import OwedRegion, RegionHandle, RegionView
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.clean_ups import drive_owing, nothing
+from gpulease.client.sync.clean_ups import drive_owing, give_back, nothing
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
 from gpulease.protocol import RevokeOutcome
@@ -24,7 +25,12 @@ class Region(RegionView):
     Leaving its `with` block closes it. Dropping the last reference does not end it; its deadline does.
     """
 
-    __slots__ = ()
+    __slots__ = ("_left",)
+
+    def __init__(self, state: RegionHandle) -> None:
+        super().__init__(state)
+        # What closes the region if its block ends without `__exit__`; None outside a block.
+        self._left: weakref.finalize[..., Any] | None = None
 
     def renew(self, seconds: float) -> None:
         """Move the deadline to at least `seconds` from now, but not beyond the lease's. If it has ended, raises how."""
@@ -91,14 +97,32 @@ class Region(RegionView):
         # Closed before: closing twice is harmless.
         if self.owner is None:
             return
-        drive_owing(OwedRegion.of(self._state), self._state.close(), nothing)
+        try:
+            drive_owing(OwedRegion.of(self._state), self._state.close(), nothing)
+        except GpuLeaseError:
+            self._detach()
+            raise
+        self._detach()
         # Without an owner it does not belong to the session any more: launches and copies with it are refused here.
         self.owner = None
 
+    def _detach(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            left.detach()
+
     def __enter__(self) -> Self:
+        # An interrupt may come before `__exit__` has begun. Then the region is closed once nothing refers to it.
+        self._left = weakref.finalize(self, _leave, self._state)
+        # The lease's end takes the region, too, so the program's end does not wait for it.
+        self._left.atexit = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # An error of the block itself is more important than that of the close.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             self.close()
+
+
+def _leave(state: RegionHandle) -> None:
+    give_back(OwedRegion.of(state))
