@@ -22,7 +22,8 @@ class Region(RegionView):
     After it ends, by `revoke`, by its deadline or by `free`, no launch that names it starts, the session can no longer
     access its memory, and the session itself continues (`GpuSession.region_set`).
 
-    Leaving its `with` block closes it. Dropping the last reference does not end it; its deadline does.
+    Leaving its `with` block closes it. Dropping the last reference does not end it; its deadline does. A region whose
+    block was entered, and then cut short by an interrupt, is closed with its last reference.
     """
 
     __slots__ = ("_left",)
