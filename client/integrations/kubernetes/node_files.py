@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.file_replacement import replace_file, sync_folder
 from gpulease.client.integrations.kubernetes.kubernetes_objects import MAX_USER
 from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.lease_ids import lease_id_of
@@ -117,7 +118,7 @@ class NodeFiles:
     def save(self, record: PreparedClaim) -> None:
         """Write a claim's record. It is on the disk when this returns."""
         text = json.dumps({"version": _RECORD_VERSION} | asdict(record))
-        _replace(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=True)
+        replace_file(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=True)
 
     def forget(self, uid: str) -> None:
         """Delete a claim's files, its record last. If it raises OSError, the record stays."""
@@ -126,7 +127,7 @@ class NodeFiles:
         with suppress(FileNotFoundError):
             shutil.rmtree(self._tokens / uid)
         (self._records / f"{uid}.json").unlink(missing_ok=True)
-        _sync(self._records)
+        sync_folder(self._records)
 
     # --- what pods get ---
 
@@ -137,7 +138,7 @@ class NodeFiles:
         # The pod's user may enter the folder, but not write to it.
         if os.geteuid() != record.user:
             os.chown(folder, record.user, -1)
-        _replace(folder / f"token-{number}", token.encode(), 0o400, owner=record.user)
+        replace_file(folder / f"token-{number}", token.encode(), 0o400, owner=record.user)
 
     def drop_token(self, uid: str, number: int) -> None:
         """Delete the token of a lease that is over."""
@@ -146,7 +147,7 @@ class NodeFiles:
     def write_spec(self, record: PreparedClaim, daemon_socket: Path) -> None:
         """Write a claim's CDI specification, which container runtimes read."""
         spec = cdi_spec(record, daemon_socket, self._tokens / record.uid)
-        _replace(self._spec_path(record.uid), indented_json(spec).encode(), 0o644)
+        replace_file(self._spec_path(record.uid), indented_json(spec).encode(), 0o644)
 
     def _spec_path(self, uid: str) -> Path:
         return self._cdi / f"gpulease-{uid}.json"
@@ -201,32 +202,3 @@ def cdi_spec(record: PreparedClaim, daemon_socket: Path, tokens: Path) -> dict[s
 
 def _mount(host: str, container: str) -> Mapping[str, Any]:
     return {"hostPath": host, "containerPath": container, "options": ["ro", "nosuid", "nodev", "noexec", "bind"]}
-
-
-def _replace(path: Path, data: bytes, mode: int, *, owner: int | None = None, is_synced: bool = False) -> None:
-    # Write a new file and rename it over the old one, so that readers see one or the other in full. O_EXCL refuses a
-    # link that another user may have placed there.
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        # Explicitly, because the umask may have removed bits at the creation.
-        os.fchmod(file.fileno(), mode)
-        if owner is not None and owner != os.geteuid():
-            os.fchown(file.fileno(), owner, -1)
-        file.write(data)
-        file.flush()
-        if is_synced:
-            os.fsync(file.fileno())
-    new.replace(path)
-    # The rename itself is on the disk only once the folder is.
-    if is_synced:
-        _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

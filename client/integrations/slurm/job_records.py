@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.integrations.file_replacement import replace_file
 
 LOCKS: Final = "locks"
 """The file with the jobs' locks: the byte at a job's number is locked for that job."""
@@ -82,15 +82,7 @@ class JobRecords:
 
     def write(self, job: str, record: JobRecord) -> None:
         """Replace a job's record. It is on the disk when this returns."""
-        path = self._path(job)
-        # Write a new file and rename it, so that a killed script never leaves half a record.
-        new = path.with_suffix(".new")
-        with new.open("w") as file:
-            file.write(json.dumps(asdict(record)))
-            file.flush()
-            os.fsync(file.fileno())
-        new.chmod(0o644)
-        new.replace(path)
+        replace_file(self._path(job), json.dumps(asdict(record)).encode(), 0o644, is_synced=True)
 
     def forget(self, job: str) -> None:
         """Remove a job's record. Has no effect if there is none."""

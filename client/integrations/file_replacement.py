@@ -1,0 +1,43 @@
+"""Files of a node that programs of several users read: each is replaced as a whole."""
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes, mode: int, *, owner: int | None = None, is_synced: bool = False) -> None:
+    """Replace a file, or make it.
+
+    Args:
+        path: The file.
+        data: What it contains.
+        mode: Its permissions, whatever the umask.
+        owner: Its user; None for this process's.
+        is_synced: Whether it is to be on the disk when this returns.
+    """
+    # Write a new file and rename it over the old one, so that readers see one or the other in full. O_EXCL refuses a
+    # link that another user may have placed there.
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        # Explicitly, because the umask may have removed bits at the creation.
+        os.fchmod(file.fileno(), mode)
+        if owner is not None and owner != os.geteuid():
+            os.fchown(file.fileno(), owner, -1)
+        file.write(data)
+        file.flush()
+        if is_synced:
+            os.fsync(file.fileno())
+    new.replace(path)
+    # The rename itself is on the disk only once the folder is.
+    if is_synced:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring what was made, renamed or removed in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
