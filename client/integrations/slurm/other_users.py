@@ -4,13 +4,14 @@ import json
 import os
 import pwd
 from collections.abc import Callable
+from typing import Final
 
 from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.opcodes import Status
 
-MAX_ANSWER_BYTES = 4096
-"""Longest answer of the child, which a pipe takes without a reader (PIPE_BUF)."""
+MAX_ERROR_CHARS: Final = 1024
+"""Most characters of an error that the child passes on: the reason of a refusal, for the job's output."""
 
 
 class RefusedForUser(CannotStart):
@@ -47,10 +48,10 @@ def as_user(user: int, action: Callable[[], str]) -> str:
                 os.setresuid(user, user, user)
             answer = {"done": action()}
         except GpuLeaseError as error:
-            answer = {"error": str(error)[:1024], "status": int(error.status)}
+            answer = {"error": str(error)[:MAX_ERROR_CHARS], "status": int(error.status)}
         except BaseException as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:1024]}
-        os.write(writing, json.dumps(answer).encode()[:MAX_ANSWER_BYTES])
+            answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
+        os.write(writing, json.dumps(answer).encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:

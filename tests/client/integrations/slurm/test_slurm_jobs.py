@@ -12,11 +12,13 @@ import pytest
 
 from gpulease.client import GpuBuilder
 from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.errors import Denied
 from gpulease.client.integrations.slurm import __main__ as slurm
 from gpulease.client.integrations.slurm import slurm_jobs
 from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
-from gpulease.client.integrations.slurm.other_users import RefusedForUser
+from gpulease.client.integrations.slurm.other_users import RefusedForUser, as_user
 from gpulease.client.integrations.slurm.slurm_jobs import JobState, size_of_job, state_of_job
+from gpulease.protocol.opcodes import Status
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.slurm_cluster import SlurmCluster, missing
 from helpers.waiting import wait_until
@@ -115,6 +117,15 @@ def cluster(folder: Path, daemon: Daemon) -> Iterator[SlurmCluster]:
     made = SlurmCluster(folder, daemon.address, 64)
     yield made
     made.stop()
+
+
+def test_a_long_refusal_of_any_script_reaches_the_job() -> None:
+    def refused() -> str:
+        raise Denied("\N{SNOWMAN}" * 5000)
+
+    with pytest.raises(RefusedForUser, match="\N{SNOWMAN}") as raised:
+        as_user(os.geteuid(), refused)
+    assert raised.value.status is Status.DENIED
 
 
 def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
