@@ -7,7 +7,7 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, cast
 
 from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed
@@ -245,19 +245,6 @@ def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseErro
     own = ended.failure.hint
     hint = f"{own} It was asked at {channel.address}" if own else _is_it_running(channel.address)
     return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
-
-
-@contextlib.contextmanager
-def closing_on_failure(channel: Channel, doing: str) -> Iterator[None]:
-    """Close the channel if the block fails. If the stream ended, raises the error that `disconnected` gives."""
-    try:
-        yield
-    except LinkEnded as ended:
-        channel.close()
-        raise disconnected(ended, channel, doing) from None
-    except BaseException:
-        channel.close()
-        raise
 
 
 class First(NamedTuple):
