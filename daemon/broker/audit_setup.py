@@ -16,7 +16,7 @@ from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card
 from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LastRecords, LogSettings, last_records
 from gpulease.daemon.record.audit.record_writer import AuditWriter
-from gpulease.daemon.record.audit.recorder import LogRecorder, NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder, LogRecorder
 from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
 from gpulease.protocol.foreign_text import encodable
 from gpulease.protocol.settings_reader import declared
@@ -29,7 +29,7 @@ class CannotRecord(CannotStart):
 
 
 @contextlib.asynccontextmanager
-async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[NullRecorder]:
+async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[FactRecorder]:
     """Open the audit log until the block is left. Without an audit log, the recorder discards everything.
 
     Raises:
@@ -37,7 +37,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
         ConfigError: The configured place can't hold a log.
     """
     if config.audit is None:
-        yield NullRecorder()
+        yield FactRecorder()
         return
     settings = LogSettings(
         config.audit, config.audit_head or config.audit / HEAD_NAME, config.audit_file_bytes, config.audit_keep_files

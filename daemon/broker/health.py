@@ -7,7 +7,7 @@ from typing import Any
 from gpulease.daemon.broker.fleet_frontend import FleetFrontend
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.leases import LeaseTable
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.registry import Workers
 
@@ -42,7 +42,7 @@ class Health:
         table: LeaseTable,
         workers: Workers,
         journal: Journal,
-        recorder: NullRecorder,
+        recorder: FactRecorder,
         memory_reserve: MemoryReserve,
     ) -> None:
         self.is_listening = False

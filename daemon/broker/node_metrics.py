@@ -19,7 +19,7 @@ from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import LeaseState, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.lease_facts import Fact
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeCollector, chunks
@@ -53,7 +53,7 @@ class NodeMetrics:
     """
 
     def __init__(
-        self, table: LeaseTable, source: CardSource, workers: Workers, recorder: NullRecorder, health: Health
+        self, table: LeaseTable, source: CardSource, workers: Workers, recorder: FactRecorder, health: Health
     ) -> None:
         self.fleet: Callable[[], FleetFacts] | None = None
         self._table = table

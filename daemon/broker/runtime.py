@@ -78,7 +78,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.record.lease_facts import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
@@ -132,7 +132,7 @@ class Runtime:
         source: CardSource,
         workers: Workers,
         tokens: TokenService,
-        recorder: NullRecorder,
+        recorder: FactRecorder,
         max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
@@ -514,7 +514,7 @@ class PendingRequests:
     """Requests that are not answered yet: who gets the answer of which.
 
     An outcome of the lease table is answered only once the journal, and for a grant the audit log, hold it durably. If
-    they can't, they revoke the grant and replace the outcome by a denial (`Journal.answer`, `NullRecorder.answer`).
+    they can't, they revoke the grant and replace the outcome by a denial (`Journal.answer`, `FactRecorder.answer`).
 
     Args:
         on_answered: Called after each outcome's answer.
@@ -524,7 +524,7 @@ class PendingRequests:
     """
 
     def __init__(
-        self, journal: Journal, recorder: NullRecorder, metrics: NodeMetrics, on_answered: Callable[[], None]
+        self, journal: Journal, recorder: FactRecorder, metrics: NodeMetrics, on_answered: Callable[[], None]
     ) -> None:
         self.unanswered = 0
         self._journal = journal

@@ -50,7 +50,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.place_log import log_restoring_fault
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.web.fleet_membership import FleetMembership
@@ -150,7 +150,7 @@ class Service:
         source: CardSource,
         cards: list[Card],
         workers: Workers,
-        recorder: NullRecorder,
+        recorder: FactRecorder,
         journal: Journal,
         given: Sequence[GivenSocket] = (),
     ) -> None:

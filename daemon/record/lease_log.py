@@ -21,7 +21,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
-from gpulease.daemon.record.audit.recorder import Budgets, Grant, NullRecorder, OnNoted, OnOutcome
+from gpulease.daemon.record.audit.recorder import Budgets, FactRecorder, Grant, OnNoted, OnOutcome
 from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
@@ -38,7 +38,7 @@ _SAME_NAMES: Final = frozenset(
 """Particulars of a record that are fields here by the same name."""
 
 
-class LeaseLog(NullRecorder):
+class LeaseLog(FactRecorder):
     """Wraps the recorder of the audit log: passes every record on, and writes a log line for it.
 
     Args:
@@ -47,7 +47,7 @@ class LeaseLog(NullRecorder):
         pid_of: Returns the process id of a lease's worker, 0 if it has none.
     """
 
-    def __init__(self, inner: NullRecorder, lookup: Lookup, pid_of: Callable[[int], int]) -> None:
+    def __init__(self, inner: FactRecorder, lookup: Lookup, pid_of: Callable[[int], int]) -> None:
         self._inner = inner
         self._lookup = lookup
         self._pid_of = pid_of

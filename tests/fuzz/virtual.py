@@ -28,7 +28,7 @@ from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_S
@@ -256,7 +256,7 @@ def broker_of(table: LeaseTable, tokens: TokenService, workers: SimulatedWorkers
     """A runtime on the virtual clock, with an authority of its own."""
     ring = KeyRing.fresh(CLOCK.now_ns)
     tokens._authority = CapabilityAuthority(ring, tokens._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
-    made = Runtime(table, EmbeddedCards(sizes), workers, tokens, NullRecorder(), max_load_s=120)
+    made = Runtime(table, EmbeddedCards(sizes), workers, tokens, FactRecorder(), max_load_s=120)
     made.fair_queue = FairQueue(CLOCK.monotonic_ns)
     # There are no pages to poll, and polling them would be most of the work while time passes.
     setattr(made._watchdog, "start", lambda: None)  # noqa: B010

@@ -15,7 +15,7 @@ from gpulease.daemon.contract import messages as told
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import Card, LeaseTable
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol import messages as m
@@ -167,7 +167,7 @@ class Broker:
         self.table = LeaseTable([Card("GPU-a", 0, "a", CARD_BYTES, 10)])
         self.workers = MadeWorkers()
         tokens = TokenService(self.table, demands, None)
-        self.runtime = Runtime(self.table, EmbeddedCards([CARD_BYTES]), self.workers, tokens, NullRecorder(), 1)
+        self.runtime = Runtime(self.table, EmbeddedCards([CARD_BYTES]), self.workers, tokens, FactRecorder(), 1)
         self.ann, self.bob, self.eve = (self.caller(name) for name in ("ann", "bob", "eve"))
         self.root = self.caller("root", is_operator=True)
         self.lease_id = 0

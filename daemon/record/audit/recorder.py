@@ -30,8 +30,8 @@ OnOutcome = Callable[[Grant | Denied], None]
 OnNoted = Callable[[Denial | None], None]
 
 
-class NullRecorder:
-    """The recorder of a daemon that keeps no audit log: records nothing, holds nothing back."""
+class FactRecorder:
+    """The base of what records facts. By itself, as in a daemon without an audit log, it records and holds nothing."""
 
     @property
     def keeps_records(self) -> bool:
@@ -88,7 +88,7 @@ class NullRecorder:
     async def stop(self) -> None: ...
 
 
-class LogRecorder(NullRecorder):
+class LogRecorder(FactRecorder):
     """The recorder of a daemon that keeps an audit log.
 
     Args:

@@ -25,7 +25,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
 )
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
@@ -61,7 +61,7 @@ class Node:
         self.journal = SlowJournal()
         tokens = TokenService(self.table, frozenset(), None, None, {})
         workers = SimulatedWorkers()
-        self.runtime = Runtime(self.table, EmbeddedCards([1000]), workers, tokens, NullRecorder(), 1, self.journal)
+        self.runtime = Runtime(self.table, EmbeddedCards([1000]), workers, tokens, FactRecorder(), 1, self.journal)
 
     def connection(self) -> "Connection":
         return Connection(self.runtime)
@@ -188,7 +188,7 @@ class NamedNode:
         limits = CoreLimits(tenants=TenantRules(TenantLimits(acquires_per_minute=1, acquire_burst=2)))
         self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], limits)
         tokens = TokenService(self.table, frozenset(), None, None, {})
-        self.runtime = Runtime(self.table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, NullRecorder(), 1)
+        self.runtime = Runtime(self.table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
         self.runtime.claims = LocalClaims(folder)
         self.runtime.post(HorizonMoved(time.monotonic_ns() + 10**12, boot_ns() + 10**12))
 

@@ -15,7 +15,7 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.leases import CoreLimits, LeaseTable
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon
@@ -46,7 +46,7 @@ def test_closed_connections_are_gone() -> None:
     async def serve(path: Path) -> int:
         table = LeaseTable([], CoreLimits())
         tokens = TokenService(table, frozenset(), None, None, {})
-        runtime = Runtime(table, EmbeddedCards([]), SimulatedWorkers(), tokens, NullRecorder(), 1)
+        runtime = Runtime(table, EmbeddedCards([]), SimulatedWorkers(), tokens, FactRecorder(), 1)
 
         def make() -> ControlConnection:
             connection = ControlConnection(runtime, "cpu", None, {})

@@ -47,7 +47,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.protocol.failures import Failure
@@ -69,7 +69,7 @@ def test_a_node_that_the_fleet_gave_up_joins_anew_though_its_last_named_lease_is
     async def story() -> None:
         table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
         tokens = TokenService(table, frozenset(), None, None, {})
-        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, NullRecorder(), 1)
+        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
         settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
         frontend = Telling(settings, SandboxSettings(), table, [], runtime.post, Journal(), list, lambda _: None)
         frontend.told = []

@@ -19,7 +19,7 @@ from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
 from gpulease.daemon.leases import AcquireRequested, Card, CoreLimits, LeaseTable, LeaseTerms, WorkerReady
 from gpulease.daemon.log.writer import ATTRIBUTE
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.connection import Request
@@ -46,10 +46,10 @@ class Scene:
         workers = Workers("cpu")
         reserve = MemoryReserve()
         reserve.close()
-        self.health = Health(table, workers, Journal(), NullRecorder(), reserve)
+        self.health = Health(table, workers, Journal(), FactRecorder(), reserve)
         source = EmbeddedCards([100])
         source.read = lambda card_uuid: CardReading(look(), {})  # type: ignore[method-assign]
-        self.metrics = NodeMetrics(table, source, workers, NullRecorder(), self.health)
+        self.metrics = NodeMetrics(table, source, workers, FactRecorder(), self.health)
         self.answers: list[Any] = []
 
     def handler_for(self, peer: Peer) -> NodeHandler:

@@ -1,7 +1,7 @@
 """Notes as peers ask for them: who may write one, about what, and what the audit log gets."""
 
 from gpulease.daemon.leases import Denial
-from gpulease.daemon.record.audit.recorder import NullRecorder, OnNoted
+from gpulease.daemon.record.audit.recorder import FactRecorder, OnNoted
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.protocol import messages as m
 from gpulease.protocol.opcodes import Opcode, Status
@@ -9,7 +9,7 @@ from gpulease.protocol.opcodes import Opcode, Status
 from helpers.region_broker import Broker, with_broker  # isort: skip
 
 
-class MadeRecorder(NullRecorder):
+class MadeRecorder(FactRecorder):
     """A recorder that takes every note, or denies it."""
 
     def __init__(self, denial: Denial | None = None) -> None:

@@ -34,7 +34,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
 )
 from gpulease.daemon.leases.denials import not_found
-from gpulease.daemon.record.audit.recorder import NullRecorder
+from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.monitors import CardWatch
 
@@ -47,7 +47,7 @@ def test_nothing_is_left_of_a_client_that_waited_and_left(what: str) -> None:
     async def story() -> None:
         table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
         tokens = TokenService(table, frozenset(), None, None, {})
-        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, NullRecorder(), 1)
+        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
 
         def expect() -> int:
             return runtime.expect(lambda _: None)
@@ -115,7 +115,7 @@ def test_a_fenced_workers_bytes_are_off_the_card_once(fence: Callable[[Runtime],
         tokens = TokenService(table, frozenset(), None, None, {})
         source = SharedCards([1000])
         source.listed = {GONE_PID: 7}
-        runtime = Runtime(table, source, SimulatedWorkers(), tokens, NullRecorder(), 1)
+        runtime = Runtime(table, source, SimulatedWorkers(), tokens, FactRecorder(), 1)
 
         async def outside_bytes() -> int:
             watch = CardWatch(source, ["GPU-a"], runtime.workers, runtime.post)
@@ -164,7 +164,7 @@ def test_only_a_withheld_grant_or_renewal_counts_as_refused(
 
 def test_an_outcome_of_a_dropped_request_goes_nowhere() -> None:
     answered: list[Result] = []
-    pending = PendingRequests(Journal(), NullRecorder(), cast(NodeMetrics, None), lambda: None)
+    pending = PendingRequests(Journal(), FactRecorder(), cast(NodeMetrics, None), lambda: None)
     kept, dropped = pending.add(answered.append), pending.add(answered.append)
     pending.remove(dropped)
     for number in (dropped, kept, kept):

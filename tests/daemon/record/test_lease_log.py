@@ -32,7 +32,7 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record import lease_log
 from gpulease.daemon.record.audit import recorder
-from gpulease.daemon.record.audit.recorder import BURST_RECORDS, NullRecorder
+from gpulease.daemon.record.audit.recorder import BURST_RECORDS, FactRecorder
 from gpulease.daemon.record.lease_facts import LeaseHistory
 from gpulease.daemon.record.lease_log import MAX_COUNTS, LeaseLog
 from gpulease.protocol.opcodes import Exclusivity, Status
@@ -47,7 +47,7 @@ class Scene:
     def __init__(self) -> None:
         self.table = LeaseTable([Card("GPU-0", 0, "card", 10 * SIZE, 0)], CoreLimits())
         self.history = LeaseHistory(self.table.get)
-        self.log = LeaseLog(NullRecorder(), self.table.get, lambda lease_id: lease_id + 1000)
+        self.log = LeaseLog(FactRecorder(), self.table.get, lambda lease_id: lease_id + 1000)
         self.now_ns = 0
 
     def post(self, event: Event) -> None:
@@ -188,5 +188,5 @@ def test_nothing_is_kept_of_what_is_over(scene: Scene) -> None:
 
 
 def test_nothing_the_audit_log_is_told_ends_here() -> None:
-    told = {name for name, member in vars(NullRecorder).items() if callable(member) and not name.startswith("_")}
+    told = {name for name, member in vars(FactRecorder).items() if callable(member) and not name.startswith("_")}
     assert told <= vars(LeaseLog).keys()

@@ -10,7 +10,7 @@ from gpulease.daemon.leases import Denial
 from gpulease.daemon.leases.denials import DenialReason
 from gpulease.daemon.record.audit import recorder as recorder_module
 from gpulease.daemon.record.audit.record_writer import AuditWriter
-from gpulease.daemon.record.audit.recorder import NOTE_BURST_BYTES, NOTE_FRAME_BYTES, LogRecorder, NullRecorder
+from gpulease.daemon.record.audit.recorder import NOTE_BURST_BYTES, NOTE_FRAME_BYTES, FactRecorder, LogRecorder
 from gpulease.daemon.record.audit.records import MAX_DEPTH, RecordKind
 
 LEASE = 7
@@ -129,5 +129,5 @@ def test_a_disk_that_refuses_and_a_queue_without_room_are_told() -> None:
 
 def test_a_daemon_without_a_log_says_so() -> None:
     told: list[Denial | None] = []
-    NullRecorder().note(LEASE, "ann", b"{}", told.append)
+    FactRecorder().note(LEASE, "ann", b"{}", told.append)
     assert [denial and denial.reason for denial in told] == [DenialReason.UNSUPPORTED]
