@@ -25,11 +25,12 @@ or a new value, never half of one.
          not 0                          104  the most bytes that were allocated
    3768  whether a connection was       112  bytes of allocations that are kept by name
          sent to the session: 1 none,   120  bytes of allocations that no connection holds
-         2 one; 0 if it was not         512  for each of 16 connections: its number in the
-         written                             session, 0 for none; its process's id, 0 if that
-   3776  the lease's cause of end, for       is not known; and the bytes of its allocations
-         the next broker: 32 bytes,
-         filled up with zeros
+         2 one; 0 if it was not         128  the number of the park that the session is in;
+         written                             0 while its bytes are on the card
+   3776  the lease's cause of end, for  136  bytes of pages that parking moves, or has moved
+         the next broker: 32 bytes,     512  for each of 16 connections: its number in the
+         filled up with zeros                session, 0 for none; its process's id, 0 if that
+                                             is not known; and the bytes of its allocations
    3808  until when a lease with a name
          may be served, on
          CLOCK_BOOTTIME, ns; 0 for a
@@ -150,6 +151,8 @@ class Counter(IntEnum):
     MOST_ALLOCATED_BYTES = 13
     KEPT_BYTES = 14
     UNHELD_BYTES = 15
+    PARK_NUMBER = 16
+    PAGES_BYTES = 17
 
 
 MAX_CONNECTIONS: Final = 16

@@ -19,9 +19,12 @@
                            EndSession
                            RegionsPage                                          the regions page, read-only
                            OpenRegion, EndRegion, ResizeSlice
+                           ParkMemory                                           host memory, unless it is to be dropped
+                           Park, Return, RefuseReturn
     worker    broker       Ready, Failed, Scrubbed, Attached, LastLeft, MemoryGrew, Faulted
                            RegionOpened, RegionRefused, RegionEnded, RegionStuck, RegionReleased, ForwardRevoked,
                            SliceResized
+                           Parked, ParkRefused, ReturnWanted, Returned, ReturnFailed
     broker    helper       Ping
     helper    broker       Prepared, Ready or Broken, once each; Pong
 
@@ -33,6 +36,7 @@ version, so an op, a key and a type never change their meaning: a different mean
 """
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Annotated, Any, ClassVar, Final
 
 from gpulease.daemon.contract.control_page import PageState
@@ -54,6 +58,7 @@ from gpulease.daemon.contract.message_fields import (
     integer,
     messages_of,
     nested,
+    one_of,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.protocol.fast_dataclass import dataclass
@@ -364,6 +369,61 @@ class ResizeSliceOrder(Message):
     size_bytes: Annotated[int, U64.named("size")]
 
 
+# --- parking: broker to worker ---
+# The broker numbers the parks of a session, each with a larger number than all before it, and every message but
+# ParkMemoryOrder carries such a number. The worker ignores an order about another park than the one that it is in, and
+# the broker a report. Both sides may repeat: an order that was carried out before is answered again, so a broker that
+# takes a worker over may simply order what it wants.
+
+
+@dataclass(frozen=True, slots=True)
+class ParkMemoryOrder(Message):
+    """Host memory for the session's bytes, a sealed memfd of that size, in place of what the worker had for them.
+
+    The worker maps it, and prepares it for fast copies between requests. It keeps it, parked or not, until the next of
+    these orders; one without a descriptor makes it drop what it has. While the session is parked the order is ignored.
+    The memory lives as long as the broker's descriptor or the worker's mapping. There is no answer.
+    """
+
+    OP: ClassVar[str] = "park_memory"
+    size_bytes: Annotated[int, U64.named("size")] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParkOrder(Message):
+    """Copy the session's pages to its host memory, and release them; the worker answers with Parked or ParkRefused.
+
+    Attributes:
+        number: The park's number.
+        until_ns: Until when what the session has launched may run, on the monotonic clock. After it, the worker begins
+            no copy and refuses.
+    """
+
+    OP: ClassVar[str] = "park"
+    number: Annotated[int, U64]
+    until_ns: Annotated[int, U64.named("until")]
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnOrder(Message):
+    """Take pages, copy the session's bytes back, and go on; the worker answers with Returned or ReturnFailed."""
+
+    OP: ClassVar[str] = "return"
+    number: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseReturn(Message):
+    """There is no room: the requests that wait are refused as BUSY, with `reason`, and the session stays parked.
+
+    A later request asks again.
+    """
+
+    OP: ClassVar[str] = "no_return"
+    number: Annotated[int, U64]
+    reason: Text
+
+
 # --- worker to broker ---
 
 
@@ -454,6 +514,103 @@ class SliceResizedReport(Message):
     doubt: Text
 
 
+class ParkRefusal(Enum):
+    """Why a session was not parked. Its bytes are where they were, and it goes on.
+
+    Attributes:
+        RUNNING: Something that it launched had not ended in time.
+        REGIONS: One of its regions is being opened or ended.
+        NO_MEMORY: It has no host memory, or too little: `ParkRefusedReport.needed_bytes` says how much it needs.
+        NOT_PARKABLE: Its lease is not parkable.
+        LOST: Its context is lost.
+        OVER: The lease ended meanwhile.
+        FAILED: The driver refused a call.
+    """
+
+    RUNNING = "running"
+    REGIONS = "regions"
+    NO_MEMORY = "no_memory"
+    NOT_PARKABLE = "not_parkable"
+    LOST = "lost"
+    OVER = "over"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedReport(Message):
+    """The session's bytes are in its host memory, and its pages are released to the card.
+
+    Attributes:
+        moved_bytes: Bytes of the pages; those of regions, too.
+        shown_bytes: By how many bytes the driver's free figure grew meanwhile; other processes change it, too.
+        waited_ns: Time for what was in flight.
+        copied_ns: Time for the copy, and for host memory that was not prepared.
+        released_ns: Time to unmap and release the pages.
+    """
+
+    OP: ClassVar[str] = "parked"
+    number: Annotated[int, U64]
+    moved_bytes: Annotated[int, U64.named("moved")]
+    shown_bytes: Annotated[int, integer(-(1 << 63), (1 << 63) - 1).named("shown")]
+    waited_ns: Annotated[int, U64.named("waited")]
+    copied_ns: Annotated[int, U64.named("copied")]
+    released_ns: Annotated[int, U64.named("released")]
+
+
+@dataclass(frozen=True, slots=True)
+class ParkRefusedReport(Message):
+    """The session is not parked.
+
+    Attributes:
+        why: The kind of reason.
+        reason: The reason, a clause for the log.
+        needed_bytes: The least size of its host memory.
+    """
+
+    OP: ClassVar[str] = "park_refused"
+    number: Annotated[int, U64]
+    why: Annotated[ParkRefusal, one_of(ParkRefusal)]
+    reason: Text
+    needed_bytes: Annotated[int, U64.named("needed")]
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnWantedReport(Message):
+    """A request waits for the parked session. Repeated every second while it does; the worker answers no request."""
+
+    OP: ClassVar[str] = "return_wanted"
+    number: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedReport(Message):
+    """The session's bytes are on the card again.
+
+    Attributes:
+        moved_bytes: Bytes of its pages.
+        mapped_ns: Time to take and map the pages.
+        copied_ns: Time for the copy.
+    """
+
+    OP: ClassVar[str] = "returned"
+    number: Annotated[int, U64]
+    moved_bytes: Annotated[int, U64.named("moved")]
+    mapped_ns: Annotated[int, U64.named("mapped")]
+    copied_ns: Annotated[int, U64.named("copied")]
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnFailedReport(Message):
+    """The session could not return; `reason` is a clause for the log.
+
+    It is parked as before, and holds nothing of the card; or its context is lost, which Faulted reports.
+    """
+
+    OP: ClassVar[str] = "return_failed"
+    number: Annotated[int, U64]
+    reason: Text
+
+
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
     """The process can do its work.
@@ -540,7 +697,18 @@ Handover = ZygoteTaken | ZygoteIntroduction | LivingWorker | EndedWorker | Hando
 HANDOVER_MESSAGES: Final[Mapping[str, type[Handover]]] = messages_of(Handover)
 
 ToWorker = (
-    WorkerSpec | AttachOrder | Scrub | EndSession | RegionsPage | OpenRegionOrder | EndRegionOrder | ResizeSliceOrder
+    WorkerSpec
+    | AttachOrder
+    | Scrub
+    | EndSession
+    | RegionsPage
+    | OpenRegionOrder
+    | EndRegionOrder
+    | ResizeSliceOrder
+    | ParkMemoryOrder
+    | ParkOrder
+    | ReturnOrder
+    | RefuseReturn
 )
 TO_WORKER: Final[Mapping[str, type[ToWorker]]] = messages_of(ToWorker)
 
@@ -559,8 +727,15 @@ FromWorker = (
     | RegionReleasedReport
     | ForwardRevokedReport
     | SliceResizedReport
+    | ParkedReport
+    | ParkRefusedReport
+    | ReturnWantedReport
+    | ReturnedReport
+    | ReturnFailedReport
 )
 FROM_WORKER: Final[Mapping[str, type[FromWorker]]] = messages_of(FromWorker)
+
+ParkReport = ParkedReport | ParkRefusedReport | ReturnWantedReport | ReturnedReport | ReturnFailedReport
 
 FromHelper = HelperPrepared | Ready | HelperBroken | Pong
 FROM_HELPER: Final[Mapping[str, type[FromHelper]]] = messages_of(FromHelper)

@@ -32,6 +32,7 @@ class WorkerSpec(WorkerOptions, Message):
         submit_of: The lease for which the worker runs one kernel; 0 if it is not a submit. Zygotes from before there
             were submits leave it out.
         timeout_ms: How long the submit may take. The zygote keeps it for the next broker.
+        is_parkable: Whether the session's bytes may leave the card while it is idle (messages.py, "parking").
     """
 
     OP: ClassVar[str] = "spawn"
@@ -46,6 +47,7 @@ class WorkerSpec(WorkerOptions, Message):
     allowance_bytes: Annotated[int, U64.named("allowance")] = 0
     submit_of: Annotated[int, LEASE_NUMBER] = 0
     timeout_ms: Annotated[int, U64] = 0
+    is_parkable: Annotated[bool, FLAG.named("parkable")] = False
 
     @property
     def is_warm(self) -> bool:

@@ -26,6 +26,9 @@ from gpulease.daemon.contract.messages import (
     HelperBroken,
     LastLeft,
     MemoryGrew,
+    ParkedReport,
+    ParkRefusedReport,
+    ParkReport,
     Pong,
     Preloaded,
     Ready,
@@ -34,6 +37,9 @@ from gpulease.daemon.contract.messages import (
     RegionRefusedReport,
     RegionReleasedReport,
     RegionStuckReport,
+    ReturnedReport,
+    ReturnFailedReport,
+    ReturnWantedReport,
     Scrubbed,
     SliceResizedReport,
     WorkerForked,
@@ -105,6 +111,7 @@ class Workers:
         self._on_connections: Callable[[int], None] = lambda lease_id: None
         self._on_guest: Callable[[int, int, bool], None] = lambda *_: None
         self._on_region: Callable[[int, Message], None] = lambda *_: None
+        self._on_park: Callable[[int, ParkReport], None] = lambda *_: None
         self.wipes_heap = wipes_heap
         self._zygotes = Zygotes(
             driver, self._on_zygote_message, self._on_zygote_exit, sandbox or SandboxSettings(), folder, wipes_heap
@@ -140,6 +147,10 @@ class Workers:
     def set_region_listener(self, on_region: Callable[[int, Message], None]) -> None:
         """Set the callback for a lease and its worker's messages about regions, or about its slice's size."""
         self._on_region = on_region
+
+    def set_park_listener(self, on_park: Callable[[int, ParkReport], None]) -> None:
+        """Set the callback for a lease and its worker's messages about parking."""
+        self._on_park = on_park
 
     def set_end_listener(self, on_end: Callable[[Worker], None]) -> None:
         """Set the callback for each worker that has ended, called while its page can still be read."""
@@ -459,6 +470,8 @@ class Workers:
                 | SliceResizedReport()
             ):
                 self._on_region(lease_id, message)
+            case ParkedReport() | ParkRefusedReport() | ReturnWantedReport() | ReturnedReport() | ReturnFailedReport():
+                self._on_park(lease_id, message)
             case Failed(reason):
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
             case Faulted(reason):

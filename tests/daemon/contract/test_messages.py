@@ -25,7 +25,7 @@ from gpulease.protocol.opcodes import Status, Waiting
 
 LEASE = "0000000000000000000000000000000a"
 SPEC = WorkerSpec(
-    10, "GPU-a", 1 << 30, True, 1 << 20, 11, 900, max_kernel_ms=2500, waiting=Waiting.BLOCK, regions_required=True
+    10, "GPU-a", 1 << 30, True, 1 << 20, 11, 900, True, max_kernel_ms=2500, waiting=Waiting.BLOCK, regions_required=True
 )
 SPEC_MAP = {
     "op": "spawn",
@@ -39,6 +39,7 @@ SPEC_MAP = {
     "submit_of": "0000000000000000000000000000000b",
     "timeout_ms": 900,
     "regions_required": True,
+    "parkable": True,
 }
 FINDINGS = [{"measure": "descriptors", "on": True, "detail": "none"}]
 GUEST = Guest(Permission(3), 1 << 40, 2, (1 << 64) - 1)
@@ -168,6 +169,10 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     ),
     (TO_WORKER, messages.EndRegionOrder(10, 50), {"op": "end_region", "lease": LEASE, "grace": 50}),
     (TO_WORKER, messages.ResizeSliceOrder(1 << 30), {"op": "resize", "size": 1 << 30}),
+    (TO_WORKER, messages.ParkMemoryOrder(1 << 30), {"op": "park_memory", "size": 1 << 30}),
+    (TO_WORKER, messages.ParkOrder(4, 5), {"op": "park", "number": 4, "until": 5}),
+    (TO_WORKER, messages.ReturnOrder(4), {"op": "return", "number": 4}),
+    (TO_WORKER, messages.RefuseReturn(4, "It is full."), {"op": "no_return", "number": 4, "reason": "It is full."}),
     (FROM_WORKER, messages.Ready(), {"op": "ready"}),
     (FROM_WORKER, messages.Failed("no context"), {"op": "failed", "reason": "no context"}),
     (FROM_WORKER, messages.Faulted("lost"), {"op": "faulted", "reason": "lost"}),
@@ -209,6 +214,27 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
         },
     ),
     (FROM_WORKER, messages.SliceResizedReport(5, ""), {"op": "resized", "size": 5, "doubt": ""}),
+    (
+        FROM_WORKER,
+        messages.ParkedReport(4, 5, -6, 7, 8, 9),
+        {"op": "parked", "number": 4, "moved": 5, "shown": -6, "waited": 7, "copied": 8, "released": 9},
+    ),
+    (
+        FROM_WORKER,
+        messages.ParkRefusedReport(4, messages.ParkRefusal.NO_MEMORY, "it has none", 5),
+        {"op": "park_refused", "number": 4, "why": "no_memory", "reason": "it has none", "needed": 5},
+    ),
+    (FROM_WORKER, messages.ReturnWantedReport(4), {"op": "return_wanted", "number": 4}),
+    (
+        FROM_WORKER,
+        messages.ReturnedReport(4, 5, 6, 7),
+        {"op": "returned", "number": 4, "moved": 5, "mapped": 6, "copied": 7},
+    ),
+    (
+        FROM_WORKER,
+        messages.ReturnFailedReport(4, "no room"),
+        {"op": "return_failed", "number": 4, "reason": "no room"},
+    ),
     (FROM_HELPER, messages.HelperPrepared(), {"op": "prepared"}),
     (FROM_HELPER, messages.Ready(), {"op": "ready"}),
     (FROM_HELPER, messages.HelperBroken("no etcd"), {"op": "broken", "reason": "no etcd", "hint": ""}),
