@@ -390,6 +390,35 @@ REQUEST_ID: Final = RequestIdOption(
     report_key="",
 )
 
+WEIGHT: Final = NumberOption(
+    tag=0x090C,
+    size_bytes=2,
+    least=1,
+    default=1,
+    rule="a lease's weight is a u16 of at least 1, given once",
+    wire="the lease's weight when the time of its card is shared, a `u16` of at least 1; absent: 1",
+    call="weight(n)",
+    effect="share the card's time by weights while others want it: a tenant of weight 3 gets three times as much as "
+    "one of weight 1. A tenant's weight on a card is the largest of its leases there, so more leases get no more. "
+    "The operator sets the largest weight (`max_weight`)",
+    in_submits=None,
+    before=1,
+    report_key="weight",
+)
+
+LATENCY: Final = FlagOption(
+    tag=0x090D,
+    default=False,
+    rule="whether a lease is of the latency class is one byte, 0 or 1, given once",
+    wire="1: while the session has work outstanding, other sessions of the card hold back; 0 or absent: they do not",
+    call="latency()",
+    effect="have the card's other sessions hold their launches back while this one has work outstanding. The operator "
+    "must allow it (`may_latency`)",
+    in_submits=False,
+    before=False,
+    report_key="latency",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
@@ -399,11 +428,13 @@ class WorkerOptions:
         max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
         waiting: How both ends of the session wait for each other; None: as the host allows.
         regions_required: The session refuses a launch that names no region set.
+        latency: The card's other sessions hold back while this one has work outstanding.
     """
 
     max_kernel_ms: Annotated[int, MAX_KERNEL] = MAX_KERNEL.default
     waiting: Annotated[Waiting | None, WAITING] = WAITING.default
     regions_required: Annotated[bool, REGIONS_REQUIRED] = REGIONS_REQUIRED.default
+    latency: Annotated[bool, LATENCY] = LATENCY.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,6 +448,7 @@ class LeaseOptions(WorkerOptions):
         orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default.
         name: Name that the node's fleet serves once; "": a lease without a name, which no fleet knows of.
         request_id: The tenant's number of this acquire over all its tries, in 32 hexadecimal digits; "" if it has none.
+        weight: Its weight when the time of its card is shared.
     """
 
     exclusivity: Annotated[Exclusivity, EXCLUSIVITY] = EXCLUSIVITY.default
@@ -424,6 +456,7 @@ class LeaseOptions(WorkerOptions):
     orphan_ms: Annotated[int | None, ORPHAN] = ORPHAN.default
     name: Annotated[str, LEASE_NAME] = LEASE_NAME.default
     request_id: Annotated[str, REQUEST_ID] = REQUEST_ID.default
+    weight: Annotated[int, WEIGHT] = WEIGHT.default
 
 
 def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any]]:

@@ -129,6 +129,8 @@ class LeaseReport(TypedDict):
         size_bytes: Device memory granted.
         card_uuid: The card.
         exclusivity: shared, session_exclusive, device_exclusive or partition_exclusive.
+        weight: Its weight when the time of its card is shared.
+        latency: Whether the card's other sessions hold back for it.
         remaining_ms: Milliseconds until its end, 0 once it has ended.
         ttl_ms: Milliseconds last asked for.
         cause: Why it ended or ends, one word such as `expired`; None while nothing ends it.
@@ -173,6 +175,8 @@ class LeaseReport(TypedDict):
     size_bytes: int
     card_uuid: str
     exclusivity: str
+    weight: NotRequired[int]
+    latency: NotRequired[bool]
     remaining_ms: int
     ttl_ms: int
     cause: NotRequired[str | None]

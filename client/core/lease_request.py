@@ -22,6 +22,7 @@ from gpulease.protocol.lease_names import NAME, NAME_RULE
 from gpulease.protocol.lease_options import (
     EXCLUSIVITY,
     LABELS,
+    LATENCY,
     LEASE_NAME,
     MAX_KERNEL,
     OPTIONS,
@@ -29,6 +30,7 @@ from gpulease.protocol.lease_options import (
     REGIONS_REQUIRED,
     SUBMIT,
     WAITING,
+    WEIGHT,
     LeaseOption,
     NumberOption,
 )
@@ -204,6 +206,18 @@ class LeaseRequest:
     def regions_required(self) -> Self:
         """Make the session refuse every launch that names no region set, so that no launch can forget it."""
         return self._give(REGIONS_REQUIRED, value=True)
+
+    def weight(self, weight: int) -> Self:
+        """Set the lease's weight when the time of its card is shared; the daemon has a maximum. The default is 1.
+
+        Tenants that want the card at the same time get time in proportion to their weights. A tenant's weight on a card
+        is the largest of its leases there; its own leases share its part by their weights.
+        """
+        return self._give(WEIGHT, whole(weight, "weight", least=WEIGHT.least, most=WEIGHT.most))
+
+    def latency(self) -> Self:
+        """Have the card's other sessions hold back while this one has work outstanding; the operator must allow it."""
+        return self._give(LATENCY, value=True)
 
     def name(self, name: str) -> Self:
         """Set a name that is unique in the daemon's fleet: while this lease lives, no other lease has it.

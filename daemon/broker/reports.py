@@ -70,6 +70,8 @@ def lease_report(
             "size_bytes": lease.size_bytes,
             "card_uuid": lease.card_uuid,
             "exclusivity": lease.exclusivity.name.lower(),
+            "weight": lease.weight,
+            "latency": lease.latency,
             "remaining_ms": remaining_ms(lease, now_ns, drain_ns) if lease.ended_ns is None else 0,
             "ttl_ms": lease.ttl_ms,
             "age_ms": max(0, now_ns - lease.created_ns) // NS_PER_MS,

@@ -210,6 +210,12 @@ class Admission:
                 f"{self._store.limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
+        # What the tenant may do to others' time on the card.
+        bounds = self._store.limits.tenants.of(event.tenant)
+        if event.terms.weight > bounds.max_weight:
+            return denials.too_heavy(event.tenant, event.terms.weight, bounds.max_weight)
+        if event.terms.latency and not bounds.may_latency:
+            return denials.no_latency(event.tenant)
         return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
     def _check_claim(self, event: AcquireRequested, now_ns: int) -> Denial | None:

@@ -330,6 +330,26 @@ def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
     )
 
 
+def too_heavy(tenant: str, weight: int, max_weight: int) -> Denial:
+    """Deny a lease with a larger weight than its tenant may have."""
+    return over_tenant_limit(
+        tenant,
+        "max_weight",
+        f"A weight of {weight} was requested, but this tenant's leases have at most {max_weight}",
+        "Ask for less, or ask the operator for a larger max_weight.",
+    )
+
+
+def no_latency(tenant: str) -> Denial:
+    """Deny a lease of the latency class, because its tenant may not have one."""
+    return over_tenant_limit(
+        tenant,
+        "may_latency",
+        "A lease of the latency class was requested, but this tenant may not have one",
+        "Leave latency() out, or ask the operator for may_latency.",
+    )
+
+
 # --- cards and their room ---
 
 

@@ -16,7 +16,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
-from gpulease.protocol.lease_options import LeaseOptions
+from gpulease.protocol.lease_options import LATENCY, WEIGHT, LeaseOptions
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.session_words import RegionWord
 from gpulease.protocol.time_units import NS_PER_MS
@@ -312,6 +312,8 @@ class LeaseSnapshot(NamedTuple):
         name: Name that exists once in the fleet; "" without one.
         epoch: Number of the name's claim; 0 without a name.
         fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0: none.
+        weight: Its weight when the time of its card is shared.
+        latency: The card's other sessions hold back for it.
     """
 
     lease_id: int
@@ -332,6 +334,8 @@ class LeaseSnapshot(NamedTuple):
     name: str = ""
     epoch: int = 0
     fleet_bytes: int = 0
+    weight: int = WEIGHT.default
+    latency: bool = LATENCY.default
 
 
 class Horizon(NamedTuple):
@@ -517,6 +521,8 @@ class Lease:
             name=self.terms.name,
             epoch=self.terms.epoch,
             fleet_bytes=self.terms.fleet_bytes,
+            weight=self.terms.weight,
+            latency=self.terms.latency,
         )
 
 

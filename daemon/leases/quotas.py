@@ -22,6 +22,7 @@ from gpulease.daemon.leases.model import (
     TableRegion,
 )
 from gpulease.protocol.fast_dataclass import dataclass
+from gpulease.protocol.lease_options import WEIGHT
 from gpulease.protocol.opcodes import Phase
 from gpulease.protocol.settings_reader import (
     BadSetting,
@@ -99,6 +100,35 @@ class TenantLimits:
         Setting(
             "The tenant's leases count against its quota in the fleet, which `gpulease fleet quota` sets; the same at"
             " all nodes.",
+            is_later=True,
+        ),
+    ] = False
+    max_weight: Annotated[
+        int,
+        Setting(
+            "The largest weight of its leases when the time of a card is shared. Leases that have more share by this"
+            " one.",
+            least=1,
+            most=WEIGHT.most,
+            is_later=True,
+        ),
+    ] = 1
+    max_share: Annotated[
+        int | None,
+        Setting(
+            "The most of each card's time, in percent, that the tenant's leases may use together, also while nobody"
+            " else wants it.",
+            least=1,
+            most=100,
+            example="30",
+            is_later=True,
+        ),
+    ] = None
+    may_latency: Annotated[
+        bool,
+        Setting(
+            "The tenant may have leases of the latency class: the other sessions of their cards hold back while one of"
+            " them has work outstanding.",
             is_later=True,
         ),
     ] = False

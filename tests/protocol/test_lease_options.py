@@ -10,6 +10,7 @@ from gpulease.protocol.lease_options import (
     EXCLUSIVITY,
     KEPT_OPTIONS,
     LABELS,
+    LATENCY,
     LEASE_NAME,
     MAX_KERNEL,
     OPTIONS,
@@ -18,6 +19,7 @@ from gpulease.protocol.lease_options import (
     REQUEST_ID,
     SUBMIT,
     WAITING,
+    WEIGHT,
     LeaseOption,
     LeaseOptions,
     options_for_worker,
@@ -50,6 +52,10 @@ VALUES: list[tuple[LeaseOption[Any, Any], Any, bytes]] = [
     (LEASE_NAME, "model-a.1_B", b"model-a.1_B"),
     (LABELS, {"zone": "a", "tier": "gold"}, b"zone=a,tier=gold"),
     (REQUEST_ID, "000102030405060708090a0b0c0d0e0f", bytes(range(16))),
+    (WEIGHT, 3, b"\0\3"),
+    (WEIGHT, 65535, b"\xff\xff"),
+    (LATENCY, True, b"\1"),
+    (LATENCY, False, b"\0"),
 ]
 
 
@@ -85,6 +91,8 @@ MALFORMED: list[tuple[LeaseOption[Any, Any], tuple[bytes, ...]]] = [
     (LEASE_NAME, (b"", b"-a", b"a/b", b"a b", b"\xff", b"a" * 129)),
     (LABELS, (b"", b"zone", b"zone=", b"a=b,a=c", b"a=b,", b",".join(b"k%d=v" % n for n in range(MAX_LABELS + 1)))),
     (REQUEST_ID, (b"", bytes(16), b"a" * 15, b"a" * 17)),
+    (WEIGHT, (b"", b"\0\0", b"\1", b"\0\0\1")),
+    (LATENCY, (b"", b"\2", b"\0\1")),
 ]
 
 
@@ -103,7 +111,15 @@ def test_an_unknown_member_is_unsupported(option: LeaseOption[Any, Any], number:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [(MAX_KERNEL, 0), (MAX_KERNEL, 2**32), (ORPHAN, -1), (LEASE_NAME, "a/b"), (REQUEST_ID, "00" * 16)],
+    [
+        (MAX_KERNEL, 0),
+        (MAX_KERNEL, 2**32),
+        (ORPHAN, -1),
+        (LEASE_NAME, "a/b"),
+        (WEIGHT, 0),
+        (WEIGHT, 65536),
+        (REQUEST_ID, "00" * 16),
+    ],
 )
 def test_a_value_out_of_bounds_is_not_sent(option: LeaseOption[Any, Any], value: Any) -> None:
     with pytest.raises(ValueError, match=str(value)):
@@ -112,7 +128,7 @@ def test_a_value_out_of_bounds_is_not_sent(option: LeaseOption[Any, Any], value:
 
 def test_a_lease_s_worker_gets_its_options_and_a_submit_s_those_that_it_obeys() -> None:
     lease = LeaseOptions(max_kernel_ms=5, regions_required=True, name="model-a")
-    of_session = {"max_kernel_ms": 5, "waiting": None, "regions_required": True}
+    of_session = {"max_kernel_ms": 5, "waiting": None, "regions_required": True, "latency": False}
     assert options_for_worker(lease, is_submit=False) == of_session
     assert options_for_worker(lease, is_submit=True) == {"max_kernel_ms": 5, "waiting": None}
 

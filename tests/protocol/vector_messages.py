@@ -6,7 +6,16 @@ from gpulease.protocol import Exclusivity, Opcode, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import HEADER
-from gpulease.protocol.lease_options import EXCLUSIVITY, LABELS, LEASE_NAME, MAX_KERNEL, REQUEST_ID, WAITING
+from gpulease.protocol.lease_options import (
+    EXCLUSIVITY,
+    LABELS,
+    LATENCY,
+    LEASE_NAME,
+    MAX_KERNEL,
+    REQUEST_ID,
+    WAITING,
+    WEIGHT,
+)
 from gpulease.protocol.opcodes import (
     GPU_RESOURCE_TYPE,
     ArgumentKind,
@@ -38,6 +47,7 @@ NAMED = (
     LeaseParameter(LABELS.tag, b"zone=a,tier=gold"),
     LeaseParameter(REQUEST_ID.tag, bytes(range(16))),
 )
+TIMED = (LeaseParameter(WEIGHT.tag, b"\0\3"), LeaseParameter(LATENCY.tag, b"\1"))
 SHARED = LeaseParameter(EXCLUSIVITY.tag, bytes([Exclusivity.SHARED]))
 BOUNDED = LeaseParameter(MAX_KERNEL.tag, (2500).to_bytes(4, "big"))
 BLOCKING = LeaseParameter(WAITING.tag, bytes([Waiting.BLOCK]))
@@ -366,6 +376,10 @@ SUBMITS: Cases = {
     ),
 }
 SIZES = ("smallest", "typical", "largest")
+LATER: dict[str, list[tuple[str, m.Body]]] = {
+    "LeaseAlloc": [("timed", m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, TIMED))],
+}
+"""Cases that came after a body's first ones, for lease options that came later."""
 
 
 def documents() -> dict[str, dict[str, Any]]:
@@ -373,6 +387,8 @@ def documents() -> dict[str, dict[str, Any]]:
         name: list(zip(SIZES, cases, strict=True))
         for name, cases in (CONTROL | SESSION | GRAPHS | REGIONS | SUBMITS).items()
     }
+    for name, cases in LATER.items():
+        bodies[name] += cases
     bodies["Empty"] = [("only", m.Empty())]
     bodies["ErrorBody"] = list(ERRORS.items())
     return {_file_name(name): _document(name, bodies[name]) for name in BODY_CLASSES}

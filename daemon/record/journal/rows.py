@@ -553,6 +553,8 @@ def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
         name=lease.terms.name,
         epoch=lease.terms.epoch,
         fleet_bytes=lease.terms.fleet_bytes,
+        weight=lease.terms.weight,
+        latency=lease.terms.latency,
     )
 
 

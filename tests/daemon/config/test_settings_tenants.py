@@ -62,6 +62,9 @@ def test_a_quota_in_the_fleet_needs_a_fleet(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("[tenants.ann]\nfleet_quota = 5", "tenants.ann.fleet_quota must be true or false, not 5"),
+        ("[tenants.ann]\nmax_share = 0", "tenants.ann.max_share must be a whole number from 1 to 100, not 0"),
+        ("[tenants.ann]\nmax_weight = 0", "tenants.ann.max_weight must be a whole number from 1 to 65535, not 0"),
+        ("[tenants.ann]\nmay_latency = 1", "tenants.ann.may_latency must be true or false, not 1"),
         ("tenants = 5", "table of tables"),
         ("[tenants]\nann = 5", "table of tables"),
         ("[tenants.ann]\nmax_memory = 5", "there is no setting tenants.ann.max_memory"),

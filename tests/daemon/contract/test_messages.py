@@ -25,7 +25,11 @@ from gpulease.protocol.opcodes import Status, Waiting
 
 LEASE = "0000000000000000000000000000000a"
 SPEC = WorkerSpec(
-    10, "GPU-a", 1 << 30, True, 1 << 20, 11, 900, True, max_kernel_ms=2500, waiting=Waiting.BLOCK, regions_required=True
+    *(10, "GPU-a", 1 << 30, True, 1 << 20, 11, 900, True),
+    max_kernel_ms=2500,
+    waiting=Waiting.BLOCK,
+    regions_required=True,
+    latency=True,
 )
 SPEC_MAP = {
     "op": "spawn",
@@ -39,6 +43,7 @@ SPEC_MAP = {
     "submit_of": "0000000000000000000000000000000b",
     "timeout_ms": 900,
     "regions_required": True,
+    "latency": True,
     "parkable": True,
 }
 FINDINGS = [{"measure": "descriptors", "on": True, "detail": "none"}]
@@ -271,8 +276,12 @@ def test_a_newer_process_may_add_fields(
     [
         pytest.param(
             TO_ZYGOTE,
-            {key: SPEC_MAP[key] for key in SPEC_MAP if key not in ("submit_of", "timeout_ms", "regions_required")},
-            replace(SPEC, submit_of=0, timeout_ms=0, regions_required=False),
+            {
+                key: SPEC_MAP[key]
+                for key in SPEC_MAP
+                if key not in ("submit_of", "timeout_ms", "regions_required", "latency")
+            },
+            replace(SPEC, submit_of=0, timeout_ms=0, regions_required=False, latency=False),
             id="from before there were submits",
         ),
         pytest.param(

@@ -1,6 +1,6 @@
 """A lease table with a clock, and short methods for common events."""
 
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from gpulease.daemon.leases import (
     AcquireRequested,
@@ -78,13 +78,11 @@ class Scenario:
         exclusivity: Exclusivity = Exclusivity.SHARED,
         selector: str | None = None,
         wait_ms: int = 0,
+        **options: Any,
     ) -> list[Effect]:
-        """Ask for a lease; the request's number is the lease's id plus 1000."""
-        return self.do(
-            AcquireRequested(
-                lease_id + 1000, tenant, lease_id, LeaseTerms(size, ttl_ms, exclusivity=exclusivity), selector, wait_ms
-            )
-        )
+        """Ask for a lease; the request's number is the lease's id plus 1000. `options`: further ones of the lease."""
+        terms = LeaseTerms(size, ttl_ms, exclusivity=exclusivity, **options)
+        return self.do(AcquireRequested(lease_id + 1000, tenant, lease_id, terms, selector, wait_ms))
 
     def active(self, lease_id: int, size: int = 20, **more: object) -> LeaseSnapshot:
         self.acquire(lease_id, size, **more)  # type: ignore[arg-type]

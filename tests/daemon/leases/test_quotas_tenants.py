@@ -151,13 +151,29 @@ def test_waiters_stay_queued_under_changed_bounds() -> None:
     check_denied(scenario.acquire(4, 1, wait_ms=60_000), "max_vram")
 
 
+def test_weights_and_the_latency_class_are_bounded_by_the_tenant() -> None:
+    scenario = scene(max_weight=3)
+    check_denied(scenario.acquire(1, weight=4), "max_weight")
+    assert scenario.active(2, weight=3).weight == 3
+    # Nobody may have either without the operator's permission.
+    assert one(scenario.acquire(3, weight=2, tenant="bob"), Denied).denial.reason is DenialReason.LIMIT
+    check_denied(scenario.acquire(4, latency=True), "may_latency")
+    # A reload applies to the next acquire.
+    scenario.do(TenantRulesChanged(TenantRules(by_name={ANN: TenantLimits(may_latency=True)})))
+    assert scenario.active(5, latency=True).latency
+    check_denied(scenario.acquire(6, weight=3), "max_weight")
+    assert scenario.lease(2).weight == 3
+
+
 def _copy(rates: AcquireRates) -> AcquireRates:
     copy = AcquireRates()
     copy.full_at_ns = dict(rates.full_at_ns)
     return copy
 
 
-@pytest.mark.parametrize("wrong", [{"max_leases": 0}, {"acquire_burst": 0}, {"devices": ()}, {"max_vram_bytes": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_leases": 0}, {"acquire_burst": 0}, {"devices": ()}, {"max_vram_bytes": -1}, {"max_share": 101}]
+)
 def test_senseless_bounds_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TenantLimits(**wrong)  # type: ignore[arg-type]

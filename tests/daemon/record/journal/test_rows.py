@@ -20,6 +20,7 @@ LEASE_ROW = (
     *("reason", "fault", "created_ns", "deadline_ns", "ended_ns", "ttl_ms", "max_kernel_ms", "waiting", "worker_pid"),
     *("submit_bytes", "orphan_ms", "regions_required", "region_number"),
     *("name", "epoch", "request_id", "fleet_bytes"),
+    *("weight", "latency"),
 )
 """The members of a lease's row, in their order: the file's format."""
 
@@ -40,8 +41,9 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         members |= asdict(content.terms)
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
-    for later in (*LEASE_ROW[-8:], "parent_id"):
-        if not values.get(later):
+    for later in (*LEASE_ROW[-10:], "parent_id"):
+        # A weight of 1 means nothing; for all others it is what is false.
+        if values.get(later) == 1 if later == "weight" else not values.get(later):
             values.pop(later, None)
     return json.dumps(values, separators=(",", ":")).encode()
 
@@ -74,6 +76,9 @@ def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
         name=st.sampled_from(["", "model-a"]),
         epoch=st.integers(0, 3),
         fleet_bytes=st.integers(0, 3),
+        # How its card's time was shared ends with the lease.
+        weight=st.just(1),
+        latency=st.just(False),
     )
 )
 def test_a_tombstone_is_written_by_its_names(lease: LeaseSnapshot) -> None:
@@ -96,6 +101,12 @@ def test_a_row_from_before_there_were_names_has_none() -> None:
 def test_a_row_from_before_there_were_regions_has_none() -> None:
     lease = read_lease(encode(kept(5)))
     assert (lease.region_number, lease.terms.regions_required) == (0, False)
+
+
+def test_a_row_from_before_time_was_shared_has_weight_1_and_no_latency_class() -> None:
+    assert b"weight" not in encode(kept(5))
+    terms = read_lease(encode(kept(5))).terms
+    assert (terms.weight, terms.latency) == (1, False)
 
 
 def test_a_row_from_before_there_were_submits_keeps_nothing_for_them() -> None:
