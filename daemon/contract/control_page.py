@@ -28,16 +28,31 @@ or a new value, never half of one.
          2 one; 0 if it was not         128  the number of the park that the session is in;
          written                             0 while its bytes are on the card
    3776  the lease's cause of end, for  136  bytes of pages that parking moves, or has moved
-         the next broker: 32 bytes,     512  for each of 16 connections: its number in the
-         filled up with zeros                session, 0 for none; its process's id, 0 if that
-                                             is not known; and the bytes of its allocations
-   3808  until when a lease with a name
-         may be served, on
-         CLOCK_BOOTTIME, ns; 0 for a
-         lease without a name
+         the next broker: 32 bytes,     144  time in which the session had work outstanding,
+         filled up with zeros                ns: the intervals that have ended
+   3808  until when a lease with a name 152  when the present such interval began, monotonic
+         may be served, on                   ns; 0 for none
+         CLOCK_BOOTTIME, ns; 0 for a    160  time for which work waited for the limits on the
+         lease without a name                left, ns: the intervals that have ended
+   3816  allowance: the busy time, in   168  when the present one began; 0 for none
+         all, up to which the session   176  1 if the worker keeps these four and obeys the
+         may begin work, ns; 0 for no        limits; 0 from an older worker
+         limit                          512  for each of 16 connections: its number in the
+   3824  queue bound: estimated work         session, 0 for none; its process's id, 0 if that
+         outstanding beyond which the        is not known; and the bytes of its allocations
+         next waits, ns; 0 for none
+   3832  the latency words to yield
+         to, one bit each
+   3840  longest time for which one
+         stamp in a latency word is
+         obeyed, ns
 
 The revocation word is 0 while the lease lives. Then it is the (positive) number of the status that answers every
 operation. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
+
+A session with the latency option has a latency word, too: a memfd of its own, which its worker writes and the other
+workers of its card read. The word is the monotonic time, in ns, since when the session has work outstanding; 0 for
+none. Others hold their work back meanwhile, but for one stamp never longer than their own pages say.
 """
 
 import fcntl
@@ -121,6 +136,17 @@ _SESSION: Final = _REFUSED_GONE_BY + 1
 _CAUSE_AT: Final = 8 * (_SESSION + 1)
 _CAUSE_BYTES: Final = 32
 _HORIZON: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
+# Four words for the time on the card; pacing.ll repeats their offsets.
+_TIME_LIMITS: Final = _HORIZON + 1
+
+MAX_LATENCY_WORDS: Final = 8
+"""Most sessions of a card with the latency option at a time: a worker reads all their words before each launch."""
+
+TIME_VERSION: Final = 1
+"""Value of `Counter.TIME_VERSION` on the page of a worker that keeps the account of time and obeys the limits."""
+
+CLAIM_READS: Final = 4
+"""How often the broker reads claims that change meanwhile. Stops a hostile worker from keeping the broker busy."""
 
 BEYOND_HORIZON: Final = "its node is cut off from its fleet, and another node may serve its name"
 """Why a worker refuses everything after its page's membership deadline, before a broker or zygote reports it."""
@@ -153,6 +179,11 @@ class Counter(IntEnum):
     UNHELD_BYTES = 15
     PARK_NUMBER = 16
     PAGES_BYTES = 17
+    BUSY_NS = 18
+    BUSY_SINCE_NS = 19
+    HELD_BACK_NS = 20
+    HELD_BACK_SINCE_NS = 21
+    TIME_VERSION = 22
 
 
 MAX_CONNECTIONS: Final = 16
@@ -174,6 +205,46 @@ class ShownConnection(NamedTuple):
     number: int
     pid: int
     held_bytes: int
+
+
+class TimeLimits(NamedTuple):
+    """How much of the card's time a session may use, by its lease's page. A value of 0 limits nothing.
+
+    Attributes:
+        allowance_ns: The session begins work only while its busy time, of its whole life, is below this.
+        queue_bound_ns: It begins no work while more than this is outstanding, by the running mean times of its kernels.
+        latency_mask: The latency words, by their bits, at which it holds its work back.
+        latency_patience_ns: The longest time for which it does so for one stamp in a word.
+    """
+
+    allowance_ns: int = 0
+    queue_bound_ns: int = 0
+    latency_mask: int = 0
+    latency_patience_ns: int = 0
+
+
+class TimeClaims(NamedTuple):
+    """The use of the card's time that a worker claims.
+
+    Attributes:
+        busy_ns: The intervals with work outstanding that have ended.
+        busy_since_ns: When the present one began, on the monotonic clock; 0 for none.
+        held_back_ns: The intervals in which work waited for the limits that have ended.
+        held_back_since_ns: When the present one began; 0 for none.
+    """
+
+    busy_ns: int
+    busy_since_ns: int
+    held_back_ns: int
+    held_back_since_ns: int
+
+    def busy_until(self, now_ns: int) -> int:
+        """Return the busy time until now, the present interval included."""
+        return self.busy_ns + (max(0, now_ns - self.busy_since_ns) if self.busy_since_ns else 0)
+
+    def held_back_until(self, now_ns: int) -> int:
+        """Return the time for which work was held back until now, the present interval included."""
+        return self.held_back_ns + (max(0, now_ns - self.held_back_since_ns) if self.held_back_since_ns else 0)
 
 
 class Lapsing(Protocol):
@@ -393,6 +464,29 @@ class BrokerPage:
         """Return all claims, in the order of `Counter`."""
         return self._claims[: len(Counter)].tolist()
 
+    def set_time_limits(self, limits: TimeLimits) -> None:
+        """Limit the session's use of the card's time. The worker obeys from its next launch on."""
+        # The last field first: a worker that sees a new mask must have its patience.
+        for at, value in reversed(tuple(enumerate(limits, _TIME_LIMITS))):
+            self._words[at] = value
+
+    def time_claims(self) -> TimeClaims | None:
+        """Return the use of the card's time that the worker claims; None from an older worker, which keeps no account.
+
+        The end of an interval is two stores, so a sample may lack an interval that has just ended. The next has it.
+        """
+        claims = self._claims
+        if not claims[Counter.TIME_VERSION]:
+            return None
+        # A worker clears the begin before it adds the interval. So what is read between two equal begins is not
+        # counted twice. A worker that never lets two reads agree gains nothing: any of its claims may be a lie.
+        for _ in range(CLAIM_READS):
+            since = claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]
+            sums = claims[Counter.BUSY_NS], claims[Counter.HELD_BACK_NS]
+            if since == (claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]):
+                break
+        return TimeClaims(sums[0], since[0], sums[1], since[1])
+
     def connections(self) -> list[ShownConnection]:
         """Return the connections that the worker reports, ordered by number."""
         end = _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS
@@ -416,6 +510,14 @@ class BrokerPage:
         self._map.close()
         self._claims_map.close()
         self.let_go()
+
+
+def latency_memory() -> int:
+    """Return the memfd of a new latency word, for the session's own worker. Raises OSError.
+
+    The other workers get a descriptor of `for_reading`.
+    """
+    return sealed_memory("gpulease-latency", PAGE_BYTES)
 
 
 def _make() -> PageFds:
@@ -444,6 +546,14 @@ class WorkerPage:
         self.word = self._state[_WORD : _WORD + 1]
         self.guest: Lapsing | None = None
         self.counters = memoryview(self._count_map).cast("Q")
+
+    def keep_time(self) -> None:
+        """Show the broker that this worker keeps the account of time and obeys the limits."""
+        self.counters[Counter.TIME_VERSION] = TIME_VERSION
+
+    @property
+    def time_limits(self) -> TimeLimits:
+        return TimeLimits(*self._state[_TIME_LIMITS : _TIME_LIMITS + len(TimeLimits._fields)])
 
     def refusal(self) -> Status | None:
         """Return the status that answers every operation now; None while the lease lives. Makes no system call."""

@@ -21,6 +21,7 @@
                            OpenRegion, EndRegion, ResizeSlice
                            ParkMemory                                           host memory, unless it is to be dropped
                            Park, Return, RefuseReturn
+                           LatencyWord                                          its memory, read-only unless it is own
     worker    broker       Ready, Failed, Scrubbed, Attached, LastLeft, MemoryGrew, Faulted
                            RegionOpened, RegionRefused, RegionEnded, RegionStuck, RegionReleased, ForwardRevoked,
                            SliceResized
@@ -39,7 +40,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Final
 
-from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.contract.control_page import MAX_LATENCY_WORDS, PageState
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import (
     BYTES,
@@ -336,6 +337,22 @@ class RegionsPage(Message):
     """
 
     OP: ClassVar[str] = "regions"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyWord(Message):
+    """The latency word of a session of the card, in place of an earlier one with the same number.
+
+    The worker maps it until its session ends. It obeys the word once its lease's page has the bit of this number.
+
+    Attributes:
+        number: The word's number and bit, less than `control_page.MAX_LATENCY_WORDS`.
+        is_own: It is this session's own word, which the worker writes.
+    """
+
+    OP: ClassVar[str] = "latency"
+    number: Annotated[int, integer(0, MAX_LATENCY_WORDS - 1)]
+    is_own: Flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -709,6 +726,7 @@ ToWorker = (
     | ParkOrder
     | ReturnOrder
     | RefuseReturn
+    | LatencyWord
 )
 TO_WORKER: Final[Mapping[str, type[ToWorker]]] = messages_of(ToWorker)
 

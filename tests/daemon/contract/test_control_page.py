@@ -12,9 +12,13 @@ from gpulease.daemon.contract.control_page import (
     Counter,
     PageFds,
     PageState,
+    TimeClaims,
+    TimeLimits,
     WorkerPage,
     flip_word,
+    for_reading,
     for_worker,
+    latency_memory,
     sealed_memory,
     state_of,
 )
@@ -80,6 +84,54 @@ def test_counters_travel_the_other_way(broker: BrokerPage, worker: WorkerPage) -
         worker.counters[counter] = (1 << 63) + counter
     for counter in Counter:
         assert broker.counter(counter) == (1 << 63) + counter
+
+
+def test_limits_of_time_reach_the_worker_and_change_nothing_else(broker: BrokerPage, worker: WorkerPage) -> None:
+    assert worker.time_limits == TimeLimits()
+    broker.set_deadline(FAR, 7)
+    broker.set_horizon(FAR + 1)
+    broker.set_time_limits(TimeLimits(1 << 60, 2, 0b1000_0001, 4))
+    assert worker.time_limits == TimeLimits(1 << 60, 2, 0b1000_0001, 4)
+    assert state_of(broker.fds.lease) == PageState(None, FAR, 7, has_session=False, horizon_boot_ns=FAR + 1)
+
+
+def test_limits_of_time_survive_the_broker(broker: BrokerPage, worker: WorkerPage) -> None:
+    broker.set_time_limits(TimeLimits(1, 2, 3, 4))
+    taken = BrokerPage(PageFds(*map(os.dup, broker.fds)))
+    assert worker.time_limits == TimeLimits(1, 2, 3, 4)
+    taken.close()
+
+
+def test_an_older_worker_claims_no_time(broker: BrokerPage, worker: WorkerPage) -> None:
+    worker.counters[Counter.BUSY_NS] = 5
+    assert broker.time_claims() is None
+
+
+def test_claims_of_time(broker: BrokerPage, worker: WorkerPage) -> None:
+    worker.keep_time()
+    assert broker.time_claims() == TimeClaims(0, 0, 0, 0)
+    worker.counters[Counter.BUSY_NS] = 100
+    worker.counters[Counter.BUSY_SINCE_NS] = 1000
+    worker.counters[Counter.HELD_BACK_NS] = 7
+    claims = broker.time_claims()
+    assert claims == TimeClaims(100, 1000, 7, 0)
+    assert claims.busy_until(1050) == 150
+    assert claims.busy_until(900) == 100, "a begin in the future adds nothing"
+    assert claims.held_back_until(1050) == 7
+
+
+def test_only_its_own_worker_writes_a_latency_word() -> None:
+    own = latency_memory()
+    other = for_reading(own)
+    try:
+        with mmap.mmap(own, PAGE_BYTES) as writable, mmap.mmap(other, PAGE_BYTES, prot=mmap.PROT_READ) as readable:
+            writable[:8] = (77).to_bytes(8, "little")
+            assert readable[:8] == (77).to_bytes(8, "little")
+        with pytest.raises(PermissionError):
+            mmap.mmap(other, PAGE_BYTES)
+    finally:
+        os.close(own)
+        os.close(other)
 
 
 def test_the_worker_can_not_write_the_brokers_page(worker: WorkerPage) -> None:

@@ -167,6 +167,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.Scrub(), {"op": "scrub"}),
     (TO_WORKER, messages.EndSession(), {"op": "end"}),
     (TO_WORKER, messages.RegionsPage(), {"op": "regions"}),
+    (TO_WORKER, messages.LatencyWord(3, is_own=True), {"op": "latency", "number": 3, "is_own": True}),
     (
         TO_WORKER,
         messages.OpenRegionOrder(10, 3, 9, 2 << 20),
