@@ -35,17 +35,19 @@ or a new value, never half of one.
          CLOCK_BOOTTIME, ns; 0 for a    160  time for which work waited for the limits on the
          lease without a name                left, ns: the intervals that have ended
    3816  allowance: the busy time, in   168  when the present one began; 0 for none
-         all, up to which the session   176  1 if the worker keeps these four and obeys the
+         all, up to which the session   176  1 if the worker keeps these and obeys the
          may begin work, ns; 0 for no        limits; 0 from an older worker
-         limit                          512  for each of 16 connections: its number in the
-   3824  queue bound: estimated work         session, 0 for none; its process's id, 0 if that
-         outstanding beyond which the        is not known; and the bytes of its allocations
-         next waits, ns; 0 for none
+         limit                          184  when the last interval of work began; when it
+   3824  queue bound: estimated work         ended: monotonic ns
+         outstanding beyond which the   512  for each of 16 connections: its number in the
+         next waits, ns; 0 for none          session, 0 for none; its process's id, 0 if that
    3832  the latency words to yield
          to, one bit each
    3840  longest time for which one
          stamp in a latency word is
          obeyed, ns
+   3848  when these limits lapse,
+         monotonic ns
 
 The revocation word is 0 while the lease lives. Then it is the (positive) number of the status that answers every
 operation. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -136,7 +138,7 @@ _SESSION: Final = _REFUSED_GONE_BY + 1
 _CAUSE_AT: Final = 8 * (_SESSION + 1)
 _CAUSE_BYTES: Final = 32
 _HORIZON: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
-# Four words for the time on the card; pacing.ll repeats their offsets.
+# Words about the time on the card; native code repeats their offsets.
 _TIME_LIMITS: Final = _HORIZON + 1
 
 MAX_LATENCY_WORDS: Final = 8
@@ -184,6 +186,8 @@ class Counter(IntEnum):
     HELD_BACK_NS = 20
     HELD_BACK_SINCE_NS = 21
     TIME_VERSION = 22
+    LAST_BUSY_FROM_NS = 23
+    LAST_BUSY_UNTIL_NS = 24
 
 
 MAX_CONNECTIONS: Final = 16
@@ -215,12 +219,14 @@ class TimeLimits(NamedTuple):
         queue_bound_ns: It begins no work while more than this is outstanding, by the running mean times of its kernels.
         latency_mask: The latency words, by their bits, at which it holds its work back.
         latency_patience_ns: The longest time for which it does so for one stamp in a word.
+        until_ns: When all of these lapse, on the monotonic clock: a broker that hangs holds no session back for long.
     """
 
     allowance_ns: int = 0
     queue_bound_ns: int = 0
     latency_mask: int = 0
     latency_patience_ns: int = 0
+    until_ns: int = 0
 
 
 class TimeClaims(NamedTuple):
@@ -231,12 +237,16 @@ class TimeClaims(NamedTuple):
         busy_since_ns: When the present one began, on the monotonic clock; 0 for none.
         held_back_ns: The intervals in which work waited for the limits that have ended.
         held_back_since_ns: When the present one began; 0 for none.
+        last_busy_from_ns: When the last interval with work outstanding began that has ended; 0 for none.
+        last_busy_until_ns: When it ended.
     """
 
     busy_ns: int
     busy_since_ns: int
     held_back_ns: int
     held_back_since_ns: int
+    last_busy_from_ns: int = 0
+    last_busy_until_ns: int = 0
 
     def busy_until(self, now_ns: int) -> int:
         """Return the busy time until now, the present interval included."""
@@ -483,9 +493,10 @@ class BrokerPage:
         for _ in range(CLAIM_READS):
             since = claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]
             sums = claims[Counter.BUSY_NS], claims[Counter.HELD_BACK_NS]
+            last = claims[Counter.LAST_BUSY_FROM_NS], claims[Counter.LAST_BUSY_UNTIL_NS]
             if since == (claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]):
                 break
-        return TimeClaims(sums[0], since[0], sums[1], since[1])
+        return TimeClaims(sums[0], since[0], sums[1], since[1], *last)
 
     def connections(self) -> list[ShownConnection]:
         """Return the connections that the worker reports, ordered by number."""
