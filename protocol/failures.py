@@ -157,6 +157,9 @@ KILLED: Final = "was killed by SIGKILL"
 """The reason of the cause `worker_died` if an operator, or a host out of memory, killed the worker. A fault in its
 own work ends it with other signals, and each of the daemon's own kills has its own cause."""
 
+REGION_KEPT: Final = "could not be taken away"
+"""The reason of a lease's end has these words if the lease ended because one of its regions kept its memory."""
+
 _ACQUIRE_OR_REPORT: Final = "Acquire a new lease; if it happens again, report it to the operator."
 
 LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
@@ -256,8 +259,25 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
 """Every cause that LEASE_QUERY's report may name."""
 
 
-def lease_end(cause: str) -> LeaseEnd:
-    """Return how a lease ended for a cause. A cause that only a later daemon knows counts as a failed session."""
+_REGION_KEPT_END: Final = LeaseEnd(
+    Status.SESSION_FAILED,
+    "a region of the session could not be ended",
+    "ended because one of its regions could not be ended",
+    "Keep launches that name regions shorter than the operator's region_grace_ms; if they are, report it to the"
+    " operator.",
+)
+"""Replaces the words of `kernel_timeout`, which are about `max_kernel_secs`."""
+
+
+def lease_end(cause: str, reason: str = "") -> LeaseEnd:
+    """Return how a lease ended.
+
+    Args:
+        cause: The cause. One that only a later daemon knows counts as a failed session.
+        reason: The cause in the daemon's words.
+    """
+    if cause == "kernel_timeout" and REGION_KEPT in reason:
+        return _REGION_KEPT_END
     unknown = LeaseEnd(Status.SESSION_FAILED, f"the lease ended ({cause})", f"ended ({cause})", _ACQUIRE_OR_REPORT)
     return LEASE_ENDS.get(cause, unknown)
 

@@ -1155,7 +1155,7 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     if cause is None and state != "fenced":
         return None
     reason = str(report.get("reason") or "")
-    end = lease_end(str(cause))
+    end = lease_end(str(cause), reason)
     status, words = end.status, end.words
     # A lease that expired or was revoked keeps that reason even if its memory is fenced.
     if state == "fenced" and status in _FENCE_MATTERS:

@@ -8,7 +8,7 @@ from typing import Final
 from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.protocol.counts import counted
-from gpulease.protocol.failures import LEASE_ENDS, Failure
+from gpulease.protocol.failures import LEASE_ENDS, Failure, lease_end
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sizes import size_text
@@ -84,8 +84,8 @@ def _ended_text(lease: LeaseSnapshot, what: str) -> str:
     return f"Lease {lease.lease_id:032x} {what}{because}."
 
 
-def _ended(cause: Cause) -> tuple[DenialReason, str, str]:
-    end = LEASE_ENDS[cause.value]
+def _ended(cause: Cause, reason: str = "") -> tuple[DenialReason, str, str]:
+    end = lease_end(cause.value, reason)
     return _END_REASONS[end.status], end.predicate, end.hint
 
 
@@ -103,7 +103,7 @@ def lease_ended(lease: LeaseSnapshot) -> Denial:
         )
     if lease.cause is None:
         raise ValueError(f"Lease {lease.lease_id:032x} has not ended.")
-    reason, what, hint = _ended(lease.cause)
+    reason, what, hint = _ended(lease.cause, lease.reason)
     return Denial(reason, _ended_text(lease, what), hint)
 
 

@@ -476,10 +476,18 @@ class RegionEnded:
 
 @dataclass(frozen=True, slots=True)
 class RegionStuck:
-    """Answer to `EndRegion`: the memory can't be taken away while the session lives, so the session ends."""
+    """Answer to `EndRegion`: the memory can't be taken away while the session lives, so the session ends.
+
+    Attributes:
+        region_id: The region.
+        reason: What prevents it.
+        cause: KERNEL_TIMEOUT if the worker reports it, for example because a launch that named the region still runs;
+            UNRESPONSIVE if the worker did not get the order or its answer can't be true.
+    """
 
     region_id: int
     reason: str
+    cause: Cause = Cause.KERNEL_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

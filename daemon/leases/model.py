@@ -16,6 +16,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
+from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.lease_options import LATENCY, WEIGHT, LeaseOptions
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.session_words import RegionWord
@@ -64,26 +65,87 @@ class LeaseState(Enum):
     FENCED = "fenced"
 
 
-class Cause(Enum):
-    """Reasons for which a lease ends. The values are in the journal, audit log and metrics, so they never change."""
+class RegionState(Enum):
+    """States of a region.
+
+    OPENING until the worker has mapped it, ACTIVE until the first cause that ends it. Then REVOKED, EXPIRED or FREED
+    until nothing in the session can reach its memory, FENCED until that memory is proved free, and RETURNED. So FENCED
+    is a step of every region's end; a fence that lasts, as a lease's does, is `TableRegion.is_given_up`.
+    """
 
     __hash__ = object.__hash__
 
-    FREED = "freed"
-    EXPIRED = "expired"
+    OPENING = "opening"
+    ACTIVE = "active"
     REVOKED = "revoked"
-    FAULTED = "faulted"
-    WORKER_DIED = "worker_died"
-    SPAWN_FAILED = "spawn_failed"
-    ABANDONED = "abandoned"
-    SHUTDOWN = "shutdown"
-    OVER_SLICE = "over_slice"
-    KERNEL_TIMEOUT = "kernel_timeout"
-    UNRESPONSIVE = "unresponsive"
-    DRAINED = "drained"
-    LOAD_TIMEOUT = "load_timeout"
-    ORPHANED = "orphaned"
-    ISOLATED = "isolated"
+    EXPIRED = "expired"
+    FREED = "freed"
+    FENCED = "fenced"
+    RETURNED = "returned"
+
+
+class CauseRow(NamedTuple):
+    """What the daemon does at an end for a cause.
+
+    Attributes:
+        ends_pending: Whether it can end a lease that is not granted yet.
+        ends_active: Whether it can end a lease that is granted.
+        region: The state that a region enters. Most causes of a region's end are those of its lease.
+        grace_ms: How long kernels in flight may run after new work is refused, unless a setting says otherwise: 0 if
+            the tenant has finished, or nothing is left that could finish. None if no setting can change that, because
+            another node may soon serve the name.
+        is_warned: Whether the log reports the end as a warning: the daemon ended a session that still ran, and no
+            earlier line has warned of that.
+        is_time_limit: Whether a submit that ends for it took too much time.
+    """
+
+    ends_pending: bool = False
+    ends_active: bool = True
+    region: RegionState = RegionState.REVOKED
+    grace_ms: int | None = 0
+    is_warned: bool = False
+    is_time_limit: bool = False
+
+
+_FROM_ACTIVE: Final = CauseRow()
+
+
+class Cause(Enum):
+    """Reasons for which a lease ends.
+
+    The values are in the journal, audit log, settings and labels of metrics, so they never change. `LEASE_ENDS` in
+    `protocol/failures.py` has the status and the words of each.
+    """
+
+    __hash__ = object.__hash__
+    _value_: str
+    row: CauseRow
+
+    # The default lets a checker see that `Cause(name)` looks a member up.
+    def __new__(cls, name: str, row: CauseRow = _FROM_ACTIVE) -> "Cause":
+        member = object.__new__(cls)
+        member._value_, member.row = name, row
+        return member
+
+    FREED = "freed", CauseRow(ends_pending=True, region=RegionState.FREED)
+    EXPIRED = "expired", CauseRow(region=RegionState.EXPIRED, grace_ms=20)
+    REVOKED = "revoked", CauseRow(ends_pending=True, grace_ms=20)
+    FAULTED = "faulted", _FROM_ACTIVE
+    WORKER_DIED = "worker_died", _FROM_ACTIVE
+    SPAWN_FAILED = "spawn_failed", CauseRow(ends_pending=True, ends_active=False, region=RegionState.FREED)
+    ABANDONED = "abandoned", CauseRow(ends_pending=True, ends_active=False, region=RegionState.FREED)
+    SHUTDOWN = "shutdown", CauseRow(ends_pending=True, grace_ms=20)
+    OVER_SLICE = "over_slice", _FROM_ACTIVE
+    KERNEL_TIMEOUT = "kernel_timeout", CauseRow(is_warned=True, is_time_limit=True)
+    UNRESPONSIVE = "unresponsive", CauseRow(is_warned=True)
+    DRAINED = "drained", CauseRow(ends_pending=True, grace_ms=20)
+    LOAD_TIMEOUT = "load_timeout", CauseRow(is_warned=True, is_time_limit=True)
+    ORPHANED = "orphaned", _FROM_ACTIVE
+    ISOLATED = "isolated", CauseRow(ends_pending=True, grace_ms=None)
+
+
+if unsaid := {cause.value for cause in Cause} ^ LEASE_ENDS.keys():
+    raise TypeError(f"LEASE_ENDS must have the words of exactly the causes that exist, not of {sorted(unsaid)}")
 
 
 class Trigger(Enum):
@@ -104,28 +166,10 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
     {
         # PENDING: the grant, or an end before it.
         (LeaseState.PENDING, Trigger.WORKER_READY): LeaseState.ACTIVE,
-        (LeaseState.PENDING, Cause.FREED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.REVOKED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.SPAWN_FAILED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.ABANDONED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.SHUTDOWN): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.DRAINED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.ISOLATED): LeaseState.DRAINING,
+        **{(LeaseState.PENDING, cause): LeaseState.DRAINING for cause in Cause if cause.row.ends_pending},
         # ACTIVE: a renewal, or any of the ends.
         (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
-        (LeaseState.ACTIVE, Cause.FREED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.EXPIRED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.REVOKED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.FAULTED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.WORKER_DIED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.SHUTDOWN): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.OVER_SLICE): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.KERNEL_TIMEOUT): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.UNRESPONSIVE): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.DRAINED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.LOAD_TIMEOUT): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.ORPHANED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.ISOLATED): LeaseState.DRAINING,
+        **{(LeaseState.ACTIVE, cause): LeaseState.DRAINING for cause in Cause if cause.row.ends_active},
         # DRAINING: the proof of its bytes, or the lack of one. Only an operator leads out of FENCED.
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
@@ -134,45 +178,16 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
 )
 
 
-class RegionState(Enum):
-    """States of a region.
-
-    OPENING until the worker has mapped it, ACTIVE until the first cause that ends it. Then REVOKED, EXPIRED or FREED
-    until nothing in the session can reach its memory, FENCED until that is proved, and RETURNED.
-    """
-
-    __hash__ = object.__hash__
-
-    OPENING = "opening"
-    ACTIVE = "active"
-    REVOKED = "revoked"
-    EXPIRED = "expired"
-    FREED = "freed"
-    FENCED = "fenced"
-    RETURNED = "returned"
-
-
-REGION_ENDS: Final = MappingProxyType(
-    dict.fromkeys(Cause, RegionState.REVOKED)
-    | {Cause.EXPIRED: RegionState.EXPIRED}
-    | dict.fromkeys((Cause.FREED, Cause.ABANDONED, Cause.SPAWN_FAILED), RegionState.FREED)
-)
-"""The state that a region enters for each cause. Most causes are those of its lease."""
-
-ENDED_REGIONS: Final = frozenset(REGION_ENDS.values())
+ENDED_REGIONS: Final = frozenset(cause.row.region for cause in Cause)
 """States of regions that have ended while the worker may still have their memory."""
 
 REGION_TRANSITIONS: Final[Mapping[tuple[RegionState, Trigger | Cause], RegionState]] = MappingProxyType(
     {
         # A region that is still opening may end for any cause, an active one for those that concern an open region.
         (RegionState.OPENING, Trigger.REGION_OPENED): RegionState.ACTIVE,
-        **{(RegionState.OPENING, cause): finish for cause, finish in REGION_ENDS.items()},
+        **{(RegionState.OPENING, cause): cause.row.region for cause in Cause},
         (RegionState.ACTIVE, Trigger.RENEWED): RegionState.ACTIVE,
-        **{
-            (RegionState.ACTIVE, cause): finish
-            for cause, finish in REGION_ENDS.items()
-            if cause not in (Cause.ABANDONED, Cause.SPAWN_FAILED)
-        },
+        **{(RegionState.ACTIVE, cause): cause.row.region for cause in Cause if cause.row.ends_active},
         # Nothing in the session reaches its memory any more; what is missing is the card's proof.
         (RegionState.REVOKED, Trigger.REGION_TAKEN): RegionState.FENCED,
         (RegionState.EXPIRED, Trigger.REGION_TAKEN): RegionState.FENCED,
@@ -627,7 +642,7 @@ class TableRegion:
     def word(self) -> RegionWord:
         # In the order of what is final: an end stays, an opening region has no word yet, a cancellation can be lifted.
         if self.cause is not None:
-            return _REGION_WORDS[REGION_ENDS[self.cause]]
+            return _REGION_WORDS[self.cause.row.region]
         if self.state is RegionState.OPENING:
             return RegionWord.NONE
         return RegionWord.CANCELLED if self.is_cancelled else RegionWord.ACTIVE

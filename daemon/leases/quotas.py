@@ -195,11 +195,7 @@ class AcquireRates:
         return too_fast(tenant, limits.acquires_per_minute, -(-wait_ns // NS_PER_MS))
 
 
-# Kernels in flight may run for this long after new work is refused. Causes that are absent have no grace: the tenant
-# has finished, or nothing is left that could finish.
-DEFAULT_GRACE_MS: Final = MappingProxyType(
-    {Cause.EXPIRED: 20, Cause.REVOKED: 20, Cause.SHUTDOWN: 20, Cause.DRAINED: 20}
-)
+DEFAULT_GRACE_MS: Final = MappingProxyType({cause: cause.row.grace_ms for cause in Cause if cause.row.grace_ms})
 
 
 MAX_GRACE_MS: Final = 10_000
@@ -213,11 +209,11 @@ GRACES: Final = MappingProxyType(
             cause.value,
             cause.value,
             int,
-            DEFAULT_GRACE_MS.get(cause, 0),
+            cause.row.grace_ms,
             Setting("Milliseconds after a lease ended for this cause.", least=0, most=MAX_GRACE_MS),
         )
         for cause in Cause
-        if cause is not Cause.ISOLATED
+        if cause.row.grace_ms is not None
     }
 )
 """The settings of `[limits.grace_ms]`."""

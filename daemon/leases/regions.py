@@ -6,7 +6,8 @@
 2. An end first changes the region's word, so that no launch that names it starts. Then the worker removes the memory,
    and the bytes go back to the slice once that is proved. What is not proved in time stays fenced and charged until the
    lease ends or an operator vouches for it.
-3. If the worker can't remove the memory, or does not answer, the lease ends with KERNEL_TIMEOUT.
+3. If the worker can't remove the memory, the lease ends with KERNEL_TIMEOUT: a launch kept it. If the worker does not
+   answer, the lease ends with UNRESPONSIVE.
 4. The lease's end ends all its regions, with its cause. Their bytes are proved free, or fenced, with the lease's own.
 5. The bytes kept in an ended region's place stay charged until the session releases the address.
 6. A slot is used again once its region is returned, with a number that no region of the lease had before.
@@ -49,6 +50,7 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.persisted import KeptRegion, keep_region, revive_region
 from gpulease.daemon.leases.quotas import LeasePhase, check_ttl, region_phase_of, renewed_until
 from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.protocol.failures import REGION_KEPT
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
@@ -61,7 +63,7 @@ _ABANDONED: Final = "the connection of its request was closed"
 
 _GONE_ON: Final = (RegionState.OPENING, RegionState.ACTIVE)
 
-Condemn = Callable[[Lease, str, int, list[Effect]], None]
+Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
 
 
 class RegionViews:
@@ -120,7 +122,7 @@ class Regions(RegionViews):
     """Manages the regions. Each method appends the effects to execute to `out`.
 
     Args:
-        condemn: Called with an active lease and the reason why its session must end.
+        condemn: Called with an active lease, the cause for which its session must end, and the reason in words.
     """
 
     def __init__(self, store: LeaseStore, condemn: Condemn) -> None:
@@ -297,7 +299,7 @@ class Regions(RegionViews):
             self._give_up(region, f"its memory was not shown free within {limits.reclaim_timeout_s} s", now_ns, out)
         # The worker has not removed the memory in time. Only the end of the whole session still can.
         else:
-            self._on_stuck(region, "the session did not answer", now_ns, out)
+            self._on_stuck(region, Cause.UNRESPONSIVE, "the session did not answer", now_ns, out)
 
     # --- ends ---
 
@@ -372,12 +374,12 @@ class Regions(RegionViews):
         region = self._store.regions.get(event.region_id)
         is_restored = region is not None and region.state is RegionState.ACTIVE and region.is_restored
         if region is not None and (region.state in ENDED_REGIONS or is_restored):
-            self._on_stuck(region, event.reason, now_ns, out)
+            self._on_stuck(region, event.cause, event.reason, now_ns, out)
 
-    def _on_stuck(self, region: TableRegion, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _on_stuck(self, region: TableRegion, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
         region.end_due_ns = None
-        what = f"region {region.region_id:032x} could not be taken away"
-        self._condemn(self._store.live[region.lease_id], f"{what}: {reason.rstrip('.')}", now_ns, out)
+        because = f"region {region.region_id:032x} {REGION_KEPT}: {reason.rstrip('.')}"
+        self._condemn(self._store.live[region.lease_id], cause, because, now_ns, out)
 
     def on_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
         """Return a region after the card has shown its memory free. A lasting fence is not lifted by a proof."""

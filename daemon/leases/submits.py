@@ -402,7 +402,7 @@ class Submits(SubmitViews):
         denial = denials.not_started(submit.lease_id, event.reason)
         # Only these two are a submit's own fault, which its client sees as a timeout.
         if submit.state is SubmitState.RUNNING:
-            submit.is_timed_out = event.cause in (Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT)
+            submit.is_timed_out = event.cause.row.is_time_limit
         self._end(submit, event.cause, event.reason, denial, now_ns, out)
 
     def _on_abandoned(self, submit: Submit, event: events.SubmitAbandoned, now_ns: int, out: list[Effect]) -> None:

@@ -66,7 +66,7 @@ class Teardown:
         self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
         # The submits get two callbacks: a lease's teardown waits for its submit's.
         self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
-        self.regions = Regions(store, self._on_region_stuck)
+        self.regions = Regions(store, self.condemn)
         self.resizes = Resizes(store)
 
     def begin(
@@ -121,9 +121,6 @@ class Teardown:
 
     def _grace_ns(self, lease: Lease, cause: Cause, out: list[Effect]) -> int:
         """Return the time until the kill in nanoseconds; if the context may be recycled, order a scrub first."""
-        if cause is Cause.ISOLATED:
-            # Another node may soon serve the name.
-            return 0
         recycling = self._store.recycling
         # Only a tenant's own free may be followed by a scrub: after any other end something may be wrong with the
         # session.
@@ -231,9 +228,6 @@ class Teardown:
         if lease.free_request is not None:
             out.append(Freed(lease.free_request, snapshot))
         self._report(lease, RevokeOutcome.TORN_DOWN, out)
-
-    def _on_region_stuck(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
-        self.condemn(lease, Cause.KERNEL_TIMEOUT, reason, now_ns, out)
 
     def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End an active lease because its session broke a rule, unless its time was over before that."""

@@ -5,7 +5,7 @@ People search for names and make alerts of them, so names never change.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
@@ -26,6 +26,7 @@ class LogKind:
     Attributes:
         name: The subject, a dot, and what happened.
         level: One of the levels of `logging`.
+        warns_of_failures: Whether those of its records that report a failure are warnings, whatever `level` is.
         message: What happened, in words; no text of a tenant is in it.
         fields: Fields that its records may have, in addition to those of every record. `_s`, `_ms` and `_bytes` are
             units.
@@ -35,6 +36,7 @@ class LogKind:
     level: int
     message: str
     fields: tuple[str, ...] = ()
+    warns_of_failures: bool = field(default=False, kw_only=True)
 
 
 class LogEvent(Enum):
@@ -93,7 +95,11 @@ class LogEvent(Enum):
         "lease.warned", INFO, "subscribers were notified how long the lease can last", ("lease_id", "left_ms", "reason")
     )
     LEASE_ENDING = LogKind(
-        "lease.ending", INFO, "lease ended", (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms")
+        "lease.ending",
+        INFO,
+        "lease ended",
+        (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms"),
+        warns_of_failures=True,
     )
     WORKER_KILLED = LogKind("worker.killed", DEBUG, "the worker is killed", ("lease_id", "worker_pid"))
     WORKER_KILLED_ALONE = LogKind(

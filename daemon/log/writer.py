@@ -62,30 +62,36 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
     _log.handle(record)
 
 
-def log_fields(event: LogEvent, fields: dict[str, Value]) -> None:
-    """Log one event as `log_event` does, with fields that the caller gives away."""
-    if _log.isEnabledFor(event.level):
-        _log.handle(_record(event, fields))
+def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = None) -> None:
+    """Log one event as `log_event` does, with fields that the caller gives away.
+
+    Args:
+        event: The event.
+        fields: Its fields.
+        level: The record's level; None for the event's own.
+    """
+    if is_logged(event, level):
+        _log.handle(_record(event, fields, level))
 
 
-def is_logged(event: LogEvent) -> bool:
-    """Return whether events of this level are logged."""
-    return _log.isEnabledFor(event.level)
+def is_logged(event: LogEvent, level: int | None = None) -> bool:
+    """Return whether events of this level are logged; None for the event's own level."""
+    return _log.isEnabledFor(event.level if level is None else level)
 
 
-def _record(event: LogEvent, fields: dict[str, Value]) -> "_EventRecord":
+def _record(event: LogEvent, fields: dict[str, Value], level: int | None = None) -> "_EventRecord":
     if isinstance(number := fields.get("lease_id"), int):
         fields["lease_id"] = lease_text(number) if number else None
     # Not `Logger.log`: it finds the caller's file and line, which no line shows, and takes twice as long.
-    return _EventRecord(event, fields)
+    return _EventRecord(event, fields, event.level if level is None else level)
 
 
 class _EventRecord(logging.LogRecord):
     """A record with copied constant members: `LogRecord` computes all for each record, which is as slow as the line."""
 
-    def __init__(self, event: LogEvent, fields: dict[str, Value]) -> None:
+    def __init__(self, event: LogEvent, fields: dict[str, Value], level: int) -> None:
         created_s = time.time()
-        self.__dict__ = _constant_members(event) | {
+        self.__dict__ = _constant_members(event, level) | {
             "created": created_s,
             "msecs": float(int(created_s % 1 * 1000)),
             "process": os.getpid(),
@@ -94,9 +100,8 @@ class _EventRecord(logging.LogRecord):
 
 
 @cache
-def _constant_members(event: LogEvent) -> dict[str, object]:
-    kind = event.kind
-    members = vars(logging.LogRecord(_log.name, kind.level, "", 0, kind.message, (), None))
+def _constant_members(event: LogEvent, level: int) -> dict[str, object]:
+    members = vars(logging.LogRecord(_log.name, level, "", 0, event.kind.message, (), None))
     return members | {"thread": None, "threadName": None}
 
 
@@ -519,7 +524,7 @@ class NonblockingEnd:
 
 
 def _dropped_record(count: int) -> logging.LogRecord:
-    return _EventRecord(LogEvent.LOG_DROPPED, {"count": count})
+    return _record(LogEvent.LOG_DROPPED, {"count": count})
 
 
 FORMATS: Final = ("auto", "human", "json")

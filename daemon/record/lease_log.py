@@ -18,7 +18,7 @@ from gpulease.daemon.leases import (
     Event,
     LeaseSnapshot,
 )
-from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.catalogue import WARNING, LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
 from gpulease.daemon.record.audit.recorder import Budgets, FactRecorder, Grant, OnNoted, OnOutcome
@@ -73,7 +73,8 @@ class LeaseLog(FactRecorder):
             for fact in facts:
                 event = _RECORDED.get(fact.kind)
                 # The log line has the record's particulars, so an entry is also made for a line alone.
-                entry = entry_of(fact) if keeps_records or (event is not None and is_logged(event)) else None
+                is_line = event is not None and is_logged(event, _level_of(fact, event))
+                entry = entry_of(fact) if keeps_records or is_line else None
                 if entry is not None:
                     self._inner.record(entry, fact.now_ns)
                 entries.append(entry)
@@ -251,7 +252,8 @@ class LeaseLog(FactRecorder):
         if fact.kind.row.has_worker and (pid := self._pid_of(fact.lease_id)):
             self._pids[fact.lease_id] = pid
         event = _RECORDED[fact.kind]
-        if entry is None or not is_logged(event):
+        level = _level_of(fact, event)
+        if entry is None or not is_logged(event, level):
             return
         kind, particulars = entry
         fields = _fields_of(kind, particulars)
@@ -262,7 +264,7 @@ class LeaseLog(FactRecorder):
         # An operator's action is about no tenant: it counts towards the budget of the operator who asked.
         tenant = str(particulars.get("tenant") or particulars.get("by", ""))
         fields["lease_id"] = fact.lease_id or _lease_in(particulars)
-        self._limited.log(event, tenant, fields)
+        self._limited.log(event, tenant, fields, level)
 
     def _log_placed(self, fact: Fact) -> None:
         if not is_logged(LogEvent.LEASE_PLACED) or (lease := self._lookup(fact.lease_id)) is None:
@@ -370,7 +372,7 @@ class _LimitedLog:
         self._omitted: Counter[tuple[str, str]] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def log(self, event: LogEvent, tenant: str, fields: dict[str, Any]) -> None:
+    def log(self, event: LogEvent, tenant: str, fields: dict[str, Any], level: int | None = None) -> None:
         if event not in _UNLIMITED:
             # A budget for each kind of event: a tenant that floods one kind keeps the lines of all others.
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
@@ -385,7 +387,7 @@ class _LimitedLog:
         first: dict[str, Any] = {"lease_id": fields.pop("lease_id", None)}
         if "tenant" in event.kind.fields:
             first["tenant"] = tenant
-        log_fields(event, first | fields)
+        log_fields(event, first | fields, level)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -422,6 +424,12 @@ def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
     if particulars.get("granted_us") is not None:
         fields["held_ms"] = (particulars["over_us"] - particulars["granted_us"]) / US_PER_MS
     return fields
+
+
+def _level_of(fact: Fact, event: LogEvent) -> int:
+    """Return the level of a fact's line: of an end, as the table of causes has it."""
+    cause = fact.times.cause if event.kind.warns_of_failures else None
+    return WARNING if cause is not None and cause.row.is_warned else event.level
 
 
 def _deadline_that_passed(fact: Fact) -> int | None:

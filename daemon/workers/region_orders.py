@@ -94,7 +94,8 @@ class RegionOrders:
         if (
             problem := self._send(order.lease_id, messages.EndRegionOrder(order.region_id, order.grace_ms))
         ) is not None:
-            self._post(RegionStuck(order.region_id, f"its session can't be notified of its end: {problem}"))
+            reason = f"its session can't be notified of its end: {problem}"
+            self._post(RegionStuck(order.region_id, reason, Cause.UNRESPONSIVE))
 
     def resize(self, order: ResizeSlice) -> None:
         """Order a worker to change the size of its slice."""
@@ -206,7 +207,8 @@ def _end_of(region: LeaseSnapshot, message: messages.RegionEndedReport) -> Event
         return RegionRefused(region.lease_id, "The session has nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
-        return RegionStuck(region.lease_id, f"its session reports {figures} of {region.size_bytes}")
+        reason = f"its session reports {figures} of {region.size_bytes}"
+        return RegionStuck(region.lease_id, reason, Cause.UNRESPONSIVE)
     # If the driver's free figure grew by as much, no poll of the card is needed for the proof.
     is_shown = message.shown_bytes >= message.freed_bytes
     return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)

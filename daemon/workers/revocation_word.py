@@ -15,9 +15,6 @@ _CAUSES_BY_WORD: Final = {
 }
 _CAUSES_BY_NAME: Final = {cause.value: cause for cause in Cause}
 
-_TIME_LIMITS: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
-"""Causes for which a submit has run too long. None: its own timeout."""
-
 
 def word_for(cause: Cause) -> Status:
     """Return the status with which a worker answers once its lease has ended for `cause`."""
@@ -27,7 +24,7 @@ def word_for(cause: Cause) -> Status:
 
 def submit_word_for(cause: Cause | None) -> Status:
     """Return the status with which a submit's worker answers after an end for `cause`; None: its timeout is over."""
-    return Status.TIMED_OUT if cause in _TIME_LIMITS else word_for(cause or Cause.ABANDONED)
+    return Status.TIMED_OUT if cause is None or cause.row.is_time_limit else word_for(cause)
 
 
 def cause_of(word: Status, name: str = "") -> Cause:

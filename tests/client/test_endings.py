@@ -8,6 +8,7 @@ import pytest
 
 from gpulease import client
 from gpulease.client import Disconnected, GpuLeaseError
+from gpulease.client.core.lease import end_reason_of
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
@@ -73,6 +74,16 @@ def test_every_end_of_a_lease_has_its_error(
             assert type(caught.value) is error
 
     run(scenario)
+
+
+def test_an_end_because_of_a_region_is_not_said_to_be_a_kernels_time_limit() -> None:
+    region = {"cause": "kernel_timeout", "reason": f"region {2:032x} could not be taken away: a launch still runs"}
+    kernel = {"cause": "kernel_timeout", "reason": "a kernel ran for more than 0.5 s"}
+    texts = [failure.message for failure in map(end_reason_of, (region, kernel)) if failure is not None]
+    assert [text.partition(":")[0] for text in texts] == [
+        "a region of the session could not be ended",
+        "a kernel ran for longer than the lease allows",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,17 @@ def metrics_table() -> str:
     return table(["metric", "kind", "labels", "meaning"], made).replace("|  |", "| |")
 
 
+def _level_text(event: LogEvent) -> str:
+    level = logging.getLevelName(event.level).lower()
+    return f"{level}, or warning" if event.kind.warns_of_failures else level
+
+
 def events_table() -> str:
     """Return the table of the daemon's log events."""
     made = [
         [
             f"`{event.kind.name}`",
-            logging.getLevelName(event.level).lower(),
+            _level_text(event),
             event.kind.message,
             ", ".join(f"`{name}`" for name in event.kind.fields),
         ]

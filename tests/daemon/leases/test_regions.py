@@ -432,9 +432,13 @@ def test_a_region_that_cannot_be_taken_away_ends_its_lease(s: Scenario, *, is_si
         out = s.fire(2, TimerKind.RECLAIM)
     else:
         out = s.do(RegionStuck(2, "a kernel did not end."))
-    assert (s.lease(1).cause, s.lease(3).cause) == (Cause.KERNEL_TIMEOUT, Cause.KERNEL_TIMEOUT)
+    cause = Cause.UNRESPONSIVE if is_silent else Cause.KERNEL_TIMEOUT
+    assert (s.lease(1).cause, s.lease(3).cause) == (cause, cause)
     assert f"region {2:032x} could not be taken away" in s.lease(1).reason
     assert s.lease(2).cause is Cause.REVOKED, "the first cause is kept"
+    denial = denied(s.do(RenewRequested(10, 1, "ann", 1000)))
+    assert "max_kernel_secs" not in denial.hint
+    assert ("region_grace_ms" in denial.hint) is not is_silent
 
 
 @pytest.mark.parametrize(

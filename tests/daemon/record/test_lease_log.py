@@ -25,6 +25,7 @@ from gpulease.daemon.leases.events import (
     FreeRequested,
     ReclaimProved,
     RequesterGone,
+    SessionCondemned,
     WorkerExited,
     WorkerReady,
     WorkerScrubbed,
@@ -130,6 +131,21 @@ def test_a_denial_is_found_by_the_lease_that_was_asked_for(scene: Scene, caplog:
         ("lease.requested", f"{7:032x}"),
         ("request.denied", f"{7:032x}"),
     ]
+
+
+@pytest.mark.parametrize("cause", [Cause.KERNEL_TIMEOUT, Cause.OVER_SLICE], ids=lambda cause: cause.value)
+@pytest.mark.parametrize("least", [logging.INFO, logging.WARNING])
+def test_the_end_of_a_session_that_still_ran_is_a_warning_unless_another_line_has_warned(
+    scene: Scene, caplog: pytest.LogCaptureFixture, cause: Cause, least: int
+) -> None:
+    caplog.set_level(least)
+    scene.post(AcquireRequested(1, "ann", 1, LeaseTerms(SIZE, 60_000)))
+    scene.post(WorkerReady(1))
+    scene.post(SessionCondemned(1, cause, "2 s"))
+    level = logging.WARNING if cause.row.is_warned else logging.INFO
+    assert cause.row.is_warned is (cause is Cause.KERNEL_TIMEOUT)
+    ends = [record for record in caplog.records if getattr(record, ATTRIBUTE)[0] == "lease.ending"]
+    assert [record.levelno for record in ends] == [level] * (level >= least)
 
 
 def test_a_launch_that_a_region_refused_is_told_with_the_region_and_its_lease(

@@ -10,6 +10,7 @@ from gpulease.daemon.contract import messages as m
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.leases import (
+    Cause,
     EndRegion,
     Event,
     LeaseSnapshot,
@@ -160,6 +161,7 @@ def test_without_a_descriptor_for_the_page_no_region_opens_and_none_stays_open()
     assert isinstance(stuck, RegionStuck)
     assert "Too many open files" in refused.reason
     assert "Too many open files" in stuck.reason
+    assert stuck.cause is Cause.UNRESPONSIVE
 
 
 def test_workers_that_were_taken_over_get_their_pages_at_the_end_of_the_adoption() -> None:
@@ -241,6 +243,7 @@ def test_figures_that_do_not_add_up_prove_nothing(freed: int, kept: int) -> None
     (event,) = Rig().told(m.RegionEndedReport(REGION, freed, kept, SIZE))
     assert isinstance(event, RegionStuck)
     assert str(SIZE) in event.reason
+    assert event.cause is Cause.UNRESPONSIVE
 
 
 def test_a_long_reason_is_cut() -> None:
