@@ -32,7 +32,6 @@ from gpulease.daemon.leases import (
     ArmTimer,
     CapacityChanged,
     Card,
-    Cause,
     Checked,
     Denied,
     DrainTimerFired,
@@ -101,6 +100,13 @@ OnResult = Callable[[Result], None]
 
 RequestKey = tuple[str, str]
 """A tenant and the request id that its client chose for an acquire."""
+
+FAULT: Final = Failure(
+    Status.INTERNAL,
+    "the daemon failed at this request",
+    hint="Report it to the operator: the daemon's log says more. The request may have had effects.",
+)
+"""The answer to a request after a bug of ours."""
 
 TAKEN_OVER: Final = Failure(
     Status.CANCELLED,
@@ -278,7 +284,11 @@ class Runtime:
     # --- events in ---
 
     def post(self, event: Event) -> None:
-        """Give the table an event and execute its effects, now or after the event that is being executed."""
+        """Give the table an event and execute its effects, now or after the event that is being executed.
+
+        Raises what handling this event raises, which is a bug, after the events that were posted meanwhile. The caller
+        then answers the request that the event is, if any.
+        """
         self._events.append(event)
         # An effect posted this event. The outer call handles it after the present effects, in order.
         if self._is_executing:
@@ -286,10 +296,24 @@ class Runtime:
         self._is_executing = True
         try:
             self.memory_reserve.secure()
-            while self._events:
-                self._handle(self._events.popleft(), time.monotonic_ns())
+            self._handle(self._events.popleft(), time.monotonic_ns())
         finally:
+            self._handle_posted()
             self._is_executing = False
+
+    def _handle_posted(self) -> None:
+        """Handle the events that effects have posted. Raises nothing."""
+        while self._events:
+            event = self._events.popleft()
+            try:
+                self._handle(event, time.monotonic_ns())
+            except Exception as error:
+                # A bug of ours, or no memory is left. No caller of this event is left to catch it, so its request is
+                # answered here, and the events behind it are still handled.
+                if isinstance(error, MemoryError):
+                    self.memory_reserve.release()
+                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__}")
+                self._pending.refuse(getattr(event, "request", 0), FAULT)
 
     def _handle(self, event: Event, now_ns: int) -> None:
         effects = self.table.handle(event, now_ns)
@@ -383,7 +407,12 @@ class Runtime:
         self.timers.cancel((WaitTimerFired, outcome.request))
         if outcome.request in self.claimed_acquires.by_number:
             self.claimed_acquires.forget(outcome.request)
-        self._pending.resolve(outcome)
+        try:
+            self._pending.resolve(outcome)
+        except Exception:
+            # A bug of ours, for which nobody may wait.
+            self._pending.refuse(outcome.request, FAULT)
+            raise
 
     # Timers.
 
@@ -435,15 +464,16 @@ class Runtime:
 
     def _refuse_work(self, effect: RefuseWork) -> None:
         lease_id, cause = effect.worker_id, effect.cause
-        self.workers.refuse(lease_id, word_for(cause), self._shown_reason(lease_id, cause), cause.value)
+        self.workers.refuse(lease_id, word_for(cause), self._end_reason(lease_id), cause.value)
 
     def _refuse_submit(self, effect: RefuseSubmit) -> None:
-        reason = self._shown_reason(self.table.submits.lease_of(effect.submit_id), effect.cause)
-        self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), reason)
+        # Without a cause the submit alone ends, because its own time is over: its status says that.
+        lease_id = 0 if effect.cause is None else self.table.submits.lease_of(effect.submit_id)
+        self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), self._end_reason(lease_id))
 
-    def _shown_reason(self, lease_id: int, cause: Cause | None) -> str:
-        """Return the reason for the tenant: an operator's, or the fleet's; "" for any other end."""
-        lease = self.table.get(lease_id) if cause in (Cause.REVOKED, Cause.ISOLATED) else None
+    def _end_reason(self, lease_id: int) -> str:
+        """Return the reason for the lease's end, as LEASE_QUERY reports it; "" if it has not ended."""
+        lease = self.table.get(lease_id)
         return "" if lease is None else lease.reason
 
     def _kill_worker(self, effect: KillWorker) -> None:
@@ -565,8 +595,11 @@ class PendingRequests:
         return True
 
     def refuse(self, number: int, failure: Failure) -> None:
-        """Answer a request that the table does not decide."""
+        """Answer a request that the table does not decide, or whose outcome can't be answered because of a fault."""
         if number in self._answers:
+            # An outcome that was held back is not answered any more.
+            self.unanswered -= number in self._decided
+            self._decided.discard(number)
             self._pop(number)(failure)
 
     def resolve(self, outcome: Outcome) -> None:
@@ -588,6 +621,8 @@ class PendingRequests:
         self._answer(answered)
 
     def _answer(self, answered: Outcome) -> None:
+        if answered.request not in self._decided:
+            return
         self.unanswered -= 1
         self._on_answered()
         self._decided.discard(answered.request)

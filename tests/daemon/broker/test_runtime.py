@@ -17,10 +17,15 @@ from gpulease.daemon.leases import (
     FIRST_WARM_ID,
     AcquireRequested,
     Card,
+    Cause,
     Denied,
+    Effect,
+    Event,
     FenceClearRequested,
     Freed,
+    FreeRequested,
     Granted,
+    LeaseState,
     LeaseTable,
     LeaseTerms,
     PoolTimerFired,
@@ -28,6 +33,7 @@ from gpulease.daemon.leases import (
     ReclaimProved,
     Renewed,
     RevokeRequested,
+    SessionCondemned,
     SubmitRequested,
     WaitTimerFired,
     WorkerExited,
@@ -37,6 +43,8 @@ from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.monitors import CardWatch
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
 
 LEAVING = 20
 """Clients, one after the other: far more than may wait at a time."""
@@ -67,6 +75,60 @@ def test_nothing_is_left_of_a_client_that_waited_and_left(what: str) -> None:
         await runtime.stop()
 
     asyncio.run(story())
+
+
+def test_a_fault_of_an_event_that_an_effect_posted_is_answered_at_once_and_stops_no_other() -> None:
+    class FaultyTable(LeaseTable):
+        def handle(self, event: Event, now_ns: int) -> list[Effect]:
+            if isinstance(event, RevokeRequested):
+                raise ZeroDivisionError
+            return super().handle(event, now_ns)
+
+    async def story() -> None:
+        table = FaultyTable([Card("GPU-a", 0, "a", 1000, 10)])
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
+        revoked: list[Result] = []
+        granted: list[Result] = []
+
+        def post_more(result: Result) -> None:
+            granted.append(result)
+            runtime.post(RevokeRequested(runtime.expect(revoked.append), 5, "because"))
+            runtime.post(FreeRequested(runtime.expect(lambda _: None), 5, "ann"))
+
+        runtime.post(AcquireRequested(runtime.expect(post_more), "ann", 5, LeaseTerms(900, 60_000)))
+        runtime.post(WorkerReady(5))
+        assert len(granted) == 1
+        assert [isinstance(result, Failure) and result.status for result in revoked] == [Status.INTERNAL]
+        lease = table.get(5)
+        assert lease is not None
+        assert lease.state is LeaseState.DRAINING, "the event behind the fault is handled"
+        # One that no effect posted is raised, for the caller to answer.
+        with pytest.raises(ZeroDivisionError):
+            runtime.post(RevokeRequested(runtime.expect(revoked.append), 5, "because"))
+        await runtime.stop()
+
+    asyncio.run(story())
+
+
+def test_a_session_shows_the_reason_of_every_end() -> None:
+    shown: list[tuple[Status, str, str]] = []
+
+    class Listening(SimulatedWorkers):
+        def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
+            shown.append((status, reason, cause))
+
+    async def story() -> None:
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), Listening(), tokens, FactRecorder(), 1)
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, LeaseTerms(900, 60_000)))
+        runtime.post(WorkerReady(5))
+        runtime.post(SessionCondemned(5, Cause.KERNEL_TIMEOUT, "a kernel ran for more than 0.3 s"))
+        await runtime.stop()
+
+    asyncio.run(story())
+    assert shown == [(Status.SESSION_FAILED, "a kernel ran for more than 0.3 s", "kernel_timeout")]
 
 
 GONE_PID = 1 << 30
