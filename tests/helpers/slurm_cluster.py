@@ -11,6 +11,7 @@ from pathlib import Path
 from helpers.daemon import python_environment
 from helpers.waiting import wait_until
 
+LOGS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "service")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 
 
@@ -22,12 +23,28 @@ def missing() -> str:
     return "" if os.getuid() == 0 else "slurmd must be root"
 
 
+def missing_accounting() -> str:
+    """What keeps Slurm's accounting from running here; "" if nothing does."""
+    lacking = [name for name in ("slurmdbd", "mariadbd", "mariadb-install-db") if shutil.which(name) is None]
+    return missing() or (f"no {', '.join(lacking)}: apt-get install slurmdbd mariadb-server" if lacking else "")
+
+
 class SlurmCluster:
     """Its daemons, with the scripts of the tree."""
 
-    def __init__(self, folder: Path, address: str, vram_mib: int, largest_mib: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        vram_mib: int,
+        largest_mib: int = 1 << 20,
+        cards: int = 1,
+        card_type: str = "",
+        *,
+        has_accounting: bool = False,
+    ) -> None:
         self.folder = folder
-        self._logs = [folder / f"{name}.log" for name in ("munged", "slurmctld", "slurmd", "service", "service-2")]
+        self._logs = [folder / f"{name}.log" for name in LOGS]
         scripts = Path(__file__).parents[2] / "client" / "integrations" / "slurm"
         self._command = command = folder / "gpulease-slurm"
         paths = python_environment()["PYTHONPATH"]
@@ -49,7 +66,7 @@ class SlurmCluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         self._munge = folder / "run" / "munge.socket"
-        self._configure(vram_mib)
+        self._configure(vram_mib, cards, card_type)
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self._processes: list[subprocess.Popen[bytes]] = []
         munged = ["munged", "--foreground", "--force", f"--socket={self._munge}", f"--key-file={key}"]
@@ -61,6 +78,8 @@ class SlurmCluster:
         try:
             self._start(munged)
             wait_until(self._munge.exists, "munged listens")
+            if has_accounting:
+                self._start_accounting()
             self._start(["slurmctld", "-D", "-i"])
             self._start(["slurmd", "-D", "-N", "gpu1"])
             wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), "the node is idle", seen=self.logs)
@@ -69,12 +88,10 @@ class SlurmCluster:
             self.stop()
             raise
 
-    def _configure(self, vram_mib: int) -> None:
-        ports = []
-        for _ in range(2):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                ports.append(free.getsockname()[1])
+    def _configure(self, vram_mib: int, cards: int, card_type: str) -> None:
+        ports = [_free_port() for _ in range(2)]
+        of_type = f":{card_type}" if card_type else ""
+        gres = f"vram{of_type}:{vram_mib},vram_cards:no_consume:{cards}"
         lines = f"""
 ClusterName=test
 SlurmctldHost={socket.gethostname()}(127.0.0.1)
@@ -82,7 +99,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={self._munge}
+AuthInfo=socket={self._munge},cred_expire=5
 CredType=cred/munge
 StateSaveLocation={self.folder}/state
 SlurmdSpoolDir={self.folder}/spool
@@ -93,7 +110,7 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-GresTypes=vram
+GresTypes=vram,vram_cards
 JobSubmitPlugins=lua
 ReturnToService=2
 MpiDefault=none
@@ -101,11 +118,58 @@ Prolog={self.folder}/prolog.sh
 PrologFlags=Alloc
 TaskProlog={self.folder}/task_prolog.sh
 Epilog={self.folder}/epilog.sh
-NodeName=gpu1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 Gres=vram:{vram_mib}
+NodeName=gpu1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 Gres={gres}
 PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:4
 """
         (self.folder / "slurm.conf").write_text(lines)
-        (self.folder / "gres.conf").write_text(f"Name=vram Count={vram_mib}\n")
+        of_type = f" Type={card_type}" if card_type else ""
+        counts = f"Name=vram{of_type} Count={vram_mib}\nName=vram_cards Count={cards}\n"
+        (self.folder / "gres.conf").write_text(counts)
+
+    def _start_accounting(self) -> None:
+        """Start a database in the folder and slurmdbd on it, and make slurmctld use them."""
+        data, database = self.folder / "data", self.folder / "run" / "database.socket"
+        made = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root"]
+        subprocess.run([*made, "--auth-root-authentication-method=normal"], capture_output=True, check=True)
+        self._start(
+            [
+                "mariadbd",
+                "--no-defaults",
+                f"--datadir={data}",
+                f"--socket={database}",
+                "--skip-networking",
+                "--user=root",
+            ]
+        )
+        wait_until(database.exists, "the database listens", seen=self.logs)
+        # The client library of slurmdbd finds the database's socket by this variable.
+        self.environment |= {"MYSQL_UNIX_PORT": str(database)}
+        port = _free_port()
+        configuration = self.folder / "slurmdbd.conf"
+        configuration.write_text(f"""
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={self._munge}
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+PidFile={self.folder}/run/slurmdbd.pid
+""")
+        configuration.chmod(0o600)
+        with (self.folder / "slurm.conf").open("a") as file:
+            file.write(
+                f"AccountingStorageType=accounting_storage/slurmdbd\nAccountingStorageHost=127.0.0.1\n"
+                f"AccountingStoragePort={port}\nAccountingStoragePass={self._munge}\n"
+            )
+        self._start(["slurmdbd", "-D"])
+        add = ("sacctmgr", "-i", "add")
+        wait_until(lambda: "test" in self.ask(*add, "cluster", "test"), "the accounting answers", seen=self.logs)
+        self.ask(*add, "account", "site")
+        self.ask(*add, "user", "root", "account=site")
 
     def start_service(self) -> None:
         """Start the service that renews leases, and wait until prologs find it."""
@@ -119,7 +183,9 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
         self._processes[-1].wait(20)
 
     def _start(self, command: list[str]) -> None:
-        with self._logs[len(self._processes)].open("wb") as log:
+        name = "service" if command[0] == str(self._command) else command[0]
+        log_path = self.folder / f"{name}.log"
+        with log_path.open("ab") as log:
             self._processes.append(
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
             )
@@ -138,12 +204,13 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
         assert done.returncode == 0, done.stderr
 
     def submit(self, script: str, vram_mib: int, *options: str) -> str:
+        """Submit a job's script, and return its number; `vram_mib` 0 for a job whose options have a --gres."""
         path = self.folder / "job.sh"
         path.write_text(f"#!/bin/sh\n{script}\n")
-        output = f"--output={self.folder}/job-%j.out"
-        told = self.ask(
-            "sbatch", "--parsable", output, "-t", "5", f"--gres=vram:{vram_mib}", *options, str(path)
-        ).strip()
+        name = "%A_%a" if any(option.startswith("--array") for option in options) else "%j"
+        output = f"--output={self.folder}/job-{name}.out"
+        gres = [f"--gres=vram:{vram_mib}"] if vram_mib else []
+        told = self.ask("sbatch", "--parsable", output, "-t", "5", *gres, *options, str(path)).strip()
         assert told.isdecimal(), told
         return told
 
@@ -166,6 +233,12 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORC
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _is_locked(path: Path) -> bool:

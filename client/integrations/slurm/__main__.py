@@ -1,7 +1,8 @@
 """`gpulease-slurm`: Slurm's prolog, task prolog and epilog, and the service that keeps the leases of running jobs.
 
-A job's `--gres=vram:N` is a lease of N MiB on each of its nodes; the job's user is its tenant. The prolog acquires it,
-the service renews it while the job lives, the epilog frees it and waits for the proof that its memory is free.
+A job's `--gres=vram:N` is a lease of N MiB on each of its nodes, `--gres=vram:N,vram_cards:M` are M leases of N / M MiB
+on M cards; the job's user is their tenant. The prolog acquires them, the service renews them while the job lives, the
+epilog frees them, waits for the proof that their memory is free and records what they used.
 
 The cause of a failure decides what fails. If the daemon refuses this user's request, the job fails: the prolog
 succeeds, and the task prolog prints the reason and fails. Only a fault of the node fails the prolog or the epilog,
@@ -12,23 +13,36 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
 import click
 
 from gpulease.client.console.exit_status import CannotStart, failures_as_sentences
-from gpulease.client.console.reports import cards_of
+from gpulease.client.console.reports import Report, cards_of
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.proved_end import free_and_prove, report_of
 from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
+from gpulease.client.integrations.slurm.job_usage import GIB
 from gpulease.client.integrations.slurm.other_users import RefusedForUser, as_user
-from gpulease.client.integrations.slurm.slurm_jobs import JobState, job_id, number_in, size_of_job, state_of_job
+from gpulease.client.integrations.slurm.slurm_jobs import (
+    JobRequest,
+    JobState,
+    admin_comment,
+    job_id,
+    number_in,
+    request_of_job,
+    set_admin_comment,
+    state_of_job,
+)
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
@@ -49,8 +63,17 @@ FIRST_LEASE_S: Final = 30.0
 WAIT_S: Final = 10.0
 """Seconds to wait for room, because the previous job may have just ended."""
 
+POLL_S: Final = 0.25
+"""Seconds between two tries of all cards, while a job of several cards or of a type waits for room."""
+
+LEASE_IDS_VARIABLE: Final = "GPULEASE_LEASE_IDS"
+"""Variable of a job's tasks: all of its leases on the node, separated by commas."""
+
 PROOF_LIMIT_S: Final = 60.0
 """Seconds to wait until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
+
+USAGE_KEPT_S: Final = 86400.0
+"""Seconds for which the service tries to report a job's usage to Slurm's accounting; it logs it then."""
 
 SERVICE_LOCK: Final = "service"
 """The file that the service locks while it runs."""
@@ -77,10 +100,10 @@ def main() -> None:
 @_folder
 @_daemon
 def prolog(folder: Path, address: str) -> None:
-    """Acquire the job's lease. For slurm.conf's Prolog, with PrologFlags=Alloc. Fails only for a fault of the node."""
-    job, size_bytes = job_id(os.environ), size_of_job(os.environ)
+    """Acquire the job's leases. For slurm.conf's Prolog, with PrologFlags=Alloc. Fails only for a fault of the node."""
+    job, request = job_id(os.environ), request_of_job(os.environ)
     # The job requested no vram, so it gets no lease.
-    if not size_bytes:
+    if request is None:
         return
     user, restarts = number_in(os.environ, "SLURM_JOB_UID"), number_in(os.environ, "SLURM_JOB_RESTART_COUNT", "0")
     records = JobRecords(folder)
@@ -93,11 +116,11 @@ def prolog(folder: Path, address: str) -> None:
                 return
             _end(records, job, record)
         try:
-            _acquire(records, job, JobRecord(user, restarts, address), size_bytes)
+            _acquire(records, job, JobRecord(user, restarts, address), request)
         except RefusedForUser as refusal:
             # The node's fault fails the prolog. Otherwise the job is to fail: the task prolog finds the refusal in the
             # record.
-            if _is_fault_of_node(refusal, size_bytes, address):
+            if _is_fault_of_node(refusal, request, address):
                 raise
             records.write(job, JobRecord(user, restarts, address, refusal=str(refusal)))
 
@@ -113,13 +136,16 @@ def task_prolog(folder: Path) -> None:
         # Slurm copies a line that begins with "print" to the task's output. The exit status ends the job, not the node.
         click.echo(f"print gpulease-slurm: the job has no lease: {' '.join(record.refusal.split())}")
         sys.exit(1)
-    click.echo(f"export {ADDRESS_VARIABLE}={record.address}\nexport {LEASE_ID_VARIABLE}={record.lease_id}")
+    # Each task of the job on this node has a lease as its own, in turn; all of them know all.
+    own = record.lease_ids[number_in(os.environ, "SLURM_LOCALID", "0") % len(record.lease_ids)]
+    click.echo(f"export {ADDRESS_VARIABLE}={record.address}\nexport {LEASE_ID_VARIABLE}={own}")
+    click.echo(f"export {LEASE_IDS_VARIABLE}={','.join(record.lease_ids)}")
 
 
 @main.command()
 @_folder
 def epilog(folder: Path) -> None:
-    """Free the job's lease and wait for the proof. For slurm.conf's Epilog; a failure drains the node."""
+    """Free the job's leases and wait for the proof. For slurm.conf's Epilog; a failure drains the node."""
     job = job_id(os.environ)
     records = JobRecords(folder)
     with records.locked(job):
@@ -138,35 +164,38 @@ def service(folder: Path) -> None:
         if not _lock(held):
             raise CannotStart(f"another gpulease-slurm service already serves {folder}")
         while True:
-            for job in records.jobs():
+            # Renew the leases first: reporting what ended jobs used asks slurmctld, and may wait for it.
+            for job, step in [
+                *((job, _keep) for job in records.jobs()),
+                *((job, _report_usage) for job in records.used()),
+            ]:
                 try:
-                    _keep(records, job)
+                    step(records, job)
                 except CannotStart as error:
                     # The next round tries again. A lasting fault is logged in each round.
                     click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
             time.sleep(RENEW_S)
 
 
-# --- a job's lease ---
+# --- a job's leases ---
 
 
-def _acquire(records: JobRecords, job: str, record: JobRecord, size_bytes: int) -> None:
-    """Acquire a job's lease, and record it.
+def _acquire(records: JobRecords, job: str, record: JobRecord, request: JobRequest) -> None:
+    """Acquire a job's leases, each on a card of its own, and record them.
 
-    If it raises RefusedForUser or CannotStart, nothing remains of the lease.
+    If it raises RefusedForUser or CannotStart, nothing remains of the leases.
     """
-    # Step 1: a short lease, so that a prolog that is killed before step 2 leaves nothing behind for long. A repeated
-    # prolog sends the same request id, and gets the same lease.
-    again = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts).hex())
-    first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
-    wait_ms = milliseconds(WAIT_S, "the wait", least_ms=0)
-    request = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, None, (ORPHAN.parameter(0), again))
-    lease_id = as_user(record.user, lambda: str(LeaseId(ask(Opcode.LEASE_ALLOC, request, record.address).lease_id)))
-    # Step 2: the record, from which the epilog frees the lease.
-    record = replace(record, lease_id=lease_id)
-    records.write(job, record)
-    # Step 3: extend the lease to its full time, and mark the record as ready.
+    until_s = time.monotonic() + WAIT_S
+    used_cards: set[str] = set()
     try:
+        # Step 1: short leases, so that a prolog that is killed leaves nothing behind for long. Each is recorded before
+        # the next, because the epilog frees what the record has.
+        for number in range(request.cards):
+            lease_id, card = _acquire_one(job, record, request, number, used_cards, until_s)
+            used_cards.add(card)
+            record = replace(record, lease_ids=(*record.lease_ids, lease_id))
+            records.write(job, record)
+        # Step 2: extend them to their full time, and mark the record as ready.
         _renew(record)
     except RefusedForUser:
         _end(records, job, record)
@@ -174,13 +203,71 @@ def _acquire(records: JobRecords, job: str, record: JobRecord, size_bytes: int) 
     records.write(job, replace(record, is_ready=True))
 
 
+def _acquire_one(
+    job: str, record: JobRecord, request: JobRequest, number: int, used_cards: set[str], until_s: float
+) -> tuple[str, str]:
+    """Return the id of a job's next lease, and its card's UUID. Raises RefusedForUser, and CannotStart."""
+    # The daemon itself waits for room on any card, in its fair queue. Otherwise the cards are tried in turn.
+    if request == JobRequest(request.size_bytes):
+        wait_s = max(0.0, until_s - time.monotonic())
+        return _acquire_on(job, record, request.size_bytes, number, None, wait_s)
+    while True:
+        cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), record.address))
+        fitting = [card for card in cards if request.fits(card["name"]) and card["uuid"] not in used_cards]
+        refusal = RefusedForUser(
+            f"no card of this node is left for lease {number + 1} of {request.cards}"
+            + (f", of the type {request.card_type}" if request.card_type else ""),
+            Status.CAPACITY_EXCEEDED,
+        )
+        # The emptiest card first, as Slurm spreads a job's devices. Another job may take its room meanwhile.
+        for card in sorted(fitting, key=lambda card: -card["available_bytes"]):
+            try:
+                return _acquire_on(job, record, request.size_bytes, number, card["uuid"], 0.0)
+            except RefusedForUser as error:
+                if error.status is not Status.CAPACITY_EXCEEDED:
+                    raise
+                refusal = error
+        if not fitting or time.monotonic() > until_s:
+            raise refusal
+        time.sleep(POLL_S)
+
+
+def _acquire_on(
+    job: str, record: JobRecord, size_bytes: int, number: int, card: str | None, wait_s: float
+) -> tuple[str, str]:
+    # A repeated prolog sends the same request id for the same card, and gets the same lease.
+    again = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts, number, card or "").hex())
+    first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
+    wait_ms = milliseconds(wait_s, "the wait", least_ms=0)
+    body = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, card, (ORPHAN.parameter(0), again))
+
+    def acquire() -> str:
+        grant = ask(Opcode.LEASE_ALLOC, body, record.address)
+        return f"{LeaseId(grant.lease_id)} {grant.card_uuid}"
+
+    lease_id, _, uuid = as_user(record.user, acquire).partition(" ")
+    return lease_id, uuid
+
+
 def _renew(record: JobRecord) -> None:
-    body = LeaseRenew(lease_id_of(record.lease_id), milliseconds(LEASE_S, "the lease's time", least_ms=1))
-    as_user(record.user, lambda: str(ask(Opcode.LEASE_RENEW, body, record.address).generation))
+    """Renew all of a job's leases. Raises the last refusal, after all others were renewed."""
+    refusal: RefusedForUser | None = None
+    for lease_id in record.lease_ids:
+        try:
+            as_user(record.user, partial(_renew_one, lease_id, record.address))
+        except RefusedForUser as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
+
+
+def _renew_one(lease_id: str, address: str) -> str:
+    body = LeaseRenew(lease_id_of(lease_id), milliseconds(LEASE_S, "the lease's time", least_ms=1))
+    return str(ask(Opcode.LEASE_RENEW, body, address).generation)
 
 
 def _keep(records: JobRecords, job: str) -> None:
-    """Renew a job's lease, or end it if slurmctld reports that the job is over. Raises CannotStart."""
+    """Renew a job's leases, or end them if slurmctld reports that the job is over. Raises CannotStart."""
     with records.locked(job, waits=False) as is_free:
         record = records.read(job) if is_free else None
         # A prolog or an epilog holds the lock, or the job has no lease to renew.
@@ -200,18 +287,29 @@ def _keep(records: JobRecords, job: str) -> None:
 
 
 def _serves(record: JobRecord, restarts: int) -> bool:
-    """Return whether a record's lease belongs to this start of the job, has its full time, and is active."""
+    """Return whether a record's leases belong to this start of the job, have their full time, and are active."""
     if not record.is_ready or record.restarts != restarts:
         return False
-    lease_id, address = lease_id_of(record.lease_id), record.address
-    return as_user(record.user, lambda: str(report_of(lease_id, address)["state"])) == "active"
+    reports = (_report(record, lease_id) for lease_id in record.lease_ids)
+    return all(report["state"] == "active" for report in reports)
+
+
+def _report(record: JobRecord, lease_id: str) -> Report:
+    """Return the daemon's report of a job's lease, as its user gets it."""
+    ask_for = lease_id_of(lease_id)
+    return dict(json.loads(as_user(record.user, lambda: json.dumps(report_of(ask_for, record.address)))))
 
 
 def _end(records: JobRecords, job: str, record: JobRecord) -> None:
-    """Free a record's lease, wait for the proof, and delete the record."""
-    if record.lease_id:
-        lease_id = lease_id_of(record.lease_id)
-        as_user(record.user, lambda: _free(lease_id, record.address))
+    """Free a record's leases, wait for the proofs, record what was used, and delete the record."""
+    for lease_id in record.lease_ids:
+        as_user(record.user, partial(_free, lease_id_of(lease_id), record.address))
+    # A requeued job's usage is the sum over its starts.
+    usage = records.usage(job)
+    for lease_id in record.lease_ids:
+        usage = usage.plus(_report(record, lease_id))
+    if record.lease_ids:
+        records.write_usage(job, usage)
     records.forget(job)
 
 
@@ -220,7 +318,32 @@ def _free(lease_id: LeaseId, address: str) -> str:
     return ""
 
 
-def _is_fault_of_node(refusal: RefusedForUser, size_bytes: int, address: str) -> bool:
+def _report_usage(records: JobRecords, job: str) -> None:
+    """Append what a job's leases used on this node to its AdminComment, which a site's accounting reads.
+
+    Raises CannotStart.
+    """
+    usage = records.usage(job)
+    node = socket.gethostname().partition(".")[0]
+    mark = f"[gpulease {node} gib_s={usage.byte_seconds / GIB:.1f} gpu_s={usage.gpu_seconds:.1f}]"
+    text = admin_comment(job)
+    if text is JobState.OVER or records.usage_age_s(job) > USAGE_KEPT_S:
+        # Nobody can be told but the operator: the cluster has no accounting, or the accounting has no such job.
+        click.echo(f"gpulease-slurm: job {job}: used {mark}", err=True)
+        records.forget_usage(job)
+    elif isinstance(text, JobState):
+        return
+    elif mark in text:
+        # A job's nodes read, append and write in turn, and one may overwrite another's text. So the usage was kept
+        # until now, when a later round finds it there.
+        records.forget_usage(job)
+    else:
+        # Of an earlier start, before Slurm requeued the job: the sum contains it.
+        others = re.sub(rf" ?\[gpulease {re.escape(node)} [^\]]*\]", "", text)
+        set_admin_comment(job, f"{others} {mark}".strip())
+
+
+def _is_fault_of_node(refusal: RefusedForUser, request: JobRequest, address: str) -> bool:
     """Return whether the node is at fault: it refused a request that is within the job's and its user's limits."""
     if refusal.status not in {Status.DISCONNECTED, Status.CAPACITY_EXCEEDED}:
         return refusal.status in _NODE_FAULTS
@@ -229,16 +352,17 @@ def _is_fault_of_node(refusal: RefusedForUser, size_bytes: int, address: str) ->
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     except GpuLeaseError:
         return True
-    # No room, although a card is large enough: Slurm's count of the node's memory differs from the daemon's.
-    has_such_card = any(card["capacity_bytes"] >= size_bytes for card in cards)
-    return refusal.status is Status.CAPACITY_EXCEEDED and has_such_card
+    # No room, although enough cards are large enough: Slurm's count of the node's memory differs from the daemon's.
+    large = [card for card in cards if card["capacity_bytes"] >= request.size_bytes and request.fits(card["name"])]
+    return refusal.status is Status.CAPACITY_EXCEEDED and len(large) >= request.cards
 
 
-def request_id(environment: Mapping[str, str], job: str, restarts: int) -> bytes:
+def request_id(environment: Mapping[str, str], job: str, restarts: int, number: int, card: str) -> bytes:
     """Return the request id, 16 bytes, by which a daemon recognises the request of a prolog that runs again."""
     # A requeued job is a new request, so its number of restarts is part of the id.
     cluster, node = (environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
-    return hashlib.sha256(json.dumps(["gpulease slurm 1", cluster, node, job, restarts]).encode()).digest()[:16]
+    request = json.dumps(["gpulease slurm 2", cluster, node, job, restarts, number, card])
+    return hashlib.sha256(request.encode()).digest()[:16]
 
 
 # --- the service's lock ---

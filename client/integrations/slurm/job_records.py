@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,30 +11,32 @@ from typing import Final
 
 from gpulease.client.console.exit_status import CannotStart
 from gpulease.client.integrations.file_replacement import replace_file
+from gpulease.client.integrations.slurm.job_usage import JobUsage
 
 LOCKS: Final = "locks"
 """The file with the jobs' locks: the byte at a job's number is locked for that job."""
 
 _SUFFIX: Final = ".json"
+_USAGE_SUFFIX: Final = ".usage"
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job's lease, or why it has none.
+    """A job's leases, or why it has none.
 
     Attributes:
         user: The id of the job's user, who is the lease's tenant.
         restarts: How often Slurm had requeued the job by then.
         address: The daemon's address.
-        lease_id: The lease, in hex digits; "" for a job that was refused.
-        is_ready: Whether the lease was extended to its full time.
+        lease_ids: The leases, each on a card of its own, in hex digits; none for a job that was refused.
+        is_ready: Whether all leases were acquired and extended to their full time.
         refusal: Why the job has no lease; "" if it has one.
     """
 
     user: int
     restarts: int
     address: str
-    lease_id: str = ""
+    lease_ids: tuple[str, ...] = ()
     is_ready: bool = False
     refusal: str = ""
 
@@ -69,15 +72,28 @@ class JobRecords:
         """Return a job's record; None if it has none. Raises CannotStart if the file is not a record."""
         path = self._path(job)
         try:
-            record = JobRecord(**json.loads(path.read_text()))
+            members = json.loads(path.read_text())
+            # A record of an earlier version, of a job that runs during the upgrade, has one lease.
+            if "lease_id" in members:
+                members["lease_ids"] = [members.pop("lease_id")]
+            lease_ids = members.pop("lease_ids", ())
+            if not all(isinstance(lease_id, str) for lease_id in lease_ids):
+                raise ValueError(f"lease_ids is {lease_ids!r}")
+            record = JobRecord(**members, lease_ids=tuple(filter(None, lease_ids)))
             # Check types, too: the user's id and the address are used as root.
-            for name, kind in JobRecord.__annotations__.items():
+            for name, kind in (
+                ("user", int),
+                ("restarts", int),
+                ("address", str),
+                ("is_ready", bool),
+                ("refusal", str),
+            ):
                 if type(getattr(record, name)) is not kind:
                     raise ValueError(f"{name} is {getattr(record, name)!r}")
             return record
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise CannotStart(f"{path} must be a job's record: {error}. Was it changed?") from None
 
     def write(self, job: str, record: JobRecord) -> None:
@@ -87,6 +103,39 @@ class JobRecords:
     def forget(self, job: str) -> None:
         """Remove a job's record. Has no effect if there is none."""
         self._path(job).unlink(missing_ok=True)
+
+    def used(self) -> list[str]:
+        """Return the numbers of all jobs whose usage is not yet reported to Slurm."""
+        return [path.stem for path in sorted(self._folder.glob(f"*{_USAGE_SUFFIX}"))]
+
+    def usage(self, job: str) -> JobUsage:
+        """Return what a job's ended leases used. Raises CannotStart if the file is not a usage."""
+        path = self._usage_path(job)
+        try:
+            members = json.loads(path.read_text())
+            return JobUsage(float(members["byte_seconds"]), float(members["gpu_seconds"]))
+        except FileNotFoundError:
+            return JobUsage()
+        except (ValueError, TypeError, LookupError) as error:
+            raise CannotStart(f"{path} must be a job's usage: {error}. Was it changed?") from None
+
+    def write_usage(self, job: str, usage: JobUsage) -> None:
+        """Replace a job's usage. It is on the disk when this returns."""
+        replace_file(self._usage_path(job), json.dumps(asdict(usage)).encode(), 0o644, is_synced=True)
+
+    def usage_age_s(self, job: str) -> float:
+        """Return the seconds since a job's usage was written, by the host's clock; 0 without one."""
+        try:
+            return time.time() - self._usage_path(job).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def forget_usage(self, job: str) -> None:
+        """Remove a job's usage. Has no effect if there is none."""
+        self._usage_path(job).unlink(missing_ok=True)
+
+    def _usage_path(self, job: str) -> Path:
+        return self._folder / f"{job}{_USAGE_SUFFIX}"
 
     def _path(self, job: str) -> Path:
         return self._folder / f"{job}{_SUFFIX}"

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -10,10 +11,13 @@ from gpulease.client.console.exit_status import CannotStart
 
 MIB: Final = 1 << 20
 
-SQUEUE_LIMIT_S: Final = 20.0
-"""Longest wait for squeue's answer, in seconds, because slurmctld may hang."""
+COMMAND_LIMIT_S: Final = 20.0
+"""Longest wait for an answer of slurmctld, in seconds, because it may hang."""
 
-_MARK: Final = re.compile(r"\[vram_mib=([0-9]{1,12})\]$")
+MOST_CARDS: Final = 64
+"""Most cards of one job on one node. A comment that asks for more was not written by job_submit.lua."""
+
+_MARK: Final = re.compile(r"\[vram_mib=([0-9]{1,12})(?: cards=([1-9][0-9]?))?(?: type=([A-Za-z0-9_.-]{1,64}))?\]$")
 """The mark that job_submit.lua appends to the comment of a job that requests vram. Only the end of the text counts,
 because the user writes what is before it."""
 
@@ -27,6 +31,7 @@ _OVER: Final = frozenset(
 another prolog."""
 
 _UNKNOWN_JOB: Final = b"Invalid job id"
+_NO_ACCOUNTING: Final = b"accounting storage is disabled"
 
 
 class JobState(Enum):
@@ -37,10 +42,35 @@ class JobState(Enum):
     UNKNOWN = "unknown"
 
 
-def size_of_job(environment: Mapping[str, str]) -> int:
-    """Return the bytes per node that the job requests, from the prolog's environment; 0 if it requests no vram."""
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What a job requests on each of its nodes.
+
+    Attributes:
+        size_bytes: Bytes on each card.
+        cards: The number of its leases, each on a card of its own.
+        card_type: The type of its cards, a part of their names as in gres.conf; "" for any card.
+    """
+
+    size_bytes: int
+    cards: int = 1
+    card_type: str = ""
+
+    def fits(self, name: str) -> bool:
+        """Return whether a card of that name is of the type, by the rule of gres.conf(5), AutoDetect=nvml."""
+        return self.card_type.lower() in name.lower().replace(" ", "_")
+
+
+def request_of_job(environment: Mapping[str, str]) -> JobRequest | None:
+    """Return what the job requests, from the prolog's environment; None if it requests no vram."""
     mark = _MARK.search(environment.get("SLURM_JOB_COMMENT", ""))
-    return int(mark[1]) * MIB if mark else 0
+    if mark is None:
+        return None
+    # The count of vram is the job's sum on the node, so that Slurm counts what its leases take together.
+    size_bytes, cards = int(mark[1]) * MIB, int(mark[2] or 1)
+    if not size_bytes or cards > MOST_CARDS:
+        return None
+    return JobRequest(size_bytes // cards, cards, mark[3] or "")
 
 
 def job_id(environment: Mapping[str, str]) -> str:
@@ -63,16 +93,43 @@ def number_in(environment: Mapping[str, str], name: str, default: str = "") -> i
 
 def state_of_job(job: str) -> JobState:
     """Request a job's state from slurmctld. Not for prologs and epilogs, which must not wait for it."""
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+    done = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+    if isinstance(done, JobState):
+        return done
+    # One line for a job; none for one that slurmctld has just forgotten.
+    states = done.split()
+    if not states:
+        return JobState.OVER
+    return JobState.OVER if _OVER.issuperset(states) else JobState.LIVES
+
+
+def admin_comment(job: str) -> str | JobState:
+    """Return the AdminComment of a job that has ended, from Slurm's accounting.
+
+    Returns OVER if this cluster has no accounting, and UNKNOWN if it does not answer, or does not know the job yet.
+    """
+    done = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=AdminComment")
+    if isinstance(done, JobState):
+        return done
+    # One line for a job, the latest start of one that was requeued; none for an unknown one.
+    lines = done.splitlines()
+    return lines[-1] if lines else JobState.UNKNOWN
+
+
+def set_admin_comment(job: str, text: str) -> None:
+    """Replace the AdminComment of a job that has ended; without an answer, nothing is changed."""
+    # scontrol refuses a job that has ended, so this goes to the accounting itself.
+    _run("sacctmgr", "--immediate", "modify", "job", "where", f"jobid={job}", "set", f"AdminComment={text}")
+
+
+def _run(*command: str) -> str | JobState:
+    """Return the output of a command of Slurm; OVER if it no longer knows the job, else UNKNOWN if it failed."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=SQUEUE_LIMIT_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return JobState.UNKNOWN
     if done.returncode:
         # slurmctld forgets a job some minutes after its end. Any other failure proves nothing.
-        return JobState.OVER if _UNKNOWN_JOB in done.stderr else JobState.UNKNOWN
-    # One line for a job; none for one that slurmctld has just forgotten.
-    states = done.stdout.decode("ascii", errors="replace").split()
-    if not states:
-        return JobState.OVER
-    return JobState.OVER if _OVER.issuperset(states) else JobState.LIVES
+        is_over = any(text in done.stderr for text in (_UNKNOWN_JOB, _NO_ACCOUNTING))
+        return JobState.OVER if is_over else JobState.UNKNOWN
+    return done.stdout.decode("utf-8", errors="replace")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,18 +13,23 @@ import pytest
 
 from gpulease.client import GpuBuilder
 from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.reports import cards_of
 from gpulease.client.errors import Denied
 from gpulease.client.integrations.slurm import __main__ as slurm
 from gpulease.client.integrations.slurm import slurm_jobs
 from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
+from gpulease.client.integrations.slurm.job_usage import JobUsage
 from gpulease.client.integrations.slurm.other_users import RefusedForUser, as_user
-from gpulease.client.integrations.slurm.slurm_jobs import JobState, size_of_job, state_of_job
+from gpulease.client.integrations.slurm.slurm_jobs import JobRequest, JobState, request_of_job, state_of_job
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import Daemon, Faults, python_environment
-from helpers.slurm_cluster import SlurmCluster, missing
+from helpers.slurm_cluster import SlurmCluster, missing, missing_accounting
 from helpers.waiting import wait_until
 
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is there")
+
+BAD_IDS = '{"user": 1000, "restarts": 2, "address": "unix:/x", "lease_ids": [1]}'
+OLDER = {"lease_id": "ab" * 16, "is_ready": True, "refusal": ""}
 
 PROGRAM = """
 from gpulease.client import GpuSession
@@ -35,21 +41,33 @@ with GpuSession.attach() as session:
 
 
 @pytest.mark.parametrize(
-    ("comment", "size_bytes"),
+    ("comment", "request_"),
     [
-        ("[vram_mib=16]", 16 << 20),
-        ("of mine [vram_mib=16]", 16 << 20),
-        ("[vram_mib=48] [vram_mib=16]", 16 << 20),
-        ("[vram_mib=16] of mine", 0),
-        ("[vram_mib=\u0661]", 0),
-        ("[vram_mib=]", 0),
-        ("[vram_mib=-1]", 0),
-        ("caf\udce9 [vram_mib=2]", 2 << 20),
-        ("", 0),
+        ("[vram_mib=16]", JobRequest(16 << 20)),
+        ("of mine [vram_mib=16]", JobRequest(16 << 20)),
+        ("[vram_mib=48] [vram_mib=16]", JobRequest(16 << 20)),
+        ("[vram_mib=16 cards=2]", JobRequest(8 << 20, 2)),
+        ("[vram_mib=16 type=h100]", JobRequest(16 << 20, 1, "h100")),
+        ("[vram_mib=16 cards=2 type=h100]", JobRequest(8 << 20, 2, "h100")),
+        ("[vram_mib=16] of mine", None),
+        ("[vram_mib=\u0661]", None),
+        ("[vram_mib=16 cards=\u0661]", None),
+        ("[vram_mib=16 cards=65]", None),
+        ("[vram_mib=]", None),
+        ("[vram_mib=0]", None),
+        ("[vram_mib=-1]", None),
+        ("caf\udce9 [vram_mib=2]", JobRequest(2 << 20)),
+        ("", None),
     ],
 )
-def test_a_job_s_size_is_the_mark_at_the_end_of_its_comment(comment: str, size_bytes: int) -> None:
-    assert size_of_job({"SLURM_JOB_COMMENT": comment}) == size_bytes
+def test_a_job_s_request_is_the_mark_at_the_end_of_its_comment(comment: str, request_: JobRequest | None) -> None:
+    assert request_of_job({"SLURM_JOB_COMMENT": comment}) == request_
+
+
+def test_a_card_is_of_a_type_by_the_rule_of_gres_conf() -> None:
+    assert JobRequest(1, 1, "H100_80gb").fits("NVIDIA H100 80GB HBM3")
+    assert not JobRequest(1, 1, "h200").fits("NVIDIA H100 80GB HBM3")
+    assert JobRequest(1).fits("any")
 
 
 @pytest.mark.parametrize(
@@ -75,22 +93,38 @@ def test_slurmctld_alone_says_that_a_job_is_over(
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     if "sleep" in script:
-        monkeypatch.setattr(slurm_jobs, "SQUEUE_LIMIT_S", 0.2)
+        monkeypatch.setattr(slurm_jobs, "COMMAND_LIMIT_S", 0.2)
     assert state_of_job("7") is state
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    records, record = JobRecords(tmp_path / "jobs"), JobRecord(1000, 2, "unix:/x", "ab" * 16, True)
+    records, record = JobRecords(tmp_path / "jobs"), JobRecord(1000, 2, "unix:/x", ("ab" * 16, "cd" * 16), True)
     assert records.read("7") is None
     records.write("7", record)
     assert (records.read("7"), records.jobs()) == (record, ["7"])
-    for text in ("", "[]", "{}", '{"user": "1000", "restarts": 2, "address": "unix:/x"}', '{"no": 1}'):
+    for text in ("", "[]", "{}", '{"user": "1000", "restarts": 2, "address": "unix:/x"}', '{"no": 1}', BAD_IDS):
         (tmp_path / "jobs" / "7.json").write_text(text)
         with pytest.raises(CannotStart, match="must be a job's record"):
             records.read("7")
     records.forget("7")
     records.forget("7")
     assert records.jobs() == []
+    # A job that runs while its node is upgraded: one lease, in the record's earlier form.
+    (tmp_path / "jobs" / "7.json").write_text(json.dumps({"user": 1000, "restarts": 2, "address": "unix:/x"} | OLDER))
+    assert records.read("7") == JobRecord(1000, 2, "unix:/x", ("ab" * 16,), True)
+
+
+def test_a_job_s_usage_is_the_sum_over_its_starts(tmp_path: Path) -> None:
+    records = JobRecords(tmp_path / "jobs")
+    assert records.usage("7") == JobUsage()
+    usage = JobUsage().plus({"state": "torndown", "size_bytes": 2 << 20, "age_ms": 1500, "gpu_seconds": 0.25})
+    records.write_usage("7", usage.plus({"state": "torndown"}))
+    assert (records.usage("7"), records.used(), records.jobs()) == (JobUsage(3 << 20, 0.25), ["7"], [])
+    (tmp_path / "jobs" / "7.usage").write_text("[]")
+    with pytest.raises(CannotStart, match="must be a job's usage"):
+        records.usage("7")
+    records.forget_usage("7")
+    assert records.used() == []
 
 
 @pytest.fixture
@@ -134,7 +168,7 @@ def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
     daemon = start_daemon(vram=["64MiB"])
     records, user = JobRecords(tmp_path / "jobs"), os.geteuid()
     lease = GpuBuilder(daemon.address).min_vram("16MiB").lease_secs(20).acquire()
-    records.write("7", JobRecord(user, 0, daemon.address, lease.lease_id_text, True))
+    records.write("7", JobRecord(user, 0, daemon.address, (lease.lease_id_text,), True))
 
     def remaining_s() -> float:
         return float(daemon.query(int(lease.lease_id))["remaining_ms"]) / 1000
@@ -150,7 +184,7 @@ def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
     assert daemon.query(int(lease.lease_id))["state"] == "torndown"
     slurm._keep(records, "7")
     # A lease that has ended by itself is reported while its job lives, and forgotten with the job.
-    records.write("7", JobRecord(user, 0, daemon.address, lease.lease_id_text, True))
+    records.write("7", JobRecord(user, 0, daemon.address, (lease.lease_id_text,), True))
     monkeypatch.setattr(slurm, "state_of_job", lambda job: JobState.LIVES)
     with pytest.raises(RefusedForUser, match="already freed"):
         slurm._keep(records, "7")
@@ -162,7 +196,12 @@ def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
 @needs_slurm
 @pytest.mark.exhaustive
 def test_a_job_has_a_lease_from_prolog_to_epilog(
-    cluster: SlurmCluster, daemon: Daemon, folder: Path, withheld: Path
+    cluster: SlurmCluster,
+    daemon: Daemon,
+    folder: Path,
+    withheld: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     paths = python_environment()["PYTHONPATH"]
     (folder / "program.py").write_text(PROGRAM)
@@ -176,6 +215,14 @@ def test_a_job_has_a_lease_from_prolog_to_epilog(
     assert cluster.output(job).startswith("from a job\n")
     wait_until(lambda: not daemon.leases(), "the epilog freed it", seen=cluster.logs)
     wait_until(lambda: not list((folder / "jobs").glob("*.json")), "the job's record is gone")
+    # The epilog recorded what it used. Without Slurm's accounting, the service logs it.
+    records = JobRecords(folder / "jobs")
+    wait_until(lambda: records.used() == [job], "the epilog recorded what the job used")
+    assert records.usage(job).byte_seconds > 16 << 20
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    slurm._report_usage(records, job)
+    assert records.used() == []
+    assert re.search(r"used \[gpulease \S+ gib_s=0\.\d gpu_s=\d+\.\d\]", capsys.readouterr().err)
     # A job of no vram has no lease, and one whose memory can't be proved free drains the node.
     withheld.touch()
     job = cluster.submit("echo done", 64)
@@ -204,18 +251,18 @@ def test_a_prolog_that_runs_again_looks_at_the_lease(cluster: SlurmCluster, daem
     assert record() == first
     # Killed before the lease had its time, or of an earlier start of a job that Slurm requeued.
     for change in ({"is_ready": False}, {"restarts": 1}):
-        before = record()["lease_id"]
+        before = record()["lease_ids"][0]
         path.write_text(json.dumps(record() | change))
         # The requests of one start are one request, so another lease is another start's.
         cluster.run_prolog(job)
         assert daemon.query(int(before, 16))["state"] == "torndown"
-        assert record()["lease_id"] != before
+        assert record()["lease_ids"] != [before]
     # Its lease is over.
-    before = record()["lease_id"]
+    before = record()["lease_ids"][0]
     daemon.revoke(int(before, 16))
     cluster.run_prolog(job)
-    assert record()["lease_id"] != before
-    assert daemon.query(int(record()["lease_id"], 16))["state"] == "active"
+    assert record()["lease_ids"] != [before]
+    assert daemon.query(int(record()["lease_ids"][0], 16))["state"] == "active"
     cluster.ask("scancel", job)
     wait_until(lambda: "idle" in cluster.ask("sinfo", "-h", "-o", "%T"), "the epilog is done", seen=cluster.logs)
     assert not path.exists()
@@ -279,3 +326,89 @@ def test_the_service_frees_what_no_epilog_freed(cluster: SlurmCluster, daemon: D
     cluster.start_service()
     wait_until(lambda: not path.exists(), "the service has ended it", seen=cluster.logs)
     assert daemon.query(int(lease["lease_id"], 16))["state"] == "torndown"
+
+
+@needs_slurm
+@pytest.mark.exhaustive
+def test_a_job_of_several_cards_has_a_lease_on_each(folder: Path, start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(vram=["64MiB", "64MiB"])
+    name = cards_of(daemon.inventory())[0]["name"].lower().replace(" ", "_")
+    cluster = SlurmCluster(folder, daemon.address, 128, cards=2, card_type=name)
+
+    try:
+        # Each task has a lease of its own, in turn, and each knows all of them.
+        show = "srun --overcommit -n 3 --export=ALL sh -c 'echo $SLURM_LOCALID $GPULEASE_LEASE_ID $GPULEASE_LEASE_IDS'"
+        job = cluster.submit(f"{show}; sleep 600", 0, f"--gres=vram:{name}:32,vram_cards:2", "--overcommit", "-n", "3")
+        wait_until(lambda: len(cluster.output(job).splitlines()) == 3, "all tasks wrote", seen=cluster.logs)
+        leases = daemon.leases()
+        assert [lease["size_bytes"] for lease in leases] == [16 << 20] * 2
+        assert len({lease["card_uuid"] for lease in leases}) == 2
+        lines = sorted(line.split() for line in cluster.output(job).splitlines())
+        (known,) = {line[2] for line in lines}
+        first, second = known.split(",")
+        assert {first, second} == {lease["lease_id"] for lease in leases}
+        assert [line[:2] for line in lines] == [["0", first], ["1", second], ["2", first]]
+        # Suspended, it keeps them; requeued, it has others, and those of its first start are proved free.
+        cluster.ask("scontrol", "suspend", job)
+        slurm_folder = JobRecords(folder / "jobs")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+            slurm._keep(slurm_folder, job)
+        assert len(daemon.leases()) == 2
+        cluster.ask("scontrol", "resume", job)
+        cluster.ask("scontrol", "requeue", job)
+        wait_until(lambda: daemon.query(int(first, 16))["state"] == "torndown", "it is requeued", seen=cluster.logs)
+        again = {first, second}
+
+        def has_others() -> bool:
+            ids = {lease["lease_id"] for lease in daemon.leases()}
+            return len(ids) == 2 and not ids & again
+
+        wait_until(has_others, "its next start has leases", seen=cluster.logs)
+        cluster.ask("scancel", job)
+        wait_until(lambda: not daemon.leases(), "they are freed", seen=cluster.logs)
+        # An array: each task is a job of its own.
+        job = cluster.submit("echo $GPULEASE_LEASE_ID; sleep 1", 16, "--array=0-3")
+        wait_until(
+            lambda: all(len(cluster.output(f"{job}_{task}")) > 32 for task in range(4)), "all ran", seen=cluster.logs
+        )
+        assert len({cluster.output(f"{job}_{task}") for task in range(4)}) == 4
+        # A size that can't be shared is refused when it is submitted.
+        refused = cluster.ask("sbatch", "--parsable", "--gres=vram:31,vram_cards:2", "--wrap=true")
+        assert "can't be shared equally by 2 cards" in refused
+        wait_until(lambda: not daemon.leases(), "they are freed", seen=cluster.logs)
+        # One lease would have room, two have not: nothing remains of the first one.
+        held = GpuBuilder(daemon.address).min_vram("40MiB").lease_secs(600).acquire()
+        job = cluster.submit("echo it ran", 0, "--gres=vram:64,vram_cards:2")
+        wait_until(lambda: "drain" in cluster.ask("sinfo", "-h", "-o", "%T"), "the node is drained", seen=cluster.logs)
+        assert [lease["lease_id"] for lease in daemon.leases()] == [held.lease_id_text]
+        held.free()
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.skipif(bool(missing_accounting()), reason=missing_accounting() or "slurmdbd is there")
+@pytest.mark.exhaustive
+def test_a_job_s_usage_is_appended_to_its_admin_comment(
+    folder: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = SlurmCluster(folder, daemon.address, 64, has_accounting=True)
+    records = JobRecords(folder / "jobs")
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    try:
+        job = cluster.submit("sleep 1", 16)
+        wait_until(lambda: records.used() == [job], "the epilog recorded what the job used", seen=cluster.logs)
+        wait_until(lambda: slurm_jobs.admin_comment(job) == "", "the accounting knows the job", seen=cluster.logs)
+        slurm_jobs.set_admin_comment(job, "of the site [gpulease other gib_s=1.0 gpu_s=1.0]")
+        slurm._report_usage(records, job)
+        told = str(slurm_jobs.admin_comment(job))
+        assert re.fullmatch(
+            r"of the site \[gpulease other \S+ \S+ \[gpulease \S+ gib_s=\d+\.\d gpu_s=\d+\.\d\]", told
+        ), told
+        # A later round finds it, and only then is the record gone.
+        assert records.used() == [job]
+        slurm._report_usage(records, job)
+        assert (records.used(), slurm_jobs.admin_comment(job)) == ([], told)
+        assert slurm_jobs.admin_comment("99") is JobState.UNKNOWN
+    finally:
+        cluster.stop()

@@ -1,0 +1,30 @@
+"""What a job's leases used on one node."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.client.console.reports import Report
+from gpulease.protocol.time_units import MS_PER_S
+
+GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class JobUsage:
+    """A sum over a job's leases, and over its starts if Slurm requeued it.
+
+    Attributes:
+        byte_seconds: Bytes leased, times the seconds from each lease's grant to its proved end.
+        gpu_seconds: The cards' time, as the daemon accounts it.
+    """
+
+    byte_seconds: float = 0.0
+    gpu_seconds: float = 0.0
+
+    def plus(self, report: Report) -> "JobUsage":
+        """Return the sum with a lease that has just ended, from its report; one that the daemon forgot adds none."""
+        held_s = report.get("age_ms", 0) / MS_PER_S
+        return JobUsage(
+            self.byte_seconds + report.get("size_bytes", 0) * held_s,
+            self.gpu_seconds + (report.get("gpu_seconds") or 0.0),
+        )
