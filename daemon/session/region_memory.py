@@ -149,7 +149,7 @@ class RegionMemory:
             for region in self._by_id.values():
                 flip = gate.flip_of(region, now_ns)
                 if flip is not None and flip.word is RegionWord.EXPIRED:
-                    region.ended = flip
+                    region.end(flip)
         gate.page = page
         self._drop_page_fd()
         with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ class RegionMemory:
         # From here on every launch that names the region is refused. Graphs that use it become void.
         now_ns = time.monotonic_ns()
         flip = self._gate.flip_of(region, now_ns)
-        region.ended = flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns)
+        region.end(flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns))
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
         # Only a region that something used can have a launch to refuse.

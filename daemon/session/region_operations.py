@@ -12,6 +12,7 @@ The first launch or copy refused for a region reports how the region ended, ever
 has not ended: it is refused as CANCELLED for as long as it is cancelled.
 """
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import Ticket
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.ledger import invalid_handle
+from gpulease.daemon.session.native.layout import RegionRecord
+from gpulease.daemon.session.native.region_refusals import NO_WORD, record_of
 from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.codec import parse_body
@@ -79,8 +82,9 @@ class MappedRegion:
         streams: The driver's streams in which something that names it may be queued now, or was copied.
         marks: By stream: what the stream held when the last set that names the region went out of use there.
         tickets: The work of its streams that were destroyed since.
-        ended: How it ended; None while it has not, as far as the session knows. Never changes again.
+        ended: How it ended; None while it has not, as far as the session knows. Never changes again (`end`).
         is_told: A refusal has reported how it ended: every later one says FENCED.
+        record: The region for native code; None before a set that names it was used.
     """
 
     region_id: int
@@ -93,6 +97,21 @@ class MappedRegion:
     tickets: list[Ticket] = field(default_factory=list)
     ended: Flip | None = None
     is_told: bool = False
+    record: RegionRecord | None = None
+
+    def end(self, flip: Flip) -> None:
+        """Record how it ended. Native code leaves it to Python from now on."""
+        self.ended = flip
+        if self.record is not None:
+            self.record.active = self.record.revoked = NO_WORD
+
+    def address_of_record(self) -> int:
+        """Return the address of its record, which is made at the first call."""
+        if self.record is None:
+            self.record = record_of(self.region_id, self.slot, self.number)
+            if self.ended is not None:
+                self.end(self.ended)
+        return ctypes.addressof(self.record)
 
 
 class SetInUse:
@@ -106,7 +125,7 @@ class SetInUse:
         deadline_ns: The earliest of their deadlines then.
     """
 
-    __slots__ = ("_active", "_getter", "deadline_ns", "epoch", "handle", "holder", "regions", "wire")
+    __slots__ = ("_active", "_getter", "_records", "deadline_ns", "epoch", "handle", "holder", "regions", "wire")
 
     def __init__(self, handle: int, regions: list[MappedRegion], holder: Holder) -> None:
         self.holder = holder
@@ -116,6 +135,14 @@ class SetInUse:
         slots = [region.slot for region in regions] * (1 + (len(regions) == 1))
         self._getter = itemgetter(*slots)
         self._active = [word_of(region.number, RegionWord.ACTIVE) for region in regions]
+        self._records: ctypes.Array[ctypes.c_uint64] | None = None
+
+    def address_of_records(self) -> int:
+        """Return the address of the addresses of its regions' records, for native code."""
+        if self._records is None:
+            addresses = [region.address_of_record() for region in self.regions]
+            self._records = (ctypes.c_uint64 * len(addresses))(*addresses)
+        return ctypes.addressof(self._records)
 
     def compare(self, page: WorkerRegions, now_ns: int) -> list[MappedRegion]:
         """Compare all words and deadlines; return the regions that may have to be refused.
@@ -187,7 +214,9 @@ class RegionGate:
         now_ns = time.monotonic_ns()
         # Compare the whole set only if the page or the clock may have changed something; else the set in use is good.
         if chosen.epoch != self.page.epoch or now_ns >= chosen.deadline_ns:
-            self._refuse_first(chosen.compare(self.page, now_ns), kernel, position, now_ns)
+            if suspects := chosen.compare(self.page, now_ns):
+                self.on_change()
+                self._refuse_first(suspects, kernel, position, now_ns)
         elif chosen is self.current:
             return
         # Another set, or another stream: from now on an end of these regions must wait for this stream.
@@ -238,8 +267,27 @@ class RegionGate:
             return None if now_ns < deadline_ns else Flip(RegionWord.EXPIRED, deadline_ns)
         flip = Flip(state, page.flipped_ns[slot])
         if state in ENDED_WORDS:
-            region.ended = flip
+            region.end(flip)
         return flip
+
+    def refuse_revoked(self, member: int, flipped_ns: int, kernel: str, position: int, seen_ns: int) -> Refused:
+        """Return the refusal that native code has made of a launch in the set in use, and record it for the broker.
+
+        Args:
+            member: Number of the revoked region in the set.
+            flipped_ns: When it was revoked.
+            kernel: The launch's kernel.
+            position: The launch's position.
+            seen_ns: When native code refused the launch.
+        """
+        current = self.current
+        if current is None:
+            raise AssertionError("native code refuses launches in the set in use alone")
+        region, flip = current.regions[member], Flip(RegionWord.REVOKED, flipped_ns)
+        region.end(flip)
+        current.forget()
+        self.on_change()
+        return self.refuse(region, flip, kernel, position, seen_ns)
 
     def refuse(self, region: MappedRegion, flip: Flip, kernel: str, position: int | None, now_ns: int) -> Refused:
         """Return the refusal of a launch or a copy because of a region, and record it for the broker.
@@ -270,11 +318,11 @@ class RegionGate:
             self.untold.append(report)
         return Refused(failure)
 
-    def note_told(self) -> None:
-        """Report all refusals to the broker: the tenant gets them with the reply that is made now."""
-        now_ns = time.monotonic_ns()
+    def note_told(self, told_ns: int = 0) -> None:
+        """Report all refusals to the broker: the tenant gets them with the reply made at `told_ns`, by default now."""
+        told_ns = told_ns or time.monotonic_ns()
         while self.untold:
-            self.outbox.append(replace(self.untold.popleft(), told_ns=now_ns))
+            self.outbox.append(replace(self.untold.popleft(), told_ns=told_ns))
 
     def report_overdue(self, now_ns: int) -> None:
         """Report refusals to the broker that the tenant has not asked about for TOLD_WAIT_NS."""

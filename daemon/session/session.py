@@ -151,7 +151,9 @@ class Session:
         self._last_connection = 0
         self._sync_pattern = SyncPattern(lease_id)
         # Launches and syncs that native code, or Python without parsing, serves.
-        self._fast_path = LaunchFastPath(context, planner, page, self._sync_pattern, gate, self._keep_failure)
+        self._fast_path = LaunchFastPath(
+            context, planner, page, self._sync_pattern, gate, self._keep_failure, self._note_reported
+        )
         if native is not None and not self.watch.is_on:
             self._fast_path.use_native(native, ledger)
             self._memory.on_first_read = self._fast_path.prepare_reads
@@ -215,7 +217,7 @@ class Session:
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
         """Let native code serve launches and syncs from a ring; None if it can't now. See `LaunchFastPath`."""
         if self._pending_failure is None and self.lost is None:
-            return self._fast_path.serve(reader, ends)
+            return self._fast_path.serve(reader, ends, self._synced)
         return None
 
     def take_sync(self, reader: FrameReader) -> bytes | None:
@@ -343,6 +345,14 @@ class Session:
             self._pending_failure, self._pending_from = failure, None
         else:
             self._next_failure = failure
+
+    def _note_reported(self, told_ns: int) -> None:
+        """Record that a SYNC's reply, made at `told_ns`, has reported the failure that was just kept."""
+        self._counters[_OPS] += 1
+        self._take_failure()
+        self._count_failure(_SYNC)
+        self._synced = self._counters[_LAUNCHES]
+        self._gate.note_told(told_ns)
 
     def _launches_begun(self) -> int:
         """Return the number of launches begun since the last wait was answered, or the last failure reported."""

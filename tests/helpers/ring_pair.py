@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.session.connection import AttachedConnection, RingWire, WorkerSpinPolicy
 from gpulease.daemon.session.server import SessionServer
+from gpulease.daemon.session.session import Session
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.ring import DATA_AT, RingLayout, RingReader, RingWriter, client_ends
@@ -19,10 +20,14 @@ SMALL = RingLayout(4096, 4096)
 
 
 @dataclass
-class Pair:
-    """A client and a worker that share a ring, in one thread."""
+class RingLine:
+    """A client and a worker that share a ring, in one thread.
 
-    made: Rig
+    Attributes:
+        requests: The client's end of the requests; `replies` of the replies.
+        heard: What the worker has sent, and the client has read.
+    """
+
     server: SessionServer
     connection: AttachedConnection
     near: socket.socket
@@ -31,7 +36,6 @@ class Pair:
     requests: RingWriter
     replies: RingReader
     heard: bytearray = field(default_factory=bytearray)
-    outcomes: list[object] = field(default_factory=list)
 
     def put(self, stream: bytes) -> None:
         """All of it, and let the worker have a turn whenever the ring is full, and at the end."""
@@ -62,17 +66,31 @@ class Pair:
         return 0
 
 
+@dataclass
+class Pair(RingLine):
+    """A line, and the session behind it."""
+
+    made: Rig = field(kw_only=True)
+
+
 @contextmanager
 def pair(*, is_native: bool, has_chains: bool = False) -> Iterator[Pair]:
+    with rig(is_native=is_native, has_chains=has_chains) as made, ring_line(made.session) as line:
+        yield Pair(**vars(line), made=made)
+
+
+@contextmanager
+def ring_line(session: Session) -> Iterator[RingLine]:
+    """Connect a client to a session."""
     near, far = socket.socketpair()
     channel, broker = socket.socketpair()
-    with contextlib.ExitStack() as stack, rig(is_native=is_native, has_chains=has_chains) as made:
+    with contextlib.ExitStack() as stack:
         for sock in (near, far, channel, broker):
             sock.setblocking(False)
             stack.callback(sock.close)
-        server = SessionServer(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
-        connection = AttachedConnection(far, b"", made.session.pinned_buffers, WorkerSpinPolicy())
-        connection.holder = made.session.begin_connection(0, owns=True)
+        server = SessionServer(channel, session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
+        connection = AttachedConnection(far, b"", session.pinned_buffers, WorkerSpinPolicy())
+        connection.holder = session.begin_connection(0, owns=True)
         connection.wire = wire = RingWire(far, WorkerSpinPolicy())
         server._connections[connection.fd] = connection
         server._poll.register(far)
@@ -86,7 +104,7 @@ def pair(*, is_native: bool, has_chains: bool = False) -> Iterator[Pair]:
         for end in (replies, requests):
             stack.callback(end.release)
         try:
-            yield Pair(made, server, connection, near, words, data, requests, replies)
+            yield RingLine(server, connection, near, words, data, requests, replies)
         finally:
             if connection.fd in server._connections:
                 wire.close()

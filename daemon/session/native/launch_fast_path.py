@@ -20,6 +20,7 @@ from importlib.resources import files
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter, WorkerPage
+from gpulease.daemon.contract.regions_page import WorkerRegions
 from gpulease.daemon.drivers.interface import Context, DriverError, DriverKernel, NativeLaunch
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
@@ -27,7 +28,15 @@ from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.daemon.session.native.chains import GATHER_AFTER, Chains
-from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
+from gpulease.daemon.session.native.layout import (
+    Move,
+    Outcome,
+    PlanRecord,
+    RegionRefusal,
+    RingEnds,
+    ServingState,
+)
+from gpulease.daemon.session.native.region_refusals import REFUSAL_BYTES, kernel_part, refusal_front
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
@@ -63,6 +72,8 @@ class LaunchFastPath:
         gate: The regions, with the set in use.
         keep_failure: Called with a failed launch's error, operation and request id. The caller takes no more launches
           until the failure was reported.
+        note_reported: Called after `keep_failure` if native code has reported the failure already, as the reply to a
+          SYNC that was made at this time.
     """
 
     def __init__(
@@ -73,6 +84,7 @@ class LaunchFastPath:
         sync_pattern: SyncPattern,
         gate: RegionGate,
         keep_failure: Callable[[Exception, int, int], None],
+        note_reported: Callable[[int], None],
     ) -> None:
         self._context = context
         self._gate = gate
@@ -81,6 +93,7 @@ class LaunchFastPath:
         self._counters = page.counters
         self._sync_pattern = sync_pattern
         self._keep_failure = keep_failure
+        self._note_reported = note_reported
         self._native: NativeServing | None = None
         self._chains: Chains | None = None
 
@@ -124,20 +137,40 @@ class LaunchFastPath:
             if not is_for_python or not self._take(reader, 1):
                 return
 
-    def serve(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
+    def serve(self, reader: FrameReader, ends: RingEnds, settled: int) -> Outcome | None:
         """Serve launches and syncs from a ring and reply there, until Python has something to do; see serve.ll.
 
-        The reader must be empty. Returns None without native code.
+        The reader must be empty. `settled` is the number of launches counted when Python last answered a wait, or
+        reported a failure. Returns None without native code.
         """
         native = self._native
         if native is None:
             return None
-        outcome = native.serve(reader, self._planner.expected, ends)
+        outcome = native.serve(reader, self._planner.expected, ends, settled)
         self._resume_after(native)
+        if outcome is Outcome.REFUSED:
+            return self._note_refusal(native.refusal)
         # Enough launches have waited in a row: from now on a chain may serve them.
         if self._chains is not None and native.takes_rows() and self._planner.expected is not None:
             self._chains.add(self._planner.expected)
         return outcome
+
+    def _note_refusal(self, refusal: RegionRefusal) -> Outcome:
+        """Do for a launch that native code has refused what `_take` does, and return what is to be done next."""
+        plan = self._planner.plan_at(refusal.plan)
+        position = int.from_bytes(int(refusal.position).to_bytes(8, sys.byteorder), "big")
+        request_id = int.from_bytes(int(refusal.number).to_bytes(8, sys.byteorder), "big")
+        self._counters[_OPS] += 1
+        error = self._gate.refuse_revoked(
+            refusal.member, refusal.flipped_ns, plan.kernel.name, position, refusal.seen_ns
+        )
+        self._keep_failure(error, _LAUNCH_IN, request_id)
+        if refusal.told_ns:
+            self._note_reported(refusal.told_ns)
+        if refusal.wakes:
+            return Outcome(refusal.wakes)
+        # Reported: the broker is about to order the region's end. Not reported: what came next is for Python.
+        return Outcome.QUANTUM_OVER if refusal.told_ns else Outcome.FRAMES
 
     def _resume_after(self, native: "NativeServing") -> None:
         """Let the planner continue after the last launch that native code did, if it did any."""
@@ -277,6 +310,11 @@ class NativeServing:
         )
         # A word that never changes stands in for a missing regions page.
         self._no_page = ctypes.c_uint64()
+        self._page_shown: WorkerRegions | None = None
+        self._refusal_front = refusal_front()
+        self._refusal_reply = ctypes.create_string_buffer(REFUSAL_BYTES)
+        self.refusal = RegionRefusal(front=address_of(self._refusal_front), reply=ctypes.addressof(self._refusal_reply))
+        self._state.refusal = ctypes.addressof(self.refusal)
         self.show_regions()
         self._state_address = ctypes.addressof(self._state)
         self._buffer: bytearray | None = None
@@ -312,6 +350,9 @@ class NativeServing:
         texts = [ctypes.create_string_buffer(text, len(text)) for text in (pattern.front, pattern.middle, pattern.tail)]
         front, middle, tail = map(ctypes.addressof, texts)
         launch_buffer = None if launch is None else ctypes.create_string_buffer(launch, len(launch))
+        # What a refusal says of the kernel; only a launch that names regions can be refused for one.
+        refusal = kernel_part(plan.kernel.name) if pattern.trailer_bytes else b""
+        refusal_buffer = ctypes.create_string_buffer(refusal, len(refusal))
         plan.record = record = PlanRecord(
             front=front,
             middle=middle,
@@ -326,9 +367,11 @@ class NativeServing:
             param_bytes=params_bytes,
             trailer_bytes=pattern.trailer_bytes,
             tail_at=pattern.args_end,
+            refusal=ctypes.addressof(refusal_buffer),
+            refusal_bytes=len(refusal),
         )
         # An attribute of its own, so that what the record points to lives as long as the record.
-        record.referents = (texts, launch_buffer, moves)
+        record.referents = (texts, launch_buffer, moves, refusal_buffer)
         plan.address = record.follower = ctypes.addressof(record)
 
     def take(self, reader: FrameReader, expected: Plan) -> bool:
@@ -338,7 +381,7 @@ class NativeServing:
         reader.start = self._state.start
         return bool(is_for_python)
 
-    def serve(self, reader: FrameReader, expected: Plan | None, ends: RingEnds) -> Outcome:
+    def serve(self, reader: FrameReader, expected: Plan | None, ends: RingEnds, settled: int) -> Outcome:
         """Serve a ring for a while; the reader must be empty."""
         # Make room in the buffer first: native code can't let it grow.
         reader.get_buffer()
@@ -347,6 +390,7 @@ class NativeServing:
         if (page := self._gate.page) is not None:
             # Any epoch other than the present one ends the serving after one portion.
             self._state.seen_epoch = NO_EPOCH if self._gate.is_moving() else page.epoch
+            self.refusal.settled = settled
         outcome = self._code.serve_ring(self._state_address, ctypes.addressof(ends))
         reader.start, reader.end = self._state.start, self._state.end
         return Outcome(outcome)
@@ -364,9 +408,15 @@ class NativeServing:
         # Without a page or a set, the epochs are values that never match.
         state.epoch = ctypes.addressof(self._no_page) if page is None else address_of(page.epoch_word)
         state.set_epoch = NO_EPOCH if current is None else current.epoch
+        if page is not None and page is not self._page_shown:
+            self._page_shown = page
+            columns = (page.words, page.flipped_ns, page.deadlines)
+            self.refusal.words, self.refusal.flipped, self.refusal.deadlines = map(address_of, columns)
+        self.refusal.count = 0
         if current is not None:
             state.region_set = int.from_bytes(current.wire, sys.byteorder)
             state.set_deadline = current.deadline_ns
+            self.refusal.members, self.refusal.count = current.address_of_records(), len(current.regions)
 
     @property
     def synced(self) -> int:

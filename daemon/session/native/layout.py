@@ -14,7 +14,8 @@ class Outcome(IntEnum):
     something that Python has to handle. QUANTUM_OVER: the connection was served for its full time, so others get their
     share; or the regions page has changed, so that the broker is about to send something. WAKE_READER: a reply is in
     the ring, and the client sleeps until one comes: wake it. WAKE_WRITER: the ring has room, and the client sleeps
-    until it has: wake it.
+    until it has: wake it. REFUSED: a launch was refused because of a revoked region (RegionRefusal); no caller of
+    `LaunchFastPath` gets this one.
     """
 
     IDLE = 0
@@ -22,6 +23,7 @@ class Outcome(IntEnum):
     QUANTUM_OVER = 2
     WAKE_READER = 3
     WAKE_WRITER = 4
+    REFUSED = 5
 
 
 class Move(ctypes.Structure):
@@ -55,6 +57,8 @@ class PlanRecord(ctypes.Structure):
     trailer_bytes Size of the region set and the position after `tail`: 16 in a LAUNCH_IN, else 0.
     tail_at       Where `tail` begins in the frame.
     chain         Address of the longest ChainRecord that begins with the plan; 0 for none.
+    refusal       Address of the `refusal_bytes` bytes about a LAUNCH_IN's kernel in its refusal (region_refusals.py).
+    refusal_bytes
     """
 
     _fields_ = (
@@ -73,6 +77,72 @@ class PlanRecord(ctypes.Structure):
         ("trailer_bytes", ctypes.c_uint64),
         ("tail_at", ctypes.c_uint64),
         ("chain", ctypes.c_uint64),
+        ("refusal", ctypes.c_uint64),
+        ("refusal_bytes", ctypes.c_uint64),
+    )
+
+
+class RegionRecord(ctypes.Structure):
+    """A region that sets name, as native code compares it with the regions page and refuses launches for it.
+
+    column       Offset of its slot in each of the page's columns.
+    active       Its word while it is active; NO_WORD once it has ended in the session.
+    revoked      Its word once it was revoked; NO_WORD once a refusal has said how it ended.
+    front        Address of its refusal's payload up to and including the launch's request id, `front_bytes` of them.
+    front_bytes
+    back         Address of the 48 bytes after the kernel's.
+    """
+
+    _fields_ = (
+        ("column", ctypes.c_uint64),
+        ("active", ctypes.c_uint64),
+        ("revoked", ctypes.c_uint64),
+        ("front", ctypes.c_uint64),
+        ("front_bytes", ctypes.c_uint64),
+        ("back", ctypes.c_uint64),
+    )
+
+
+class RegionRefusal(ctypes.Structure):
+    """The regions page, the regions of the set in use, and the last refusal of a launch in them.
+
+    words       Address of the page's words.
+    flipped     Address of its times of the last change.
+    deadlines   Address of its deadlines.
+    members     Address of the addresses of `count` RegionRecords.
+    count       Number of the set's regions; 0 leaves every comparison to Python.
+    settled     Launches counted when Python last answered a wait, or reported a failure.
+    front       Address of the first 12 bytes of a SYNC's reply that reports a revoked region.
+    reply       Address of REFUSAL_BYTES where such a reply is put together.
+    number      The refused launch's request id, as it travels.
+    plan        Address of its PlanRecord.
+    member      Which of the regions it was refused for.
+    position    The launch's position, as it travels.
+    flipped_ns  When the region's word was changed.
+    seen_ns     When the launch was refused.
+    told_ns     When the reply was made; 0 if the tenant's SYNC has not come in time.
+    wakes       The Outcome that wakes the client, WAKE_READER or WAKE_WRITER; 0 if it does not sleep.
+    """
+
+    _fields_ = (
+        # Set before each call.
+        ("words", ctypes.c_uint64),
+        ("flipped", ctypes.c_uint64),
+        ("deadlines", ctypes.c_uint64),
+        ("members", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("settled", ctypes.c_uint64),
+        ("front", ctypes.c_uint64),
+        ("reply", ctypes.c_uint64),
+        # The facts of a refusal.
+        ("number", ctypes.c_uint64),
+        ("plan", ctypes.c_uint64),
+        ("member", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("flipped_ns", ctypes.c_uint64),
+        ("seen_ns", ctypes.c_uint64),
+        ("told_ns", ctypes.c_uint64),
+        ("wakes", ctypes.c_uint64),
     )
 
 
@@ -144,6 +214,7 @@ class ServingState(ctypes.Structure):
     zero          Address of its zero.
     replay        Address of its replay; 0 if there is none.
     in_rows       Launches that were taken four or more in a row, since Python last reset the number.
+    refusal       Address of the RegionRefusal; 0 leaves every comparison of regions to Python.
     """
 
     _fields_ = (
@@ -187,6 +258,7 @@ class ServingState(ctypes.Structure):
         # Chains.
         ("replay", ctypes.c_uint64),
         ("in_rows", ctypes.c_uint64),
+        ("refusal", ctypes.c_uint64),
     )
 
 

@@ -19,6 +19,7 @@
 ;     the bytes named lie inside the allocation's record, and a reply has room in `copied` and in the ring.
 ;   - Parameters are laid out in a scratch buffer. Python has checked that they fit: each move ends within the scratch
 ;     buffer and within args_bytes.
+;   - A refusal is put together in `reply`. Python has checked that the parts of a region and of a plan fit there.
 ;   - The loops end: each round takes bytes of the ring or frames of the buffer, or is bounded by the clock.
 ;
 ; Offsets, as in layout.py.
@@ -26,11 +27,15 @@
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
 ;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176, write_front 184, read_front 192,
 ;     data_front 200, reuse_front 208, allocations 216, copied 224, copy_in 232, copy_out 240, zero 248,
-;     replay 256, in_rows 264
+;     replay 256, in_rows 264, refusal 272
+;   RegionRefusal: words 0, flipped 8, deadlines 16, members 24, count 32, settled 40, front 48, reply 56, number 64, plan 72,
+;     member 80, position 88, flipped_ns 96, seen_ns 104, told_ns 112, wakes 120
+;   RegionRecord: column 0, active 8, revoked 16, front 24, front_bytes 32, back 40
 ;   AllocationRecord: handle 0, size 8, is_reusable 16; 24 bytes, at the upper 10 bits of the handle's product with a
 ;     number that allocation_records.py has, too.
 ;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
-;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104, chain 112
+;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104, chain 112, refusal 120,
+;     refusal_bytes 128
 ;   ChainRecord: count 0, frames_bytes 8, steps 16, graph 24, shorter 32, stale 40. ChainStep: plan 0, params 8; 16 bytes.
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
@@ -278,9 +283,83 @@ leave:
   ret i64 0
 }
 
+; Compare the regions of the set in use with the page, which has changed since they were last compared.
+; Returns 0 if all are active: the set is good at the present epoch. 2 if the first that is not active was revoked: the
+; refusal names it. 1 if Python has to compare them.
+define internal i32 @compare_regions(ptr %state) {
+entry:
+  %refusal = call ptr @place(ptr %state, i64 272)
+  %is.none = icmp eq ptr %refusal, null
+  br i1 %is.none, label %python, label %known
+known:
+  ; A set that Python has never admitted may name regions that have ended before.
+  %epoch.before = call i64 @word(ptr %state, i64 144)
+  %is.never = icmp eq i64 %epoch.before, -1
+  %count = call i64 @word(ptr %refusal, i64 32)
+  %is.empty = icmp eq i64 %count, 0
+  %is.foreign = or i1 %is.never, %is.empty
+  br i1 %is.foreign, label %python, label %begin
+begin:
+  ; The epoch first: a change during the comparison shows as a change of the recorded epoch.
+  %epoch.at = call ptr @place(ptr %state, i64 160)
+  %epoch = call i64 @shown(ptr %epoch.at, i64 0)
+  %words = call ptr @place(ptr %refusal, i64 0)
+  %flips = call ptr @place(ptr %refusal, i64 8)
+  %deadlines = call ptr @place(ptr %refusal, i64 16)
+  %members = call ptr @place(ptr %refusal, i64 24)
+  %time = call i64 @now()
+  call void @set(ptr %state, i64 128, i64 %time)
+  br label %each
+each:
+  %number = phi i64 [ 0, %begin ], [ %next, %alive ]
+  %earliest = phi i64 [ -1, %begin ], [ %earlier, %alive ]
+  %is.more = icmp ult i64 %number, %count
+  br i1 %is.more, label %look, label %good
+look:
+  %distance = shl i64 %number, 3
+  %record = call ptr @place(ptr %members, i64 %distance)
+  %column = call i64 @word(ptr %record, i64 0)
+  %word = call i64 @shown(ptr %words, i64 %column)
+  %active = call i64 @word(ptr %record, i64 8)
+  %is.active = icmp eq i64 %word, %active
+  br i1 %is.active, label %deadline, label %ended
+deadline:
+  %ends = call i64 @shown(ptr %deadlines, i64 %column)
+  %is.in.time = icmp ult i64 %time, %ends
+  br i1 %is.in.time, label %alive, label %python
+alive:
+  %earlier = call i64 @llvm.umin.i64(i64 %earliest, i64 %ends)
+  %next = add i64 %number, 1
+  br label %each
+ended:
+  %revoked = call i64 @word(ptr %record, i64 16)
+  %is.revoked = icmp eq i64 %word, %revoked
+  br i1 %is.revoked, label %lease, label %python
+lease:
+  ; The end of the lease comes before the region's.
+  %is.over = call i1 @is_revoked(ptr %state)
+  br i1 %is.over, label %python, label %clock
+clock:
+  %is.late = call i1 @is_late(ptr %state)
+  br i1 %is.late, label %python, label %refuse
+refuse:
+  %flipped = call i64 @shown(ptr %flips, i64 %column)
+  call void @set(ptr %refusal, i64 80, i64 %number)
+  call void @set(ptr %refusal, i64 96, i64 %flipped)
+  call void @set(ptr %refusal, i64 104, i64 %time)
+  ret i32 2
+good:
+  call void @set(ptr %state, i64 144, i64 %epoch)
+  call void @set(ptr %state, i64 152, i64 %earliest)
+  ret i32 0
+python:
+  ret i32 1
+}
+
 ; Do the expected launches at the front of the buffer, up to the first frame that is no expected launch.
 ; Returns 0 if that frame is something else, or there is none; 1 if it is the expected launch and Python has to launch it:
-; the driver refused it, or the regions of its set have to be compared.
+; the driver refused it, or the regions of its set have to be compared; 2 if it is the expected launch and is refused
+; because of the region that the refusal names.
 define i32 @gpulease_take_launches(ptr %state) {
 entry:
   %first = call ptr @place(ptr %state, i64 112)
@@ -385,7 +464,11 @@ set.epoch:
   %epoch = call i64 @shown(ptr %epoch.at, i64 0)
   %epoch.compared = call i64 @word(ptr %state, i64 144)
   %is.quiet = icmp eq i64 %epoch, %epoch.compared
-  br i1 %is.quiet, label %last.look, label %stop
+  br i1 %is.quiet, label %last.look, label %set.words
+set.words:
+  %compared = call i32 @compare_regions(ptr %state)
+  %is.admitted = icmp eq i32 %compared, 0
+  br i1 %is.admitted, label %last.look, label %stop
 last.look:
   ; The last look before the launch: what came before it may have taken time.
   %is.revoked = call i1 @is_revoked(ptr %state)
@@ -404,7 +487,7 @@ refuse:
   br label %stop
 stop:
   %outcome = phi i32 [ 0, %single ], [ 0, %compare ], [ 0, %clock ],
-    [ 0, %number ], [ 1, %set ], [ 1, %set.deadline ], [ 1, %set.epoch ], [ 0, %last.look ], [ 1, %refuse ]
+    [ 0, %number ], [ 1, %set ], [ 1, %set.deadline ], [ %compared, %set.words ], [ 0, %last.look ], [ 1, %refuse ]
   call void @set(ptr %state, i64 96, i64 %start)
   %expected.at = getelementptr i8, ptr %state, i64 112
   store ptr %plan, ptr %expected.at
@@ -859,10 +942,202 @@ leave:
   ret i1 false
 }
 
+; Put the refusal of the launch into the ring, as the reply to a SYNC at %frame, if the lease lives and there is room.
+; Returns whether it is there.
+define internal i1 @answer_refused(ptr %state, ptr %ends, ptr %refusal, ptr %frame) {
+entry:
+  %front = call ptr @place(ptr %state, i64 48)
+  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
+  br i1 %is.front, label %compare.tail, label %leave
+compare.tail:
+  %tail = call ptr @place(ptr %state, i64 56)
+  %tail.at = getelementptr i8, ptr %frame, i64 24
+  %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 16)
+  br i1 %is.tail, label %number, label %leave
+number:
+  %number.at = getelementptr i8, ptr %frame, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  %is.goodbye = icmp eq i64 %number.wire, 0
+  br i1 %is.goodbye, label %leave, label %sizes
+sizes:
+  %members = call ptr @place(ptr %refusal, i64 24)
+  %member = call i64 @word(ptr %refusal, i64 80)
+  %member.distance = shl i64 %member, 3
+  %record = call ptr @place(ptr %members, i64 %member.distance)
+  %plan = call ptr @place(ptr %refusal, i64 72)
+  %front.bytes = call i64 @word(ptr %record, i64 32)
+  %kernel.bytes = call i64 @word(ptr %plan, i64 128)
+  %back.at = add i64 %front.bytes, %kernel.bytes
+  %payload.bytes = add i64 %back.at, 48
+  %bytes = add i64 %payload.bytes, 40
+  %free = call i64 @room_for_reply(ptr %ends)
+  %has.room = icmp uge i64 %free, %bytes
+  br i1 %has.room, label %look, label %leave
+look:
+  %is.revoked = call i1 @is_revoked(ptr %state)
+  br i1 %is.revoked, label %leave, label %clock
+clock:
+  %is.late = call i1 @is_late(ptr %state)
+  br i1 %is.late, label %leave, label %build
+build:
+  ; The header: a SYNC's reply with the status, this payload's size, the SYNC's number and the session.
+  %reply = call ptr @place(ptr %refusal, i64 56)
+  %reply.front = call ptr @place(ptr %refusal, i64 48)
+  %copied.front = call ptr @gpulease_memcpy(ptr %reply, ptr %reply.front, i64 12)
+  %payload.small = trunc i64 %payload.bytes to i32
+  %payload.wire = call i32 @llvm.bswap.i32(i32 %payload.small)
+  %reply.payload = getelementptr i8, ptr %reply, i64 12
+  store i32 %payload.wire, ptr %reply.payload, align 1
+  %reply.number = getelementptr i8, ptr %reply, i64 16
+  store i64 %number.wire, ptr %reply.number, align 1
+  %reply.session = getelementptr i8, ptr %reply, i64 24
+  %copied.session = call ptr @gpulease_memcpy(ptr %reply.session, ptr %tail, i64 16)
+  ; The region's part, which ends with the number of the launch; the plan's; the region's again, with the launch's site,
+  ; the time of the flip, and the position.
+  %payload = getelementptr i8, ptr %reply, i64 40
+  %region.front = call ptr @place(ptr %record, i64 24)
+  %copied.region = call ptr @gpulease_memcpy(ptr %payload, ptr %region.front, i64 %front.bytes)
+  %kernel.at = getelementptr i8, ptr %payload, i64 %front.bytes
+  %launch.at = getelementptr i8, ptr %kernel.at, i64 -8
+  %launch.wire = call i64 @word(ptr %refusal, i64 64)
+  store i64 %launch.wire, ptr %launch.at, align 1
+  %kernel = call ptr @place(ptr %plan, i64 120)
+  %copied.kernel = call ptr @gpulease_memcpy(ptr %kernel.at, ptr %kernel, i64 %kernel.bytes)
+  %back = getelementptr i8, ptr %payload, i64 %back.at
+  %region.back = call ptr @place(ptr %record, i64 40)
+  %copied.back = call ptr @gpulease_memcpy(ptr %back, ptr %region.back, i64 48)
+  %counters = call ptr @place(ptr %state, i64 8)
+  %launches = call i64 @word(ptr %counters, i64 0)
+  %settled.python = call i64 @word(ptr %refusal, i64 40)
+  %settled.here = call i64 @word(ptr %state, i64 176)
+  %settled = call i64 @llvm.umax.i64(i64 %settled.python, i64 %settled.here)
+  %begun = sub i64 %launches, %settled
+  %site = trunc i64 %begun to i32
+  %site.wire = call i32 @llvm.bswap.i32(i32 %site)
+  %site.at = getelementptr i8, ptr %back, i64 22
+  store i32 %site.wire, ptr %site.at, align 1
+  %flipped = call i64 @word(ptr %refusal, i64 96)
+  %flipped.wire = call i64 @llvm.bswap.i64(i64 %flipped)
+  %flipped.at = getelementptr i8, ptr %back, i64 29
+  store i64 %flipped.wire, ptr %flipped.at, align 1
+  %position.wire = call i64 @word(ptr %refusal, i64 88)
+  %position.at = getelementptr i8, ptr %back, i64 40
+  store i64 %position.wire, ptr %position.at, align 1
+  %told = call i64 @now()
+  call void @set(ptr %refusal, i64 112, i64 %told)
+  %is.asleep = call i1 @put_reply(ptr %ends, ptr %reply, i64 %bytes)
+  %wakes = select i1 %is.asleep, i64 3, i64 0
+  call void @set(ptr %refusal, i64 120, i64 %wakes)
+  ret i1 true
+leave:
+  ret i1 false
+}
+
+; Refuse the launch at the front of the buffer, and answer the tenant's SYNC if that comes before the time is over. The
+; tenant waits by the ring's word: it is sent to the SYNC at once. Python learns of all of it afterwards.
+define internal void @refuse_launch(ptr %state, ptr %ends) {
+entry:
+  %refusal = call ptr @place(ptr %state, i64 272)
+  %words = call ptr @place(ptr %ends, i64 0)
+  %capacity = call i64 @word(ptr %ends, i64 16)
+  %size = call i64 @word(ptr %ends, i64 72)
+  %reply.words = call ptr @place(ptr %ends, i64 32)
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %plan = call ptr @place(ptr %state, i64 112)
+  call void @set(ptr %refusal, i64 112, i64 0)
+  call void @set(ptr %refusal, i64 120, i64 0)
+  %plan.at = getelementptr i8, ptr %refusal, i64 72
+  store ptr %plan, ptr %plan.at
+  %refused.at = call i64 @word(ptr %state, i64 96)
+  %refused = getelementptr i8, ptr %buffer, i64 %refused.at
+  %number.at = getelementptr i8, ptr %refused, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  call void @set(ptr %refusal, i64 64, i64 %number.wire)
+  %refused.bytes = call i64 @word(ptr %plan, i64 48)
+  %position.distance = sub i64 %refused.bytes, 8
+  %position.at = getelementptr i8, ptr %refused, i64 %position.distance
+  %position.wire = load i64, ptr %position.at, align 1
+  call void @set(ptr %refusal, i64 88, i64 %position.wire)
+  %behind = add i64 %refused.at, %refused.bytes
+  call void @set(ptr %state, i64 96, i64 %behind)
+  %per.reply = call i64 @word(ptr %ends, i64 96)
+  call void @set(ptr %ends, i64 80, i64 %per.reply)
+  %seen = call i64 @word(ptr %refusal, i64 104)
+  ; As long as the worker polls for more requests after a reply.
+  %spin.ns = call i64 @word(ptr %ends, i64 104)
+  %spins.ns = mul i64 %per.reply, %spin.ns
+  %until = add i64 %seen, %spins.ns
+  br label %next
+
+next:
+  %looks = phi i64 [ 0, %entry ], [ %looks, %take ], [ %looks.more, %rest ], [ %looks.more, %patience ]
+  %start = call i64 @word(ptr %state, i64 96)
+  %end = call i64 @word(ptr %state, i64 104)
+  %have = sub i64 %end, %start
+  %is.whole = icmp uge i64 %have, 40
+  br i1 %is.whole, label %frame, label %look
+frame:
+  %frame.at = getelementptr i8, ptr %buffer, i64 %start
+  %is.answered = call i1 @answer_refused(ptr %state, ptr %ends, ptr %refusal, ptr %frame.at)
+  br i1 %is.answered, label %answered, label %done
+answered:
+  %after = add i64 %start, 40
+  call void @set(ptr %state, i64 96, i64 %after)
+  br label %done
+
+look:
+  %tail = call i64 @shown(ptr %words, i64 0)
+  %head = call i64 @word(ptr %ends, i64 24)
+  %there = sub i64 %tail, %head
+  %is.nothing = icmp eq i64 %there, 0
+  br i1 %is.nothing, label %word, label %check
+check:
+  %is.sane = icmp ule i64 %there, %capacity
+  %room = sub i64 %size, %end
+  %has.room = icmp ne i64 %room, 0
+  %can.take = and i1 %is.sane, %has.room
+  br i1 %can.take, label %take, label %done
+take:
+  %into = getelementptr i8, ptr %buffer, i64 %end
+  %came = call i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room)
+  %filled = add i64 %end, %came
+  call void @set(ptr %state, i64 104, i64 %filled)
+  %waits = call i64 @shown(ptr %words, i64 192)
+  %is.waiting = icmp ne i64 %waits, 0
+  br i1 %is.waiting, label %wake.writer, label %next
+wake.writer:
+  call void @set(ptr %refusal, i64 120, i64 4)
+  br label %done
+
+word:
+  %awaited = call i64 @shown(ptr %words, i64 8)
+  %answered.last = call i64 @word(ptr %ends, i64 120)
+  %is.new = icmp ne i64 %awaited, %answered.last
+  br i1 %is.new, label %decline, label %rest
+decline:
+  %twice = shl i64 %awaited, 1
+  call void @show(ptr %reply.words, i64 8, i64 %twice)
+  call void @set(ptr %ends, i64 120, i64 %awaited)
+  br label %rest
+rest:
+  call void @llvm.x86.sse2.pause()
+  %looks.more = add i64 %looks, 1
+  %phase = and i64 %looks.more, 15
+  %is.due = icmp eq i64 %phase, 0
+  br i1 %is.due, label %patience, label %next
+patience:
+  %time = call i64 @now()
+  %is.over = icmp ugt i64 %time, %until
+  br i1 %is.over, label %done, label %next
+done:
+  ret void
+}
+
 ; Serve what comes through the ring until Python has something to do, nothing comes, or the time is over. The buffer is
-; empty at the begin, and at the end too, but for FRAMES. Returns an Outcome (layout.py):
+; empty at the begin, and at the end too, but for FRAMES and REFUSED. Returns an Outcome (layout.py):
 ;   0 IDLE: nothing came.  1 FRAMES: the buffer, or the ring's end, is for Python.  2 QUANTUM_OVER: the time is over.
 ;   3 WAKE_READER: the client sleeps until a reply comes, and one came.  4 WAKE_WRITER: it waits for room, and there is.
+;   5 REFUSED: a launch was refused because of a region; the refusal has the facts.
 define i32 @gpulease_serve_ring(ptr %state, ptr %ends) {
 entry:
   %words = call ptr @place(ptr %ends, i64 0)
@@ -895,8 +1170,11 @@ next:
 
 frames:
   %taken = call i32 @gpulease_take_launches(ptr %state)
-  %is.for.python = icmp ne i32 %taken, 0
-  br i1 %is.for.python, label %to.python, label %sync
+  switch i32 %taken, label %to.python [ i32 0, label %sync
+                                        i32 2, label %refused ]
+refused:
+  call void @refuse_launch(ptr %state, ptr %ends)
+  ret i32 5
 sync:
   %answered = call i32 @answer_sync(ptr %state, ptr %ends)
   switch i32 %answered, label %memory [ i32 1, label %replied
