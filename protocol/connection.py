@@ -24,7 +24,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame, build_header
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
-from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent, LeaseUnsubscribe, RegionEvent
+from gpulease.protocol.messages import Body, LeaseEvent, LeaseUnsubscribe, RegionEvent
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 from gpulease.protocol.operations import EVENTS_OF, HANDING_OVER, SPECS
 
@@ -476,7 +476,7 @@ class Subscriptions:
 
 def _failure_of(frame: Frame) -> Failure:
     try:
-        return Failure.from_body(frame.status, parse_body(ErrorBody, frame.payload))
+        return Failure.from_payload(frame.status, frame.payload)
     except BodyError as error:
         raise FramingError(f"an error reply is malformed: {error}", error.status) from None
 

@@ -1,9 +1,12 @@
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.codec import build_body, parse_body
+from gpulease.protocol.errors import BodyError
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_ERROR_TEXT_BYTES
 from gpulease.protocol.messages import ErrorBody
 from gpulease.protocol.opcodes import ErrorTlv
@@ -92,3 +95,28 @@ def test_text_that_can_not_be_encoded_is_still_sent() -> None:
 def test_any_error_body_is_a_failure(body: ErrorBody, status: Status) -> None:
     failure = Failure.from_body(status, body)
     build_body(failure.to_body())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    body=strategies.records(ErrorBody),
+    status=strategies.FAILED_STATUSES,
+    flips=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 255)), max_size=2),
+    cut=st.integers(0, 40),
+    more=st.binary(max_size=2),
+)
+def test_a_payload_is_read_as_its_definition_says(
+    body: ErrorBody, status: Status, flips: list[tuple[int, int]], cut: int, more: bytes
+) -> None:
+    payload = bytearray(build_body(body))
+    for place, bits in flips:
+        if place < len(payload):
+            payload[place] ^= bits
+    for data in (bytes(payload), bytes(payload[: len(payload) - cut]), bytes(payload) + more):
+        try:
+            expected = Failure.from_body(status, parse_body(ErrorBody, data))
+        except BodyError as error:
+            with pytest.raises(BodyError, match=re.escape(str(error))):
+                Failure.from_payload(status, memoryview(data))
+        else:
+            assert Failure.from_payload(status, memoryview(data)) == expected
