@@ -85,6 +85,8 @@ _WRITE_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}QQI")
 _READ_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}QQQ")
 _REUSE_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}Q")
 _DATA_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}I")
+_REFUSED_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}HII")
+_POSITION: Final = struct.Struct(">Q")
 
 
 def _head(op: Opcode, flags: int) -> bytes:
@@ -97,6 +99,7 @@ _QUIET_WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, _QUIET)
 _READ_HEAD: Final = _head(Opcode.MEM_READ, 0)
 _DATA_HEAD: Final = _head(Opcode.MEM_READ, _REPLY)
 _REUSE_HEAD: Final = _head(Opcode.MEM_REUSE, _QUIET)
+_REFUSED_HEAD: Final = _head(Opcode.REGION_REFUSED, _QUIET)
 
 SMALL_FRONTS: Final = (
     _QUIET_WRITE_HEAD,
@@ -292,6 +295,18 @@ def mem_read_frame(handle: int, offset: int, length: int, *, request_id: int, se
 def mem_reuse_frame(handle: int, *, request_id: int, session_id: int) -> bytes:
     """Return a quiet MEM_REUSE; the handle is one that the peer gave."""
     return _REUSE_FRAME.pack(_REUSE_HEAD, HANDLE.size, request_id, session_id.to_bytes(16), handle)
+
+
+def region_refused_frame(
+    slot: int, number: int, kernel: str, position: int, *, request_id: int, session_id: int
+) -> bytes:
+    """Return a quiet REGION_REFUSED; its fields are those of a launch or copy that was checked before."""
+    name = kernel.encode()
+    # Slot, number and the name's length, the name, the position.
+    payload_bytes = _REFUSED_PREFIX.size - HEADER_BYTES + len(name) + _POSITION.size
+    session = session_id.to_bytes(16)
+    prefix = _REFUSED_PREFIX.pack(_REFUSED_HEAD, payload_bytes, request_id, session, slot, number, len(name))
+    return b"".join((prefix, name, _POSITION.pack(position)))
 
 
 def data_prefix(length: int, *, request_id: int, session_id: int) -> bytes:

@@ -20,7 +20,8 @@ from gpulease.client.errors import error_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.failures import region_refusal
-from gpulease.protocol.messages import Ping, RegionRefusal
+from gpulease.protocol.fastpath import region_refused_frame
+from gpulease.protocol.messages import Ping
 
 
 class RefusedRegions:
@@ -81,8 +82,8 @@ class RefusedRegions:
         if operations.settled_id != attachment.connection.last_request_id:
             return False
         # The worker notifies whoever watches the region. Without room for this, the launch goes to the worker.
-        refusal = RegionRefusal(region.slot, region.number, kernel, position or 0)
-        if not operations.put(operations.quiet_frame(Opcode.REGION_REFUSED, build_body(refusal))):
+        numbers = {"request_id": attachment.connection.next_request_id(), "session_id": attachment.session_id}
+        if not operations.put(region_refused_frame(region.slot, region.number, kernel, position or 0, **numbers)):
             return False
         failure = region_refusal(
             region.grant.lease_id,

@@ -388,3 +388,12 @@ def test_an_allocations_size_is_the_codecs(size: int) -> None:
     payload = fastpath.MEM_ALLOC.pack(size)
     assert payload == build_body(m.MemAlloc(size))
     assert fastpath.parse_fixed(fastpath.MEM_ALLOC, m.MemAlloc, memoryview(payload)) == (size,)
+
+
+@given(body=strategies.records(m.RegionRefusal), request_id=strategies.REQUEST_IDS, session_id=strategies.SESSION_IDS)
+def test_region_refused_frame_equals_the_codec(body: m.RegionRefusal, request_id: int, session_id: int) -> None:
+    plain = build_frame(
+        Opcode.REGION_REFUSED, build_body(body), request_id=request_id, session_id=session_id, flags=Flag.QUIET
+    )
+    fields = (body.slot, body.number, body.kernel, body.position)
+    assert fastpath.region_refused_frame(*fields, request_id=request_id, session_id=session_id) == plain
