@@ -324,6 +324,13 @@ class RequestPipeline:
 
     def put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
         """Queue a quiet frame immediately, in two parts; False if it has to be sent by `send`."""
+        # Before this frame: an interrupted step tells by the writer's counter what it had queued.
+        channel = self.attachment.channel
+        if channel.unfinished is not None or channel.sending is not None:
+            channel.finish()
+        return self._put(first, second)
+
+    def _put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
         try:
             return self.attachment.writer.put_whole(first, second)
         except (OSError, FramingError):
@@ -348,7 +355,7 @@ class RequestPipeline:
                 note()
 
         channel.unfinished = finish
-        is_put = self.put(frames)
+        is_put = self._put(frames)
         finish()
         channel.unfinished = None
         return is_put
@@ -404,6 +411,8 @@ class RequestPipeline:
         yield from self.send_noting(*self._frees())
 
     def _frees(self) -> tuple[bytes, Callable[[], None]]:
+        # An interrupted call may have queued frees that it did not take from `dropped`.
+        self.attachment.channel.finish()
         dropped, freed = self.attachment.dropped, []
         frames = []
         # Number the frames now, but leave `dropped` alone until they are queued: `note` removes exactly these.
