@@ -1,4 +1,4 @@
-"""A kubelet and an API server of the test's own, as far as a DRA driver meets them.
+"""A kubelet of the test's own, as far as a DRA driver meets one.
 
 Messages are encoded here by the field numbers of the kubelet's .proto files, not by the driver's descriptors: a wrong
 number of the driver's would otherwise be wrong on both sides.
@@ -6,24 +6,21 @@ number of the driver's would otherwise be wrong on both sides.
 
 import json
 import os
-import re
 import subprocess
 import sys
-import threading
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from helpers.daemon import Daemon, python_environment
+from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi
 from helpers.waiting import wait_until
 
 DRIVER = "dra.gpulease.internal"
 NODE = "node-a"
-ACCOUNT_TOKEN = "account-token"
 POD_USER = os.getuid() or 12345
 """The user that pods run as. Without root there is only the test's own."""
 
@@ -92,56 +89,6 @@ class Claim:
             "metadata": {"name": self.name, "namespace": self.namespace, "uid": self.uid},
             "status": {"allocation": {"devices": {"results": results, "config": config}}},
         }
-
-
-class ApiServer:
-    """Answers `GET .../resourceclaims/NAME`, to the driver's account alone."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, object] = {}
-        self.asked: list[str] = []
-        served = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                served.asked.append(self.path)
-                found = served.objects.get(self.path)
-                allowed = self.headers["Authorization"] == f"Bearer {ACCOUNT_TOKEN}"
-                status = 200 if allowed and found is not None else 404 if allowed else 403
-                body = json.dumps(found if status == 200 else {"kind": "Status", "code": status}).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
-
-    def add(self, claim: Claim) -> None:
-        """Have a claim, instead of any that has its name."""
-        self.objects[self._path(claim)] = claim.as_object()
-
-    def delete(self, claim: Claim) -> None:
-        del self.objects[self._path(claim)]
-
-    def forget_all(self) -> None:
-        """Have no claim, and forget what was asked."""
-        self.objects.clear()
-        self.asked.clear()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    @staticmethod
-    def _path(claim: Claim) -> str:
-        return f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
 
 
 @dataclass(frozen=True)
@@ -238,7 +185,7 @@ class Node:
         # Pods are other users.
         daemon.folder.chmod(0o711)
         (self.folder / "account").write_text(ACCOUNT_TOKEN + "\n")
-        self.api = ApiServer()
+        self.api = KubernetesApi(NODE)
         self._stack.callback(self.api.close)
         self.start()
 
@@ -263,6 +210,7 @@ class Node:
 
     def start(self) -> None:
         self._log = (self.folder / "log").open("a+")
+        watches, begun = self.api.watches, self.log().count(": serves ")
         self.process = subprocess.Popen(
             self.command,
             stdout=self._log,
@@ -273,9 +221,10 @@ class Node:
 
         def serves() -> bool:
             assert self.process.poll() is None, self.log()
-            return bool(re.search("serves .*\n$", self.log()))
+            return self.log().count(": serves ") > begun
 
         wait_until(serves, "the driver serves", seen=self.log)
+        wait_until(lambda: self.api.watches > watches, "the driver watches its slices", seen=self.log)
         self.connect()
 
     def connect(self) -> None:

@@ -1,6 +1,5 @@
 """`gpulease-dra`: a driver for Kubernetes' Dynamic Resource Allocation, with leases as its devices."""
 
-import os
 import signal
 import sys
 import threading
@@ -11,16 +10,10 @@ from typing import Final
 import click
 
 from gpulease.client.console.exit_status import CannotStart, failures_as_sentences, needing
-from gpulease.client.console.reports import cards_of, json_text
-from gpulease.client.sync.driver import ask
-from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
-from gpulease.protocol.messages import Empty
 
 DEFAULT_LEASE_S: Final = 86_400.0
 """A day, the longest lease that a daemon grants by default."""
-
-_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @click.group()
@@ -32,21 +25,6 @@ _node = click.option("--node", required=True, envvar="NODE_NAME", help="The node
 _daemon = click.option(
     "--daemon", "address", default=DEFAULT_ADDRESS, show_default=True, envvar=ADDRESS_VARIABLE, help="unix:PATH."
 )
-
-
-@main.command()
-@_node
-@_daemon
-@click.option(
-    "--generation", type=click.IntRange(1), default=1, show_default=True, help="Increase it when the cards change."
-)
-def slices(node: str, address: str, generation: int) -> None:
-    """Print the node's ResourceSlice, for `kubectl apply -f -`."""
-    with needing("dra"):
-        from gpulease.client.integrations.kubernetes.kubernetes_objects import resource_slices
-
-    cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
-    click.echo(json_text(resource_slices(cards, node, generation)))
 
 
 @main.command()
@@ -70,11 +48,14 @@ def serve(
 ) -> None:
     """Register with the kubelet and prepare claims until SIGTERM. Prepared claims outlive this program."""
     with needing("dra"):
+        from gpulease.client.integrations.kubernetes.cluster import KubernetesCluster
         from gpulease.client.integrations.kubernetes.kubelet_plugin import KubeletPlugin
     from gpulease.client.http.unix_path import LOOK_S
     from gpulease.client.integrations.kubernetes.claim_leases import TOKEN_REFRESH_S, ClaimLeases
-    from gpulease.client.integrations.kubernetes.kubernetes_objects import DRIVER, ApiServer
+    from gpulease.client.integrations.kubernetes.node_cards import NodeCards
     from gpulease.client.integrations.kubernetes.node_files import NodeFiles
+    from gpulease.client.integrations.kubernetes.resource_pool import DRIVER, device_of
+    from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
 
     # Handlers first: a signal during the start must not kill the driver halfway through a claim.
     stopped = threading.Event()
@@ -85,10 +66,8 @@ def serve(
     for needed in (folder, registry):
         needed.mkdir(mode=0o750, parents=True, exist_ok=True)
     # In a pod, the cluster provides the server's address, the token and the CA.
-    if api_server is None:
-        api_server, api_token, api_ca = _cluster(), _ACCOUNT / "token", _ACCOUNT / "ca.crt"
-    reader = ApiServer(api_server, api_token, api_ca)
-    claims = ClaimLeases(address, node, NodeFiles(folder / "state", cdi), reader, lease_secs, _say)
+    cluster = KubernetesCluster.of_pod() if api_server is None else KubernetesCluster(api_server, api_token, api_ca)
+    claims = ClaimLeases(address, node, NodeFiles(folder / "state", cdi), cluster, lease_secs, _say)
     claims.refresh_tokens()
 
     def listening() -> KubeletPlugin:
@@ -98,6 +77,9 @@ def serve(
             raise CannotStart(f"can't listen for the kubelet: {error}. End what listens there") from None
 
     plugin = listening()
+    cards = NodeCards(address, claims.lease_ids)
+    # Published only once the driver listens: a slice is an offer.
+    publisher = SlicePublisher(cluster, node, lambda: list(map(device_of, cards.read())), _say)
     _say(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
     try:
         refresh_at = time.monotonic() + TOKEN_REFRESH_S
@@ -112,15 +94,10 @@ def serve(
                 plugin.close()
                 plugin = listening()
     finally:
+        publisher.stop()
         plugin.close()
+        cluster.close()
     _say("has stopped; prepared claims keep their leases")
-
-
-def _cluster() -> str:
-    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
-    if not host or not port:
-        raise CannotStart("this is not a pod of a cluster: give --api-server")
-    return f"https://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _say(text: str) -> None:

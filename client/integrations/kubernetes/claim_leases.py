@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -25,15 +25,21 @@ from gpulease.client.core.tokens import issue_request
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef, PreparedDevice
 from gpulease.client.integrations.kubernetes.kubernetes_objects import (
-    DRIVER,
     DeviceWant,
     UnusableClaim,
     WantedDevices,
     check_ref,
-    device_name,
     parse_claim,
 )
-from gpulease.client.integrations.kubernetes.node_files import HeldLease, NodeFiles, PreparedClaim, boot_id, cdi_id
+from gpulease.client.integrations.kubernetes.node_files import (
+    HeldLease,
+    NodeFiles,
+    PreparedClaim,
+    RecordUnreadable,
+    boot_id,
+    cdi_id,
+)
+from gpulease.client.integrations.kubernetes.resource_pool import DRIVER, device_name
 from gpulease.client.integrations.proved_end import REVOKED, free_and_prove, report_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Exclusivity, Opcode
@@ -81,8 +87,8 @@ class LeaseRevokedByOperator(GpuLeaseError):
 class ClaimReader(Protocol):
     """The part of the cluster's API that the driver uses."""
 
-    def claim(self, ref: ClaimRef) -> object:
-        """Return the ResourceClaim object from the API server. Raises ClaimRefused."""
+    def claim(self, namespace: str, name: str) -> object:
+        """Return the ResourceClaim object from the API server. Raises ClusterRefused."""
 
 
 class ClaimLeases:
@@ -146,6 +152,15 @@ class ClaimLeases:
             if record is not None:
                 self._end(record)
 
+    def lease_ids(self) -> set[str]:
+        """Return the ids of the leases that claims hold, as in reports. Records that can't be read are skipped."""
+        found: set[str] = set()
+        for uid in self._files.uids():
+            with suppress(RecordUnreadable, OSError):
+                record = self._files.record(uid)
+                found.update(lease.lease_id for lease in (() if record is None else record.leases))
+        return found
+
     # --- tokens ---
 
     def refresh_tokens(self) -> None:
@@ -189,11 +204,13 @@ class ClaimLeases:
 
     def _acquire(self, ref: ClaimRef) -> PreparedClaim:
         # Check everything that can be refused before the first lease: the claim, its cards, and its pods' user.
-        want = parse_claim(self._reader.claim(ref), ref, DRIVER, self._node)
+        want = parse_claim(self._reader.claim(ref.namespace, ref.name), ref, DRIVER, self._node)
         # The scheduler knows cards by their device names, the daemon by their UUIDs.
         cards = {device_name(card["uuid"]): card for card in self._cards()}
         if missing := [device.device for device in want.devices if device.device not in cards]:
-            raise UnusableClaim(f"this node has no card {missing[0][:64]!r}", "Publish its ResourceSlice again")
+            raise UnusableClaim(
+                f"this node has no card {missing[0][:64]!r}", "It was removed since the scheduler chose it"
+            )
         # The user's audience on this node, which later tokens of the claim use, too.
         audience = audience_of_user(want.user, self._address, self._socket)
         record = PreparedClaim(ref.uid, boot_id(), want.user, audience.hex())

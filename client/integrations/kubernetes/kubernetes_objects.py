@@ -1,49 +1,28 @@
-"""Kubernetes' objects that this driver uses: ResourceSlices that it publishes, and ResourceClaims that it reads.
+"""What the scheduler allocated to a ResourceClaim on this node, parsed and checked.
 
 Cards have consumable capacity (KEP-5075): the scheduler assigns parts of one card's `vram` to several claims. The
 daemon decides again at each lease, so that a scheduler with an outdated view can't assign a byte twice.
 """
 
-import http.client
-import json
 import math
 import re
-import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
+from gpulease.client.integrations.kubernetes.resource_pool import CAPACITY
 
-DRIVER: Final = "dra.gpulease.internal"
-"""The driver's name. The top-level domain `internal` is reserved for private use."""
-
-API: Final = "resource.k8s.io/v1"
 PARAMETERS_API: Final = "gpulease.internal/v1"
 PARAMETERS_KIND: Final = "LeaseParameters"
-CAPACITY: Final = "vram"
-
-LEAST_VRAM: Final = 1 << 20
-"""Smallest slice that a claim may request, and the step between sizes."""
-
-DEFAULT_VRAM: Final = 1 << 30
-"""Default size of a claim's slice."""
-
-MAX_CLAIM_BYTES: Final = 2 << 20
-"""Most bytes of a claim that are read. An API server stores objects of at most 1.5 MiB."""
 
 MAX_DEVICES: Final = 32
 """Most devices of one claim, which is Kubernetes' own limit. Each device is a process."""
 
 MAX_USER: Final = 2**32 - 2
 """Largest user id. The next number means "unchanged" in setresuid(2)."""
-
-API_LIMIT_S: Final = 10.0
-"""Seconds to wait for the API server. The kubelet's limit for the whole request is 45 s."""
 
 _UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LABEL: Final = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -87,7 +66,7 @@ class WantedDevices:
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Raises ClaimRefused unless all three names have Kubernetes' form, because they become parts of paths."""
+    """Raises UnusableClaim unless all three names have Kubernetes' form, because they become parts of paths."""
     for what, text, form in (
         ("uid", ref.uid, _UID),
         ("namespace", ref.namespace, _NAMESPACE),
@@ -100,7 +79,7 @@ def check_ref(ref: ClaimRef) -> None:
 
 
 def parse_quantity(text: object) -> int:
-    """Convert a Kubernetes quantity, such as "4Gi", to whole bytes, rounded up. Raises ClaimRefused."""
+    """Convert a Kubernetes quantity, such as "4Gi", to whole bytes, rounded up. Raises UnusableClaim."""
     found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
     if not found:
         raise UnusableClaim(f"{str(text)[:64]!r} must be a quantity of bytes")
@@ -114,7 +93,7 @@ def parse_quantity(text: object) -> int:
 
 
 def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> WantedDevices:
-    """Parse the devices of this node that were allocated to a ResourceClaim. Raises ClaimRefused.
+    """Parse the devices of this node that were allocated to a ResourceClaim. Raises UnusableClaim.
 
     Args:
         claim: The object that the API server returned.
@@ -191,103 +170,3 @@ def _at(found: object, *path: str) -> Any:
 def _list(found: object, name: str) -> list[Any]:
     listed = _at(found, name)
     return listed if isinstance(listed, list) else []
-
-
-# --- the node's ResourceSlice ---
-
-
-def device_name(card_uuid: str) -> str:
-    """Return a card's name as a device: its UUID as a DNS label."""
-    return re.sub("[^a-z0-9]+", "-", card_uuid.lower()).strip("-")[:63]
-
-
-def resource_slices(cards: Sequence[Mapping[str, Any]], node: str, generation: int) -> dict[str, Any]:
-    """Describe a node's cards as a ResourceSlice.
-
-    Args:
-        cards: The inventory's cards, with `uuid`, `name`, `driver` and `capacity_bytes`.
-        node: The node's name in the cluster, and its pool's.
-        generation: Must increase when the cards change.
-    """
-    devices = [
-        {
-            "name": device_name(card["uuid"]),
-            "allowMultipleAllocations": True,
-            "attributes": {
-                "uuid": {"string": card["uuid"][:64]},
-                "productName": {"string": card["name"][:64]},
-                "driver": {"string": card["driver"][:64]},
-            },
-            "capacity": {CAPACITY: _capacity(card["capacity_bytes"])},
-        }
-        for card in cards
-    ]
-    return {
-        "apiVersion": API,
-        "kind": "ResourceSlice",
-        "metadata": {"name": f"{node}-{DRIVER}"},
-        "spec": {
-            "driver": DRIVER,
-            "nodeName": node,
-            "pool": {"name": node, "generation": generation, "resourceSliceCount": 1},
-            "devices": devices,
-        },
-    }
-
-
-def _capacity(size_bytes: int) -> dict[str, Any]:
-    # Whole steps only, because the scheduler rounds requests up to a step.
-    usable = size_bytes // LEAST_VRAM * LEAST_VRAM
-    policy = {
-        "default": str(min(DEFAULT_VRAM, usable)),
-        "validRange": {"min": str(LEAST_VRAM), "max": str(usable), "step": str(LEAST_VRAM)},
-    }
-    return {"value": str(usable), "requestPolicy": policy}
-
-
-# --- the API server ---
-
-
-class ApiServer:
-    """Reads claims from the cluster's API server, with the service account of this pod."""
-
-    def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
-        """Raises ClaimRefused for an address to which the account's token would go unencrypted over a network."""
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        if parts.scheme not in ("https", "http") or (parts.scheme == "http" and host not in ("127.0.0.1", "localhost")):
-            raise UnusableClaim(
-                f"the API server must be https, not {url!r}", "Use http only for this host's `kubectl proxy`"
-            )
-        self._token_file = token_file
-        self._connect: Callable[[], http.client.HTTPConnection]
-        if parts.scheme == "https":
-            context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
-            self._connect = lambda: http.client.HTTPSConnection(host, port, timeout=API_LIMIT_S, context=context)
-        else:
-            self._connect = lambda: http.client.HTTPConnection(host, port, timeout=API_LIMIT_S)
-
-    def claim(self, ref: ClaimRef) -> object:
-        """Return a claim's object. Raises ClaimRefused if it does not exist, or can't be read."""
-        check_ref(ref)
-        headers = {"Accept": "application/json"}
-        connection = self._connect()
-        try:
-            if self._token_file is not None:
-                # Read for each request, because the kubelet replaces the token every hour.
-                headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
-            path = f"/apis/{API}/namespaces/{ref.namespace}/resourceclaims/{ref.name}"
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            # Bounded, because the server's reply is not trusted to be small.
-            text = answer.read(MAX_CLAIM_BYTES + 1)
-            if answer.status != 200 or len(text) > MAX_CLAIM_BYTES:
-                raise UnusableClaim(
-                    f"the API server answers {answer.status} for the claim {ref.namespace}/{ref.name}",
-                    "403: the driver's account needs `get` on resourceclaims. 404: the claim is deleted",
-                )
-            return json.loads(text)
-        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            raise UnusableClaim(f"the API server gives no claim: {error}", "The kubelet asks again") from None
-        finally:
-            connection.close()

@@ -6,26 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client.integrations.kubernetes import kubernetes_objects
 from gpulease.client.integrations.kubernetes.claim_leases import ClaimLeases
+from gpulease.client.integrations.kubernetes.cluster import KubernetesCluster
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
-from gpulease.client.integrations.kubernetes.kubernetes_objects import device_name
 from gpulease.client.integrations.kubernetes.node_files import NodeFiles
+from gpulease.client.integrations.kubernetes.resource_pool import device_name
 from helpers.daemon import Daemon, Faults
-from helpers.kubelet import ACCOUNT_TOKEN, NODE, ApiServer, Claim
+from helpers.kubelet import NODE, Claim
+from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi
 from helpers.waiting import wait_until
 
 
 @pytest.fixture
-def api() -> Iterator[ApiServer]:
-    server = ApiServer()
+def api() -> Iterator[KubernetesApi]:
+    server = KubernetesApi(NODE)
     yield server
     server.close()
 
 
 @pytest.mark.exhaustive
 def test_a_claim_that_waits_for_its_proof_holds_up_no_other_s_tokens(
-    start_daemon: Callable[..., Daemon], tmp_path: Path, api: ApiServer
+    start_daemon: Callable[..., Daemon], tmp_path: Path, api: KubernetesApi
 ) -> None:
     withheld = tmp_path / "withheld"
     config = 'socket_mode = "0666"\n[limits]\nreclaim_timeout_s = 60\n'
@@ -33,14 +34,14 @@ def test_a_claim_that_waits_for_its_proof_holds_up_no_other_s_tokens(
     daemon.folder.chmod(0o711)
     account = tmp_path / "account"
     account.write_text(ACCOUNT_TOKEN)
-    reader = kubernetes_objects.ApiServer(api.url, account, None)
+    reader = KubernetesCluster(api.url, account, None)
     files = NodeFiles(tmp_path / "state", tmp_path / "cdi")
     leases = ClaimLeases(daemon.address, NODE, files, reader, 600, print)
     device = device_name(daemon.inventory().details[0]["uuid"])
     slow, other = (Claim({"gpu": (device, "8Mi")}, name=name) for name in ("slow", "other"))
     refs = [ClaimRef(claim.namespace, claim.uid, claim.name) for claim in (slow, other)]
     for claim, ref in zip((slow, other), refs, strict=True):
-        api.add(claim)
+        api.add_claim(claim.as_object())
         leases.prepare(ref)
     withheld.touch()
     waits = threading.Thread(target=leases.unprepare, args=(refs[0],))
@@ -56,5 +57,6 @@ def test_a_claim_that_waits_for_its_proof_holds_up_no_other_s_tokens(
         withheld.unlink()
         waits.join()
     leases.unprepare(refs[1])
+    reader.close()
     assert daemon.available_bytes() == 64 << 20
     daemon.allowed_trouble.append("the test withholds the proof")

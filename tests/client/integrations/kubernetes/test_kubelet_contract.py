@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from gpulease.client import Busy
-from gpulease.client.integrations.kubernetes.kubernetes_objects import device_name, resource_slices
+from gpulease.client.integrations.kubernetes.resource_pool import device_name
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import FenceClear, LeaseRef
+from gpulease.protocol.messages import Drain, Empty, FenceClear, LeaseRef
 from helpers.daemon import Daemon, Faults, python_environment
-from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
+from helpers.kubelet import NODE, POD_USER, CallFailed, Claim, Device, Node, encode
 from helpers.waiting import wait_until
 
 CARD_BYTES = 64 << 20
@@ -70,7 +70,7 @@ def own_node(start_daemon: Callable[..., Daemon]) -> Iterator[Node]:
 def node(shared_node: Node) -> Iterator[Node]:
     """The file's node; afterwards it holds nothing."""
     yield shared_node
-    shared_node.api.forget_all()
+    shared_node.api.forget_claims()
     for path in (shared_node.state / "claims").glob("*.json"):
         assert shared_node.kubelet.unprepare(Claim({}, uid=path.stem)) == ""
     assert shared_node.daemon.leases() == []
@@ -83,7 +83,7 @@ def device_of(daemon: Daemon) -> str:
 
 def claim_of(node: Node, size: str | None = "16Mi", **more: Any) -> Claim:
     claim = Claim({"gpu": (device_of(node.daemon), size)}, **more)
-    node.api.add(claim)
+    node.api.add_claim(claim.as_object())
     return claim
 
 
@@ -114,8 +114,7 @@ def test_a_prepared_claim_is_a_lease_that_its_pod_uses_by_a_token(node: Node) ->
 
 
 def claim_share(node: Node, claim: Claim) -> str:
-    path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
-    found: Any = node.api.objects[path]
+    found = node.api.claim(claim.namespace, claim.name)
     return str(found["status"]["allocation"]["devices"]["results"][0]["shareID"])
 
 
@@ -146,7 +145,7 @@ def test_a_claim_prepared_again_has_the_lease_that_it_had(node: Node) -> None:
     claim = claim_of(node)
     first = prepared_devices(node.kubelet.prepare(claim))
     lease_ids = node.lease_ids(claim)
-    node.api.delete(claim)
+    node.api.delete_claim(claim.namespace, claim.name)
     (node.cdi / f"gpulease-{claim.uid}.json").unlink()
     assert node.kubelet.prepare(claim) == first
     assert node.lease_ids(claim) == lease_ids
@@ -365,7 +364,7 @@ def test_a_full_node_prepares_nothing_and_keeps_nothing(node: Node) -> None:
 def test_a_claim_of_two_parts_of_which_one_has_no_room_gets_neither(node: Node) -> None:
     device = device_of(node.daemon)
     claim = Claim({"small": (device, "16Mi"), "large": (device, "60Mi")})
-    node.api.add(claim)
+    node.api.add_claim(claim.as_object())
     assert isinstance(node.kubelet.prepare(claim), str)
     assert node.daemon.leases() == []
     assert node.daemon.available_bytes() == CARD_BYTES
@@ -381,7 +380,7 @@ def test_a_force_deleted_pod_s_bytes_are_nobody_s_until_they_are_proved_free(
         old = claim_of(node, None, name="old")
         assert isinstance(node.kubelet.prepare(old), list)
         # Pod and claim are gone from the API before the kubelet has heard of it.
-        node.api.delete(old)
+        node.api.delete_claim(old.namespace, old.name)
         new = claim_of(node, None, name="new")
         assert isinstance(node.kubelet.prepare(new), str)
         (lease_id,) = node.lease_ids(old)
@@ -416,7 +415,7 @@ def test_a_uid_that_kubernetes_would_not_make_reaches_no_file(node: Node) -> Non
     good = str(uuid.uuid4())
     for uid in ("", "../../../etc/passwd", "a/b", "A" * 36, "0" * 36, good.upper() + "A", f"{good}\n", f"{good}/.."):
         claim = Claim({"gpu": (device_of(node.daemon), "1Mi")}, uid=uid)
-        node.api.add(claim)
+        node.api.add_claim(claim.as_object())
         assert "is not a claim's uid" in str(node.kubelet.prepare(claim)), uid
         assert "is not a claim's uid" in node.kubelet.unprepare(claim), uid
     assert sorted(node.folder.rglob("*")) == before
@@ -520,10 +519,33 @@ def test_a_request_of_too_many_claims_is_refused_whole(node: Node) -> None:
         node.kubelet.call("/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources", request)
 
 
-def test_the_slice_offers_each_card_to_several_claims(node: Node) -> None:
-    made = resource_slices(node.daemon.inventory().details, NODE, 3)
-    assert (made["kind"], made["spec"]["driver"], made["spec"]["pool"]["generation"]) == ("ResourceSlice", DRIVER, 3)
-    (card,) = made["spec"]["devices"]
-    assert card["allowMultipleAllocations"] is True
-    assert card["capacity"]["vram"]["value"] == str(CARD_BYTES)
-    assert card["capacity"]["vram"]["requestPolicy"]["validRange"]["step"] == str(1 << 20)
+def test_the_node_s_card_is_published_and_follows_what_others_hold(node: Node) -> None:
+    def vram() -> list[str]:
+        return [
+            device["capacity"]["vram"]["value"] for found in node.api.slices() for device in found["spec"]["devices"]
+        ]
+
+    wait_until(lambda: vram() == ["64Mi"], "the card is published", seen=node.log)
+    claim = claim_of(node)
+    node.kubelet.prepare(claim)
+    with node.daemon.builder(16 << 20).acquire():
+        # The lease of somebody outside Kubernetes counts, the claim's own does not: the scheduler counts claims.
+        wait_until(lambda: vram() == ["48Mi"], "what others hold is published", seen=node.log)
+        assert node.api.wipe() == 1
+        wait_until(lambda: vram() == ["48Mi"], "it is published again", seen=node.log)
+    wait_until(lambda: vram() == ["64Mi"], "it is free again", seen=node.log)
+
+
+def test_a_drained_node_s_cards_are_tainted(node: Node) -> None:
+    def taints() -> set[str]:
+        return {
+            taint["key"]
+            for found in node.api.slices()
+            for device in found["spec"]["devices"]
+            for taint in device.get("taints", [])
+        }
+
+    ask(Opcode.DRAIN, Drain(600_000), node.daemon.address)
+    wait_until(lambda: taints() == {"gpulease.internal/drained"}, "the taint is there", seen=node.log)
+    ask(Opcode.DRAIN_CANCEL, Empty(), node.daemon.address)
+    wait_until(lambda: not taints(), "it is gone", seen=node.log)

@@ -1,0 +1,166 @@
+"""The cluster's API server, as far as the driver uses it, through lightkube.
+
+Objects are plain maps, so that fields of a newer Kubernetes than the client library's survive a read.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx2
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.config.models import Cluster, User
+from lightkube.core.exceptions import ConfigError
+from lightkube.generic_resource import create_global_resource, create_namespaced_resource
+from lightkube.resources.core_v1 import Node
+from lightkube.types import PatchType
+
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.kubernetes.resource_pool import API, DRIVER
+
+API_LIMIT_S: Final = 10.0
+"""Seconds to wait for the API server. The kubelet's limit for the whole request is 45 s."""
+
+WATCH_S: Final = 300
+"""Seconds after which the server ends a watch. The driver then continues it, so a connection that died unnoticed costs
+at most this long."""
+
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_GROUP, _VERSION = API.split("/")
+_Slice: Final = create_global_resource(_GROUP, _VERSION, "ResourceSlice", "resourceslices")
+_Claim: Final = create_namespaced_resource(_GROUP, _VERSION, "ResourceClaim", "resourceclaims")
+
+
+class ClusterRefused(GpuLeaseError):
+    """The API server refused a request, or did not answer.
+
+    Attributes:
+        code: The HTTP status of the refusal; 0 without an answer.
+    """
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        hints = {
+            0: "The request is repeated",
+            403: "Apply the driver's ClusterRole: client/integrations/kubernetes/manifests/driver.yaml",
+            404: "resource.k8s.io/v1 needs Kubernetes 1.34; an object that was there is deleted",
+        }
+        super().__init__(message, hints.get(code, ""))
+        self.code = code
+
+
+class KubernetesCluster:
+    """Requests to the API server, with the service account of this pod. Thread-safe.
+
+    Every method raises ClusterRefused.
+    """
+
+    def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
+        """Raises ClusterRefused for an address to which the account's token would go unencrypted over a network."""
+        parts = urlsplit(url)
+        is_local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        if parts.scheme not in ("https", "http") or (parts.scheme == "http" and not is_local):
+            raise ClusterRefused(f"the API server must be https, not {url!r}; http is for this host's `kubectl proxy`")
+        user = User(token_file=None if token_file is None else str(token_file))
+        config = KubeConfig.from_one(
+            cluster=Cluster(server=url, certificate_auth=None if ca_file is None else str(ca_file)), user=user
+        )
+        # The environment's proxies are for the internet, not for the API server of this cluster.
+        self._client: Any = Client(
+            config.get(), timeout=httpx2.Timeout(API_LIMIT_S), trust_env=False, field_manager=DRIVER
+        )
+
+    @classmethod
+    def of_pod(cls) -> "KubernetesCluster":
+        """The cluster that this pod runs in. Raises ClusterRefused if this is not a pod."""
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+        if not host or not port:
+            raise ClusterRefused("this is not a pod of a cluster: give --api-server")
+        return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", _ACCOUNT / "token", _ACCOUNT / "ca.crt")
+
+    def claim(self, namespace: str, name: str) -> Mapping[str, Any]:
+        """Return a ResourceClaim."""
+        with _refusals(f"the claim {namespace}/{name}"):
+            return dict(self._client.get(_Claim, name, namespace=namespace))
+
+    def report_devices(self, namespace: str, name: str, uid: str, devices: list[dict[str, Any]]) -> None:
+        """Write this driver's entries of a claim's status.devices. Those of other drivers stay.
+
+        A claim of another uid, which was made later by the same name, is refused with 409.
+        """
+        body = {
+            "apiVersion": API,
+            "kind": "ResourceClaim",
+            "metadata": {"name": name, "namespace": namespace, "uid": uid},
+            "status": {"devices": devices},
+        }
+        # Server-side apply: the server merges the list by driver, pool and device, and removes what this driver wrote
+        # before and leaves out now.
+        with _refusals(f"the status of the claim {namespace}/{name}"):
+            self._client.patch(_Claim.Status, name, body, namespace=namespace, patch_type=PatchType.APPLY, force=True)
+
+    def node_uid(self, name: str) -> str:
+        """Return the uid of a Node."""
+        with _refusals(f"the node {name}"):
+            return str(self._client.get(Node, name).metadata.uid)
+
+    def slices(self, node: str) -> tuple[list[dict[str, Any]], str]:
+        """Return this driver's slices of a node, and the resourceVersion from which to watch them."""
+        with _refusals("the list of ResourceSlices"):
+            found = self._client.list(_Slice, fields=_fields(node))
+            items = [dict(item) for item in found]
+            return items, str(found.resourceVersion)
+
+    def watch_slices(self, node: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (ADDED, MODIFIED or DELETED, slice) for each change after a resourceVersion, until the watch fails.
+
+        A version that is too old raises ClusterRefused with the code 410.
+        """
+        with _refusals("the watch of ResourceSlices"):
+            for kind, found in self._client.watch(
+                _Slice, fields=_fields(node), resource_version=version, server_timeout=WATCH_S
+            ):
+                yield kind, dict(found)
+
+    def create_slice(self, made: Mapping[str, Any]) -> dict[str, Any]:
+        """Create a slice; returns it as stored. 409: it exists."""
+        with _refusals(f"creating the ResourceSlice {made['metadata']['name']}"):
+            return dict(self._client.create(_Slice(**made)))
+
+    def replace_slice(self, made: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace a slice of the resourceVersion that `made` has; returns it as stored. 409: it has another one."""
+        with _refusals(f"replacing the ResourceSlice {made['metadata']['name']}"):
+            return dict(self._client.replace(_Slice(**made)))
+
+    def delete_slice(self, name: str) -> None:
+        """Delete a slice."""
+        with _refusals(f"deleting the ResourceSlice {name}"):
+            self._client.delete(_Slice, name)
+
+    def close(self) -> None:
+        """Close the connections, which ends a watch in another thread."""
+        self._client.close()
+
+
+def _fields(node: str) -> dict[str, str]:
+    return {"spec.driver": DRIVER, "spec.nodeName": node}
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        code = int(error.status.code or 0)
+        raise ClusterRefused(f"the API server answers {code} for {what}: {error.status.message}", code) from None
+    except httpx2.HTTPStatusError as error:
+        code = error.response.status_code
+        raise ClusterRefused(f"the API server answers {code} for {what}", code) from None
+    # RuntimeError: the client was closed, at the driver's end.
+    except (httpx2.HTTPError, httpx2.StreamError, ConfigError, OSError, RuntimeError) as error:
+        raise ClusterRefused(f"the API server gives no answer for {what}: {error or type(error).__name__}") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        # msgspec's errors are ValueErrors: a body that is not JSON, or not an object.
+        raise ClusterRefused(f"the API server's answer for {what} can't be read: {error}") from None

@@ -1,0 +1,85 @@
+"""The daemon's cards as the cluster is to see them: how much claims may hold on each, and what is wrong with it."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+from gpulease.client.console.reports import cards_of, health_of, leases_of
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.kubernetes.resource_pool import Card, Trouble
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, Inventory
+from gpulease.protocol.opcodes import InventoryFlag
+
+_ATTEMPTS: Final = 3
+"""Readings of the leases around one of the cards, until no lease came or went in between."""
+
+
+class NodeCards:
+    """Reads the cards of one daemon."""
+
+    def __init__(self, address: str, lease_ids: Callable[[], Collection[str]]) -> None:
+        """Prepare to read.
+
+        Args:
+            address: The daemon's address.
+            lease_ids: Returns the ids of the leases that claims of this node hold, as in reports.
+        """
+        self._address, self._lease_ids = address, lease_ids
+        self._last: list[Card] | None = None
+
+    def read(self) -> list[Card]:
+        """Return the cards. Those of a daemon that stopped answering are the last ones, marked as unreachable.
+
+        Raises GpuLeaseError if the daemon has not answered yet.
+        """
+        try:
+            self._last = self._read()
+            return self._last
+        except GpuLeaseError:
+            if self._last is None:
+                raise
+            return [Card(one.uuid, one.product, one.driver, 0, (Trouble.UNREACHABLE,)) for one in self._last]
+
+    def _read(self) -> list[Card]:
+        # A lease that is granted between the two readings would be missing from both the free and the held bytes.
+        leases = self._leases()
+        for _ in range(_ATTEMPTS):
+            inventory = ask(Opcode.GET_INVENTORY, Empty(), self._address)
+            before, leases = leases, self._leases()
+            if [lease["lease_id"] for lease in before] == [lease["lease_id"] for lease in leases]:
+                break
+        ours = self._lease_ids()
+        held: dict[str, int] = {}
+        for lease in leases:
+            # A fenced lease's bytes can't be leased again.
+            if lease["lease_id"] in ours and lease["state"] != "fenced":
+                card = str(lease.get("card_uuid") or "")
+                held[card] = held.get(card, 0) + int(lease["size_bytes"])
+        is_ready, checks = health_of(ask(Opcode.HEALTH, Empty(), self._address).report)
+        # These two checks are about the cards, which are described one by one.
+        is_sick = not is_ready and any(
+            not check["ok"] for check in checks if check["check"] not in ("not_draining", "capacity")
+        )
+        return [_card(found, flags, held, is_sick=is_sick) for found, flags in _with_flags(inventory)]
+
+    def _leases(self) -> list[dict[str, Any]]:
+        return leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self._address).report)
+
+
+def _with_flags(inventory: Inventory) -> list[tuple[Mapping[str, Any], int]]:
+    return list(zip(cards_of(inventory), (entry.flags for entry in inventory.entries), strict=True))
+
+
+def _card(found: Mapping[str, Any], flags: int, held: Mapping[str, int], *, is_sick: bool) -> Card:
+    troubles = []
+    is_drained = found.get("drain_left_ms") is not None
+    if is_drained:
+        troubles.append(Trouble.DRAINED)
+    if is_sick or flags & InventoryFlag.DEGRADED:
+        troubles.append(Trouble.SICK)
+    if found["fenced_bytes"] >= found["capacity_bytes"]:
+        troubles.append(Trouble.FENCED)
+    # Of a drained node the inventory reports no free bytes. Its devices keep their size: their taint says what is up.
+    free = found["capacity_bytes"] if is_drained else found["available_bytes"] + held.get(found["uuid"], 0)
+    return Card(found["uuid"], found["name"], found["driver"], min(free, int(found["capacity_bytes"])), tuple(troubles))

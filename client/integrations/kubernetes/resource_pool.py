@@ -1,0 +1,283 @@
+"""The node's cards as a pool of devices, and the writes that bring its ResourceSlices to that state. Pure.
+
+A slice's name is made of the node's name and the slice's number, so a repeated create conflicts with the first instead
+of adding a second slice. A pool whose slices differ in their generation is incomplete: the scheduler ignores it until
+the slices agree. So the generation increases whenever more than one slice has to be written.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+DRIVER: Final = "dra.gpulease.internal"
+"""The driver's name. The top-level domain `internal` is reserved for private use."""
+
+API: Final = "resource.k8s.io/v1"
+CAPACITY: Final = "vram"
+
+LEAST_VRAM: Final = 1 << 20
+"""Smallest slice of a card that a claim may request, and the step between sizes."""
+
+DEFAULT_VRAM: Final = 1 << 30
+"""Default size of a claim's slice."""
+
+MAX_SLICE_DEVICES: Final = 64
+"""Most devices of one ResourceSlice if any of them has a taint; without taints it is 128."""
+
+MAX_NAME_CHARS: Final = 253
+"""Longest name of an object."""
+
+_MAX_ATTRIBUTE_CHARS: Final = 64
+_TAINT_DOMAIN: Final = "gpulease.internal"
+_SUFFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+
+
+class Trouble(Enum):
+    """Why a card takes no new claims, as the key of a device taint. The values are names that tolerations use."""
+
+    DRAINED = "drained"
+    """The node's daemon is drained: no new leases, and the remaining ones end at a deadline."""
+    FENCED = "fenced"
+    """All of the card's memory is fenced: none was proved free."""
+    FULL = "full"
+    """Others hold all of the card's memory: leases outside Kubernetes, or processes outside the daemon."""
+    SICK = "sick"
+    """The card is degraded, or the daemon can grant no lease at all."""
+    UNREACHABLE = "unreachable"
+    """The daemon does not answer."""
+
+    @property
+    def key(self) -> str:
+        return f"{_TAINT_DOMAIN}/{self.value}"
+
+    @property
+    def is_unhealthy(self) -> bool:
+        """Whether leases on the card are affected, too, not only new claims."""
+        return self in (Trouble.SICK, Trouble.UNREACHABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card, as its device is to be published.
+
+    Attributes:
+        uuid: Its UUID, from which the device's name is made.
+        product: The product's name.
+        driver: The daemon's driver for it, `cuda` or `cpu`.
+        leasable_bytes: What claims may hold in all: what is free, and what claims of this node hold now.
+        troubles: Why it takes no new claims.
+    """
+
+    uuid: str
+    product: str
+    driver: str
+    leasable_bytes: int
+    troubles: tuple[Trouble, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The Node object that owns the slices: with it, the cluster deletes them."""
+
+    name: str
+    uid: str
+
+
+class Verb(Enum):
+    DELETE = "delete"
+    REPLACE = "replace"
+    CREATE = "create"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A write to the API server; a replacement has the resourceVersion that it is based on."""
+
+    verb: Verb
+    slice: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.slice["metadata"]["name"])
+
+
+def device_name(card_uuid: str) -> str:
+    """Return a card's name as a device: its UUID as a DNS label."""
+    return re.sub("[^a-z0-9]+", "-", card_uuid.lower()).strip("-")[:63]
+
+
+def quantity_text(size_bytes: int) -> str:
+    """Return bytes as a quantity in the form in which the API server stores it, such as "80Gi"."""
+    power = 0
+    while size_bytes and size_bytes % 1024 == 0 and power + 1 < len(_SUFFIXES):
+        size_bytes, power = size_bytes // 1024, power + 1
+    return f"{size_bytes}{_SUFFIXES[power]}"
+
+
+def device_of(card: Card) -> dict[str, Any]:
+    """Describe a card as a device of a ResourceSlice."""
+    troubles = card.troubles
+    # Whole steps only, because the scheduler rounds requests up to a step. A capacity below the least request would be
+    # invalid, so a full card offers one step, and its taint keeps new claims away.
+    usable = card.leasable_bytes // LEAST_VRAM * LEAST_VRAM
+    if usable < LEAST_VRAM:
+        usable = LEAST_VRAM
+        if not troubles:
+            troubles = (Trouble.FULL,)
+    policy = {
+        "default": quantity_text(min(DEFAULT_VRAM, usable)),
+        "validRange": {
+            "min": quantity_text(LEAST_VRAM),
+            "max": quantity_text(usable),
+            "step": quantity_text(LEAST_VRAM),
+        },
+    }
+    device: dict[str, Any] = {
+        "name": device_name(card.uuid),
+        "allowMultipleAllocations": True,
+        "attributes": {
+            "uuid": {"string": card.uuid[:_MAX_ATTRIBUTE_CHARS]},
+            "productName": {"string": card.product[:_MAX_ATTRIBUTE_CHARS]},
+            "driver": {"string": card.driver[:_MAX_ATTRIBUTE_CHARS]},
+        },
+        "capacity": {CAPACITY: {"value": quantity_text(usable), "requestPolicy": policy}},
+    }
+    if troubles:
+        device["taints"] = [{"key": trouble.key, "effect": "NoSchedule"} for trouble in troubles]
+    return device
+
+
+def slice_name(node: str, number: int) -> str:
+    """Return the name of a node's slice. A node's name that is too long is shortened, with its digest."""
+    end = f"-{DRIVER}-{number}"
+    if len(node) + len(end) > MAX_NAME_CHARS:
+        digest = hashlib.sha256(node.encode()).hexdigest()[:16]
+        node = f"{node[: MAX_NAME_CHARS - len(end) - len(digest) - 1].rstrip('-.')}-{digest}"
+    return node + end
+
+
+def digest_of(devices: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest by which lists of devices are compared, without the times at which taints were added."""
+    return hashlib.sha256(json.dumps(list(map(_without_times, devices)), sort_keys=True).encode()).hexdigest()
+
+
+def writes_to(
+    devices: Sequence[Mapping[str, Any]],
+    stored: Sequence[Mapping[str, Any]],
+    owner: Owner,
+    stored_as: Mapping[str, str],
+) -> list[Write]:
+    """Return the writes that turn the stored slices of this node and driver into those of `devices`, in order.
+
+    Args:
+        devices: The devices to publish.
+        stored: The slices in the cluster, of this node and this driver.
+        owner: The Node.
+        stored_as: The digests of lists of devices as the API server stored them, by the digests of what was sent. A
+            server that lacks a feature drops its fields; without this, the same write would be repeated for ever.
+    """
+    parts = [list(devices[at : at + MAX_SLICE_DEVICES]) for at in range(0, len(devices), MAX_SLICE_DEVICES)] or [[]]
+    wanted = {slice_name(owner.name, number): part for number, part in enumerate(parts)}
+    by_name = {found["metadata"]["name"]: found for found in stored}
+    highest = max((_generation(found) for found in stored), default=0)
+    # Slices of other names are of an earlier version of the driver, or of a time with more cards.
+    obsolete = [found for name, found in by_name.items() if name not in wanted]
+    missing = [name for name in wanted if name not in by_name]
+    changed = [
+        name
+        for name, part in wanted.items()
+        if name in by_name and not _is_current(by_name[name], part, highest, len(parts), owner, stored_as)
+    ]
+    if not (obsolete or missing or changed):
+        return []
+    # One replaced slice needs no new generation: no reader can see half of the change.
+    is_one = not missing and not obsolete and len(changed) == 1
+    generation = max(highest, 1) if is_one else highest + 1
+    pool = {"name": owner.name, "generation": generation, "resourceSliceCount": len(parts)}
+    writes = [Write(Verb.DELETE, {"metadata": {"name": found["metadata"]["name"]}}) for found in obsolete]
+    for name, part in wanted.items():
+        if name in by_name and is_one and name not in changed:
+            continue
+        body = _slice(name, part, pool, owner)
+        if name not in by_name:
+            writes.append(Write(Verb.CREATE, body))
+            continue
+        # Based on what was read: a write of somebody else in between makes the server refuse this one.
+        body["metadata"]["resourceVersion"] = by_name[name]["metadata"]["resourceVersion"]
+        _keep_times(body["spec"]["devices"], by_name[name]["spec"].get("devices") or ())
+        writes.append(Write(Verb.REPLACE, body))
+    return writes
+
+
+def dropped_fields(sent: Mapping[str, Any], stored: Mapping[str, Any]) -> set[str]:
+    """Return the names of device fields that the API server dropped because their feature gates are off."""
+    kept = {device["name"]: device for device in stored["spec"].get("devices") or ()}
+    return {name for device in sent["spec"]["devices"] for name in device if name not in kept.get(device["name"], {})}
+
+
+def _slice(name: str, devices: Sequence[Mapping[str, Any]], pool: Mapping[str, Any], owner: Owner) -> dict[str, Any]:
+    reference = {"apiVersion": "v1", "kind": "Node", "name": owner.name, "uid": owner.uid, "controller": True}
+    return {
+        "apiVersion": API,
+        "kind": "ResourceSlice",
+        "metadata": {"name": name, "ownerReferences": [reference]},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": owner.name,
+            "pool": dict(pool),
+            "devices": [dict(device) for device in devices],
+        },
+    }
+
+
+def _is_current(
+    found: Mapping[str, Any],
+    part: Sequence[Mapping[str, Any]],
+    generation: int,
+    count: int,
+    owner: Owner,
+    stored_as: Mapping[str, str],
+) -> bool:
+    pool = {"name": owner.name, "generation": generation, "resourceSliceCount": count}
+    owners = [reference.get("uid") for reference in found["metadata"].get("ownerReferences") or ()]
+    digest = digest_of(part)
+    return (
+        generation > 0
+        and found["spec"].get("pool") == pool
+        and owners == [owner.uid]
+        and digest_of(found["spec"].get("devices") or ()) in (digest, stored_as.get(digest))
+    )
+
+
+def _generation(found: Mapping[str, Any]) -> int:
+    return int((found["spec"].get("pool") or {}).get("generation") or 0)
+
+
+def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
+    # The API server adds the time; it is not part of what this driver decides.
+    taints = [
+        {key: value for key, value in taint.items() if key != "timeAdded"} for taint in device.get("taints") or ()
+    ]
+    rest = {key: value for key, value in device.items() if key != "taints"}
+    return rest | ({"taints": taints} if taints else {})
+
+
+def _keep_times(devices: Sequence[dict[str, Any]], stored: Sequence[Mapping[str, Any]]) -> None:
+    """Copy the times of taints that stay: tolerations count their seconds from them."""
+    times = {
+        (device["name"], taint["key"], taint["effect"]): taint["timeAdded"]
+        for device in stored
+        for taint in device.get("taints") or ()
+        if "timeAdded" in taint
+    }
+    for device in devices:
+        if "taints" in device:
+            device["taints"] = [
+                taint
+                | ({"timeAdded": times[at]} if (at := (device["name"], taint["key"], taint["effect"])) in times else {})
+                for taint in device["taints"]
+            ]

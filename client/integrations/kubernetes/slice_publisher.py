@@ -1,0 +1,237 @@
+"""Keeps the node's ResourceSlices in the cluster as the cards are, whoever changes or deletes them.
+
+The kubelet deletes a driver's slices when it starts, and some time after the driver unregistered. So the slices are
+reconciled: one thread lists and watches them, another one compares them with the cards, and writes the differences.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.kubernetes.cluster import ClusterRefused
+from gpulease.client.integrations.kubernetes.resource_pool import (
+    Owner,
+    Verb,
+    Write,
+    digest_of,
+    dropped_fields,
+    writes_to,
+)
+from gpulease.protocol.back_off import back_off_s
+
+COMPARE_S: Final = 5.0
+"""Seconds between two comparisons if no event comes: as long as a change of a card may go unpublished."""
+
+WRITE_GAP_S: Final = 1.0
+"""Least seconds between two rounds of writes, so that a dispute with another writer costs one request a second."""
+
+RELIST_S: Final = 300.0
+"""Seconds between two lists while the watch works: heals a watch whose connection died unnoticed."""
+
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 60.0
+"""The pauses after refusals, which double."""
+
+_GONE: Final = 410
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
+
+_GATES: Final = {
+    "allowMultipleAllocations": "each claim gets a whole card: switch on the feature gate DRAConsumableCapacity "
+    "(alpha in Kubernetes 1.34 and 1.35, beta in 1.36)",
+    "taints": "cards that are fenced, sick or drained still get claims, which then fail on the node: switch on the "
+    "feature gate DRADeviceTaints (alpha until Kubernetes 1.35, beta in 1.36)",
+}
+
+
+class Slices(Protocol):
+    """The part of the API server that this uses: see KubernetesCluster."""
+
+    def node_uid(self, name: str) -> str: ...
+    def slices(self, node: str) -> tuple[list[dict[str, Any]], str]: ...
+    def watch_slices(self, node: str, version: str) -> Any: ...
+    def create_slice(self, made: Mapping[str, Any]) -> dict[str, Any]: ...
+    def replace_slice(self, made: Mapping[str, Any]) -> dict[str, Any]: ...
+    def delete_slice(self, name: str) -> None: ...
+
+
+class SlicePublisher:
+    """Publishes the devices of one node from its start until `stop`. Its threads end with the process at the latest."""
+
+    def __init__(
+        self,
+        cluster: Slices,
+        node: str,
+        devices: Callable[[], Sequence[Mapping[str, Any]]],
+        on_message: Callable[[str], None],
+    ) -> None:
+        """Begin to publish.
+
+        Args:
+            cluster: The API server.
+            node: The node's name in the cluster.
+            devices: Returns the devices as they are now. It is called every COMPARE_S and after each event. It raises
+                GpuLeaseError if they are not known yet.
+            on_message: Called with messages for the log.
+        """
+        self._cluster, self._node, self._devices, self._on_message = cluster, node, devices, on_message
+        self._guard, self._changed, self._stopped = threading.Lock(), threading.Event(), threading.Event()
+        self._relist = threading.Event()
+        self._stored: dict[str, dict[str, Any]] | None = None
+        # By the slice's name: the digests of the devices that were sent last, and of what the server stored.
+        self._stored_as: dict[str, tuple[str, str]] = {}
+        # The newest version that the list or the watch has reported. Versions are compared as numbers, which Kubernetes
+        # promises since 1.35, and etcd always did.
+        self._seen = 0
+        self._owner: Owner | None = None
+        self._last_problem = ""
+        self._reported: set[str] = set()
+        # Daemon threads: a watch may wait in the kernel for minutes, and must not delay the driver's end.
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run_watch, self._run_writes)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop publishing. The slices stay: the kubelet deletes them if the driver does not come back."""
+        self._stopped.set()
+        self._changed.set()
+        self._threads[1].join(LONGEST_PAUSE_S)
+
+    # --- reading ---
+
+    def _run_watch(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            try:
+                # Step 1: list, which gives the state and the version that it has.
+                version = self._list()
+                failures = 0
+                # Step 2: follow the changes from there on. The client continues a watch that the server ends in time.
+                for kind, found in self._cluster.watch_slices(self._node, version):
+                    self._take(kind, found)
+                    if self._stopped.is_set():
+                        return
+            except ClusterRefused as refused:
+                # 410: the version is too old to be watched, for example after a pause of this process. List again.
+                if refused.code != _GONE:
+                    self._report(refused)
+                    self._stopped.wait(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+                    failures += 1
+
+    def _list(self) -> str:
+        found, version = self._cluster.slices(self._node)
+        with self._guard:
+            self._stored = {one["metadata"]["name"]: one for one in found}
+            self._seen = int(version)
+        self._changed.set()
+        return version
+
+    def _take(self, kind: str, found: dict[str, Any]) -> None:
+        name, version = found["metadata"]["name"], _version_of(found)
+        with self._guard:
+            stored = self._stored or {}
+            # Older than the last list, or than what this driver's own write returned.
+            if version <= self._seen or version < _version_of(stored.get(name)):
+                return
+            self._seen = version
+            if kind == "DELETED":
+                stored.pop(name, None)
+            elif kind in ("ADDED", "MODIFIED"):
+                stored[name] = found
+        self._changed.set()
+
+    # --- writing ---
+
+    def _run_writes(self) -> None:
+        failures, listed_at = 0, time.monotonic()
+        while not self._stopped.is_set():
+            self._changed.wait(COMPARE_S)
+            self._changed.clear()
+            try:
+                if time.monotonic() - listed_at > RELIST_S:
+                    self._list()
+                    listed_at = time.monotonic()
+                if self._reconcile():
+                    self._stopped.wait(WRITE_GAP_S)
+                    self._last_problem = ""
+                failures = 0
+            except ClusterRefused as refused:
+                # Somebody else wrote or deleted first: read again, and decide again from what is there now.
+                if refused.code in (_CONFLICT, _NOT_FOUND):
+                    self._owner = None
+                    self._read_again()
+                if refused.code != _CONFLICT:
+                    self._report(refused)
+                self._stopped.wait(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+                failures += 1
+                self._changed.set()
+
+    def _read_again(self) -> None:
+        try:
+            self._list()
+        except ClusterRefused as refused:
+            self._report(refused)
+
+    def _reconcile(self) -> bool:
+        """Bring the slices to the devices. Returns whether anything was written. Raises ClusterRefused."""
+        with self._guard:
+            if self._stored is None:
+                return False
+            stored = list(self._stored.values())
+        try:
+            devices = self._devices()
+        except GpuLeaseError as error:
+            # The daemon has not answered since the driver's start. What an earlier driver published stays.
+            self._report(error)
+            return False
+        owner = self._owner or Owner(self._node, self._cluster.node_uid(self._node))
+        stored_as = dict(self._stored_as.values())
+        writes = writes_to(devices, stored, owner, stored_as)
+        if writes and self._owner is not None:
+            # A Node that was deleted and created again has another uid, and the cluster deletes the slices of the old
+            # one. So the uid is read again before each round of writes.
+            owner = Owner(self._node, self._cluster.node_uid(self._node))
+            writes = writes_to(devices, stored, owner, stored_as)
+        self._owner = owner
+        for write in writes:
+            self._write(write)
+        return bool(writes)
+
+    def _write(self, write: Write) -> None:
+        if write.verb is Verb.DELETE:
+            try:
+                self._cluster.delete_slice(write.name)
+            except ClusterRefused as refused:
+                # Deleted already: that is what was wanted.
+                if refused.code != _NOT_FOUND:
+                    raise
+            with self._guard:
+                (self._stored or {}).pop(write.name, None)
+            return
+        put = self._cluster.create_slice if write.verb is Verb.CREATE else self._cluster.replace_slice
+        found = put(write.slice)
+        # The server may have dropped fields whose gates are off. Remember what it made of these devices: it is what
+        # the watch will report.
+        sent, stored = write.slice["spec"]["devices"], found["spec"].get("devices") or ()
+        self._stored_as[write.name] = digest_of(sent), digest_of(stored)
+        for name in sorted(dropped_fields(write.slice, found) - self._reported):
+            self._reported.add(name)
+            self._on_message(
+                f"the API server dropped {name} of the ResourceSlice: {_GATES.get(name, 'check its gates')}"
+            )
+        with self._guard:
+            # Unless the watch has reported what came after it: a deletion, for example.
+            if self._stored is not None and _version_of(found) > self._seen:
+                self._stored[write.name] = found
+
+    def _report(self, refused: GpuLeaseError) -> None:
+        # Once for each problem, not at every attempt.
+        if str(refused) != self._last_problem:
+            self._last_problem = str(refused)
+            self._on_message(f"ResourceSlices: {refused}")
+
+
+def _version_of(found: Mapping[str, Any] | None) -> int:
+    return 0 if found is None else int(found["metadata"]["resourceVersion"])
