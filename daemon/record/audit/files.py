@@ -22,6 +22,7 @@ from gpulease.daemon.record.audit.records import (
     ChainEnd,
     Draft,
     Head,
+    LeaseStage,
     NotAHead,
     NotARecord,
     RecordKind,
@@ -45,19 +46,6 @@ TAIL_BYTES: Final = 4 << 20
 the log, or only to the journal. Reading them takes a tenth of a second."""
 
 _KINDS: Final = {kind.value: kind for kind in RecordKind}
-
-_OF_LIVE_LEASES: Final = frozenset(
-    {
-        RecordKind.GRANT,
-        RecordKind.ADOPT,
-        RecordKind.RENEW,
-        RecordKind.RESIZE,
-        RecordKind.ATTACH,
-        RecordKind.FAULT,
-        RecordKind.OVER,
-    }
-)
-_RANK: Final = {RecordKind.END: 2, RecordKind.FENCE: 1} | dict.fromkeys(_OF_LIVE_LEASES, 0)
 
 _NAME: Final = re.compile(r"audit-\d{16}\.jsonl")
 
@@ -124,8 +112,10 @@ def last_records(folder: Path, boot: str) -> LastRecords:
             record = read_record(line)
             cut_us = record.mono_us if record.boot == boot and record.kind != RecordKind.STOP else None
             kind, lease = _KINDS.get(record.kind), record.data.get("lease")
-            # The strongest record wins, not the last: after an END nothing about a lease is open.
-            if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[kinds.get(lease, kind)]:
+            if kind is None or kind.stage is None or not isinstance(lease, str):
+                continue
+            # The latest stage wins, not the last record: after an END nothing about a lease is open.
+            if kind.stage >= (kinds.get(lease, kind).stage or LeaseStage.LIVE):
                 kinds[lease] = kind
     return LastRecords(kinds, cut_us)
 

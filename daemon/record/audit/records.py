@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import lru_cache
 from types import NoneType
 from typing import Any, Final, NamedTuple, Self
@@ -106,47 +106,57 @@ _AT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 _MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
 
 
+class LeaseStage(IntEnum):
+    """What a record shows of its lease. A lease never returns to an earlier stage."""
+
+    LIVE = 0
+    FENCED = 1
+    ENDED = 2
+
+
 class RecordKind(StrEnum):
     """The kinds of records.
 
     Attributes:
         is_minor: Whether a tenant can cause as many as it likes. Such records are bounded, and dropped first.
+        stage: The stage of the record's lease after it; None if it does not show that.
     """
 
     is_minor: bool
+    stage: LeaseStage | None
 
-    def __new__(cls, value: str, is_minor: bool) -> Self:
+    def __new__(cls, value: str, is_minor: bool, stage: LeaseStage | None) -> Self:
         member = str.__new__(cls, value)
         member._value_ = value
-        member.is_minor = is_minor
+        member.is_minor, member.stage = is_minor, stage
         return member
 
     # The daemon.
-    START = "start", False
-    STOP = "stop", False
+    START = "start", False, None
+    STOP = "stop", False, None
     # Leases, regions and submits. What a tenant can repeat is minor.
-    GRANT = "grant", False
-    ADOPT = "adopt", False
-    RENEW = "renew", True
-    RESIZE = "resize", True
-    DENY = "deny", True
-    ATTACH = "attach", True
-    SUBMIT = "submit", True
-    ISSUE = "issue", True
-    WITHDRAW = "withdraw", True
-    FAULT = "fault", False
-    OVER = "over", False
-    END = "end", False
-    FENCE = "fence", False
-    CLEAR = "clear", False
+    GRANT = "grant", False, LeaseStage.LIVE
+    ADOPT = "adopt", False, LeaseStage.LIVE
+    RENEW = "renew", True, LeaseStage.LIVE
+    RESIZE = "resize", True, LeaseStage.LIVE
+    DENY = "deny", True, None
+    ATTACH = "attach", True, LeaseStage.LIVE
+    SUBMIT = "submit", True, None
+    ISSUE = "issue", True, None
+    WITHDRAW = "withdraw", True, None
+    FAULT = "fault", False, LeaseStage.LIVE
+    OVER = "over", False, LeaseStage.LIVE
+    END = "end", False, LeaseStage.ENDED
+    FENCE = "fence", False, LeaseStage.FENCED
+    CLEAR = "clear", False, None
     # Warm contexts, operators, and notes of tenants.
-    POOL = "pool", False
-    OPERATOR = "operator", False
-    NOTE = "note", True
+    POOL = "pool", False, None
+    OPERATOR = "operator", False, None
+    NOTE = "note", True, None
     # The log itself.
-    GAP = "gap", False
-    RESUME = "resume", False
-    PRUNE = "prune", False
+    GAP = "gap", False, None
+    RESUME = "resume", False, None
+    PRUNE = "prune", False, None
 
 
 ENDS: Final = frozenset({RecordKind.OVER, RecordKind.END, RecordKind.FENCE})
