@@ -563,6 +563,7 @@ class ParkedReport(Message):
         waited_ns: Time for what was in flight.
         copied_ns: Time for the copy, and for host memory that was not prepared.
         released_ns: Time to unmap and release the pages.
+        kept_bytes: Bytes charged to the slice that stay on the card: modules, kernels' local memory, streams, graphs.
     """
 
     OP: ClassVar[str] = "parked"
@@ -572,6 +573,7 @@ class ParkedReport(Message):
     waited_ns: Annotated[int, U64.named("waited")]
     copied_ns: Annotated[int, U64.named("copied")]
     released_ns: Annotated[int, U64.named("released")]
+    kept_bytes: Annotated[int, U64.named("kept")] = 0
 
 
 @dataclass(frozen=True, slots=True)

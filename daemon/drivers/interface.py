@@ -13,7 +13,7 @@ the trap costs the context.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -263,6 +263,11 @@ SEGMENT_STEPS: Final = 32
 takes some 2 us to queue a segment, whatever it contains, so longer segments gain little."""
 
 
+PARK_STEP_BYTES: Final = 64 << 20
+"""Host memory for a parked session is prepared and copied in steps of so many bytes. A card copies a step in some
+1.2 ms, and the host pins one in about twice that time."""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelStep:
     """A launch with the arguments of `Context.launch`."""
@@ -299,6 +304,19 @@ class AdmitGraph(Protocol):
 
     def __call__(self, device_bytes: int) -> None:
         """Admit a graph with these bytes, which are `DriverGraph.device_bytes`."""
+
+
+class PageMove(NamedTuple):
+    """What a park or a return moved.
+
+    Attributes:
+        copied_ns: Time for the copy, and for host memory that was not prepared, in nanoseconds.
+        mapped_ns: Time to unmap and release the pages, or to take and map them.
+    """
+
+    size_bytes: int
+    copied_ns: int
+    mapped_ns: int
 
 
 def admit_any(device_bytes: int) -> None:
@@ -476,6 +494,45 @@ class Context(Protocol):
 
     def region_release(self, address: int) -> None:
         """Release an ended region's addresses: an access there is an illegal address from now on."""
+
+    # --- parking: the bytes of allocations and regions leave the card, and come back to the same addresses ---
+
+    def make_parkable(self, slice_bytes: int) -> None:
+        """Prepare the context for `park`; before its first allocation. Raises DriverError if it can't be parked."""
+
+    @property
+    def pages_bytes(self) -> int:
+        """Bytes of pages that `park` would move, or has moved; freed memory that is kept counts, too."""
+
+    def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting) -> PageMove:
+        """Copy allocations and regions to host memory, and release them to the card; complete on return.
+
+        Nothing may be in progress, and no memory kept. From then on only regions may be ended, wiped and released, and
+        `unpark` called.
+
+        Args:
+            host: Host memory of at least `pages_bytes`, for the context's use alone until `unpark`.
+            ready: Called before bytes of `host` up to its argument are used. What was given to `pin_host` in parts of
+              PARK_STEP_BYTES is copied fast.
+            poll: As in the class; if it raises, nothing has changed.
+
+        Raises:
+            DriverError: Nothing has changed.
+            KernelFault: The context is lost, because the driver failed half-way.
+        """
+
+    def unpark(self, poll: Poll = keep_waiting) -> PageMove:
+        """Take memory of the card, and copy the bytes back to where they were; complete on return.
+
+        Raises:
+            OutOfMemory: The card can't give the memory. Everything is parked as before; so after a poll that raises.
+        """
+
+    def pin_host(self, memory: memoryview) -> None:
+        """Prepare host memory for `park`, as `pin` does, until `unpin_host`."""
+
+    def unpin_host(self, memory: memoryview) -> None:
+        """Undo a `pin_host` of the same memory."""
 
     # --- the card's figure, streams and events ---
 

@@ -7,6 +7,7 @@ graph's copies, after it has waited for the kernels before them.
 
 import ctypes
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -26,6 +27,7 @@ from gpulease.daemon.drivers.interface import (
     KernelStep,
     LaunchRejected,
     NativeLaunch,
+    PageMove,
     Poll,
     RegionReturn,
     Step,
@@ -56,6 +58,7 @@ from gpulease.daemon.ptx.native.structures import (
     Fault,
     QueuedLaunch,
 )
+from gpulease.daemon.ptx.parked_memory import ParkedMemory
 from gpulease.daemon.ptx.parse.syntax import Space
 from gpulease.daemon.ptx.printf import PrintBuffer, joined, print_to_log, print_to_output
 from gpulease.daemon.ptx.region_pages import EmbeddedRegions
@@ -239,6 +242,7 @@ class CpuContext:
         # Receives the name of a region, and a note on it for the operator.
         self.noted: Callable[[str, str], None] = print_to_log
         self._regions = EmbeddedRegions(self._arena)
+        self._parked = ParkedMemory(self._arena, self._regions)
         self._areas = Areas(
             BlockEnvironment(
                 arena=self._arena.memory.address,
@@ -332,6 +336,31 @@ class CpuContext:
     write_pinned = mem_write
     read_pinned = mem_read
 
+    # --- Parking -----------------------------------------------------------------------------------------------
+
+    def make_parkable(self, slice_bytes: int) -> None:
+        """Do nothing: every context can be parked (`Context.make_parkable`)."""
+
+    @property
+    def pages_bytes(self) -> int:
+        """Bytes of allocations, modules' variables and regions (`Context.pages_bytes`)."""
+        return self._parked.moved_bytes
+
+    def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting) -> PageMove:
+        """Copy to host memory, and give the pages back (`Context.park`)."""
+        began_ns = time.monotonic_ns()
+        ready(self.pages_bytes)
+        return self._parked.park(host, poll, began_ns)
+
+    def unpark(self, poll: Poll = keep_waiting) -> PageMove:
+        """Copy back; the pages exist when they are touched (`Context.unpark`)."""
+        return self._parked.unpark(poll)
+
+    def pin_host(self, memory: memoryview) -> None:
+        """Do nothing: host memory needs no pinning (`Context.pin_host`)."""
+
+    def unpin_host(self, memory: memoryview) -> None: ...
+
     # --- Regions -----------------------------------------------------------------------------------------------
 
     @property
@@ -356,7 +385,10 @@ class CpuContext:
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """End a region; queued kernels run on and read zeros there (`Context.region_end`)."""
-        return self._regions.end(address)
+        returned = self._regions.end(address)
+        if self._parked.is_parked:
+            self._parked.drop_region(address)
+        return returned
 
     def region_release(self, address: int) -> None:
         """Make later accesses to a region's addresses fault (`Context.region_release`)."""

@@ -198,6 +198,11 @@ class _SizeClass:
     def give(self, offset: int) -> None:
         self._freed.append(offset)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes from the start in which blocks have been given out."""
+        return self._fresh - self.start
+
 
 def _shift_of(size_bytes: int) -> int:
     """Return the shift of the block size for an allocation: its bytes and its red zone, up to a power of two."""
@@ -329,6 +334,16 @@ class MemoryArena:
                 self.shadow.discard(page, len(entries))
         # Step 4: the region's own pages.
         self.memory.discard(offset, size_bytes)
+
+    def allocations(self) -> list[tuple[int, int]]:
+        """Return offset and size of each allocation, by offset."""
+        return sorted(self._sizes.items())
+
+    def discard_all(self) -> None:
+        """Give the pages of all allocations back to the host; what is allocated stays so, and reads as zeros."""
+        for one in self._classes:
+            if (used := round_up(one.used_bytes, mmap.PAGESIZE)) > 0:
+                self.memory.discard(one.start, used)
 
     def close(self) -> None:
         self.memory.close()

@@ -98,6 +98,10 @@ class EmbeddedRegions:
                 return self._arena.memory.view[offset : offset + size_bytes]
         raise DriverError(f"{size_bytes} bytes at {address:#x} are not within one active region")
 
+    def active(self) -> list[tuple[int, int]]:
+        """Return address and size of each active region, by address."""
+        return sorted(self._active.items())
+
     def stray_accesses(self, address: int) -> int:
         """Return how many accesses were made to a region, named by its address, since it ended."""
         return self._words[self._counter_of(address)]

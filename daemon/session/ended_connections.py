@@ -127,13 +127,13 @@ class EndedConnections(OperationHandler):
 
     def sleep_ms(self) -> int | None:
         """Return for how many milliseconds the worker's loop may sleep; None if there is nothing to release."""
-        if not self._ended:
+        if not self._ended or self._resources.is_parked:
             return None
         return max(0, math.ceil((self._look_s - time.monotonic()) * 1000))
 
     def advance(self, *, now: bool = False) -> None:
-        """Release what needs no wait, if it is time to poll, or at once."""
-        if not self._ended or (not now and time.monotonic() < self._look_s):
+        """Release what needs no wait, if it is time to poll, or at once. What a parked session holds waits for it."""
+        if not self._ended or self._resources.is_parked or (not now and time.monotonic() < self._look_s):
             return
         # Success: poll again at once, as more may be free. Failure: back off, so that an endless kernel costs no core.
         if self._give_back():

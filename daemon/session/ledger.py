@@ -156,6 +156,11 @@ class Ledger:
         return self.slice_bytes + self._allowance_bytes - self.used_bytes - self._besides_bytes
 
     @property
+    def fixed_bytes(self) -> int:
+        """Bytes charged to the slice that are not in pages of allocations and regions: parking leaves them there."""
+        return max(0, self._besides_bytes - self.rounding_bytes - self._allowance_bytes)
+
+    @property
     def _besides_bytes(self) -> int:
         # Shared pages are charged at their maximum, because one small module keeps a whole page from being released.
         modules_bytes = self._own_bytes + self._most_shared_bytes

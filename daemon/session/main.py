@@ -170,8 +170,12 @@ def _serve(
 ) -> WorkerExit | _Scrubbed:
     # An earlier lease's kernels may have printed until the end of its context; drop that output.
     output.take()
+    is_parkable = spec.is_parkable and not spec.submit_of
     try:
         context = open_context()
+        # Before its first allocation, and before the lease's time begins: a card may not be able to.
+        if is_parkable:
+            context.make_parkable(spec.size_bytes)
     except DriverError as error:
         _tell(channel, Failed(str(error)))
         return WorkerExit.NO_CONTEXT
@@ -198,6 +202,7 @@ def _serve(
             page,
             spec,
             context.native(),
+            is_parkable=is_parkable,
             take_printed=output.take,
         )
         server = SessionServer(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)

@@ -18,6 +18,7 @@ _ALLOCATED_BYTES: Final = int(Counter.ALLOCATED_BYTES)
 _MOST_ALLOCATED_BYTES: Final = int(Counter.MOST_ALLOCATED_BYTES)
 _COPIES: Final = int(Counter.COPIES)
 _COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
+_PAGES_BYTES: Final = int(Counter.PAGES_BYTES)
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
 _Result = TypeVar("_Result")
@@ -43,6 +44,8 @@ class SessionResources:
         options: The options of its lease.
         check_sync: The `Poll` of a wait for all launches of a stream or of the session: it also serves the broker.
         stream: The driver's number of the stream that launches and copies go into now.
+        is_parked: The session's bytes are in host memory: nothing may use the context but what the interface allows.
+        shows_pages: Whether the broker must know what a park would move.
         keep_fault: Called with a kernel's fault that a call met without a tenant's request, to report it to the tenant.
         may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
           `Session.take_growth` resets it.
@@ -55,6 +58,8 @@ class SessionResources:
     options: WorkerOptions
     may_have_grown: bool = False
     stream: int = 0
+    is_parked: bool = False
+    shows_pages: bool = False
     check_sync: Callable[[], None] = keep_waiting
     keep_fault: Callable[[KernelFault], None] = lambda _fault: None
 
@@ -75,6 +80,8 @@ class SessionResources:
         self.counters[_ALLOCATED_BYTES] = charged = self.ledger.charged_bytes
         if charged > self.counters[_MOST_ALLOCATED_BYTES]:
             self.counters[_MOST_ALLOCATED_BYTES] = charged
+        if self.shows_pages:
+            self.counters[_PAGES_BYTES] = self.context.pages_bytes
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

@@ -320,7 +320,9 @@ class RegionMemory:
         # The driver's free figure, before and after, is what the broker compares with the freed bytes.
         before_bytes = self._call(context.free_bytes)
         returned = self._call(lambda: context.region_end(region.address, resources.check_lease))
-        shown_bytes = self._call(context.free_bytes) - before_bytes
+        # A parked session's bytes went back to the card, and were shown, when it was parked.
+        is_parked = resources.is_parked
+        shown_bytes = returned.freed_bytes if is_parked else self._call(context.free_bytes) - before_bytes
         resources.ledger.end_region(region.address, returned.kept_bytes)
         resources.record_usage()
         # All launches that named the region have ended, so no ticket is needed any more.

@@ -31,8 +31,12 @@ from gpulease.daemon.contract.messages import (
     LastLeft,
     MemoryGrew,
     OpenRegionOrder,
+    ParkMemoryOrder,
+    ParkOrder,
+    RefuseReturn,
     RegionsPage,
     ResizeSliceOrder,
+    ReturnOrder,
     Scrub,
 )
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
@@ -50,6 +54,7 @@ from gpulease.daemon.session.connection import (
 )
 from gpulease.daemon.session.memory_operations import SessionArena
 from gpulease.daemon.session.native.layout import Outcome
+from gpulease.daemon.session.parking import HELD_LOOK_MS
 from gpulease.daemon.session.replies import refusal_of
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body
@@ -126,6 +131,9 @@ class SessionServer:
         self._unsent: deque[Message] = deque()
         # The broker's other messages that arrived while the session waited for launches, each with its descriptors.
         self._heard: deque[tuple[Message | None, list[int]]] = deque()
+        # While the session is parked: connections that sent something, and the broker's orders that need it back.
+        self._held: set[int] = set()
+        self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
         session.on_wait = self._serve_regions
 
     def run(self) -> None:
@@ -137,15 +145,18 @@ class SessionServer:
             self._session.look()
             timeout_ms = self._check_connections()
             # Step 2: prepare each ring for sleep. A ring that has bytes, or room, keeps the worker awake.
-            for connection in self._connections.values():
+            awake = [one for one in self._connections.values() if one.fd not in self._held]
+            for connection in awake:
                 is_asleep = connection.fd not in self._ready and connection.wire.prepare_sleep(
                     for_room=connection.is_paused
                 )
                 if not is_asleep:
                     self._ready.add(connection.fd)
-            # Step 3: sleep, or only poll if there is work.
+            # Step 3: sleep, or only poll if there is work. Host memory is prepared while there is nothing else to do.
+            if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare()) is not None:
+                timeout_ms = min(timeout_ms, pause_ms)
             heard = {fd for fd, _ in self._poll.poll(0 if self._ready or self._heard else timeout_ms)}
-            for connection in self._connections.values():
+            for connection in awake:
                 connection.wire.end_sleep(connection.fd in heard)
             # Step 4: the broker first, because it may have ended the lease.
             if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
@@ -158,6 +169,7 @@ class SessionServer:
             # Step 6: what ended connections and ended regions left, and what the broker must know.
             self._session.ended.advance()
             self._session.regions.advance()
+            self._check_parked()
             self._tell_of_session()
 
     def _check_connections(self) -> int:
@@ -165,6 +177,9 @@ class SessionServer:
         now_s = time.monotonic()
         # Reasons to drop a connection: half a frame, or an unread reply, for too long.
         for connection in list(self._connections.values()):
+            # What a parked session holds is not its client's fault.
+            if connection.fd in self._held:
+                continue
             if (error := connection.overdue(now_s)) is not None:
                 self._drop(connection, error)
             # The penalty for a pause is over: replies to this connection may wait for room again.
@@ -177,6 +192,8 @@ class SessionServer:
         sleep_ms = self._session.watch.look_after_ms() or LOOK_MS
         if self._unsent:
             sleep_ms = min(sleep_ms, RETRY_MS)
+        if self._waits_for_return:
+            sleep_ms = min(sleep_ms, HELD_LOOK_MS)
         for end_ms in (self._session.regions.poll_ms(time.monotonic_ns()), self._session.ended.sleep_ms()):
             sleep_ms = sleep_ms if end_ms is None else min(sleep_ms, end_ms)
         return sleep_ms
@@ -199,7 +216,7 @@ class SessionServer:
                 return True
             except ChannelClosed:
                 return False
-            if self._serve_region(message, fds):
+            if self._serve_region(message, fds) or self._serve_parking(message, fds):
                 continue
             match message:
                 # A descriptor came with it: a connection that the broker has checked.
@@ -225,6 +242,10 @@ class SessionServer:
             case RegionsPage():
                 if len(fds) == 1:
                     regions.use_page(*fds)
+            case OpenRegionOrder() | ResizeSliceOrder() if self._session.is_away:
+                # It needs the driver, so it waits for the return.
+                self._held_orders.append((message, fds))
+                return True
             case OpenRegionOrder():
                 # A region needs room, which ended connections may still hold.
                 self._session.ended.advance(now=True)
@@ -240,18 +261,88 @@ class SessionServer:
         self._tell_of_session()
         return True
 
+    def _serve_parking(self, message: Message | None, fds: list[int]) -> bool:
+        """Serve a message about parking, and close its descriptors; False if it is another one."""
+        parking = self._session.parking
+        match message:
+            case ParkMemoryOrder():
+                parking.use_memory(message, fds)
+            case ParkOrder():
+                parking.park(message)
+            case ReturnOrder():
+                parking.bring_back(message)
+                if not parking.is_parked:
+                    self._release_held()
+            case RefuseReturn():
+                if parking.refuse_return(message):
+                    self._release_held()
+            case _:
+                return False
+        close_all(fds)
+        self._tell_of_session()
+        return True
+
+    # --- a parked session ---
+
+    @property
+    def _waits_for_return(self) -> bool:
+        return bool(self._held or self._held_orders)
+
+    def _hold(self, connection: AttachedConnection) -> None:
+        """Serve a connection of a parked session: what it sends waits for the return. Raises as `receive` does."""
+        if connection.fd in self._held:
+            return
+        # A client that waits by the ring's word sends a request instead. The end of a connection needs no return.
+        connection.decline_awaited()
+        if connection.receive_buffer.is_mid_frame or connection.wire.receive(connection.receive_buffer):
+            self._held.add(connection.fd)
+            self._poll.unregister(connection.fd)
+
+    def _check_parked(self) -> None:
+        """Ask for the return if something waits for it, or refuse what waits once the lease is over."""
+        if not self._waits_for_return:
+            return
+        if self._session.refusal() is not None:
+            self._release_held()
+        elif self._session.parking.is_parked:
+            self._session.parking.want()
+
+    def _release_held(self) -> None:
+        """Serve what has waited: the session has returned, or refuses it."""
+        # The broker's orders in their order, before what else it has sent.
+        self._heard.extendleft(reversed(self._held_orders))
+        self._held_orders.clear()
+        self._session.parking.forget_wish()
+        held, self._held = self._held, set()
+        for fd in held:
+            connection = self._connections[fd]
+            self._poll.register(fd, connection.wire.events(for_room=connection.is_paused))
+            self._ready.add(fd)
+            connection.received_at_s = time.monotonic()
+            try:
+                self._session.switch_to(connection.streams, connection.holder)
+                if not connection.is_paused:
+                    self._serve_frames(connection, may_hold=False)
+            except (ConnectionLost, FramingError) as error:
+                self._drop(connection, error)
+
+    # --- regions, while the session waits ---
+
     def _serve_regions(self) -> None:
         """Serve the broker's messages about regions while the session waits for launches; all others wait, too.
 
-        A region must not wait for launches that do not use it.
+        A region must not wait for launches that do not use it. A park is refused once its time is over.
         """
-        if not self._session.regions.had_any:
+        if not (self._session.regions.had_any or self._session.parking.is_parkable):
             return
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             while True:
                 message, fds = receive(self._channel)
                 if not self._serve_region(message, fds):
                     self._heard.append((message, fds))
+        parks = [message for message, _ in self._heard if isinstance(message, ParkOrder)]
+        for late in [park for park in parks if self._session.parking.refuse_late(park)]:
+            self._heard = deque((message, fds) for message, fds in self._heard if message is not late)
         self._session.regions.advance()
         self._tell_of_session()
 
@@ -305,12 +396,16 @@ class SessionServer:
             self._serve_frames(connection)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
+        if self._session.parking.is_parked:
+            # Its first request is about to come.
+            self._session.parking.want()
 
     def _drop_ended(self) -> None:
         """Serve what earlier peers sent before they closed, and drop them: they must not block a new connection."""
         for connection in list(self._connections.values()):
-            connection.wire.end_sleep(True)
-            self._serve(connection)
+            if connection.fd not in self._held:
+                connection.wire.end_sleep(True)
+                self._serve(connection)
         self._drop_expired_guests()
 
     def _admission_failure(self) -> Failure | None:
@@ -404,6 +499,9 @@ class SessionServer:
                 # after a refused launch the tenant is about to ask for the reason, and that answer comes first.
                 if portion and self._session.regions.is_moving() and not self._session.keeps_failure:
                     break
+                if self._session.is_away:
+                    self._hold(connection)
+                    return
                 # Native code first, as far as it gets; what it can't do it leaves in the reader.
                 outcome = connection.serve_ring(self._session.serve_ring)
                 if outcome is Outcome.QUANTUM_OVER:
@@ -434,8 +532,11 @@ class SessionServer:
                 Status.BUSY,
             )
 
-    def _serve_frames(self, connection: AttachedConnection) -> None:
+    def _serve_frames(self, connection: AttachedConnection, *, may_hold: bool = True) -> None:
         """Serve all requests that have arrived completely. Raises ConnectionLost or FramingError."""
+        if may_hold and self._session.is_away:
+            self._hold(connection)
+            return
         if connection.guest is None:
             self._serve_owner(connection)
         else:
@@ -530,7 +631,10 @@ class SessionServer:
             connection.wire.send_final(failure.to_frame(Opcode.GOODBYE, request_id=0))
         # Every trace of the connection goes, then what it held ends in the background.
         if self._connections.pop(connection.fd, None) is not None:
-            self._poll.unregister(connection.fd)
+            if connection.fd in self._held:
+                self._held.discard(connection.fd)
+            else:
+                self._poll.unregister(connection.fd)
             self._set_waits()
             self._session.count_connections(len(self._connections))
             self._session.end_connection(connection.streams, connection.holder, is_last=not self._connections)

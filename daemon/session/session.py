@@ -37,6 +37,7 @@ from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.operations import NO_OPTIONS, LeaseOver, Operation, OperationHandler, SessionResources
+from gpulease.daemon.session.parking import Parking
 from gpulease.daemon.session.region_memory import RegionMemory
 from gpulease.daemon.session.region_operations import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
@@ -81,6 +82,7 @@ class Session:
         native: How native code launches in the context; None leaves all launches to Python. Ignored where kernels'
             times are bounded, because Python checks after every launch then.
         is_submit: The session serves one SUBMIT_RUN and nothing else.
+        is_parkable: The context was made parkable, and the session may be parked.
         take_printed: Takes what kernels have printed, and returns it and whether some of it is lost.
 
     Attributes:
@@ -92,6 +94,7 @@ class Session:
         watch: The kernels' run times.
         submit: The operations of a submit.
         regions: The memory of its regions, on the broker's orders.
+        parking: Its way to host memory and back, on the broker's orders.
         on_wait: Called about every millisecond while the session waits for launches.
     """
 
@@ -105,6 +108,7 @@ class Session:
         native: NativeLaunch | None = None,
         *,
         is_submit: bool = False,
+        is_parkable: bool = False,
         take_printed: Callable[[], tuple[bytes, bool]] = lambda: (b"", False),
     ) -> None:
         self.lease_id = lease_id
@@ -137,6 +141,9 @@ class Session:
         self._modules = ModuleOperations(resources, planner)
         self._gate = gate = RegionGate(resources, self._launches_begun)
         self.regions = RegionMemory(resources, gate, lambda: self.streams.live, lambda: self.keeps_failure)
+        self.parking = Parking(
+            resources, lambda: gate.is_ending(), lambda: self.lost is not None, is_parkable=is_parkable
+        )
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)
         self.streams.on_select, self.streams.on_destroy = gate.forget_current, self.regions.leave_stream
         self._launches = LaunchOperations(resources, planner, gate)
@@ -193,6 +200,8 @@ class Session:
         try:
             # The lease is read before the request is served, and again in every wait.
             lease_end = self._page.refusal()
+            if self.parking.is_parked and lease_end is None:
+                return self._refuse_parked(frame)
             if frame.flags == 0:
                 return self._answer(frame, lease_end)
             self._do_quietly(frame, lease_end)
@@ -202,8 +211,13 @@ class Session:
 
     def take_launches(self, reader: FrameReader) -> None:
         """Serve the expected launches at the front of what a connection sent; see `LaunchFastPath`."""
-        if self._pending_failure is None and self.lost is None:
+        if self._pending_failure is None and self.lost is None and not self.parking.is_parked:
             self._fast_path.take(reader)
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether requests must wait for the session's return: it is parked, and its lease lives."""
+        return self.parking.is_parked and self._page.refusal() is None
 
     @property
     def is_native(self) -> bool:
@@ -216,7 +230,7 @@ class Session:
 
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
         """Let native code serve launches and syncs from a ring; None if it can't now. See `LaunchFastPath`."""
-        if self._pending_failure is None and self.lost is None:
+        if self._pending_failure is None and self.lost is None and not self.parking.is_parked:
             return self._fast_path.serve(reader, ends, self._synced)
         return None
 
@@ -230,7 +244,7 @@ class Session:
         number = self._sync_pattern.number(reader)
         if not number or number == NO_NUMBER or self._pending_failure is not None or self.lost is not None:
             return None
-        if self._page.refusal() is not None:
+        if self._page.refusal() is not None or self.parking.is_parked:
             return None
         # From here on the request is taken from the reader.
         reader.start += HEADER_BYTES
@@ -301,6 +315,20 @@ class Session:
             self._operation(frame)(frame)
         except _OPERATION_ERRORS as error:
             self._keep_failure(error, frame.op, frame.request_id)
+
+    def _refuse_parked(self, frame: Frame) -> bytes | None:
+        """Refuse a request that can't wait for the session's return. A failure of an earlier one is reported first."""
+        if frame.flags == 0:
+            failure = self._take_failure() or self.parking.refusal
+            self._count_failure(frame.op)
+            self._synced = self._counters[_LAUNCHES]
+            self._skip(frame)
+            return failed(frame, failure)
+        if self._pending_failure is None and self.lost is None:
+            self._keep_failure(Refused(self.parking.refusal), frame.op, frame.request_id)
+        self.streams.current.skipped_by = self.lost or self._pending_failure
+        self._skip(frame)
+        return None
 
     def _operation(self, frame: Frame) -> Operation:
         operation = self._operations.get(frame.op)
@@ -530,12 +558,12 @@ class Session:
         return self._ledger.slice_bytes
 
     def take_reports(self) -> Iterator[Message]:
-        """Yield each message about regions for the broker, once."""
-        outbox = self._gate.outbox
+        """Yield each message for the broker about regions and parking, once."""
         if self._gate.untold:
             self._gate.report_overdue(time.monotonic_ns())
-        while outbox:
-            yield outbox.popleft()
+        for outbox in (self._gate.outbox, self.parking.outbox):
+            while outbox:
+                yield outbox.popleft()
 
     # --- the end ---
 
@@ -544,6 +572,8 @@ class Session:
 
         Raises DriverError if that can't be done, or if something stays for good.
         """
+        if self.parking.is_parked:
+            raise DriverError("it is parked")
         # The poll of the bound on kernels would end this wait as well.
         if self.watch.is_on:
             self._context.watch(keep_waiting)
@@ -571,6 +601,7 @@ class Session:
         self._memory.close()
         self.arena.close()
         self.regions.close()
+        self.parking.close()
 
 
 def _ping(frame: Frame) -> bytes:

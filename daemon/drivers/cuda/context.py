@@ -16,6 +16,7 @@ from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.launch_attributes import attributes_refused, launch_with
 from gpulease.daemon.drivers.cuda.launch_code import Launcher
+from gpulease.daemon.drivers.cuda.mapped_pages import MappedPages
 from gpulease.daemon.drivers.cuda.memory import (
     HEAP_BYTES,
     MAX_CACHED_BLOCKS,
@@ -28,6 +29,7 @@ from gpulease.daemon.drivers.cuda.memory import (
 )
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused, take_if_shown, take_once_given
 from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
+from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
 from gpulease.daemon.drivers.cuda.streams import CudaStreams, Markers, StreamTicket, TimedEvent, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
@@ -39,6 +41,7 @@ from gpulease.daemon.drivers.interface import (
     KernelFault,
     LaunchRejected,
     NativeLaunch,
+    PageMove,
     Poll,
     RegionReturn,
     Step,
@@ -91,7 +94,10 @@ class CudaContext:
         self.compiled = Compiled() if compiled is None else compiled
         # Records of what the driver gave this context.
         self._blocks = Blocks()
-        self._regions = CudaRegions(api, self.failure, self._await)
+        self._pages = MappedPages(api, self.failure, self._await)
+        self._regions = CudaRegions(self._pages, self._await)
+        # The allocations of a parkable session; all others' are cuMemAlloc's.
+        self._slice: SlicePages | None = None
         self._streams = CudaStreams(stream)
         # The selected stream, looked up only when the selection changes, not for each launch.
         self._stream = self._streams[0]
@@ -107,6 +113,8 @@ class CudaContext:
         self._spin_s = SPIN_S
         # Memory given to `pin`, which must outlive its registration: new memory at its address would be taken for it.
         self._pinned: list[memoryview] = []
+        # Addresses given to `pin_host`.
+        self._pinned_host: set[int] = set()
         # Bytes that replays of closed graphs may still read.
         self._retired: list[PinnedBytes] = []
         # The fault that ended the context, and the name of the last kernel, to report with it; "" if not known.
@@ -144,6 +152,8 @@ class CudaContext:
         self._refuse_regions()
         self.unpin()
         self.trim(0)
+        if self._slice is not None:
+            self._slice.close()
         return CudaContext(self._context, self._local, self._stream, compiled, has_chains=self._has_chains)
 
     def scrub(self) -> None:
@@ -206,6 +216,8 @@ class CudaContext:
         # The driver may refuse memory that its own figures show as free: see refused_memory.py.
         def take() -> Any:
             try:
+                if self._slice is not None:
+                    return self._slice.take(block_bytes(size_bytes))
                 return cuda.mem_alloc(block_bytes(size_bytes))
             except cuda.MemoryError:
                 raise MemoryRefused(
@@ -223,11 +235,11 @@ class CudaContext:
         # First keep within the session's bound, then try; only a refusal costs the whole cache.
         self.trim(spare_bytes, poll)
         try:
-            return take_if_shown(take, size_bytes, self._regions.free_bytes)
+            return take_if_shown(take, size_bytes, self._pages.free_bytes)
         except MemoryRefused:
             # The cached blocks may be all that is missing, or fragment the room for one large piece.
             self.trim(0, poll)
-        return take_once_given(take, size_bytes, self._regions.free_bytes, poll)
+        return take_once_given(take, size_bytes, self._pages.free_bytes, poll)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """Cache the block, without any wait.
@@ -265,9 +277,11 @@ class CudaContext:
         while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
             dropped.append(blocks.drop_oldest())
         # The driver may pass parts of their pages unchanged to this process's next lease, so they are zeroed first.
-        # Each free waits for all memsets.
         for allocation, size_bytes in dropped if self._wipes_memory else ():
             self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
+        # A free of cuMemAlloc's waits for the memsets; one of mapped pages does not.
+        if self._slice is not None and self._wipes_memory:
+            self._call(self._streams[0].synchronize)
         for allocation, _ in dropped:
             self._call(allocation.free)
 
@@ -294,6 +308,21 @@ class CudaContext:
         self._can_begin_copies = self._can_begin_copies and not error
         if not error:
             self._pinned.append(memory[:])
+
+    def pin_host(self, memory: memoryview) -> None:
+        """Register the memory (CUDA driver API, cuMemHostRegister); copies of memory that is refused are slower."""
+        address = _address_of(memory)
+        (error,) = api.cuMemHostRegister(address, len(memory), 0)
+        if not error:
+            self._pinned_host.add(address)
+
+    def unpin_host(self, memory: memoryview) -> None:
+        address = _address_of(memory)
+        if address in self._pinned_host:
+            self._pinned_host.remove(address)
+            (error,) = api.cuMemHostUnregister(address)
+            if error:
+                raise self.failure(error)
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Queue the copy after what its stream holds, and wait for all of it."""
@@ -384,8 +413,39 @@ class CudaContext:
     def region_release(self, address: int) -> None:
         self._regions.release(address)
 
+    def make_parkable(self, slice_bytes: int) -> None:
+        """Give the session pages of its own (slice_pages.py)."""
+        self._slice = SlicePages(self._pages, slice_bytes)
+
+    @property
+    def pages_bytes(self) -> int:
+        return self._pages.held_bytes
+
+    def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting) -> PageMove:
+        """Move the pages to host memory (mapped_pages.py)."""
+        self._await(self._pages.is_zeroed, poll)
+        try:
+            return self._pages.park(host, ready, poll)
+        except DriverError as error:
+            raise self._torn(error) from None
+
+    def unpark(self, poll: Poll = keep_waiting) -> PageMove:
+        """Take new pages for the bytes (mapped_pages.py), as often as the driver refuses what the card shows."""
+        pages, began_ns = self._pages, time.monotonic_ns()
+        try:
+            take_once_given(pages.take_again, pages.held_bytes, pages.free_bytes, poll)
+            mapped_ns = time.monotonic_ns()
+            pages.copy_back(poll)
+        except DriverError as error:
+            raise self._torn(error) from None
+        return PageMove(pages.held_bytes, time.monotonic_ns() - mapped_ns, mapped_ns - began_ns)
+
+    def _torn(self, error: DriverError) -> DriverError:
+        """Return the error of a move of the pages; the fault that ends the context if it left them half mapped."""
+        return self._lost(f"parking failed: {error}") if self._pages.is_broken else error
+
     def free_bytes(self) -> int:
-        return self._regions.free_bytes()
+        return self._pages.free_bytes()
 
     def mark(self, stream: int) -> Ticket:
         return self._record(self._streams[stream])

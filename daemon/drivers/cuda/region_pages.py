@@ -12,10 +12,10 @@ for any of it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES, whole_pages
-from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
+from gpulease.daemon.drivers.cuda.mapped_pages import MappedPages, Piece
+from gpulease.daemon.drivers.cuda.memory import whole_pages
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, RegionReturn
 
 MAX_RESERVED_BYTES: Final = 32 << 40
@@ -25,25 +25,19 @@ regions for ever from using up the addresses that the driver needs itself: 64 Ti
 SCRATCH_PARTS: Final = 16
 """The scratch is the region's size divided by this, rounded up to whole pages; it is mapped at most so often."""
 
-_OWN_STREAM: Final = 0
-"""The driver's default stream. Only regions use it, and the context's streams do not synchronise with it
-(streams.py). It exists anyway: another stream would take memory of the card."""
-
 
 @dataclass(slots=True, eq=False)
 class _Region:
     """A region's memory, and how far its end has come.
 
     Attributes:
-        mapped: Address and size of each mapping.
-        handles: The memory's handles: the scratch's, then the rest's.
+        pieces: The scratch, then the rest, as far as they were taken.
         is_wiped: The scratch is being zeroed, or is zero.
     """
 
     size_bytes: int
     address: int = 0
-    mapped: list[tuple[int, int]] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     is_wiped: bool = False
     is_ending: bool = False
     is_ended: bool = False
@@ -53,30 +47,20 @@ class CudaRegions:
     """The regions of one context, which has the same methods (drivers/interface.py).
 
     Args:
-        api: The driver API of cuda-bindings.
-        failure: Makes the error of a failed call.
+        pages: The context's mapped pages.
         wait: Waits until its first argument returns true, and polls.
     """
 
-    def __init__(
-        self, api: Any, failure: Callable[[Any], DriverError], wait: Callable[[Callable[[], bool], Poll], None]
-    ) -> None:
-        self._api = api
-        self._failure = failure
+    def __init__(self, pages: MappedPages, wait: Callable[[Callable[[], bool], Poll], None]) -> None:
+        self._pages = pages
         self._wait = wait
-        self._granule_bytes: int | None = None
         self._regions: dict[int, _Region] = {}
         self.reserved_bytes = 0
 
     @property
     def granule_bytes(self) -> int:
         """The card's page size, if the driver can map pages; otherwise 0."""
-        # Queried once. Pages of another size than PAGE_BYTES would not fit the bookkeeping: no regions then.
-        if self._granule_bytes is None:
-            option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            error, least_bytes = self._api.cuMemGetAllocationGranularity(self._memory(), option)
-            self._granule_bytes = 0 if error or PAGE_BYTES % int(least_bytes) else PAGE_BYTES
-        return self._granule_bytes
+        return self._pages.granule_bytes
 
     @staticmethod
     def kept_bytes(size_bytes: int) -> int:
@@ -103,7 +87,7 @@ class CudaRegions:
         region = _Region(size_bytes)
         try:
             self._map(region)
-            self._begin_zeroing(region.address, size_bytes)
+            self._pages.begin_zeroing(region.pieces[0], region.address, size_bytes)
         except BaseException:
             self._drop(region)
             raise
@@ -115,7 +99,7 @@ class CudaRegions:
         if region is None or region.is_ending:
             raise DriverError(f"{address:#x} is not the address of a region that can be ended")
         if not region.is_wiped:
-            self._begin_zeroing(address, self.kept_bytes(region.size_bytes))
+            self._pages.begin_zeroing(region.pieces[0], address, self.kept_bytes(region.size_bytes))
             region.is_wiped = True
 
     def end(self, address: int, poll: Poll) -> RegionReturn:
@@ -126,7 +110,7 @@ class CudaRegions:
         """
         # Step 1: the scratch is zeroed, which may have begun long before. Only this wait can be ended.
         self.wipe(address)
-        self._wait(self.is_zeroed, poll)
+        self._wait(self._pages.is_zeroed, poll)
         region = self._regions[address]
         kept_bytes = self.kept_bytes(region.size_bytes)
         freed_bytes = region.size_bytes - kept_bytes
@@ -134,13 +118,14 @@ class CudaRegions:
         region.is_ending = True
         if freed_bytes:
             # Unmap the rest, and map the scratch over its range, piece by piece. An access in between would fault.
-            self._unmap_last(region)
+            scratch, rest = region.pieces
+            self._pages.unmap(rest)
             for offset in range(kept_bytes, region.size_bytes, kept_bytes):
-                self._map_at(region, offset, min(kept_bytes, region.size_bytes - offset), region.handles[0])
-            # Access must be allowed for a mapping before its first use (cuMemSetAccess).
-            self._allow(address + kept_bytes, freed_bytes)
+                self._pages.map(scratch, address + offset, min(kept_bytes, region.size_bytes - offset))
+            self._pages.allow(address + kept_bytes, freed_bytes)
             # Only now does the rest go back to the card: no address leads to it any more.
-            self._release_last(region)
+            self._pages.release(rest)
+            region.pieces.pop()
         region.is_ended = True
         return RegionReturn(freed_bytes, kept_bytes)
 
@@ -149,88 +134,37 @@ class CudaRegions:
         region = self._regions.get(address)
         if region is None or not region.is_ending:
             raise DriverError(f"{address:#x} is not the address of an ended region")
-        # Mappings first, then handles: memory is released when neither is left.
         self._drop(region)
         del self._regions[address]
 
-    def free_bytes(self) -> int:
-        """Return the card's free bytes (CUDA driver API, cuMemGetInfo)."""
-        return int(self._check(self._api.cuMemGetInfo()))
+    def is_zeroed(self) -> bool:
+        """Return whether all memsets have ended. Raises the error that ended the context."""
+        return self._pages.is_zeroed()
 
     # --- one step each ---
 
-    def _memory(self) -> Any:
-        # Memory of the one card that this process sees, as cuMemAlloc would give it.
-        api = self._api
-        memory = api.CUmemAllocationProp()
-        memory.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        memory.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        memory.location.id = 0
-        return memory
-
     def _map(self, region: _Region) -> None:
         """Take the memory, and only then addresses, which are used up."""
+        pages = self._pages
         # Step 1: memory for the scratch and for the rest, separately, because the rest goes back alone.
         kept_bytes = self.kept_bytes(region.size_bytes)
-        sizes = [size for size in (kept_bytes, region.size_bytes - kept_bytes) if size]
-        for size_bytes in sizes:
-            region.handles.append(self._check(self._api.cuMemCreate(size_bytes, self._memory(), 0)))
+        for size_bytes in (kept_bytes, region.size_bytes - kept_bytes):
+            if size_bytes:
+                region.pieces.append(pages.take(size_bytes))
         # Step 2: addresses. They stay reserved for ever, so they are counted even if a later step fails.
-        region.address = int(self._check(self._api.cuMemAddressReserve(region.size_bytes, self.granule_bytes, 0, 0)))
+        region.address = pages.reserve(region.size_bytes)
         self.reserved_bytes += region.size_bytes
         # Step 3: map both pieces one after another, and allow access to the whole.
         offset = 0
-        for size_bytes, handle in zip(sizes, region.handles, strict=True):
-            self._map_at(region, offset, size_bytes, handle)
-            offset += size_bytes
-        self._allow(region.address, region.size_bytes)
-
-    def _map_at(self, region: _Region, offset: int, size_bytes: int, handle: Any) -> None:
-        """Map the beginning of a handle's memory into a region."""
-        self._check(self._api.cuMemMap(region.address + offset, size_bytes, 0, handle, 0))
-        region.mapped.append((region.address + offset, size_bytes))
-
-    def _allow(self, address: int, size_bytes: int) -> None:
-        """Let kernels read and write what is mapped there."""
-        api = self._api
-        access = api.CUmemAccessDesc()
-        access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = 0
-        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._check(api.cuMemSetAccess(address, size_bytes, [access], 1))
-
-    def _begin_zeroing(self, address: int, size_bytes: int) -> None:
-        self._check(self._api.cuMemsetD8Async(address, 0, size_bytes, _OWN_STREAM))
-
-    def is_zeroed(self) -> bool:
-        """Return whether all memsets have ended. Raises the error that ended the context."""
-        (error,) = self._api.cuStreamQuery(_OWN_STREAM)
-        if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        self._check((error,))
-        return True
+        for piece in region.pieces:
+            pages.map(piece, region.address + offset, piece.size_bytes)
+            offset += piece.size_bytes
+        pages.allow(region.address, region.size_bytes)
 
     def _drop(self, region: _Region) -> None:
-        while region.mapped:
-            self._unmap_last(region)
-        while region.handles:
-            self._release_last(region)
-
-    def _unmap_last(self, region: _Region) -> None:
-        """Undo the last mapping: cuMemUnmap takes whole mappings."""
-        self._check(self._api.cuMemUnmap(*region.mapped[-1]))
-        region.mapped.pop()
-
-    def _release_last(self, region: _Region) -> None:
-        self._check(self._api.cuMemRelease(region.handles[-1]))
-        region.handles.pop()
-
-    def _check(self, answer: tuple[Any, ...]) -> Any:
-        """Return the first value of a call of the driver. Raises the call's error."""
-        # Out of memory may pass (refused_memory.py); every other error is the context's.
-        error = answer[0]
-        if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise MemoryRefused("the card can't give a region's memory now", hint="Free something or ask for less.")
-        if error:
-            raise self._failure(error)
-        return answer[1] if len(answer) > 1 else None
+        # Mappings first, then handles: memory is released when neither is left.
+        for piece in reversed(region.pieces):
+            self._pages.unmap(piece)
+        while region.pieces:
+            self._pages.release(region.pieces[-1])
+            region.pieces.pop()

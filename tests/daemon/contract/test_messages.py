@@ -222,8 +222,8 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (FROM_WORKER, messages.SliceResizedReport(5, ""), {"op": "resized", "size": 5, "doubt": ""}),
     (
         FROM_WORKER,
-        messages.ParkedReport(4, 5, -6, 7, 8, 9),
-        {"op": "parked", "number": 4, "moved": 5, "shown": -6, "waited": 7, "copied": 8, "released": 9},
+        messages.ParkedReport(4, 5, -6, 7, 8, 9, 10),
+        {"op": "parked", "number": 4, "moved": 5, "shown": -6, "waited": 7, "copied": 8, "released": 9, "kept": 10},
     ),
     (
         FROM_WORKER,

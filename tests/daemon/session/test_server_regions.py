@@ -1,45 +1,22 @@
 """The worker's loop with regions, on the embedded driver: the broker speaks through its channel, a tenant beside it."""
 
-import os
-import socket
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import pytest
 
-from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
-from gpulease.daemon.contract.message_fields import Message, parse_message
 from gpulease.daemon.contract.messages import (
-    FROM_WORKER,
-    AttachOrder,
     EndRegionOrder,
     ForwardRevokedReport,
-    OpenRegionOrder,
     RegionEndedReport,
-    RegionOpenedReport,
-    RegionsPage,
     ResizeSliceOrder,
     SliceResizedReport,
 )
 from gpulease.daemon.drivers.interface import Poll
-from gpulease.daemon.host.ipc import receive_message, send_message
 from gpulease.daemon.ptx.context import CpuContext
-from gpulease.daemon.ptx.driver import CpuDriver
-from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.server import SessionServer
-from gpulease.daemon.session.session import Session
-from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.framing import FrameReader, build_frame
-from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import (
     AttachReply,
-    Body,
     Empty,
-    ErrorBody,
     Handle,
     LaunchIn,
     ModuleLoad,
@@ -47,103 +24,11 @@ from gpulease.protocol.messages import (
     RegionRef,
     RegionSet,
 )
-from gpulease.protocol.opcodes import Flag, Opcode, SessionOption, Status
+from gpulease.protocol.opcodes import Opcode, SessionOption, Status
 from gpulease.protocol.session_words import RegionWord
 from helpers.kernels import TRANSFORM
-from helpers.region_rig import PageWriter
-from helpers.session_rig import LEASE, MINUTE_NS, SIZES
-
-SLICE = 64 << 20
-REGION = 0x99
-
-
-@dataclass
-class Worker:
-    """A worker's loop in a thread of its own, as broker and tenant see it."""
-
-    channel: socket.socket
-    tenant: socket.socket
-    writer: PageWriter
-    reader: FrameReader
-    last: int = 0
-
-    def say(self, message: Message, *fds: int) -> None:
-        send_message(self.channel, message.to_map(), fds)
-
-    def hear(self, kind: type[Message]) -> Message:
-        while True:
-            told, fds = receive_message(self.channel)
-            assert not fds
-            message = parse_message(FROM_WORKER, told)
-            if isinstance(message, kind):
-                return message
-
-    def send(self, op: Opcode, body: Body, *, quiet: bool = False) -> None:
-        self.last += 1
-        flags = Flag.QUIET if quiet else Flag(0)
-        frame = build_frame(op, build_body(body), request_id=self.last, session_id=LEASE, flags=flags)
-        self.tenant.sendall(frame)
-
-    def reply(self) -> Body | Failure:
-        while (frame := self.reader.next_frame()) is None:
-            data = self.tenant.recv(1 << 16)
-            assert data
-            self.reader.receive_data(data)
-        if frame.status:
-            return Failure.from_body(frame.status, parse_body(ErrorBody, frame.payload))
-        return parse_body(reply_body(Opcode(frame.op)), frame.payload)
-
-    def ask(self, op: Opcode, body: Body) -> Body | Failure:
-        self.send(op, body)
-        return self.reply()
-
-    def open_region(self, granule_bytes: int) -> int:
-        fd = self.writer.reading_fd()
-        self.say(RegionsPage(), fd)
-        os.close(fd)
-        self.say(OpenRegionOrder(REGION, 0, 1, granule_bytes))
-        opened = self.hear(RegionOpenedReport)
-        assert isinstance(opened, RegionOpenedReport)
-        self.writer.set(0, 1, RegionWord.ACTIVE, time.monotonic_ns() + MINUTE_NS)
-        return opened.address
-
-
-@contextmanager
-def worker() -> Iterator[tuple[Worker, AttachReply]]:
-    page = BrokerPage()
-    page.set_deadline(time.monotonic_ns() + MINUTE_NS, 1)
-    view = WorkerPage(page.fds)
-    driver = CpuDriver()
-    driver.preload()
-    context = driver.open_context("GPU-0", SLICE)
-    session = Session(LEASE, context, Ledger(SLICE), view)
-    channel, broker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    tenant, far = socket.socketpair()
-    writer = PageWriter()
-    with ExitStack() as stack:
-        for closing in (channel, tenant, writer, page, session.regions):
-            stack.callback(closing.close)
-        broker.settimeout(30)
-        tenant.settimeout(30)
-        server = SessionServer(channel, session, AttachReply(SLICE, "cpu", "GPU-0", ()), is_shared=False)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        made = Worker(broker, tenant, writer, FrameReader(MAX_PAYLOAD_BYTES))
-        try:
-            made.say(AttachOrder(1, b"", ring=False, arena_bytes=0), far.fileno())
-            far.close()
-            welcome = made.reply()
-            assert isinstance(welcome, AttachReply)
-            yield made, welcome
-        finally:
-            broker.close()
-            thread.join()
-            for connection in server._connections.values():
-                connection.wire.close()
-            context.close()
-            if session._gate.page is not None:
-                session._gate.page.close()
-            view.close()
+from helpers.server_rig import REGION, SLICE, Worker, worker
+from helpers.session_rig import SIZES
 
 
 def granule_of(welcome: AttachReply) -> int:

@@ -152,6 +152,8 @@ def test_counters(bench: Bench) -> None:
         Counter.MOST_ALLOCATED_BYTES: 100,
         Counter.KEPT_BYTES: 0,
         Counter.UNHELD_BYTES: 100,
+        Counter.PARK_NUMBER: 0,
+        Counter.PAGES_BYTES: 0,
     }
 
 

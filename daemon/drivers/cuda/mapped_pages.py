@@ -1,0 +1,320 @@
+"""Memory of the card that this process maps itself (CUDA driver API, "Virtual Memory Management").
+
+Addresses are reserved first; then memory is taken of the card in pieces, and each piece is mapped into reserved
+addresses. So a piece can leave its addresses and another one take its place: that is how regions end
+(region_pages.py), and how a parkable session leaves the card and returns to the same addresses (slice_pages.py).
+
+Parking. All pieces are copied to host memory, one after another, unmapped and released. Until they return, every change
+is made to the records and to the copy: what is dropped is zeroed there, a mapping is only noted. The return takes new
+memory, maps it where the pieces were, and copies the bytes back.
+"""
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES
+from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
+from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, PageMove, Poll
+
+OWN_STREAM: Final = 0
+"""The driver's default stream. Only these pages use it, and the context's streams do not synchronise with it
+(streams.py). It exists anyway: another stream would take memory of the card."""
+
+STEPS_AHEAD: Final = 4
+"""Most steps of a copy in flight: enough that the bus never waits for the host, and few enough that a copy that is
+given up ends within milliseconds."""
+
+Wait = Callable[[Callable[[], bool], Poll], None]
+"""Waits until its first argument returns true, and polls."""
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Memory taken of the card by one call, and where it is mapped.
+
+    Attributes:
+        handle: The driver's handle; None while the piece is parked.
+        mappings: Address and size of each mapping, from the piece's beginning; the first one maps all of it.
+        saved_at: Where its bytes are in the host memory while it is parked.
+    """
+
+    size_bytes: int
+    handle: Any
+    mappings: list[tuple[int, int]] = field(default_factory=list)
+    saved_at: int = 0
+
+
+class MappedPages:
+    """The pieces of one context.
+
+    Args:
+        api: The driver API of cuda-bindings.
+        failure: Makes the error of a failed call.
+        wait: Waits for the card.
+
+    Attributes:
+        held_bytes: Bytes of all pieces, parked or not.
+        is_broken: Parking or returning has failed in a way that left the session neither here nor there.
+    """
+
+    def __init__(self, api: Any, failure: Callable[[Any], DriverError], wait: Wait) -> None:
+        self._api = api
+        self._failure = failure
+        self._wait = wait
+        self._granule_bytes: int | None = None
+        # In the order in which they were taken, which is the order of their bytes in the host memory.
+        self._pieces: dict[Piece, None] = {}
+        self._host: memoryview | None = None
+        # Mappings made since a return began.
+        self._returning: list[tuple[int, int]] = []
+        self._events: list[Any] = []
+        self.held_bytes = 0
+        self.is_broken = False
+
+    @property
+    def granule_bytes(self) -> int:
+        """The card's page size, if the driver can map pages; otherwise 0."""
+        # Queried once. Pages of another size than PAGE_BYTES would not fit the bookkeeping.
+        if self._granule_bytes is None:
+            option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            error, least_bytes = self._api.cuMemGetAllocationGranularity(self._properties(), option)
+            self._granule_bytes = 0 if error or PAGE_BYTES % int(least_bytes) else PAGE_BYTES
+        return self._granule_bytes
+
+    @property
+    def is_parked(self) -> bool:
+        return self._host is not None
+
+    def free_bytes(self) -> int:
+        """Return the card's free bytes (CUDA driver API, cuMemGetInfo)."""
+        return int(self.check(self._api.cuMemGetInfo()))
+
+    # --- one step each ---
+
+    def reserve(self, size_bytes: int, at: int = 0) -> int:
+        """Reserve addresses; return the first. `at`: where they should be, which the driver need not respect."""
+        return int(self.check(self._api.cuMemAddressReserve(size_bytes, PAGE_BYTES, at, 0)))
+
+    def free_addresses(self, address: int, size_bytes: int) -> None:
+        """Give reserved addresses back, in which nothing is mapped."""
+        self.check(self._api.cuMemAddressFree(address, size_bytes))
+
+    def take(self, size_bytes: int) -> Piece:
+        """Take memory of the card. Raises MemoryRefused."""
+        if self.is_parked:
+            raise DriverError("the session is parked")
+        piece = Piece(size_bytes, self._create(size_bytes))
+        self._pieces[piece] = None
+        self.held_bytes += size_bytes
+        return piece
+
+    def map(self, piece: Piece, address: int, size_bytes: int) -> None:
+        """Map the beginning of a piece into reserved addresses."""
+        if not self.is_parked:
+            self.check(self._api.cuMemMap(address, size_bytes, 0, piece.handle, 0))
+        piece.mappings.append((address, size_bytes))
+
+    def allow(self, address: int, size_bytes: int) -> None:
+        """Let kernels read and write what is mapped there; required before its first use (cuMemSetAccess)."""
+        if not self.is_parked:
+            self._allow(address, size_bytes)
+
+    def _allow(self, address: int, size_bytes: int) -> None:
+        api = self._api
+        access = api.CUmemAccessDesc()
+        access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = 0
+        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.check(api.cuMemSetAccess(address, size_bytes, [access], 1))
+
+    def begin_zeroing(self, piece: Piece, address: int, size_bytes: int) -> None:
+        """Begin to zero mapped bytes. `piece`: the piece that is mapped at `address`."""
+        if self._host is not None:
+            self._wipe(piece, min(size_bytes, piece.size_bytes))
+            return
+        self.check(self._api.cuMemsetD8Async(address, 0, size_bytes, OWN_STREAM))
+
+    def is_zeroed(self) -> bool:
+        """Return whether all memsets and copies have ended. Raises the error that ended the context."""
+        (error,) = self._api.cuStreamQuery(OWN_STREAM)
+        if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self.check((error,))
+        return True
+
+    def unmap(self, piece: Piece) -> None:
+        """Undo all mappings of a piece, the last one first: cuMemUnmap takes whole mappings."""
+        while piece.mappings:
+            if not self.is_parked:
+                self.check(self._api.cuMemUnmap(*piece.mappings[-1]))
+            piece.mappings.pop()
+
+    def release(self, piece: Piece) -> None:
+        """Release a piece to the card; its memory goes when no mapping is left."""
+        if piece.handle is not None:
+            self.check(self._api.cuMemRelease(piece.handle))
+        else:
+            self._wipe(piece, piece.size_bytes)
+        del self._pieces[piece]
+        self.held_bytes -= piece.size_bytes
+
+    def drop(self, piece: Piece) -> None:
+        self.unmap(piece)
+        self.release(piece)
+
+    # --- parking ---
+
+    def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> PageMove:
+        """Copy all pieces to `host`, which keeps the bytes, and release them. Nothing may be in progress.
+
+        Args:
+            host: At least `held_bytes`, and not used otherwise until the return.
+            ready: Called before bytes of `host` up to its argument are used.
+            poll: May raise to give up, which leaves everything as it was.
+        """
+        # Step 1: the copy. Until its end nothing has changed.
+        began_ns, at = time.monotonic_ns(), 0
+        for piece in self._pieces:
+            piece.saved_at, at = at, at + piece.size_bytes
+        self._copy(self._api.cuMemcpyDtoHAsync, host, ready, poll, is_out=True)
+        copied_ns = time.monotonic_ns()
+        # Step 2: leave the card. A call that fails here leaves the session half unmapped, so it can't go on.
+        self.is_broken = True
+        for piece in self._pieces:
+            for address, size_bytes in piece.mappings:
+                self.check(self._api.cuMemUnmap(address, size_bytes))
+            self.check(self._api.cuMemRelease(piece.handle))
+            piece.handle = None
+        self._host, self.is_broken = host, False
+        return PageMove(self.held_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
+
+    def take_again(self) -> None:
+        """Take memory for all parked pieces, and map it where they were. Raises MemoryRefused, having taken nothing."""
+        try:
+            for piece in self._pieces:
+                piece.handle = self._create(piece.size_bytes)
+                for address, size_bytes in piece.mappings:
+                    self.check(self._api.cuMemMap(address, size_bytes, 0, piece.handle, 0))
+                    self._returning.append((address, size_bytes))
+            for address, size_bytes in self._runs():
+                self._allow(address, size_bytes)
+        except BaseException:
+            self._leave_again()
+            raise
+
+    def copy_back(self, poll: Poll) -> None:
+        """Copy the bytes back after `take_again`. What fails gives back what that took; everything stays parked."""
+        host = self._host
+        if host is None:
+            return
+        try:
+            self._copy(self._api.cuMemcpyHtoDAsync, host, lambda end: None, poll, is_out=False)
+        except BaseException:
+            self._leave_again()
+            raise
+        self._host = None
+        self._returning.clear()
+
+    def _leave_again(self) -> None:
+        """Give back what `take_again` took; the session stays parked."""
+        self.is_broken = True
+        while self._returning:
+            self.check(self._api.cuMemUnmap(*self._returning[-1]))
+            self._returning.pop()
+        for piece in self._pieces:
+            if piece.handle is not None:
+                self.check(self._api.cuMemRelease(piece.handle))
+                piece.handle = None
+        self.is_broken = False
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Yield address and size of each run of mappings without a gap: one call allows a run."""
+        start = end = 0
+        for address, size_bytes in sorted(self._returning):
+            if address != end:
+                if end:
+                    yield start, end - start
+                start = address
+            end = address + size_bytes
+        if end:
+            yield start, end - start
+
+    def _copy(self, copy: Any, host: memoryview, ready: Callable[[int], None], poll: Poll, *, is_out: bool) -> None:
+        """Copy all pieces, step by step, each within PARK_STEP_BYTES of the host memory: they are pinned so."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(host))
+        in_flight: deque[Any] = deque()
+        try:
+            for piece in self._pieces:
+                # A region with an end that failed may have memory at no address: nothing can read that.
+                if not piece.mappings:
+                    continue
+                (address, _), done = piece.mappings[0], 0
+                while done < piece.size_bytes:
+                    at = piece.saved_at + done
+                    end = min(piece.saved_at + piece.size_bytes, (at // PARK_STEP_BYTES + 1) * PARK_STEP_BYTES)
+                    # The host prepares the next step while the card copies those before.
+                    ready(end)
+                    here, there = (start + at, address + done) if is_out else (address + done, start + at)
+                    self.check(copy(here, there, end - at, OWN_STREAM))
+                    done += end - at
+                    in_flight.append(self._record())
+                    if len(in_flight) == STEPS_AHEAD:
+                        self._await(in_flight.popleft(), poll)
+        finally:
+            # Also when it is given up: nothing may be written to the host memory any more.
+            while in_flight:
+                self._await(in_flight.popleft(), lambda: None)
+
+    def _record(self) -> Any:
+        event = self._events.pop() if self._events else self.check(self._api.cuEventCreate(_DISABLE_TIMING))
+        self.check(self._api.cuEventRecord(event, OWN_STREAM))
+        return event
+
+    def _await(self, event: Any, poll: Poll) -> None:
+        def is_done() -> bool:
+            (error,) = self._api.cuEventQuery(event)
+            if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
+                return False
+            self.check((error,))
+            return True
+
+        self._wait(is_done, poll)
+        self._events.append(event)
+
+    def _wipe(self, piece: Piece, size_bytes: int) -> None:
+        """Zero the beginning of a parked piece's bytes."""
+        if self._host is not None:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._host))
+            ctypes.memset(start + piece.saved_at, 0, size_bytes)
+
+    # --- the driver ---
+
+    def _properties(self) -> Any:
+        # Memory of the one card that this process sees, as cuMemAlloc would give it.
+        api = self._api
+        memory = api.CUmemAllocationProp()
+        memory.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        memory.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        memory.location.id = 0
+        return memory
+
+    def _create(self, size_bytes: int) -> Any:
+        return self.check(self._api.cuMemCreate(size_bytes, self._properties(), 0))
+
+    def check(self, answer: tuple[Any, ...]) -> Any:
+        """Return the first value of a call of the driver. Raises the call's error."""
+        # Out of memory may pass (refused_memory.py); every other error is the context's.
+        error = answer[0]
+        if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryRefused("the card can't give this memory now", hint="Free something or ask for less.")
+        if error:
+            raise self._failure(error)
+        return answer[1] if len(answer) > 1 else None
+
+
+_DISABLE_TIMING: Final = 2
+"""CU_EVENT_DISABLE_TIMING."""

@@ -1,0 +1,80 @@
+"""Parking on the embedded driver: allocations and regions are copied to other memory, and their pages are given back.
+
+The addresses stay reserved, and the shadow table keeps what kernels may touch; no kernel runs meanwhile. Where an
+allocation is in the copy is noted by its address, so that a region that ends while it is parked can be zeroed there.
+"""
+
+import time
+
+from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, PageMove, Poll
+from gpulease.daemon.ptx.memory import MemoryArena
+from gpulease.daemon.ptx.region_pages import EmbeddedRegions
+
+
+class ParkedMemory:
+    """The bytes of one context while they are parked.
+
+    Args:
+        arena: The context's allocations.
+        regions: The context's regions.
+    """
+
+    def __init__(self, arena: MemoryArena, regions: EmbeddedRegions) -> None:
+        self._arena = arena
+        self._regions = regions
+        self._host: memoryview | None = None
+        # Of each allocation and region, by its offset in the arena: where its bytes are, and how many.
+        self._saved: dict[int, tuple[int, int]] = {}
+
+    @property
+    def is_parked(self) -> bool:
+        return self._host is not None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that parking moves, or has moved."""
+        return self._arena.allocated_bytes + self._regions.taken_bytes
+
+    def park(self, host: memoryview, poll: Poll, began_ns: int) -> PageMove:
+        """Copy everything to `host`, then give the pages back. A poll that raises leaves everything as it was.
+
+        `began_ns`: When the preparation of `host` began, on the monotonic clock.
+        """
+        if len(host) < self.moved_bytes:
+            raise DriverError(f"{self.moved_bytes} bytes have no room in the {len(host)} of the host memory")
+        # Step 1: the copy.
+        saved, at = dict[int, tuple[int, int]](), 0
+        regions = [(address - self._arena.memory.address, size) for address, size in self._regions.active()]
+        for offset, size in (*self._arena.allocations(), *regions):
+            _copy(self._arena.memory.view[offset : offset + size], host[at : at + size], poll)
+            saved[offset] = (at, size)
+            at += size
+        # Step 2: the pages.
+        copied_ns = time.monotonic_ns()
+        self._host, self._saved = host, saved
+        self._arena.discard_all()
+        for offset, size in regions:
+            self._arena.memory.discard(offset, size)
+        return PageMove(at, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
+
+    def unpark(self, poll: Poll) -> PageMove:
+        """Copy everything back. A poll that raises leaves it parked."""
+        host, began_ns = self._host, time.monotonic_ns()
+        if host is None:
+            raise DriverError("the session is not parked")
+        for offset, (at, size) in self._saved.items():
+            _copy(host[at : at + size], self._arena.memory.view[offset : offset + size], poll)
+        self._host, self._saved = None, {}
+        return PageMove(self.moved_bytes, time.monotonic_ns() - began_ns, 0)
+
+    def drop_region(self, address: int) -> None:
+        """Zero the copy of a region that ends while it is parked."""
+        at, size = self._saved.pop(address - self._arena.memory.address, (0, 0))
+        if self._host is not None:
+            self._host[at : at + size] = bytes(size)
+
+
+def _copy(source: memoryview, target: memoryview, poll: Poll) -> None:
+    for start in range(0, len(source), PARK_STEP_BYTES):
+        poll()
+        target[start : start + PARK_STEP_BYTES] = source[start : start + PARK_STEP_BYTES]

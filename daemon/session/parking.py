@@ -1,0 +1,362 @@
+"""Parking a session: its bytes leave the card for host memory, and come back before its next request is served.
+
+The broker orders both. The worker does them between two requests, in its own thread: while the session is parked, the
+server holds every connection that sends something, and asks the broker for the return (server.py). So neither native
+code nor an operation can meet a parked session, and one that is not parked pays nothing.
+
+The host memory. The broker gives it ahead of the first park. Fresh memory is slow: the host needs 0.2 to 0.8 s for a
+GiB until it is there, and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate the part that the
+session needs now, and the worker's loop pins it, one small part at a time while nothing else is to be done. A park that
+comes too early does the rest by itself. The memory stays for the next park.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.messages import (
+    ParkedReport,
+    ParkMemoryOrder,
+    ParkOrder,
+    ParkRefusal,
+    ParkRefusedReport,
+    RefuseReturn,
+    ReturnedReport,
+    ReturnFailedReport,
+    ReturnOrder,
+    ReturnWantedReport,
+)
+from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, Context, DriverError, KernelFault
+from gpulease.daemon.native.addresses import address_of
+from gpulease.daemon.session.operations import LeaseOver, SessionResources
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+POPULATING_THREADS: Final = 4
+"""Threads that populate host memory. More of them gained nothing (H200, 16 cores)."""
+
+PINS_PAUSE_MS: Final = 5
+"""Sleep of the worker's loop between two steps of the preparation while the threads are behind."""
+
+WANTED_AGAIN_NS: Final = 1_000_000_000
+"""Time after which a wish to return is repeated: the broker that got it may be gone."""
+
+HELD_LOOK_MS: Final = 100
+"""Longest sleep while requests wait for a return: so late do they learn of a deadline that no broker reports."""
+
+_POPULATE_WRITE: Final = 23
+"""MADV_POPULATE_WRITE (madvise(2), Linux 5.14): allocate and map pages, which are kept as they are."""
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+_PARKED: Final = Failure(
+    Status.BUSY,
+    "the session is parked, and the card has no room for its return now",
+    hint="Try again later: nothing of the session is lost.",
+)
+
+
+_RUNNING: Final = "what it launched has not ended in time"
+
+
+class HostMemory:
+    """Host memory for a session's bytes, in steps of PARK_STEP_BYTES; each is populated, then pinned.
+
+    Args:
+        fd: The memfd; not needed afterwards.
+        size_bytes: Its size.
+        context: Pins it.
+
+    Attributes:
+        view: All of it.
+
+    Raises:
+        OSError, ValueError: It can't be mapped.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, context: Context) -> None:
+        self._map = mmap.mmap(fd, size_bytes)
+        self.view = memoryview(self._map)
+        self._address = address_of(self.view)
+        self._context = context
+        # How many steps are wanted, begun, populated up to, and pinned.
+        self._wanted = self._begun = 0
+        self._populated: set[int] = set()
+        self._pinned = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+
+    # --- preparation ---
+
+    def want(self, size_bytes: int) -> None:
+        """Prepare at least so many bytes, in the background."""
+        steps = -(-min(size_bytes, len(self.view)) // PARK_STEP_BYTES)
+        if steps <= self._wanted:
+            return
+        with self._changed:
+            self._wanted = steps
+            self._changed.notify_all()
+        with contextlib.suppress(RuntimeError):
+            # Without a thread the pages are populated when they are pinned.
+            while len(self._threads) < min(POPULATING_THREADS, steps):
+                thread = threading.Thread(target=self._populate, name="gpul-populate", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def prepare_step(self) -> int | None:
+        """Pin one step that is populated, if there is one.
+
+        Returns for how many milliseconds the loop may sleep until the next; None if everything wanted is prepared.
+        """
+        if self._pinned >= self._wanted:
+            return None
+        if self._threads and self._pinned not in self._populated:
+            return PINS_PAUSE_MS
+        self._pin_next()
+        return 0 if self._pinned < self._wanted else None
+
+    def ready(self, end: int) -> None:
+        """Prepare everything before `end` now."""
+        self.want(end)
+        while self._pinned * PARK_STEP_BYTES < end:
+            if self._threads:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._pinned in self._populated)
+            self._pin_next()
+
+    def _pin_next(self) -> None:
+        self._context.pin_host(self._step(self._pinned))
+        self._pinned += 1
+
+    def _step(self, number: int) -> memoryview:
+        return self.view[number * PARK_STEP_BYTES : (number + 1) * PARK_STEP_BYTES]
+
+    def _populate(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._begun < self._wanted)
+                if self._is_closed:
+                    return
+                number, self._begun = self._begun, self._begun + 1
+            start = number * PARK_STEP_BYTES
+            size_bytes = min(PARK_STEP_BYTES, len(self.view) - start)
+            # A kernel without this call populates the pages when they are pinned or written.
+            _LIBC.madvise(
+                ctypes.c_void_p(self._address + start), ctypes.c_size_t(size_bytes), ctypes.c_int(_POPULATE_WRITE)
+            )
+            with self._changed:
+                self._populated.add(number)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Unpin and unmap it. Raises DriverError, or BufferError if it is used."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for number in range(self._pinned):
+            self._context.unpin_host(self._step(number))
+        self.view.release()
+        self._map.close()
+
+
+class _Refused(Exception):
+    """The session can't be parked now."""
+
+    def __init__(self, why: ParkRefusal, reason: str) -> None:
+        super().__init__(reason)
+        self.why = why
+
+
+class Parking:
+    """Parks one session and brings it back.
+
+    Args:
+        resources: The session's.
+        is_moving: Returns whether one of its regions is being opened or ended.
+        is_lost: Returns whether its context is lost.
+        is_parkable: Whether its lease is, so that the context is, too.
+
+    Attributes:
+        outbox: Messages for the broker.
+        refusal: How a request is refused that can't wait for the return.
+    """
+
+    def __init__(
+        self,
+        resources: SessionResources,
+        is_moving: Callable[[], bool],
+        is_lost: Callable[[], bool],
+        *,
+        is_parkable: bool,
+    ) -> None:
+        self._resources = resources
+        self._context = resources.context
+        self._counters = resources.counters
+        self._is_moving, self._is_lost = is_moving, is_lost
+        self.is_parkable = resources.shows_pages = is_parkable
+        self.outbox: deque[Message] = deque()
+        self._memory: HostMemory | None = None
+        self._report: ParkedReport | None = None
+        self._wanted_ns: int | None = None
+        self.refusal = _PARKED
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether its bytes are in host memory."""
+        return self._resources.is_parked
+
+    # --- host memory ---
+
+    def use_memory(self, order: ParkMemoryOrder, fds: list[int]) -> None:
+        """Take the host memory for parks to come, in place of what there was."""
+        if self.is_parked or not self.is_parkable:
+            return
+        self._drop_memory()
+        if len(fds) == 1 and order.size_bytes:
+            # Without memory the next park is refused, which says so.
+            with contextlib.suppress(OSError, ValueError):
+                self._memory = HostMemory(fds[0], order.size_bytes, self._context)
+
+    def _drop_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with contextlib.suppress(DriverError):
+                memory.close()
+
+    def prepare(self) -> int | None:
+        """Prepare some of the host memory; to be called while there is nothing else to do.
+
+        Returns for how many milliseconds the worker may sleep; None if there is nothing to prepare.
+        """
+        if self._memory is None or self.is_parked:
+            return None
+        self._memory.want(self._context.pages_bytes)
+        return self._memory.prepare_step()
+
+    # --- park and return ---
+
+    def park(self, order: ParkOrder) -> None:
+        """Park the session, or report why not."""
+        if self.is_parked and self._report is not None:
+            # A broker that repeats its order, or that took over: the same park, under its number.
+            self._enter(ParkedReport(order.number, self._report.moved_bytes, 0, 0, 0, 0, self._report.kept_bytes))
+            return
+        try:
+            report = self._park(order)
+        except _Refused as refused:
+            self._refuse(order.number, refused.why, str(refused))
+        except LeaseOver:
+            self._refuse(order.number, ParkRefusal.OVER, "the lease has ended")
+        except KernelFault as fault:
+            self._resources.keep_fault(fault)
+            self._refuse(order.number, ParkRefusal.LOST if fault.context_lost else ParkRefusal.FAILED, str(fault))
+        except DriverError as error:
+            self._refuse(order.number, ParkRefusal.FAILED, str(error))
+        else:
+            self._wanted_ns, self.refusal = None, _PARKED
+            self._enter(report)
+
+    def _park(self, order: ParkOrder) -> ParkedReport:
+        """Move the bytes to host memory. Raises _Refused, LeaseOver or DriverError; nothing has changed then."""
+        began_ns, context, memory = time.monotonic_ns(), self._context, self._memory
+        # Step 1: what prevents it.
+        if not self.is_parkable:
+            raise _Refused(ParkRefusal.NOT_PARKABLE, "its lease is not parkable")
+        if self._is_lost():
+            raise _Refused(ParkRefusal.LOST, "its context is lost")
+        if self._is_moving():
+            raise _Refused(ParkRefusal.REGIONS, "one of its regions is being opened or ended")
+        # Step 2: a wait for what is in flight. A fault of it is the tenant's, and does not prevent the park.
+        self._resources.aside(lambda: context.sync(lambda: self._check_time(order.until_ns)))
+        context.trim(0, self._resources.check_lease)
+        self._resources.record_usage()
+        if memory is None or len(memory.view) < context.pages_bytes:
+            raise _Refused(ParkRefusal.NO_MEMORY, "it has no host memory, or too little")
+        waited_ns = time.monotonic_ns() - began_ns
+        # Step 3: the move. The driver's free figure, before and after, is what the broker compares with the bytes.
+        before_bytes = context.free_bytes()
+        moved = context.park(memory.view, memory.ready, self._resources.check_lease)
+        shown_bytes = context.free_bytes() - before_bytes
+        kept_bytes = self._resources.ledger.fixed_bytes
+        return ParkedReport(
+            order.number, moved.size_bytes, shown_bytes, waited_ns, moved.copied_ns, moved.mapped_ns, kept_bytes
+        )
+
+    def refuse_late(self, order: ParkOrder) -> bool:
+        """Refuse a park that has waited behind a request for too long; False if it has not."""
+        is_late = time.monotonic_ns() >= order.until_ns
+        if is_late:
+            self._refuse(order.number, ParkRefusal.RUNNING, _RUNNING)
+        return is_late
+
+    def _check_time(self, until_ns: int) -> None:
+        self._resources.check_lease()
+        if time.monotonic_ns() >= until_ns:
+            raise _Refused(ParkRefusal.RUNNING, _RUNNING)
+
+    def _enter(self, report: ParkedReport) -> None:
+        # From here on the server holds all requests.
+        self._resources.is_parked, self._report = True, report
+        self._counters[Counter.PARK_NUMBER] = report.number
+        self.outbox.append(report)
+
+    def _refuse(self, number: int, why: ParkRefusal, reason: str) -> None:
+        self.outbox.append(ParkRefusedReport(number, why, reason, self._context.pages_bytes))
+
+    def bring_back(self, order: ReturnOrder) -> None:
+        """Bring the session back, or report why not."""
+        if not self.is_parked:
+            self.outbox.append(ReturnedReport(order.number, 0, 0, 0))
+            return
+        if order.number != self._number:
+            return
+        try:
+            moved = self._context.unpark(self._resources.check_lease)
+        except LeaseOver:
+            self.outbox.append(ReturnFailedReport(order.number, "the lease has ended"))
+        except DriverError as error:
+            if isinstance(error, KernelFault):
+                self._resources.keep_fault(error)
+            self.outbox.append(ReturnFailedReport(order.number, str(error)))
+        else:
+            self._resources.is_parked, self._report = False, None
+            self._counters[Counter.PARK_NUMBER] = 0
+            self._resources.record_usage()
+            self.outbox.append(ReturnedReport(order.number, moved.size_bytes, moved.mapped_ns, moved.copied_ns))
+
+    def refuse_return(self, order: RefuseReturn) -> bool:
+        """Use the broker's reason for the requests that wait; False if the session is not in that park."""
+        if not self.is_parked or order.number != self._number:
+            return False
+        self.refusal, self._wanted_ns = replace(_PARKED, message=order.reason), None
+        return True
+
+    def want(self) -> None:
+        """Ask the broker for the return, because something waits for it; again if it has not answered for long."""
+        now_ns = time.monotonic_ns()
+        if self._wanted_ns is None or now_ns - self._wanted_ns >= WANTED_AGAIN_NS:
+            self._wanted_ns = now_ns
+            self.outbox.append(ReturnWantedReport(self._number))
+
+    def forget_wish(self) -> None:
+        """Ask at once when something waits again: what waited was answered."""
+        self._wanted_ns = None
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._report is None else self._report.number
+
+    def close(self) -> None:
+        """Give the host memory back. Raises BufferError if it is used."""
+        self._drop_memory()

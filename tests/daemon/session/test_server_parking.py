@@ -1,0 +1,564 @@
+"""A parked session, on the embedded driver: whatever its tenant does next brings it back as it was."""
+
+import gc
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.contract.messages import (
+    EndRegionOrder,
+    EndSession,
+    OpenRegionOrder,
+    ParkMemoryOrder,
+    ParkOrder,
+    ParkRefusal,
+    ParkRefusedReport,
+    RefuseReturn,
+    RegionEndedReport,
+    RegionOpenedReport,
+    ResizeSliceOrder,
+    ReturnedReport,
+    ReturnFailedReport,
+    ReturnOrder,
+    ReturnWantedReport,
+    SliceResizedReport,
+)
+from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, PageMove, Poll
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
+from gpulease.protocol.opcodes import Opcode, Status
+from helpers.kernels import TRANSFORM
+from helpers.server_rig import REGION, SLICE, Tenant, Worker, worker
+from helpers.session_rig import MINUTE_NS
+
+MEMORY = SLICE + (2 << 20)
+SIZES_OF_ALLOCATIONS = (1, 100, 4096, 65_537, 1 << 20, (1 << 20) + 1, 5 << 20)
+GRANULE = 2 << 20
+AWAITED, ANSWER = 1, 33
+"""Words of a ring: what the client waits for, and the worker's answer."""
+
+POINTERS = b"""
+.version 8.0
+.target sm_75
+.address_size 64
+.global .align 8 .u64 kept = 5;
+.entry chase(.param .u64 first, .param .u32 steps) {
+  .reg .u64 %rd<3>; .reg .u32 %r<3>; .reg .pred %p;
+  ld.param.u64 %rd0, [first];
+  ld.param.u32 %r0, [steps];
+again:
+  ld.global.u64 %rd1, [%rd0+8];
+  add.u64 %rd1, %rd1, 1;
+  st.global.u64 [%rd0+8], %rd1;
+  ld.global.u64 %rd0, [%rd0];
+  sub.u32 %r0, %r0, 1;
+  setp.ne.u32 %p, %r0, 0;
+  @%p bra again;
+  ret;
+}
+.entry count(.param .u64 into) {
+  .reg .u64 %rd<3>;
+  ld.param.u64 %rd0, [into];
+  ld.global.u64 %rd1, [kept];
+  add.u64 %rd1, %rd1, 1;
+  st.global.u64 [kept], %rd1;
+  st.global.u64 [%rd0], %rd1;
+  ret;
+}
+"""
+
+
+class Contents:
+    """Allocations of many sizes with random bytes."""
+
+    def __init__(self, tenant: Tenant, seed: int = 5) -> None:
+        source = random.Random(seed)
+        self._bytes: dict[int, bytes] = {}
+        for size in SIZES_OF_ALLOCATIONS:
+            handle = tenant.alloc(size)
+            self._bytes[handle] = source.randbytes(size)
+            for at in range(0, size, 1 << 20):
+                tenant.write(handle, at, self._bytes[handle][at : at + (1 << 20)])
+
+    def check(self, tenant: Tenant) -> None:
+        for handle, data in self._bytes.items():
+            for at in range(0, len(data), 1 << 20):
+                part = data[at : at + (1 << 20)]
+                assert tenant.read(handle, at, len(part)) == part
+
+
+def test_every_byte_is_there_after_a_park() -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        for number in (1, 2, 7):
+            pages = made.page.counter(Counter.PAGES_BYTES)
+            parked = made.park(number)
+            assert parked.moved_bytes == pages == sum(SIZES_OF_ALLOCATIONS)
+            assert made.bring_back(number).moved_bytes == pages
+            contents.check(made)
+
+
+def test_the_host_has_the_pages_back_while_they_are_parked() -> None:
+    with worker(is_parkable=True, slice_bytes=256 << 20) as (made, _):
+        handle = made.alloc(200 << 20)
+        for at in range(0, 200 << 20, 8 << 20):
+            made.write(handle, at, b"\1" * (8 << 20))
+        before = private_bytes()
+        made.give_memory(256 << 20)
+        made.park()
+        assert before - private_bytes() > 180 << 20
+        made.bring_back()
+        assert made.read(handle, (200 << 20) - 4, 4) == b"\1" * 4
+
+
+def private_bytes() -> int:
+    """Resident anonymous bytes of this process."""
+    gc.collect()
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+
+REQUESTS: dict[str, Callable[[int, int], tuple[Opcode, Body]]] = {
+    "read": lambda handle, _: (Opcode.MEM_READ, MemRead(handle, 0, 8)),
+    "write": lambda handle, _: (Opcode.MEM_WRITE, MemWrite(handle, 8, b"x")),
+    "alloc": lambda *_: (Opcode.MEM_ALLOC, MemAlloc(64)),
+    "free": lambda _, other: (Opcode.MEM_FREE, Handle(other)),
+    "sync": lambda *_: (Opcode.SYNC, Empty()),
+    "stream sync": lambda *_: (Opcode.STREAM_SYNC, Handle(0)),
+    "load": lambda *_: (Opcode.MODULE_LOAD, ModuleLoad(TRANSFORM)),
+    "ping": lambda *_: (Opcode.PING, Ping(7)),
+    "reset": lambda *_: (Opcode.MEM_RESET, Empty()),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("ring", [False, True])
+def test_any_request_waits_for_the_return(name: str, ring: bool) -> None:
+    with worker(is_parkable=True, is_native=ring, ring=ring) as (made, _):
+        handle, other = made.alloc(100), made.alloc(100)
+        made.write(handle, 0, b"abcdefgh")
+        made.give_memory(MEMORY)
+        made.park()
+        op, body = REQUESTS[name](handle, other)
+        made.send(op, body)
+        assert made.hear(ReturnWantedReport).number == 1
+        assert not made.has_reply(0.05)
+        made.bring_back()
+        answer = made.reply()
+        assert not isinstance(answer, Failure), answer
+        if name == "read":
+            assert isinstance(answer, Data)
+            assert bytes(answer.data) == b"abcdefgh"
+        if name != "reset":
+            assert made.read(handle, 0, 8) == b"abcdefgh"
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_launches_that_chase_pointers_in_their_data_go_on(ring: bool) -> None:
+    """The data holds device addresses, and a module's variable counts: both are where they were."""
+    with worker(is_parkable=True, is_native=ring, ring=ring) as (made, _):
+        nodes = [made.alloc(16) for _ in range(20)]
+        for node, following in zip(nodes, nodes[1:] + nodes[:1], strict=True):
+            made.write(node, 0, struct.pack("<QQ", following, 0))
+        module, counted = made.load(POINTERS), made.alloc(8)
+        made.give_memory(MEMORY)
+        chase = (module, "chase", struct.pack("<QI", nodes[0], 50), (8, 4))
+        for turn in range(1, 5):
+            for _ in range(3):
+                made.launch(*chase)
+            made.launch(module, "count", struct.pack("<Q", counted), (8,))
+            assert made.ask(Opcode.SYNC, Empty()) == Empty()
+            made.park(turn)
+            # The first launch after it, quiet and in the ring, brings it back.
+            made.launch(*chase)
+            assert made.hear(ReturnWantedReport).number == turn
+            made.bring_back(turn)
+            assert made.ask(Opcode.SYNC, Empty()) == Empty()
+            counts = [struct.unpack("<Q", made.read(node, 8, 8))[0] for node in nodes]
+            assert sum(counts) == turn * 4 * 50
+            assert counts == [turn * 4 * (2 + (place < 10)) for place in range(20)]
+            assert struct.unpack("<Q", made.read(counted, 0, 8)) == (5 + turn,)
+
+
+def test_a_client_that_waits_by_the_rings_word_is_sent_to_a_request() -> None:
+    with worker(is_parkable=True, is_native=True, ring=True) as (made, _):
+        made.alloc(8)
+        made.give_memory(MEMORY)
+        made.park()
+        assert made.ring is not None
+        made.ring.words[AWAITED] = 77
+        made.sock.sendall(b"!")
+        until = time.monotonic() + 10
+        while made.ring.words[ANSWER] != 2 * 77:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert made.hears_nothing(ReturnWantedReport, 0.02)
+        made.send(Opcode.SYNC, Empty())
+        made.hear(ReturnWantedReport)
+        made.bring_back()
+        assert made.reply() == Empty()
+
+
+def test_without_room_what_waits_is_refused_and_a_later_request_asks_again() -> None:
+    with worker(is_parkable=True) as (made, _):
+        handle = made.alloc(8)
+        made.write(handle, 0, b"whatever")
+        made.give_memory(MEMORY)
+        made.park(3)
+        made.send(Opcode.MEM_READ, MemRead(handle, 0, 8))
+        made.hear(ReturnWantedReport)
+        made.say(RefuseReturn(2, "of an earlier park"))
+        assert not made.has_reply(0.05)
+        made.say(RefuseReturn(3, "the card is full"))
+        failure = made.reply()
+        assert isinstance(failure, Failure)
+        assert (failure.status, failure.message) == (Status.BUSY, "the card is full")
+        made.send(Opcode.MEM_READ, MemRead(handle, 0, 8))
+        assert made.hear(ReturnWantedReport).number == 3
+        made.bring_back(3)
+        found = made.reply()
+        assert isinstance(found, Data)
+        assert bytes(found.data) == b"whatever"
+
+
+def test_a_quiet_request_that_is_refused_is_reported_by_the_next() -> None:
+    with worker(is_parkable=True) as (made, _):
+        handle = made.alloc(8)
+        made.give_memory(MEMORY)
+        made.park()
+        made.send(Opcode.MEM_WRITE, MemWrite(handle, 0, b"x"), quiet=True)
+        made.hear(ReturnWantedReport)
+        made.say(RefuseReturn(1, "the card is full"))
+        made.send(Opcode.SYNC, Empty())
+        made.hear(ReturnWantedReport)
+        made.bring_back()
+        failure = made.reply()
+        assert isinstance(failure, Failure)
+        assert (failure.status, failure.failed_op) == (Status.BUSY, Opcode.MEM_WRITE)
+        assert made.read(handle, 0, 1) == b"\0"
+
+
+def test_the_wish_to_return_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.daemon.session.parking.WANTED_AGAIN_NS", 1)
+    monkeypatch.setattr("gpulease.daemon.session.server.HELD_LOOK_MS", 5)
+    with worker(is_parkable=True) as (made, _):
+        made.give_memory(MEMORY)
+        made.park()
+        made.send(Opcode.SYNC, Empty())
+        for _ in range(3):
+            made.hear(ReturnWantedReport)
+        made.bring_back()
+        assert made.reply() == Empty()
+
+
+# --- ends ---
+
+
+def test_a_revoked_session_tells_what_waits_at_once() -> None:
+    with worker(is_parkable=True) as (made, _):
+        made.give_memory(MEMORY)
+        made.park()
+        made.send(Opcode.SYNC, Empty())
+        made.hear(ReturnWantedReport)
+        began = time.monotonic()
+        made.page.refuse(Status.REVOKED, "for the test")
+        made.say(EndSession())
+        failure = made.reply()
+        assert time.monotonic() - began < 1
+        assert isinstance(failure, Failure)
+        assert failure.status == Status.REVOKED
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_deadline_that_no_broker_reports_is_found(ring: bool) -> None:
+    with worker(is_parkable=True, is_native=ring, ring=ring) as (made, _):
+        made.give_memory(MEMORY)
+        made.park()
+        made.send(Opcode.SYNC, Empty())
+        made.hear(ReturnWantedReport)
+        made.page.set_deadline(time.monotonic_ns(), 1)
+        failure = made.reply()
+        assert isinstance(failure, Failure)
+        assert failure.status == Status.LEASE_EXPIRED
+        # A renewal in that moment lets nothing run either.
+        made.page.set_deadline(time.monotonic_ns() + MINUTE_NS, 2)
+        made.send(Opcode.SYNC, Empty())
+        made.hear(ReturnWantedReport)
+        made.bring_back()
+        assert made.reply() == Empty()
+
+
+def refused(made: Worker, number: int = 1, grace_s: float = 10.0) -> ParkRefusedReport:
+    made.say(ParkOrder(number, time.monotonic_ns() + round(grace_s * 1e9)))
+    report = made.hear(ParkRefusedReport)
+    assert report.number == number
+    assert made.page.counter(Counter.PARK_NUMBER) == 0
+    return report
+
+
+def test_a_lease_that_has_ended_is_not_parked() -> None:
+    with worker(is_parkable=True) as (made, _):
+        made.alloc(8)
+        made.give_memory(MEMORY)
+        made.page.refuse(Status.REVOKED)
+        assert refused(made).why is ParkRefusal.OVER
+
+
+@pytest.mark.parametrize("method", ["park", "unpark"])
+def test_a_lease_that_ends_during_a_copy(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is given up, and everything is where it was."""
+    real = getattr(CpuContext, method)
+
+    def late(self: CpuContext, *arguments: object) -> PageMove:
+        made.page.refuse(Status.REVOKED)
+        moved: PageMove = real(self, *arguments)
+        return moved
+
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        if method == "unpark":
+            made.park()
+        with monkeypatch.context() as patched:
+            patched.setattr(CpuContext, method, late)
+            if method == "park":
+                assert refused(made).why is ParkRefusal.OVER
+            else:
+                made.say(ReturnOrder(1))
+                assert "ended" in made.hear(ReturnFailedReport).reason
+        # The page lives again, which no broker does, and shows that no byte was lost.
+        made.page._words[0] = 0
+        if method == "unpark":
+            made.bring_back()
+        contents.check(made)
+
+
+def test_what_runs_is_waited_for_until_the_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    real = CpuContext.sync
+
+    def sync(self: CpuContext, poll: Poll) -> None:
+        while not ended.wait(0.001):
+            poll()
+        real(self, poll)
+
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        monkeypatch.setattr(CpuContext, "sync", sync)
+        assert refused(made, 1, grace_s=0.02).why is ParkRefusal.RUNNING
+        threading.Timer(0.05, ended.set).start()
+        assert made.park(2).waited_ns >= 30_000_000
+        made.bring_back(2)
+        contents.check(made)
+
+
+def test_a_park_behind_a_long_wait_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant waits for its kernels: the order is answered although the worker's loop does not run."""
+    waiting, ended = threading.Event(), threading.Event()
+
+    def sync(_context: CpuContext, poll: Poll) -> None:
+        waiting.set()
+        while not ended.wait(0.001):
+            poll()
+
+    with worker(is_parkable=True) as (made, _):
+        made.give_memory(MEMORY)
+        with monkeypatch.context() as patched:
+            patched.setattr(CpuContext, "sync", sync)
+            made.send(Opcode.SYNC, Empty())
+            waiting.wait()
+            assert refused(made, grace_s=0.02).why is ParkRefusal.RUNNING
+            assert not ended.is_set()
+            ended.set()
+            assert made.reply() == Empty()
+
+
+@pytest.mark.parametrize("size", [None, 1 << 20])
+def test_host_memory_that_is_missing_or_too_small_is_asked_for(size: int | None) -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        if size is not None:
+            made.give_memory(size)
+        report = refused(made)
+        assert report.why is ParkRefusal.NO_MEMORY
+        assert report.needed_bytes == sum(SIZES_OF_ALLOCATIONS)
+        made.give_memory(report.needed_bytes)
+        made.park(2)
+        made.bring_back(2)
+        contents.check(made)
+        # Without a descriptor it is dropped.
+        made.say(ParkMemoryOrder())
+        assert refused(made, 3).why is ParkRefusal.NO_MEMORY
+
+
+def test_a_session_of_another_lease_is_not_parkable() -> None:
+    with worker() as (made, _):
+        made.give_memory(MEMORY)
+        assert refused(made).why is ParkRefusal.NOT_PARKABLE
+        made.alloc(8)
+
+
+def test_a_card_without_room_leaves_it_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_context: CpuContext, _poll: Poll) -> PageMove:
+        raise OutOfMemory("the card is full")
+
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        made.park()
+        with monkeypatch.context() as patched:
+            patched.setattr(CpuContext, "unpark", full)
+            made.say(ReturnOrder(1))
+            assert made.hear(ReturnFailedReport).reason == "the card is full"
+        assert made.page.counter(Counter.PARK_NUMBER) == 1
+        made.bring_back()
+        contents.check(made)
+
+
+def test_orders_may_be_repeated_and_those_of_other_parks_count_for_nothing() -> None:
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        made.give_memory(MEMORY)
+        made.say(ReturnOrder(9))
+        assert made.hear(ReturnedReport) == ReturnedReport(9, 0, 0, 0)
+        first = made.park(4)
+        again = made.park(5)
+        assert (again.moved_bytes, again.kept_bytes) == (first.moved_bytes, first.kept_bytes)
+        made.say(ReturnOrder(4))
+        assert made.hears_nothing(ReturnedReport, 0.05)
+        # What the host memory holds is not replaced while it holds it.
+        made.give_memory(MEMORY)
+        made.bring_back(5)
+        contents.check(made)
+
+
+# --- connections ---
+
+
+def test_a_connection_attaches_to_a_parked_session_and_brings_it_back() -> None:
+    with worker(is_parkable=True, is_shared=True) as (made, _):
+        handle = made.alloc(8)
+        made.write(handle, 0, b"whatever")
+        made.give_memory(MEMORY)
+        made.park()
+        other, welcome = made.attach()
+        assert welcome.slice_bytes == SLICE
+        made.hear(ReturnWantedReport)
+        other.send(Opcode.MEM_READ, MemRead(handle, 0, 8))
+        made.send(Opcode.MEM_READ, MemRead(handle, 0, 4))
+        assert not other.has_reply(0.05)
+        made.bring_back()
+        for tenant, length in ((other, 8), (made, 4)):
+            found = tenant.reply()
+            assert isinstance(found, Data)
+            assert bytes(found.data) == b"whatever"[:length]
+        other.close()
+
+
+def test_a_connection_that_ends_asks_for_nothing_and_its_memory_goes_afterwards() -> None:
+    with worker(is_parkable=True, is_shared=True) as (made, _):
+        contents = Contents(made)
+        other, _welcome = made.attach()
+        handle = other.alloc(6 << 20)
+        other.write(handle, 0, b"\1" * (1 << 20))
+        made.give_memory(MEMORY)
+        made.park()
+        other.close()
+        assert made.hears_nothing(ReturnWantedReport, 0.1)
+        made.bring_back()
+        contents.check(made)
+        # Memory given out again is zero, whatever was copied back meanwhile.
+        made.ask(Opcode.MEM_FREE, Handle(handle))
+        fresh = made.alloc(6 << 20)
+        assert made.read(fresh, 0, 1 << 20) == bytes(1 << 20)
+
+
+def test_half_a_request_is_completed_after_the_return() -> None:
+    with worker(is_parkable=True) as (made, _):
+        handle = made.alloc(1 << 20)
+        made.give_memory(MEMORY)
+        made.park()
+        data = os.urandom(1 << 20)
+        sender = threading.Thread(target=lambda: made.send(Opcode.MEM_WRITE, MemWrite(handle, 0, data)))
+        sender.start()
+        made.hear(ReturnWantedReport)
+        made.bring_back()
+        sender.join()
+        assert made.reply() == Empty()
+        assert made.read(handle, 0, 1 << 20) == data
+
+
+# --- regions ---
+
+
+def test_a_region_is_parked_with_its_session() -> None:
+    with worker(is_parkable=True) as (made, _):
+        address = made.open_region(GRANULE)
+        made.write(address, 5, b"in a region")
+        handle = made.alloc(8)
+        made.write(handle, 0, b"whatever")
+        made.give_memory(MEMORY)
+        assert made.park().moved_bytes == GRANULE + 8
+        made.bring_back()
+        assert made.read(address, 5, 11) == b"in a region"
+        assert made.read(handle, 0, 8) == b"whatever"
+
+
+def test_a_region_that_ends_while_it_is_parked_comes_back_as_nothing() -> None:
+    with worker(is_parkable=True) as (made, _):
+        address = made.open_region(GRANULE)
+        made.write(address, 0, b"\1" * 64)
+        handle = made.alloc(8)
+        made.write(handle, 0, b"whatever")
+        made.give_memory(MEMORY)
+        made.park()
+        made.writer.set(0, 1, 0, 0)
+        made.say(EndRegionOrder(REGION, 1000))
+        ended = made.hear(RegionEndedReport)
+        assert ended.shown_bytes == ended.freed_bytes
+        assert made.page.counter(Counter.PARK_NUMBER) == 1
+        made.bring_back()
+        assert made.read(handle, 0, 8) == b"whatever"
+        assert made.ask(Opcode.REGION_RELEASE, Handle(address)) == Empty()
+
+
+def test_orders_that_need_the_card_wait_for_the_return() -> None:
+    with worker(is_parkable=True) as (made, _):
+        made.open_region(GRANULE)
+        made.give_memory(MEMORY)
+        made.park()
+        made.say(OpenRegionOrder(REGION + 1, 1, 1, GRANULE))
+        made.say(ResizeSliceOrder(SLICE // 2))
+        made.hear(ReturnWantedReport)
+        assert made.hears_nothing(RegionOpenedReport, 0.05)
+        made.bring_back()
+        assert made.hear(RegionOpenedReport).region_id == REGION + 1
+        assert made.hear(SliceResizedReport) == SliceResizedReport(SLICE // 2, "")
+
+
+# --- the host memory ---
+
+
+def test_host_memory_is_prepared_while_the_session_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the session needs it, and further when it has grown."""
+    pinned: list[int] = []
+    monkeypatch.setattr(CpuContext, "pin_host", lambda _context, memory: pinned.append(len(memory)))
+    with worker(is_parkable=True, slice_bytes=4 * PARK_STEP_BYTES) as (made, _):
+        made.give_memory(4 * PARK_STEP_BYTES)
+        for steps in (1, 3):
+            made.alloc(PARK_STEP_BYTES)
+            if steps == 3:
+                made.alloc(PARK_STEP_BYTES)
+            until = time.monotonic() + 10
+            while sum(pinned) < steps * PARK_STEP_BYTES and time.monotonic() < until:
+                time.sleep(0.01)
+            assert pinned == [PARK_STEP_BYTES] * steps

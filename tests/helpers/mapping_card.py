@@ -1,0 +1,217 @@
+"""A driver API for mapped memory that checks the driver's rules, without a card.
+
+The rules are the CUDA driver API's, "Virtual Memory Management".
+"""
+
+import ctypes
+from collections.abc import Callable
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+from gpulease.daemon.drivers.cuda.mapped_pages import MappedPages
+from gpulease.daemon.drivers.interface import DriverError, Poll
+
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE = 2 * MIB
+CARD_BYTES = 64 * GIB
+
+
+class Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_READY = 600
+
+
+class Card:
+    """A driver API; the attributes say what it holds.
+
+    Attributes:
+        reserved: Size by address.
+        mapped: (size, handle, whether accessible) by address.
+        sizes: Bytes by handle that was not released.
+        zeroed: (address, size) of each memset.
+        bytes: What is in memory that was written, by handle.
+        fail_at: Number of the call that fails.
+        busy: How often the stream is not ready yet.
+    """
+
+    CUresult = Result
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+
+    def __init__(self, granularity: int = PAGE) -> None:
+        self.granularity = granularity
+        self.reserved: dict[int, int] = {}
+        self.mapped: dict[int, tuple[int, int, bool]] = {}
+        self.sizes: dict[int, int] = {}
+        self.lost: dict[int, int] = {}
+        self.zeroed: list[tuple[int, int]] = []
+        self.calls = 0
+        self.fail_at = 0
+        self.error = Result.CUDA_ERROR_INVALID_VALUE
+        self.busy = 0
+        self.bytes: dict[int, bytearray] = {}
+        self.events = 0
+        self._next = 1 << 40
+
+    @staticmethod
+    def CUmemAllocationProp() -> Any:
+        return SimpleNamespace(location=SimpleNamespace())
+
+    CUmemAccessDesc = CUmemAllocationProp
+
+    def _ok(self) -> Result:
+        self.calls += 1
+        return self.error if self.calls == self.fail_at else Result.CUDA_SUCCESS
+
+    @property
+    def taken(self) -> int:
+        """Bytes that some handle or some mapping holds."""
+        held = {handle for _, handle, _ in self.mapped.values()} | set(self.sizes)
+        return sum((self.sizes | self.lost)[handle] for handle in held)
+
+    def cuMemGetAllocationGranularity(self, memory: Any, option: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS, self.granularity)
+
+    def cuMemGetInfo(self) -> tuple[Any, ...]:
+        return (self._ok(), CARD_BYTES - self.taken, CARD_BYTES)
+
+    def cuMemCreate(self, size: int, memory: Any, flags: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error, None)
+        assert size > 0
+        assert size % PAGE == 0
+        if self.taken + size > CARD_BYTES:
+            return (Result.CUDA_ERROR_OUT_OF_MEMORY, None)
+        handle = self.calls
+        self.sizes[handle] = size
+        return (Result.CUDA_SUCCESS, handle)
+
+    def cuMemAddressReserve(self, size: int, alignment: int, at: int, flags: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error, None)
+        address = at or self._next
+        self._next = max(self._next, address + size)
+        self.reserved[address] = size
+        return (Result.CUDA_SUCCESS, address)
+
+    def cuMemAddressFree(self, address: int, size: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        assert not any(address <= at < address + size for at in self.mapped)
+        assert self.reserved.pop(address) == size
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        assert offset == 0
+        assert size <= self.sizes[handle]
+        assert any(start <= address and address + size <= start + span for start, span in self.reserved.items())
+        assert all(address + size <= start or start + span <= address for start, (span, _, _) in self.mapped.items())
+        self.mapped[address] = (size, handle, False)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemSetAccess(self, address: int, size: int, access: list[Any], count: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        assert (access[0].flags, access[0].location.type, access[0].location.id, count) == (3, 1, 0, 1)
+        at = address
+        while at < address + size:
+            span, handle, _ = self.mapped[at]
+            self.mapped[at] = (span, handle, True)
+            at += span
+        assert at == address + size
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemUnmap(self, address: int, size: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        assert not self.busy, "it is being zeroed"
+        assert self.mapped.pop(address)[0] == size
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        self.lost[handle] = self.sizes.pop(handle)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        _, _, is_accessible = self.mapped[address]
+        assert is_accessible
+        assert value == 0
+        self.zeroed.append((address, size))
+        return (Result.CUDA_SUCCESS,)
+
+    def _found(self, address: int, size: int) -> tuple[bytearray, int]:
+        """The bytes of the accessible memory that is mapped there, in one piece, and the place in them."""
+        start, (_, handle, is_accessible) = next(
+            (at, one) for at, one in self.mapped.items() if at <= address and address + size <= at + one[0]
+        )
+        assert is_accessible
+        return self.bytes.setdefault(handle, bytearray(b"?" * (self.sizes | self.lost)[handle])), address - start
+
+    def poke(self, address: int, data: bytes) -> None:
+        """What a kernel writes."""
+        found, at = self._found(address, len(data))
+        found[at : at + len(data)] = data
+
+    def peek(self, address: int, size: int) -> bytes:
+        found, at = self._found(address, size)
+        return bytes(found[at : at + size])
+
+    def cuMemcpyDtoHAsync(self, host: int, address: int, size: int, stream: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        ctypes.memmove(host, self.peek(address, size), size)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemcpyHtoDAsync(self, address: int, host: int, size: int, stream: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        self.poke(address, ctypes.string_at(host, size))
+        return (Result.CUDA_SUCCESS,)
+
+    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        self.events += 1
+        return (self._ok(), self.events)
+
+    def cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
+        return (self._ok(),)
+
+    def cuEventQuery(self, event: int) -> tuple[Any, ...]:
+        return self.cuStreamQuery(0)
+
+    def cuStreamQuery(self, stream: int) -> tuple[Any, ...]:
+        if self.busy:
+            self.busy -= 1
+            return (Result.CUDA_ERROR_NOT_READY,)
+        return (self._ok(),)
+
+    def covered(self, address: int, size: int) -> list[int]:
+        """The handles under a range, all accessible, without a hole."""
+        handles, at = [], address
+        while at < address + size:
+            span, handle, is_accessible = self.mapped[at]
+            assert is_accessible
+            handles.append(handle)
+            at += span
+        assert at == address + size
+        return handles
+
+
+def wait(is_done: Callable[[], bool], poll: Poll) -> None:
+    while not is_done():
+        poll()
+
+
+def pages_on(card: Card) -> MappedPages:
+    return MappedPages(card, lambda error: DriverError(f"failed: {error!r}"), wait)
