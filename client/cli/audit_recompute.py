@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -12,7 +13,7 @@ from gpulease.client.console.exit_status import EXIT_FAILED, fail
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import Checkpoint, Decoder, DecoderSettings, open_model
 from gpulease.client.decode.sample_models import TINY_MODEL
-from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest
+from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest, bias_digest
 
 EXIT_OUTPUT_DIFFERS: Final = EXIT_FAILED
 EXIT_PROMPT_DIFFERS: Final = 3
@@ -40,26 +41,30 @@ EMBEDDED_DRIVER: Final = "cpu"
     "--prompt", "prompt_file", type=click.File("rb"), required=True, help="The prompt: a text, or a JSON array of ids."
 )
 @click.option("--model", "path", type=click.Path(path_type=Path), help="The model's path; by default, the tiny model.")
-def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None) -> None:
+@click.option(
+    "--logit-bias", "bias_file", type=click.File("rb"), help="The request's logit_bias, if it had one: a JSON object."
+)
+def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None, bias_file: BinaryIO | None) -> None:
     """Decode the request in RECORD again, and compare. RECORD is one line of `gpulease audit show --json`; -: stdin.
 
     Uses the running daemon; without one, a private one on the embedded driver, which needs no GPU.
 
-    Exit status: 0 the output is equal, 1 it differs, 3 the prompt differs, 4 the model differs, 5 the kernels differ,
-    65 RECORD was not written by a decoder.
+    Exit status: 0 the output is equal, 1 it differs, 3 the prompt or the logit_bias differs, 4 the model differs, 5 the
+    kernels differ, 65 RECORD was not written by a decoder.
     """
     said = _record_of(record.read(MAX_RECORD_BYTES))
     # The model and the prompt are this user's; the record has only their digests.
     checkpoint = open_model(path or TINY_MODEL)
     prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
     # Compare what was given before computing: a different prompt, model or kernel explains any different output.
-    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)))
+    biases = () if bias_file is None else _biases_of(bias_file.read(MAX_PROMPT_BYTES))
+    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), bias_digest(biases) if biases else "")
     found = TokenDigest.of([])
     # A request that ended without output needs no computing, and so no daemon.
     if said.output.count:
         with contextlib.ExitStack() as stack:
             address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
-            found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said)))
+            found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said, biases)))
     if found != said.output:
         fail(f"audit recompute: the output DIFFERS: {found}; the record has {said.output}", EXIT_OUTPUT_DIFFERS)
     click.echo(f"The output is equal: {found}.")
@@ -88,11 +93,20 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
     return checkpoint.tokenizer().encode(text)
 
 
-def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
+def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
+    """The biases of a request, as its body had them: an object of token ids."""
+    try:
+        return tuple((int(token), float(bias)) for token, bias in json.loads(data).items())
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise click.UsageError("logit_bias must be a JSON object of token ids with a number each") from None
+
+
+def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, logit_bias: str) -> None:
     """Report every difference that shows before computing, and exit if there is one."""
     pairs = (
         # In this order: an explanation that comes first makes the later ones unnecessary.
         ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
+        ("logit_bias", EXIT_PROMPT_DIFFERS, said.logit_bias or "none", logit_bias or "none"),
         ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
         ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
     )
@@ -104,10 +118,12 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy) -> None:
         fail("audit recompute: nothing was computed", wrong[0][1])
 
 
-async def _decoded(address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord) -> list[int]:
+async def _decoded(
+    address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord, biases: tuple[tuple[int, float], ...]
+) -> list[int]:
     count = said.output.count
     # As many positions as this request needs; the record says whether weights were packed.
     settings = DecoderSettings(ROWS, ROWS, 1, min(checkpoint.config.context, len(prompt) + count), said.by.packed)
     async with Decoder.open(checkpoint, settings=settings, address=address) as decoder:
-        generation = decoder.submit(prompt, max_tokens=count, sampling=said.sampling)
+        generation = decoder.submit(prompt, max_tokens=count, sampling=replace(said.sampling, logit_bias=biases))
         return [emitted.token async for emitted in generation]

@@ -1,11 +1,12 @@
 """The scheduler's input and output: tenants, requests, their sampling, events and reasons."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RequestRejected
-from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.row_records import MAX_RANKS, PAGE
+from gpulease.client.decode.token_guide import TokenGuide
 
 MIN_TEMPERATURE: Final = 1e-3
 """Lowest temperature above 0. Below it, a logit times the f32 reciprocal overflows in the kernels."""
@@ -21,6 +22,28 @@ MAX_SEED: Final = 2**64 - 1
 
 MAX_POSITIONS: Final = 2**31 - 1
 """Most positions of a sequence: a row's record holds them in 32 signed bits."""
+
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
+"""Bounds of the repetition penalty: beyond them, it alone decides the choice."""
+
+MAX_PENALTY: Final = 2.0
+"""Highest presence and frequency penalty, and lowest when negated, as in OpenAI's API."""
+
+MAX_BIAS: Final = 100.0
+"""Highest bias of a token's logit, and lowest when negated, as in OpenAI's API."""
+
+MAX_BIASED_TOKENS: Final = 300
+"""Most tokens with a bias: a request's audit record has them all."""
+
+MAX_STOP_TOKENS: Final = 128
+"""Most tokens that end one request's sequence, besides the model's."""
+
+LEAST_DEPTH: Final = 1e-30
+"""The depth of a min_p of 1, which keeps the highest logits alone: 0 would keep all."""
+
+MAX_PRIORITY: Final = 2**31 - 1
+"""Highest priority of a request, and lowest when negated."""
 
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request. Ids are logged, audited and returned, so they must not fill disks."""
@@ -47,12 +70,28 @@ class SamplingParameters:
         top_p: Keeps the fewest tokens that together have this probability: above 0, and 1 keeps all.
         top_k: Keeps this many of the highest logits; 0 keeps all.
         seed: The seed of the random numbers, an unsigned integer of 64 bits.
+        min_p: Keeps tokens with at least this share of the likeliest one's probability, 0 to 1; 0 keeps all.
+        repetition_penalty: Divides the logits above 0 of tokens that the sequence has, and multiplies the others.
+        presence_penalty: Subtracted from the logit of each emitted token.
+        frequency_penalty: Subtracted from it as often as it was emitted.
+        logit_bias: Tokens, each with what is added to its logit before the penalties.
+        min_tokens: Tokens that are emitted before one that ends the sequence can be chosen.
+        stop_token_ids: Further tokens that end the sequence.
+        ignores_end: Whether the model's end tokens do not end the sequence.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignores_end: bool = False
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature):
@@ -64,6 +103,43 @@ class SamplingParameters:
             raise RequestRejected(f"top_p must be a number above 0, up to 1 (all tokens), not {self.top_p!r}")
         _check_integer("top_k", self.top_k, 0, MAX_TOP_K)
         _check_integer("seed", self.seed, 0, MAX_SEED)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise RequestRejected(
+                f"logit_bias must have at most {MAX_BIASED_TOKENS} tokens, not {len(self.logit_bias)}"
+            )
+        for token, bias in self.logit_bias:
+            _check_integer("a token of logit_bias", token, 0, MAX_POSITIONS)
+            _check_range("a bias of logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise RequestRejected("logit_bias must have each token once")
+        _check_integer("min_tokens", self.min_tokens, 0, MAX_POSITIONS)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestRejected(f"stop_token_ids must have at most {MAX_STOP_TOKENS}, not {len(self.stop_token_ids)}")
+        for token in self.stop_token_ids:
+            _check_integer("a token of stop_token_ids", token, 0, MAX_POSITIONS)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice of a token depends on those before it, other than by the logits."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are chosen from other logits than the model's."""
+        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def depth(self) -> float:
+        """How far below the highest logit min_p lets a token be, as in a row's record; 0 for any distance."""
+        # At temperature T, a token that is d below the highest one has e^(-d / T) of its probability.
+        if not self.min_p:
+            return 0.0
+        return max(-self.temperature * math.log(self.min_p), LEAST_DEPTH)
 
     @property
     def inverse_temperature(self) -> float:
@@ -117,6 +193,10 @@ class PromptRequest:
         continues: The caller's id of the request that this one replays; "" if a caller sent it.
         attempt: The number of this replay, from 1; 0 if a caller sent it.
         replayed_tokens: How many of `token_ids`, at their end, earlier attempts emitted.
+        priority: Its place among the tenant's requests that wait: lower ones are admitted first.
+        ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
+        scores_prompt: Whether the prompt's tokens are reported with their probabilities.
+        guide: Changes the logits; None if tokens are chosen from the model's. Replays continue with the same one.
     """
 
     tenant_id: str
@@ -128,6 +208,10 @@ class PromptRequest:
     continues: str = ""
     attempt: int = 0
     replayed_tokens: int = 0
+    priority: int = 0
+    ranks: int = 0
+    scores_prompt: bool = False
+    guide: "TokenGuide | None" = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         # A replay's id is the caller's with a suffix, so it may be a little longer.
@@ -139,6 +223,13 @@ class PromptRequest:
         _check_integer("max_emitted_tokens", self.max_emitted_tokens, 1, MAX_POSITIONS)
         if not _is_number(self.wait_s) or not 0 <= self.wait_s <= MAX_WAIT_S:
             raise RequestRejected(f"wait_s must be 0 to {MAX_WAIT_S:g} seconds, not {self.wait_s!r}")
+        _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        _check_integer("ranks", self.ranks, 0, MAX_RANKS)
+
+    @property
+    def has_guidance(self) -> bool:
+        """Whether its rows need a guided step."""
+        return self.guide is not None or self.ranks > 0 or self.scores_prompt
 
     @property
     def positions(self) -> int:
@@ -214,6 +305,11 @@ def _is_number(value: object) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or (
         isinstance(value, float) and math.isfinite(value)
     )
+
+
+def _check_range(name: str, value: object, least: float, most: float) -> None:
+    if not _is_number(value) or not least <= value <= most:  # type: ignore[operator]
+        raise RequestRejected(f"{name} must be a number from {least:g} to {most:g}, not {value!r}")
 
 
 def _check_integer(name: str, value: object, least: int, most: int) -> None:

@@ -1,5 +1,6 @@
 """Records that a step's kernels read and write: one of 64 bytes for each row, one of 16 bytes for each result."""
 
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -24,21 +25,75 @@ ROW: Final = np.dtype(
         ("top_k", "<i4"),  # 0: all tokens
         ("inverse_temperature", "<f4"),  # 0: the highest logit
         ("top_p", "<f4"),
-        ("padding", "<i4", (3,)),
+        ("depth", "<f4"),  # how far below the highest logit a token may lie; 0: any
+        ("padding", "<i4", (2,)),
     ]
 )
 """A row of a step. The kernels have the fields' offsets as constants (kernels/triton_source.py)."""
+
+NO_MASK: Final = -1
+NO_TARGET: Final = -1
+
+MAX_RANKS: Final = 20
+"""Most likeliest tokens that a row can report, the limit of OpenAI's API. The kernel `rank` has it as a constant."""
+
+GUIDE: Final = np.dtype(
+    [
+        ("first", "<i4"),  # its first entry
+        ("count", "<i4"),  # its entries
+        ("mask", "<i4"),  # its mask, or NO_MASK
+        ("ranks", "<i4"),  # how many of the likeliest tokens it reports
+        ("target", "<i4"),  # the token whose logit it reports instead of the chosen one's, or NO_TARGET
+        ("padding", "<i4", (3,)),
+    ]
+)
+"""What a row of a guided step has in addition to its ROW."""
+
+ENTRY: Final = np.dtype([("token", "<i4"), ("addend", "<f4"), ("divisor", "<f4"), ("subtrahend", "<f4")])
+"""A change of one token's logit: the addend is added, the sum is divided by the divisor if it is above 0 and else
+multiplied with it, and the subtrahend subtracted."""
+
+RANKED: Final = np.dtype([("token", "<i4"), ("logit", "<f4")])
+"""One of a row's likeliest tokens, and its logit."""
 
 # What a step sends back for each row: enough to report log-probabilities without the logits.
 RESULT: Final = np.dtype([("token", "<i4"), ("logit", "<f4"), ("top_logit", "<f4"), ("total", "<f4")])
 """A row's token, its logit, the highest logit, and the sum of e^(logit - highest) over all tokens."""
 
+
+def mask_words(vocabulary: int) -> int:
+    """Return the words of 32 bits in a mask: a bit for each token."""
+    return -(-vocabulary // 32)
+
+
 Rows: TypeAlias = NDArray[np.void]
 Results: TypeAlias = NDArray[np.void]
 
 
-def log_probabilities(results: Results) -> "NDArray[np.float64]":
-    """Return the natural logarithm of each result's probability, at temperature 1."""
+@dataclass(frozen=True, slots=True)
+class StepGuidance:
+    """What a guided step has in addition to its rows.
+
+    Attributes:
+        guides: GUIDE records, one for each row.
+        entries: ENTRY records, to which the guides refer. No row has a token twice.
+        masks: [masks, mask_words] u32: bit t % 32 of word t // 32 allows token t.
+    """
+
+    guides: Rows
+    entries: Rows
+    masks: NDArray[np.uint32]
+
+
+def log_probabilities(results: Results, logits: "NDArray[np.float32] | None" = None) -> "NDArray[np.float64]":
+    """Return the natural logarithm of each result's probability, at temperature 1.
+
+    `logits` [results, n] are other logits of the same rows: then theirs are returned, in the same shape.
+    """
+    if logits is not None:
+        tops, totals = results["top_logit"][:, None], results["total"][:, None]
+        others: NDArray[np.float64] = logits.astype(np.float64) - tops - np.log(totals.astype(np.float64))
+        return others
     # log(e^(logit - top) / total). In f64, as f32 would lose digits where the difference is large.
     found: NDArray[np.float64] = (
         results["logit"].astype(np.float64) - results["top_logit"] - np.log(results["total"].astype(np.float64))

@@ -29,7 +29,21 @@ from gpulease.client.decode.engine.forward_pass import (
 )
 from gpulease.client.decode.engine.linear_tiles import target_of
 from gpulease.client.decode.model_config import check_positions
-from gpulease.client.decode.row_records import NO_ROW, RESULT, ROW, Results, Rows
+from gpulease.client.decode.row_records import (
+    ENTRY,
+    GUIDE,
+    MAX_RANKS,
+    NO_MASK,
+    NO_ROW,
+    NO_TARGET,
+    RANKED,
+    RESULT,
+    ROW,
+    Results,
+    Rows,
+    StepGuidance,
+    mask_words,
+)
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
@@ -85,6 +99,17 @@ class BlockPool:
 class _Step:
     number: int
     rows: int
+    is_guided: bool
+
+
+@dataclass(slots=True)
+class _GuideArrays:
+    """Arrays of the arena that a guided step's copies read and write: as each of the two steps under way needs them."""
+
+    guides: Rows
+    entries: Rows
+    masks: "NDArray[np.uint32]"
+    ranked: Rows
 
 
 class DecodeEngine:
@@ -95,6 +120,8 @@ class DecodeEngine:
         session: The engine's session.
         limits: Rows, sequences and positions that it has room for.
         max_steps: Steps that may be under way: MAX_STEPS, or 1 in a session that shares no memory.
+        ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None
+            if that step had no guidance.
     """
 
     def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
@@ -104,8 +131,11 @@ class DecodeEngine:
         self.lease = lease
         self._forward: ForwardPass | None = forward
         self._buckets = buckets_of(self.limits.max_rows)
-        # By bucket of rows, and by parity: each of the two steps under way has its own stream, row and result arrays.
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        # By bucket of rows, by parity, and whether they are guided: each of the two steps under way has its own stream,
+        # row and result arrays.
+        self._graphs: dict[tuple[int, int, bool], Graph] = {}
+        self._guide_arrays: list[_GuideArrays] = []
+        self.ranked: Rows | None = None
         self._sets: dict[frozenset[BlockPool], RegionSet] = {}
         self._streams: list[Stream] = []
         self._rows: list[Rows] = []
@@ -173,16 +203,34 @@ class DecodeEngine:
             given["position"] = NO_ROW
             self._rows.append(given)
             self._results.append(found)
+            vocabulary = forward.weights.config.vocabulary
+            arrays = _GuideArrays(
+                session.empty(rows, GUIDE),
+                session.empty(self.limits.entries(vocabulary), ENTRY),
+                session.empty((self.limits.guided_rows, mask_words(vocabulary)), np.uint32),
+                session.empty((rows, MAX_RANKS), RANKED),
+            )
+            self._guide_arrays.append(arrays)
             # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
-            # `start` and `_fetch` do the copies.
+            # `start` and `_fetch` do the copies. Guided steps have graphs of their own, so that others have no kernel
+            # more for them.
             for bucket in self._buckets:
-                async with session.record() as graph:
-                    if session.shares_memory:
-                        await session.mem_write(forward.rows, 0, given[:bucket])
-                    await forward.launch(bucket)
-                    if session.shares_memory:
-                        await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
-                self._graphs[bucket, parity] = graph
+                for is_guided in (False, True):
+                    async with session.record() as graph:
+                        if session.shares_memory:
+                            await session.mem_write(forward.rows, 0, given[:bucket])
+                        await forward.launch(bucket, is_guided=is_guided)
+                        if session.shares_memory:
+                            await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
+                            if is_guided:
+                                ranked = arrays.ranked[:bucket]
+                                await session.mem_read(forward.ranked, 0, ranked.nbytes, into=ranked)
+                    self._graphs[bucket, parity, is_guided] = graph
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens."""
+        return self.forward.weights.config.vocabulary
 
     # --- the tenants' blocks ---
 
@@ -285,15 +333,16 @@ class DecodeEngine:
         """The number of steps that were started and not finished."""
         return len(self._steps)
 
-    async def start(self, rows: Rows, pools: Iterable[BlockPool]) -> int:
+    async def start(self, rows: Rows, pools: Iterable[BlockPool], guidance: StepGuidance | None = None) -> int:
         """Start a step behind those under way, without waiting for it. Returns its number.
 
         Args:
             rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before.
             pools: The pools of the rows' sequences.
+            guidance: What changes the choice of tokens, or reports more of them. Rows without any are unaffected.
 
-        Raises RequestRejected for too many rows or steps, RegionFailed if a pool ended, NoModelLoaded after `close`,
-        and what a session's end raises. The step is not under way then; those before it are.
+        Raises RequestRejected for too many rows, entries, masks or steps, RegionFailed if a pool ended, NoModelLoaded
+        after `close`, and what a session's end raises. The step is not under way then; those before it are.
         """
         count, most = len(rows), self.forward.limits.max_rows
         if not 0 < count <= most:
@@ -311,8 +360,10 @@ class DecodeEngine:
         given[:count] = rows
         given["position"][count:bucket] = NO_ROW
         given["source"][count:bucket] = NO_ROW
+        if guidance is not None:
+            self._check_guidance(guidance, count)
         # Under way from here on: a copy of blocks in another task may receive its refusal.
-        self._steps.append(_Step(number, count))
+        self._steps.append(_Step(number, count, guidance is not None))
         try:
             named = await self._region_set(frozenset(pools))
             if self.session.shares_memory:
@@ -321,8 +372,11 @@ class DecodeEngine:
             else:
                 # Another host's session: send the rows now, ahead of the launch on the same stream.
                 await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
+            if guidance is not None:
+                await self._send(guidance, parity, count, bucket)
             # `position` comes back in a refusal, by which it is assigned to its step.
-            await self._graphs[bucket, parity].launch(stream=stream, regions=named, position=number)
+            graph = self._graphs[bucket, parity, guidance is not None]
+            await graph.launch(stream=stream, regions=named, position=number)
         except BaseException as error:
             # It did not start. A refusal here may be that of the step before, which `_keep` then remembers for
             # `finish`.
@@ -332,6 +386,34 @@ class DecodeEngine:
             raise
         self._next += 1
         return number
+
+    def _check_guidance(self, guidance: StepGuidance, count: int) -> None:
+        arrays = self._guide_arrays[0]
+        if len(guidance.guides) != count:
+            raise RequestRejected(f"A step of {count} rows must have {count} guides, not {len(guidance.guides)}")
+        if len(guidance.entries) > len(arrays.entries) or len(guidance.masks) > len(arrays.masks):
+            raise RequestRejected(
+                f"A step must have at most {len(arrays.entries)} entries and {len(arrays.masks)} masks, not"
+                f" {len(guidance.entries)} and {len(guidance.masks)}"
+            )
+
+    async def _send(self, guidance: StepGuidance, parity: int, count: int, bucket: int) -> None:
+        """Copy a step's guidance to the card, on the step's stream: behind the step before, and ahead of the launch."""
+        arrays, stream = self._guide_arrays[parity], self._streams[parity]
+        arrays.guides[:count] = guidance.guides
+        # Padded rows are guided by nothing.
+        padding = arrays.guides[count:bucket]
+        padding["count"] = padding["ranks"] = 0
+        padding["mask"], padding["target"] = NO_MASK, NO_TARGET
+        forward, session = self.forward, self.session
+        await session.mem_write(forward.guides, 0, arrays.guides[:bucket], stream=stream)
+        # Only as many bytes as there are; arrays of the arena are copied without a wait.
+        if entries := len(guidance.entries):
+            arrays.entries[:entries] = guidance.entries
+            await session.mem_write(forward.entries, 0, arrays.entries[:entries], stream=stream)
+        if masks := len(guidance.masks):
+            arrays.masks[:masks] = guidance.masks
+            await session.mem_write(forward.masks, 0, arrays.masks[:masks], stream=stream)
 
     async def finish(self) -> Results:
         """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
@@ -350,19 +432,23 @@ class DecodeEngine:
             if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
             if not self.session.shares_memory:
-                await self._fetch(parity, step.rows)
+                await self._fetch(parity, step)
         except BaseException:
             self._steps.clear()
             self._refused = None
             raise
         self._steps.popleft()
-        # A copy, because the next but one step writes the same array.
+        # Copies, because the next but one step writes the same arrays.
+        self.ranked = self._guide_arrays[parity].ranked[: step.rows].copy() if step.is_guided else None
         return self._results[parity][: step.rows].copy()
 
-    async def _fetch(self, parity: int, rows: int) -> None:
+    async def _fetch(self, parity: int, step: _Step) -> None:
         """Read a step's results in a session without shared memory, where the step's graph can't copy them."""
-        found, stream = self._results[parity][:rows], self._streams[parity]
+        found, stream = self._results[parity][: step.rows], self._streams[parity]
         await self.session.mem_read(self.forward.results, 0, found.nbytes, into=found, stream=stream)
+        if step.is_guided:
+            ranked = self._guide_arrays[parity].ranked[: step.rows]
+            await self.session.mem_read(self.forward.ranked, 0, ranked.nbytes, into=ranked, stream=stream)
 
     async def _wait(self, parity: int) -> None:
         try:
@@ -412,6 +498,7 @@ class DecodeEngine:
             self._graphs.clear()
             self._rows.clear()
             self._results.clear()
+            self._guide_arrays.clear()
             await self.session.close()
 
     def _bucket(self, rows: int) -> int:

@@ -16,7 +16,7 @@ from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
 from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tile_of
 from gpulease.client.decode.model_config import ModelConfig
-from gpulease.client.decode.row_records import PAGE, RESULT, ROW
+from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, mask_words
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
@@ -37,6 +37,13 @@ MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Most bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
+
+
+MAX_GUIDED_ROWS: Final = 64
+"""Most rows of a step with entries or a mask. Each may need as many entries as it has tokens, in memory of its own."""
+
+MAX_BIASES: Final = 1024
+"""Most tokens that a request changes the logits of by itself, besides those in its sequence."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
@@ -83,6 +90,15 @@ class StepLimits:
     def table_blocks(self) -> int:
         """Entries of a sequence's block table: the blocks of its `positions`."""
         return -(-self.positions // PAGE)
+
+    @property
+    def guided_rows(self) -> int:
+        """The most rows of a step that have entries or a mask."""
+        return min(self.max_rows, self.tables, MAX_GUIDED_ROWS)
+
+    def entries(self, vocabulary: int) -> int:
+        """The most entries of a step: in each of `guided_rows`, its tokens and MAX_BIASES others."""
+        return self.guided_rows * min(vocabulary, self.positions + MAX_BIASES)
 
     @property
     def splits(self) -> int:
@@ -132,7 +148,19 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "rows": rows * ROW.itemsize,
         "results": rows * RESULT.itemsize,
         "tables": limits.tables * limits.table_blocks * 4,
+        # Of guided steps alone.
+        "guided": rows * config.vocabulary * 4,
+        "guided_bests": rows * _scanned_blocks(config) * 4,
+        "guided_tokens": rows * _scanned_blocks(config) * 4,
+        "ranked": rows * MAX_RANKS * RANKED.itemsize,
+        "guides": rows * GUIDE.itemsize,
+        "entries": limits.entries(config.vocabulary) * ENTRY.itemsize,
+        "masks": limits.guided_rows * mask_words(config.vocabulary) * 4,
     }
+    ranked_blocks = manifest().kernels["rank"].constants["LANES"]
+    if _scanned_blocks(config) > ranked_blocks:
+        most = ranked_blocks * manifest().kernels["scan"].constants["BLOCK_V"]
+        raise RequestRejected(f"The vocabulary must have at most {most:,} tokens, not {config.vocabulary:,}")
     for name, size in sizes.items():
         # Check here, before the lease is requested: in the kernels a larger index would wrap around.
         if size > MAX_BUFFER_BYTES:
@@ -178,6 +206,26 @@ class ForwardPass:
         return self._buffers["tables"]
 
     @property
+    def guides(self) -> Buffer:
+        """A guided step's GUIDE records, one for each row."""
+        return self._buffers["guides"]
+
+    @property
+    def entries(self) -> Buffer:
+        """A guided step's ENTRY records."""
+        return self._buffers["entries"]
+
+    @property
+    def masks(self) -> Buffer:
+        """A guided step's masks: [masks, mask_words] u32."""
+        return self._buffers["masks"]
+
+    @property
+    def ranked(self) -> Buffer:
+        """A guided step's likeliest tokens: RANKED records [R, MAX_RANKS]."""
+        return self._buffers["ranked"]
+
+    @property
     def logits(self) -> Buffer:
         """The last step's logits, in parts: [splits, R, vocabulary] f32."""
         return self._buffers["logits"]
@@ -187,17 +235,22 @@ class ForwardPass:
         # Allocated before the kernels are recorded, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        launches = (launch for rows in buckets_of(self.limits.max_rows) for launch in self.launches(rows))
+        launches = (
+            launch
+            for rows in buckets_of(self.limits.max_rows)
+            for is_guided in (False, True)
+            for launch in self.launches(rows, is_guided=is_guided)
+        )
         # A kernel per shape and number of rows: load those that any bucket uses, before the graphs are recorded.
         await self.library.load(*dict.fromkeys(launch.name for launch in launches))
 
-    async def launch(self, rows: int) -> None:
+    async def launch(self, rows: int, *, is_guided: bool = False) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
-        for launch in self.launches(rows):
+        for launch in self.launches(rows, is_guided=is_guided):
             await self.library.launch(launch)
 
-    def launches(self, rows: int) -> Iterator[KernelLaunch]:
-        """Yield the launches of a step of `rows` rows, in their order."""
+    def launches(self, rows: int, *, is_guided: bool = False) -> Iterator[KernelLaunch]:
+        """Yield the launches of a step of `rows` rows, in their order. A guided one reads `guides`, too."""
         config, b = self.weights.config, self._buffers
         width, limits = config.width, self.limits
         yield KernelLaunch(
@@ -220,10 +273,13 @@ class ForwardPass:
         # The last norm adds the last layer's output; then the head, and the choice of tokens.
         yield self._normalise(rows, self.weights.norm, before)
         yield self._linear(self.weights.head, rows, "x", "logits")
-        yield from self._sample(rows)
+        yield from self._sample(rows, is_guided=is_guided)
 
-    def _sample(self, rows: int) -> Iterator[KernelLaunch]:
-        """Yield the launches that choose each row's token from the logits: a scan by blocks, then a choice by row."""
+    def _sample(self, rows: int, *, is_guided: bool) -> Iterator[KernelLaunch]:
+        """Yield the launches that choose each row's token from the logits: a scan by blocks, then a choice by row.
+
+        A guided step chooses from changed logits instead, and ranks the likeliest tokens.
+        """
         b, vocabulary, blocks = self._buffers, self.weights.config.vocabulary, _scanned_blocks(self.weights.config)
         scanned: dict[str, Value] = {"bests": b["bests"], "tokens": b["best_tokens"], "totals": b["block_totals"]}
         logits: dict[str, Value] = {
@@ -231,7 +287,27 @@ class ForwardPass:
         }  # fmt: skip
         # Two kernels, because the vocabulary of a row must be scanned by many programs to be fast.
         yield KernelLaunch("scan", (rows, blocks), **scanned, **logits, blocks=blocks)
-        yield KernelLaunch("sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks)
+        if not is_guided:
+            yield KernelLaunch(
+                "sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks
+            )
+            return
+        # The row's own logits stay as they are: probabilities are theirs.
+        chosen: dict[str, Value] = {
+            "guided": b["guided"], "bests": b["guided_bests"], "tokens": b["guided_tokens"], "guides": b["guides"],
+        }  # fmt: skip
+        yield KernelLaunch(
+            "guide", (rows, blocks), **chosen, entries=b["entries"], masks=b["masks"], **logits, blocks=blocks,
+            mask_words=mask_words(vocabulary),
+        )  # fmt: skip
+        yield KernelLaunch(
+            "sample_guided", (rows,), results=b["results"], rows=b["rows"], **chosen, **logits, blocks=blocks,
+            own_bests=b["bests"], own_tokens=b["best_tokens"], own_totals=b["block_totals"],
+        )  # fmt: skip
+        yield KernelLaunch(
+            "rank", (rows,), ranked=b["ranked"], guides=b["guides"], bests=b["bests"], tokens=b["best_tokens"],
+            **logits, blocks=blocks,
+        )  # fmt: skip
 
     def _normalise(self, rows: int, weight: Buffer, before: Linear | None) -> KernelLaunch:
         """Return the launch that adds the parts of the linear `before` to h, and writes h's norm to x."""

@@ -103,6 +103,27 @@ def jobs() -> dict[str, Job]:
             {"BLOCK_V": 2048, "LANES": 128},
             warps=8,
         ),
+        "guide": Job(
+            s.guide,
+            _types("guided:f bests:f tokens:w parts:f guides:w entries:w masks:w splits stride V blocks mask_words"),
+            {"BLOCK_V": 2048, "LANES": 256},
+            warps=4,
+        ),
+        "sample_guided": Job(
+            s.sample_guided,
+            _types(
+                "results:w guided:f bests:f tokens:w parts:f guides:w rows:w own_bests:f own_tokens:w own_totals:f"
+                " splits stride V blocks"
+            ),
+            {"BLOCK_V": 2048, "LANES": 128},
+            warps=8,
+        ),
+        "rank": Job(
+            s.rank,
+            _types("ranked:w parts:f guides:w bests:f tokens:w splits stride V blocks"),
+            {"BLOCK_V": 2048, "LANES": 512, "PLACES": 20},
+            warps=8,
+        ),
     }
     # One function gives several files, one per tile. A file's name is the kernel's name in the manifest.
     for block, warps in NORM_BLOCKS.items():

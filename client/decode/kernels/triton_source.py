@@ -31,6 +31,20 @@ SEED = tl.constexpr(8)
 TOP_K = tl.constexpr(10)
 INVERSE_TEMPERATURE = tl.constexpr(11)
 TOP_P = tl.constexpr(12)
+DEPTH = tl.constexpr(13)
+
+# A row's record in a guided step: 8 words, and an entry of its list of tokens: 4 words.
+GUIDE_WORDS = tl.constexpr(8)
+FIRST = tl.constexpr(0)
+COUNT = tl.constexpr(1)
+MASK = tl.constexpr(2)
+RANKS = tl.constexpr(3)
+TARGET = tl.constexpr(4)
+ENTRY_WORDS = tl.constexpr(4)
+ENTRY_TOKEN = tl.constexpr(0)
+ADDEND = tl.constexpr(1)
+DIVISOR = tl.constexpr(2)
+SUBTRAHEND = tl.constexpr(3)
 
 RESULT_WORDS = tl.constexpr(4)
 PAGE = tl.constexpr(16)
@@ -652,23 +666,17 @@ def choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK
 
 
 @triton.jit
-def sample(
-    results, parts, rows, bests, tokens, totals, splits, stride, V, blocks, BLOCK_V: tl.constexpr, LANES: tl.constexpr
-):
-    """Choose each row's token from its logits [splits, R, V], and from what `scan` found of them.
+def sampled(record, parts, splits, stride, row, V, likeliest, top, BLOCK_V: tl.constexpr):
+    """Return the token that a row's sampling chooses from its logits.
 
-    A temperature of 0 (INVERSE_TEMPERATURE 0) takes the highest logit, of equal ones the lowest token. Otherwise the
-    TOP_K highest are kept (0: all), of those the fewest that have TOP_P of their probability, and a number that depends
-    on seed and position alone chooses. Equal logits are kept or not together. A result has the token, its logit, the
-    highest logit, and the sum of e^(logit - highest), from which the host computes its logarithm of probability.
+    A temperature of 0 (INVERSE_TEMPERATURE 0) takes `likeliest`. Otherwise the TOP_K highest are kept (0: all) that are
+    at most DEPTH below the highest (0: all), of those the fewest that have TOP_P of their probability, and a number
+    that depends on seed and position alone chooses. Equal logits are kept or not together.
     """
-    row = tl.program_id(0)
-    record = rows + row * WORDS
+    token = likeliest
     position = tl.load(record + POSITION)
     inverse = tl.load((record + INVERSE_TEMPERATURE).to(tl.pointer_type(tl.float32)))
     least = tl.full((), -2147483648, tl.int32)
-    # The likeliest token, also the answer for greedy sampling and for padded rows.
-    token, top, everything = merged(bests, tokens, totals, row, blocks, LANES)
     if (inverse > 0.0) & (position >= 0):
         # Step 1: top_k. Without it every token is kept.
         threshold = least
@@ -677,26 +685,149 @@ def sample(
         top_k = tl.load(record + TOP_K)
         if (top_k > 0) & (top_k < V):
             threshold, count = top_k_threshold(parts, splits, stride, row, V, limit, top_k, BLOCK_V)
-        total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
+        # Step 2: min_p, which the host has turned into a distance from the highest logit.
+        depth = tl.load((record + DEPTH).to(tl.pointer_type(tl.float32)))
+        if depth > 0.0:
+            threshold = tl.maximum(threshold, ordered(top - depth))
+        total, count = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
         top_p = tl.load((record + TOP_P).to(tl.pointer_type(tl.float32)))
-        # Step 2: top_p, of the probability that top_k has left.
+        # Step 3: top_p, of the probability that is left.
         if top_p < 1.0:
             enough = total * top_p
             threshold = top_p_threshold(
                 parts, splits, stride, row, V, limit, threshold, count, enough, top, inverse, BLOCK_V
             )
             total, _ = total_kept(parts, splits, stride, row, V, threshold, top, inverse, BLOCK_V)
-        # Step 3: choose by the number of this seed and position. Rounding may choose none: then the likeliest token is
+        # Step 4: choose by the number of this seed and position. Rounding may choose none: then the likeliest token is
         # taken.
         seed = tl.load((record + SEED).to(tl.pointer_type(tl.int64)))
         wanted = uniform(seed, position) * total
         chosen = choose(parts, splits, stride, row, V, threshold, top, inverse, wanted, BLOCK_V)
-        token = tl.where(chosen < 0, token, chosen)
-    # Step 4: the result. Probabilities are those of the unfiltered logits at temperature 1.
+        token = tl.where(chosen < 0, likeliest, chosen)
+    return token
+
+
+@triton.jit
+def store_result(results, row, token, logit, top, everything):
     out = results + row * RESULT_WORDS
-    logit = added(parts, splits, stride, row * V + token, token < V)
     tl.store(out, token)
     floats = (out + 1).to(tl.pointer_type(tl.float32))
     tl.store(floats, logit)
     tl.store(floats + 1, top)
     tl.store(floats + 2, everything)
+
+
+@triton.jit
+def sample(
+    results, parts, rows, bests, tokens, totals, splits, stride, V, blocks, BLOCK_V: tl.constexpr, LANES: tl.constexpr
+):
+    """Choose each row's token from its logits [splits, R, V], and from what `scan` found of them.
+
+    A result has the token, its logit, the highest logit, and the sum of e^(logit - highest), from which the host
+    computes its logarithm of probability: that of the unfiltered logits at temperature 1.
+    """
+    row = tl.program_id(0)
+    # The likeliest token, also the answer for greedy sampling and for padded rows.
+    likeliest, top, everything = merged(bests, tokens, totals, row, blocks, LANES)
+    token = sampled(rows + row * WORDS, parts, splits, stride, row, V, likeliest, top, BLOCK_V)
+    logit = added(parts, splits, stride, row * V + token, token < V)
+    store_result(results, row, token, logit, top, everything)
+
+
+@triton.jit
+def guide(
+    guided, bests, tokens, parts, guides, entries, masks, splits, stride, V, blocks, mask_words,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the logits that each row chooses from, guided [R, V], and their bests and tokens as `scan` does.
+
+    A row's mask (MASK, -1: none) allows tokens, a bit each; the others get -infinity. Its entries, COUNT from FIRST on,
+    have a token each, no token twice: ADDEND is added to its logit, the sum is divided by DIVISOR if it is above 0 and
+    multiplied otherwise, and SUBTRAHEND subtracted. A row without either chooses from its own logits, to the bit.
+    """
+    row, block = tl.program_id(0), tl.program_id(1)
+    begin = block * BLOCK_V
+    c = begin + tl.arange(0, BLOCK_V)
+    record = guides + row * GUIDE_WORDS
+    logits = added(parts, splits, stride, row * V + c, c < V)
+    mask = tl.load(record + MASK)
+    words = tl.load(masks + mask * mask_words + c // 32, mask=(c < V) & (mask >= 0), other=-1)
+    logits = tl.where(((words >> (c % 32)) & 1) != 0, logits, -float("inf"))
+    tl.store(guided + row * V + c, logits, mask=c < V)
+    count = tl.load(record + COUNT)
+    if count > 0:
+        # The entries' lanes are not those that stored the block, so all stores come before their loads.
+        tl.debug_barrier()
+        first = tl.load(record + FIRST)
+        lanes = tl.arange(0, LANES)
+        for e in range(0, count, LANES):
+            entry = entries + (first + e + lanes) * ENTRY_WORDS
+            token = tl.load(entry + ENTRY_TOKEN, mask=e + lanes < count, other=-1)
+            here = (token >= begin) & (token < begin + BLOCK_V) & (token < V)
+            addend = tl.load((entry + ADDEND).to(tl.pointer_type(tl.float32)), mask=here, other=0.0)
+            divisor = tl.load((entry + DIVISOR).to(tl.pointer_type(tl.float32)), mask=here, other=1.0)
+            less = tl.load((entry + SUBTRAHEND).to(tl.pointer_type(tl.float32)), mask=here, other=0.0)
+            value = tl.load(guided + row * V + token, mask=here, other=0.0) + addend
+            value = tl.where(value > 0.0, tl.div_rn(value, divisor), value * divisor) - less
+            tl.store(guided + row * V + token, value, mask=here)
+        tl.debug_barrier()
+        logits = tl.load(guided + row * V + c, mask=c < V, other=-float("inf"))
+    # As in `scan`: NaN never wins, and of equal logits the lowest token does.
+    numbers = tl.where((c < V) & (logits == logits), logits, -float("inf"))
+    best = tl.max(numbers, 0)
+    token = tl.min(tl.where((numbers == best) & (c < V), c, 2147483647), 0)
+    tl.store(bests + row * blocks + block, best)
+    tl.store(tokens + row * blocks + block, tl.where(best > -float("inf"), token, 0))
+
+
+@triton.jit
+def sample_guided(
+    results, guided, bests, tokens, parts, guides, rows, own_bests, own_tokens, own_totals, splits, stride, V, blocks,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Choose each row's token from its guided logits, and report it with the probability that its own logits give it.
+
+    `own_bests`, `own_tokens` and `own_totals` are what `scan` found of the row's own logits. A row with a TARGET (not
+    -1) reports that token's logit instead of the chosen one's: so a prompt's tokens are scored.
+    """
+    row = tl.program_id(0)
+    likeliest, top, _ = merged(bests, tokens, own_totals, row, blocks, LANES)
+    token = sampled(rows + row * WORDS, guided, 1, stride, row, V, likeliest, top, BLOCK_V)
+    _, own_top, everything = merged(own_bests, own_tokens, own_totals, row, blocks, LANES)
+    target = tl.load(guides + row * GUIDE_WORDS + TARGET)
+    shown = tl.where(target < 0, token, target)
+    logit = added(parts, splits, stride, row * V + shown, shown < V)
+    store_result(results, row, token, logit, own_top, everything)
+
+
+@triton.jit
+def rank(
+    ranked, parts, guides, bests, tokens, splits, stride, V, blocks,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Write each row's RANKS likeliest tokens and their logits, ranked [R, PLACES, 2]; of equal ones the lowest token.
+
+    `bests` and `tokens` are what `scan` found; there are at most LANES blocks. Behind the last number, logits are
+    -infinity.
+    """
+    row = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    at = row * blocks + lanes
+    best = tl.load(bests + at, mask=lanes < blocks, other=-float("inf"))
+    token = tl.load(tokens + at, mask=lanes < blocks, other=2147483647)
+    for place in range(tl.load(guides + row * GUIDE_WORDS + RANKS)):
+        top = tl.max(best, 0)
+        found = tl.min(tl.where(best == top, token, 2147483647), 0)
+        out = ranked + (row * PLACES + place) * 2
+        tl.store(out, found)
+        tl.store((out + 1).to(tl.pointer_type(tl.float32)), top)
+        # Only the block that had it changes: its next best is that of the tokens behind this one in the order.
+        block = found // BLOCK_V
+        c = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        logits = added(parts, splits, stride, row * V + c, c < V)
+        behind = (c < V) & ((logits < top) | ((logits == top) & (c > found)))
+        numbers = tl.where(behind, logits, -float("inf"))
+        its = tl.max(numbers, 0)
+        its_token = tl.min(tl.where(behind & (numbers == its), c, 2147483647), 0)
+        best = tl.where(lanes == block, its, best)
+        token = tl.where(lanes == block, its_token, token)

@@ -1,6 +1,6 @@
 """An answer as it grows: tokens become pieces of text, and the text ends before a stop."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -21,13 +21,15 @@ class TokenText:
 
     Attributes:
         data: The bytes that it stands for, possibly only part of a character.
-        log_probability: The logarithm of its probability.
-        begin: Where its text begins in the answer, in characters.
+        log_probability: The logarithm of its probability; None for a prompt's first token, which has none.
+        begin: Where its text begins in the answer, in characters; an echoed prompt counts.
+        ranks: The bytes of the likeliest tokens at its place, with the logarithms of their probabilities.
     """
 
     data: bytes
-    log_probability: float
+    log_probability: float | None
     begin: int
+    ranks: tuple[tuple[bytes, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -57,11 +59,19 @@ class AnswerText:
 
     Attributes:
         completion_tokens: Tokens that were added.
+        log_probability: The sum of theirs.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str], end_tokens: frozenset[int]) -> None:
-        """Begin an answer. Tokens in `end_tokens` end a sequence and are not part of the text."""
+    def __init__(
+        self, tokenizer: "Tokenizer", stops: Sequence[str], end_tokens: frozenset[int], offset: int = 0
+    ) -> None:
+        """Begin an answer, behind `offset` characters of an echoed prompt.
+
+        Tokens in `end_tokens` end a sequence and are not part of the text.
+        """
         self.completion_tokens = 0
+        self.log_probability = 0.0
+        self._offset = offset
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(), StopFilter(stops)
         # Tokens with text that is not given out yet, each with the end of its text in the answer.
@@ -76,12 +86,12 @@ class AnswerText:
     def add(self, emitted: Emitted) -> Piece:
         """Add a token. Returns the text that is certain now, with its tokens."""
         self.completion_tokens += 1
+        self.log_probability += emitted.log_probability
         # The stream holds back the bytes of an incomplete character, so a token may add no text yet.
         text = self._stream.add(emitted.token)
         if emitted.token not in self._end_tokens:
             # End tokens have no text and are not listed among the answer's tokens.
-            log = max(emitted.log_probability, LEAST_LOG_PROBABILITY)
-            token = TokenText(self._bytes_of(emitted.token), log, self._decoded)
+            token = token_text(self._bytes_of, emitted, self._offset + self._decoded)
             self._waiting.append((token, self._decoded + len(text)))
         self._decoded += len(text)
         # The filter holds back what may be the beginning of a stop.
@@ -106,7 +116,7 @@ class AnswerText:
             count = len(waiting)
         elif is_last:
             # After a stop, tokens that begin before it belong to the answer: part of their text does.
-            count = sum(token.begin < self._given for token, _ in waiting)
+            count = sum(token.begin < self._offset + self._given for token, _ in waiting)
         else:
             # In between, give a token out once all of its text is. After a stop, wait for `end`.
             count = next((number for number, (_, end) in enumerate(waiting) if end > self._given), len(waiting))
@@ -115,6 +125,27 @@ class AnswerText:
         tokens = [token for token, _ in waiting[:count]]
         del waiting[:count]
         return Piece(text, tokens)
+
+
+def token_text(bytes_of: Callable[[int], bytes], emitted: Emitted, begin: int) -> TokenText:
+    """Return a token with its bytes and those of the likeliest tokens at its place."""
+    ranks = tuple((bytes_of(token), max(log, LEAST_LOG_PROBABILITY)) for token, log in emitted.ranks)
+    log = max(emitted.log_probability, LEAST_LOG_PROBABILITY)
+    return TokenText(bytes_of(emitted.token), log, begin, ranks)
+
+
+def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted]) -> Piece:
+    """Return a prompt as the first piece of its answer, with its tokens if they were scored."""
+    stream, piece = tokenizer.stream(), Piece()
+    for place, token in enumerate(prompt):
+        begin = len(piece.text)
+        piece.text += stream.add(token)
+        if place == 0:
+            piece.tokens.append(TokenText(tokenizer.bytes_of(token), None, begin))
+        elif place <= len(scores):
+            piece.tokens.append(token_text(tokenizer.bytes_of, scores[place - 1], begin))
+    piece.text += stream.end()
+    return piece
 
 
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Piece]:

@@ -22,6 +22,7 @@ class ReplyHead:
         created: Seconds since 1970.
         is_chat: Whether it answers a chat.
         has_logprobs: Whether the caller requested log-probabilities.
+        ranks: How many of the likeliest tokens it requested with each.
         has_usage: Whether a stream ends with the token counts.
         seed: The seed that the server chose; None if the caller did.
     """
@@ -31,22 +32,29 @@ class ReplyHead:
     created: int
     is_chat: bool
     has_logprobs: bool
+    ranks: int
     has_usage: bool
     seed: int | None
 
-    def whole(self, piece: Piece, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-        """Return the body of a reply that is not a stream, with the whole answer as one piece."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish, "logprobs": self._logprobs(piece.tokens)}
+    def whole(self, answers: Sequence[Piece], prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+        """Return the body of a reply that is not a stream, with each whole answer as one piece."""
+        choices = [self._choice(index, piece) for index, piece in enumerate(answers)]
+        body = self._object(choices, is_chunk=False) | {"usage": usage(prompt_tokens, completion_tokens)}
+        replays = max((piece.replays for piece in answers if piece.replays is not None), default=None)
+        return body | self._extension(replays, is_first=True)
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.tokens)
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": logprobs}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
         else:
             choice["text"] = piece.text
-        body = self._object([choice], is_chunk=False) | {"usage": usage(prompt_tokens, completion_tokens)}
-        return body | self._extension(piece.replays, is_first=True)
+        return choice
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> dict[str, Any]:
-        """Return the stream's object for a piece of the answer; `is_first` if it begins the stream."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish or None}
+    def chunk(self, piece: Piece, index: int = 0, *, is_first: bool) -> dict[str, Any]:
+        """Return the stream's object for a piece of an answer; `is_first` if it begins that answer."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish or None}
         # Only the first chunk of a chat has the role, even if its content is still empty.
         choice["logprobs"] = self._logprobs(piece.tokens) if piece.tokens else None
         if self.is_chat:
@@ -82,15 +90,34 @@ class ReplyHead:
             return {
                 "tokens": texts,
                 "token_logprobs": [token.log_probability for token in tokens],
-                "top_logprobs": None,
+                "top_logprobs": [_top_logprobs(token) for token in tokens] if self.ranks else None,
                 "text_offset": [token.begin for token in tokens],
             }
         # Chats and completions have different shapes for the same data.
         entries = [
-            {"token": text, "logprob": token.log_probability, "bytes": list(token.data), "top_logprobs": []}
+            {
+                "token": text,
+                "logprob": token.log_probability,
+                "bytes": list(token.data),
+                "top_logprobs": [
+                    {"token": data.decode(errors="replace"), "logprob": log, "bytes": list(data)}
+                    for data, log in token.ranks
+                ],
+            }
             for text, token in zip(texts, tokens, strict=True)
         ]
         return {"content": entries, "refusal": None}
+
+
+def _top_logprobs(token: TokenText) -> dict[str, float] | None:
+    """Return the likeliest tokens by their texts, and the token itself, as completions have them."""
+    if token.log_probability is None:
+        return None
+    # Several tokens may have the same text, such as parts of characters: the likeliest one counts.
+    found: dict[str, float] = {}
+    for data, log in (*token.ranks, (token.data, token.log_probability)):
+        found.setdefault(data.decode(errors="replace"), log)
+    return found
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from gpulease.client.decode.decode_errors import RequestRejected
-from gpulease.client.decode.decode_requests import MAX_POSITIONS, SamplingParameters
+from gpulease.client.decode.decode_requests import MAX_POSITIONS, MAX_PRIORITY, SamplingParameters
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, check_parameters
+from gpulease.client.decode.row_records import MAX_RANKS
 from gpulease.client.texts import quoted
 
 MAX_STOPS: Final = 4
@@ -23,11 +24,35 @@ MAX_REFUSAL_CHARACTERS: Final = 240
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat. The model's template processes each, in a time that only the process's limits bound."""
 
+MAX_CHOICES: Final = 128
+"""Most choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
+
+MAX_VARIABLES: Final = 64
+"""Most variables that a chat gives its model's template."""
+
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """Default tokens of a completion, as in OpenAI's API."""
 
 ALL_TOKENS: Final = -1
 """The top_k that keeps all tokens, in the API of other servers."""
+
+MAX_TOKEN_DIGITS: Final = 10
+"""Most digits of a token's id. Python reads longer numbers in quadratic time."""
+
+_SAMPLING_NAMES: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+"""The parameters of SamplingParameters with the same name and type."""
+
+_OWN_NAMES: Final[Mapping[str, str]] = {"ignores_end": "ignore_eos"}
+"""Attributes of SamplingParameters that a request has by another name."""
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """The accepted roles, and their names in models' templates."""
@@ -40,26 +65,38 @@ class CompletionRequest:
     Attributes:
         is_chat: Whether it is a chat.
         model: The model's name; "" for the one that is served.
-        prompt: A text, or its tokens; "" for a chat.
+        prompts: Texts, or their tokens; () for a chat.
         messages: A chat's messages, each with `role` and `content`; () for a completion.
-        max_tokens: Most tokens to emit; None if the caller sent no limit.
+        variables: Further variables of the chat's template.
+        max_tokens: Most tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
+        choices: Answers to each prompt.
+        tries: Sequences for each prompt, of which the likeliest `choices` are sent.
         sampling: How tokens are chosen.
         is_seed_chosen: Whether the caller left the seed to the server.
         stops: Texts that end the answer.
         has_logprobs: Whether the tokens' log-probabilities are sent.
+        ranks: How many of the likeliest tokens are sent with each.
+        is_echo: Whether the prompt is sent before its answer.
+        priority: Its place among the tenant's requests that wait.
         is_stream: Whether the answer is sent as it is computed.
         has_usage: Whether the stream ends with the token counts.
     """
 
     is_chat: bool
     model: str
-    prompt: str | tuple[int, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
     messages: tuple[Mapping[str, str], ...]
+    variables: Mapping[str, Any]
     max_tokens: int | None
+    choices: int
+    tries: int
     sampling: SamplingParameters
     is_seed_chosen: bool
     stops: tuple[str, ...]
     has_logprobs: bool
+    ranks: int
+    is_echo: bool
+    priority: int
     is_stream: bool
     has_usage: bool
 
@@ -83,16 +120,26 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     if options is not None and (not is_stream or not isinstance(options, dict)):
         raise invalid("stream_options is an object, and taken with stream alone", "stream_options")
     check_parameters(options or {}, STREAM_OPTIONS, is_chat=is_chat, where="stream_options.")
+    prompts = () if is_chat else _prompts(said.get("prompt"))
+    choices, tries = _choices(said, len(prompts) or 1, is_stream=is_stream)
+    has_logprobs, ranks = _logprobs_of_chat(said) if is_chat else _logprobs_of_completion(said)
+    is_echo = _flag(said, "echo")
     return CompletionRequest(
         is_chat=is_chat,
         model=_text(said, "model"),
-        prompt="" if is_chat else _prompt(said.get("prompt")),
+        prompts=prompts,
         messages=_messages(said.get("messages")) if is_chat else (),
-        max_tokens=_max_tokens(said, is_chat=is_chat),
+        variables=_variables(said.get("chat_template_kwargs")),
+        max_tokens=_max_tokens(said, 0 if is_echo else 1, is_chat=is_chat),
+        choices=choices,
+        tries=tries,
         sampling=_sampling(said, fresh_seed if seed is None else seed % 2**64),
         is_seed_chosen=seed is None,
         stops=_stops(said.get("stop")),
-        has_logprobs=_flag(said, "logprobs") if is_chat else _wants_logprobs(said),
+        has_logprobs=has_logprobs,
+        ranks=ranks,
+        is_echo=is_echo,
+        priority=_within(said, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY),
         is_stream=is_stream,
         has_usage=_flag(options or {}, "include_usage"),
     )
@@ -134,6 +181,39 @@ def _integer(said: Mapping[str, Any], name: str) -> int | None:
     raise invalid(f"{name} = {quoted(value)}; send an integer", name)
 
 
+def _within(said: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = _integer(said, name)
+    if value is None:
+        return default
+    if not least <= value <= most:
+        raise invalid(f"{name} = {quoted(value)}; send an integer from {least} to {most}", name)
+    return value
+
+
+def _choices(said: Mapping[str, Any], prompts: int, *, is_stream: bool) -> tuple[int, int]:
+    """Return how many answers each of so many prompts gets, and of how many sequences they are the likeliest."""
+    choices = _within(said, "n", 1, 1, MAX_CHOICES)
+    tries = _within(said, "best_of", choices, 1, MAX_CHOICES)
+    if tries < choices:
+        raise invalid(f"best_of = {tries} is below n = {choices}; send at least as much", "best_of")
+    if tries > choices and is_stream:
+        raise invalid("which answers are best is known at their ends; leave best_of out, or stream", "best_of")
+    if prompts * tries > MAX_CHOICES:
+        name = "prompt" if prompts > 1 else "n"
+        raise invalid(f"the request has {prompts * tries} sequences; send at most {MAX_CHOICES}", name)
+    return choices, tries
+
+
+def _variables(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_VARIABLES:
+        raise invalid(
+            f"chat_template_kwargs must be an object of up to {MAX_VARIABLES} members", "chat_template_kwargs"
+        )
+    return value
+
+
 def _text(said: Mapping[str, Any], name: str) -> str:
     value = said.get(name)
     if value is None or isinstance(value, str):
@@ -141,15 +221,15 @@ def _text(said: Mapping[str, Any], name: str) -> str:
     raise invalid(f"{name} = {quoted(value)}; send a text", name)
 
 
-def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
+def _max_tokens(said: Mapping[str, Any], least: int, *, is_chat: bool) -> int | None:
     names = ["max_tokens", *(["max_completion_tokens"] if is_chat else [])]
     # Chats have two names for the same limit. Both are accepted if they agree.
     found = {name: value for name in names if (value := _integer(said, name)) is not None}
     if len(set(found.values())) > 1:
         raise invalid("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
     for name, value in found.items():
-        if value < 1:
-            raise invalid(f"{name} = {quoted(value)}; send 1 or more", name)
+        if value < least:
+            raise invalid(f"{name} = {quoted(value)}; send {least} or more", name)
         if value > MAX_POSITIONS:
             raise invalid(f"{name} = {quoted(value)} is more than any model has", name)
         return value
@@ -159,15 +239,17 @@ def _max_tokens(said: Mapping[str, Any], *, is_chat: bool) -> int | None:
 
 def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
     # OpenAI's default temperature is 1, unlike this engine's.
-    values = {"temperature": 1.0} | {
-        name: value for name in ("temperature", "top_p", "top_k") if (value := said.get(name)) is not None
-    }
+    values: dict[str, Any] = {"temperature": 1.0}
+    values |= {name: value for name in _SAMPLING_NAMES if (value := said.get(name)) is not None}
+    values |= {"logit_bias": _biases(said.get("logit_bias")), "ignores_end": _flag(said, "ignore_eos")}
+    values["stop_token_ids"] = _stop_tokens(said.get("stop_token_ids"))
     # Other servers write -1 for "all", where this engine has 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
     # Check each value alone first, so that the error can name its parameter.
     for name, value in values.items():
-        _made(lambda name=name, value=value: SamplingParameters(**{name: value}), name)  # type: ignore[misc]
+        said_name = str(_OWN_NAMES.get(name, name))
+        _made(lambda name=name, value=value: SamplingParameters(**{name: value}), said_name)  # type: ignore[misc]
     return SamplingParameters(seed=seed, **values)
 
 
@@ -178,11 +260,36 @@ def _made(make: Callable[[], SamplingParameters], name: str) -> None:
         raise invalid(str(error)[:MAX_REFUSAL_CHARACTERS], name) from None
 
 
-def _wants_logprobs(said: Mapping[str, Any]) -> bool:
-    value = said.get("logprobs")
-    if value is None or (type(value) is int and value in (0, 1)):
-        return value is not None
-    raise invalid(f"logprobs = {quoted(value)}; 0 or 1 is offered: the chosen token's alone", "logprobs")
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    # JSON's names are texts, so OpenAI's API has token ids as texts.
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise invalid("logit_bias must be an object of token ids with a bias each", "logit_bias")
+    for token in value:
+        if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
+            raise invalid(f"logit_bias: {quoted(token)} must be a token id", "logit_bias")
+    return tuple((int(token), bias) for token, bias in value.items())
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise invalid("stop_token_ids must be a list of token ids", "stop_token_ids")
+    return tuple(value)
+
+
+def _logprobs_of_completion(said: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return whether a completion's log-probabilities are sent, and how many of the likeliest tokens."""
+    return said.get("logprobs") is not None, _within(said, "logprobs", 0, 0, MAX_RANKS)
+
+
+def _logprobs_of_chat(said: Mapping[str, Any]) -> tuple[bool, int]:
+    has_logprobs, ranks = _flag(said, "logprobs"), _within(said, "top_logprobs", 0, 0, MAX_RANKS)
+    if ranks and not has_logprobs:
+        raise invalid("top_logprobs is taken with logprobs alone; send logprobs = true", "top_logprobs")
+    return has_logprobs, ranks
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -196,18 +303,22 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    # A list of texts, or of lists of tokens, has several prompts; a list of tokens is one.
+    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+        if len(value) > MAX_CHOICES:
+            raise invalid(f"prompt has {len(value)} prompts; send at most {MAX_CHOICES}", "prompt")
+        return tuple(_prompt(item) for item in value)
+    return (_prompt(value),)
+
+
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    # A list of one prompt is that prompt; several prompts would need several choices.
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
     if isinstance(value, str) and value:
         return value
     # Token ids, which need no tokenizer.
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
-    if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
-        raise invalid("prompt has several prompts; send one a request", "prompt", "unsupported_parameter")
-    raise invalid("prompt is a text or a list of tokens, and not empty", "prompt")
+    raise invalid("prompt is a text, a list of tokens, or a list of those, and not empty", "prompt")
 
 
 def _messages(value: Any) -> tuple[Mapping[str, str], ...]:

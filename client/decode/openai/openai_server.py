@@ -27,7 +27,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused
-from gpulease.client.decode.openai.answer_text import AnswerText, Piece, pieces
+from gpulease.client.decode.decode_requests import MAX_SEED
+from gpulease.client.decode.openai.answer_text import Piece
+from gpulease.client.decode.openai.answers import Answer, best_of, together
 from gpulease.client.decode.openai.api_errors import (
     CLOSED_REQUEST,
     OVERLOADED,
@@ -176,31 +178,55 @@ class OpenAiFace:
                 if error.reason is AdmissionReason.TOO_LARGE:
                     raise prompt_too_long(self._room(tenant), error.message, is_chat=is_chat) from None
                 raise
-            asked, tokens = completion_of(answer)
+            asked, token_lists = completion_of(answer)
             # Step 3: submit. From here on the scheduler counts the request, so the place is given back.
-            max_tokens = self._max_tokens(asked, len(tokens), tenant)
-            generation = self._decoder.submit(
-                tokens,
-                max_tokens=max_tokens,
-                sampling=asked.sampling,
-                tenant_id=tenant,
-                wait_s=self._wait_s,
-                # Prefixed, so that two tenants may use the same id without learning of each other.
-                request_id=f"{tenant}/{reply.request_id}",
-            )
-        async with _ended_with(generation, request.receive):
+            generations = self._submit(tenant, reply.request_id, asked, token_lists)
+        async with _ended_with(generations, request.receive):
             # Step 4: a request that was refused at once still gets its own status, because no stream has begun.
-            refused = generation.error
-            if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
-                # In OpenAI's words, from which clients learn how much to shorten.
-                raise too_long(self._room(tenant), len(tokens), max_tokens, is_chat=is_chat)
-            if refused is not None:
-                raise refused
-            # Step 5: send the tokens. The generation ends with this block, also if the caller disconnects.
-            await self._answer(asked, generation, reply, len(tokens))
+            for generation in generations:
+                refused, its = generation.error, generation.request
+                if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
+                    # In OpenAI's words, from which clients learn how much to shorten.
+                    sizes = len(its.token_ids), its.max_emitted_tokens
+                    raise too_long(self._room(tenant), *sizes, is_chat=is_chat)
+                if refused is not None:
+                    raise refused
+            # Step 5: send the tokens. The generations end with this block, also if the caller disconnects.
+            await self._answer(asked, generations, reply, sum(map(len, token_lists)))
+
+    def _submit(
+        self, tenant: str, request_id: str, asked: CompletionRequest, prompts: Sequence[tuple[int, ...]]
+    ) -> list[Generation]:
+        """Submit a request's sequences: for each prompt as many as it has tries, each with a seed of its own."""
+        generations: list[Generation] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                max_tokens = self._max_tokens(asked, len(prompt), tenant)
+                for choice in range(asked.tries):
+                    # Prefixed, so that two tenants may use the same id without learning of each other.
+                    name = f"{tenant}/{request_id}"
+                    place = number * asked.tries + choice
+                    seed = (asked.sampling.seed + choice) % (MAX_SEED + 1)
+                    generation = self._decoder.submit(
+                        prompt,
+                        max_tokens=max_tokens,
+                        sampling=replace(asked.sampling, seed=seed),
+                        tenant_id=tenant,
+                        wait_s=self._wait_s,
+                        request_id=f"{name}#{place}" if place else name,
+                        priority=asked.priority,
+                        ranks=asked.ranks,
+                        scores_prompt=asked.is_echo and asked.has_logprobs,
+                    )
+                    generations.append(generation)
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        return generations
 
     async def _answer(
-        self, asked: CompletionRequest, generation: Generation, reply: "_Reply", prompt_tokens: int
+        self, asked: CompletionRequest, generations: Sequence[Generation], reply: "_Reply", prompt_tokens: int
     ) -> None:
         head = ReplyHead(
             request_id=reply.request_id,
@@ -208,35 +234,46 @@ class OpenAiFace:
             created=int(time.time()),
             is_chat=asked.is_chat,
             has_logprobs=asked.has_logprobs,
+            ranks=asked.ranks,
             has_usage=asked.has_usage,
             seed=asked.sampling.seed if asked.is_seed_chosen else None,
         )
-        settings = self._decoder.scheduler.settings
-        answer = AnswerText(await self._decoder.tokenizer(), asked.stops, settings.end_tokens)
+        tokenizer = await self._decoder.tokenizer()
+        answers = [Answer(tokenizer, asked, self._decoder.end_tokens(asked.sampling), one) for one in generations]
         if not asked.is_stream:
             # One reply: collect all pieces first, so an error can still be the reply's status.
-            whole = Piece()
-            async for piece in pieces(generation, answer):
-                whole.text += piece.text
-                whole.tokens += piece.tokens
-                whole.replays = whole.replays if piece.replays is None else piece.replays
-                whole.finish = piece.finish
-            await reply.whole(head.whole(whole, prompt_tokens, answer.completion_tokens))
+            await together(answer.collect() for answer in answers)
+            wholes = [
+                answer.whole
+                for first in range(0, len(answers), asked.tries)
+                for answer in best_of(answers[first : first + asked.tries], asked.choices)
+            ]
+            completion_tokens = sum(answer.completion_tokens for answer in answers)
+            await reply.whole(head.whole(wholes, prompt_tokens, completion_tokens))
             return
-        is_first = True
-        # The head and comments are sent while the request waits; a caller that takes none of them ends it.
-        async with reply.stream(generation.cancel):
-            async for piece in pieces(generation, answer):
+
+        async def send(index: int, answer: Answer) -> None:
+            is_first = True
+            async for piece in answer.pieces():
                 last = piece.finish
                 if last and (piece.text or is_first):
                     # Clients expect the finish reason in a separate object.
-                    await reply.event(head.chunk(replace(piece, finish=""), is_first=is_first))
+                    await reply.event(head.chunk(replace(piece, finish=""), index, is_first=is_first))
                     is_first, piece = False, Piece(finish=last)
-                await reply.event(head.chunk(piece, is_first=is_first))
+                await reply.event(head.chunk(piece, index, is_first=is_first))
                 is_first = False
+
+        def give_up() -> None:
+            for generation in generations:
+                generation.cancel()
+
+        # The head and comments are sent while the request waits; a caller that takes none of them ends it.
+        async with reply.stream(give_up):
+            await together(send(index, answer) for index, answer in enumerate(answers))
             # OpenAI sends the token counts in a last object without choices.
             if asked.has_usage:
-                await reply.event(head.usage_chunk(prompt_tokens, answer.completion_tokens))
+                completion_tokens = sum(answer.completion_tokens for answer in answers)
+                await reply.event(head.usage_chunk(prompt_tokens, completion_tokens))
         await reply.end(DONE)
 
     def _room(self, tenant: str) -> int:
@@ -248,7 +285,8 @@ class OpenAiFace:
 
     def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if asked.max_tokens is not None:
-            return asked.max_tokens
+            # For an echo alone, one token is computed and not sent: its row is that of the prompt's last token.
+            return max(1, asked.max_tokens)
         # At least 1: the scheduler refuses a prompt that leaves no room.
         return max(1, min(self._chat_tokens, self._room(tenant) - prompt_tokens + 1))
 
@@ -368,21 +406,25 @@ class _Reply:
 
 
 @asynccontextmanager
-async def _ended_with(generation: Generation, receive: Receive) -> AsyncIterator[None]:
-    """Cancel the generation at the end of the block, or as soon as its caller disconnects."""
+async def _ended_with(generations: Sequence[Generation], receive: Receive) -> AsyncIterator[None]:
+    """Cancel the generations at the end of the block, or as soon as their caller disconnects."""
+
+    def cancel() -> None:
+        for generation in generations:
+            generation.cancel()
 
     async def watch_caller() -> None:
         # The body was read, so the only message that can come is the disconnect.
         while (await receive())["type"] != "http.disconnect":
             pass
-        generation.cancel()
+        cancel()
 
     watching = asyncio.create_task(watch_caller())
     try:
         yield
     finally:
         watching.cancel()
-        generation.cancel()
+        cancel()
         await asyncio.gather(watching, return_exceptions=True)
 
 

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, model: str) -> dict[str, Any]:
-    """Parse a body and tokenize its prompt. `completion_of` unpacks the answer.
+    """Parse a body and tokenize its prompts. `completion_of` unpacks the answer.
 
     Args:
-        reader: Tokenizes the prompt.
+        reader: Tokenizes the prompts.
         body: The bytes of the body, JSON.
         is_chat: Whether it is a chat's.
         fresh_seed: The seed to use if the caller sent none.
@@ -29,22 +29,29 @@ def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_se
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.
         return {"error": [error.status, error.code, error.message, error.param, error.retry_after_s]}
-    if isinstance(asked.prompt, tuple):
-        tokens = reader.checked(asked.prompt)
-    elif is_chat:
-        tokens = reader.read_chat(asked.messages, {})
+    if is_chat:
+        prompts = [reader.read_chat(asked.messages, asked.variables)]
     else:
-        tokens = reader.read_text(asked.prompt)
+        prompts = [
+            reader.checked(prompt) if isinstance(prompt, tuple) else reader.read_text(prompt)
+            for prompt in asked.prompts
+        ]
     # Only the tokens are needed from here on, so the texts are not sent back.
-    return {"asked": asdict(replace(asked, prompt="", messages=())), "tokens": packed_tokens(tokens)}
+    short = replace(asked, prompts=(), messages=(), variables={})
+    return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
 
 
-def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, tuple[int, ...]]:
-    """Return the request without its texts, and the prompt's tokens. Raises ApiError for an invalid request."""
+def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, list[tuple[int, ...]]]:
+    """Return the request without its texts, and each prompt's tokens. Raises ApiError for an invalid request."""
     if "error" in answer:
         raise ApiError(*answer["error"])
     asked = answer["asked"]
     # msgpack has no tuples and no dataclasses, so rebuild them.
-    sampling = SamplingParameters(**asked["sampling"])
-    made = {"messages": (), "stops": tuple(asked["stops"]), "sampling": sampling}
-    return CompletionRequest(**asked | made), unpacked_tokens(answer["tokens"])
+    said = asked["sampling"]
+    lists = {
+        "logit_bias": tuple((token, bias) for token, bias in said["logit_bias"]),
+        "stop_token_ids": tuple(said["stop_token_ids"]),
+    }
+    made = {"messages": (), "prompts": (), "stops": tuple(asked["stops"])}
+    request = CompletionRequest(**asked | made | {"sampling": SamplingParameters(**said | lists)})
+    return request, [unpacked_tokens(tokens) for tokens in answer["prompts"]]

@@ -21,7 +21,7 @@ class RequestParameter:
     Attributes:
         is_used: Whether the server obeys it.
         is_ignored: Whether any value is accepted, because none changes the answer.
-        neutral: If it is neither, the accepted values, which change nothing.
+        neutral: The values that are accepted where it is not used, because they change nothing.
         is_of_chats: Whether a chat may have it.
         is_of_completions: Whether a completion may have it.
     """
@@ -44,12 +44,12 @@ _REFUSED: Final = RequestParameter()
 PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     # OpenAI's.
     "audio": _REFUSED,
-    "best_of": _neutral(1),
-    "echo": _neutral(False),
-    "frequency_penalty": _neutral(0),
+    "best_of": RequestParameter(is_used=True, neutral=(1,), is_of_chats=False),
+    "echo": RequestParameter(is_used=True, neutral=(False,), is_of_chats=False),
+    "frequency_penalty": _USED,
     "function_call": _neutral("auto", "none"),
     "functions": _neutral([]),
-    "logit_bias": _neutral({}),
+    "logit_bias": _USED,
     "logprobs": _USED,
     "max_completion_tokens": RequestParameter(is_used=True, is_of_completions=False),
     "max_tokens": _USED,
@@ -58,10 +58,10 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "modalities": _neutral(["text"]),
     "model": _USED,
     "moderation": _REFUSED,
-    "n": _neutral(1),
+    "n": _USED,
     "parallel_tool_calls": _IGNORED,
     "prediction": _IGNORED,
-    "presence_penalty": _neutral(0),
+    "presence_penalty": _USED,
     "prompt": RequestParameter(is_used=True, is_of_chats=False),
     "prompt_cache_key": _IGNORED,
     "prompt_cache_options": _IGNORED,
@@ -79,7 +79,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "temperature": _USED,
     "tool_choice": _neutral("auto", "none"),
     "tools": _neutral([]),
-    "top_logprobs": _neutral(0),
+    "top_logprobs": RequestParameter(is_used=True, neutral=(0,), is_of_completions=False),
     "top_p": _USED,
     "user": _IGNORED,
     "verbosity": _REFUSED,
@@ -92,7 +92,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "cache_prompt": _IGNORED,
     "cache_salt": _IGNORED,
     "chat_template": _REFUSED,
-    "chat_template_kwargs": _neutral({}),
+    "chat_template_kwargs": RequestParameter(is_used=True, neutral=({},), is_of_completions=False),
     "continue_final_message": _neutral(False),
     "documents": _neutral([]),
     "ebnf": _REFUSED,
@@ -101,24 +101,24 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "guided_grammar": _REFUSED,
     "guided_json": _REFUSED,
     "guided_regex": _REFUSED,
-    "ignore_eos": _neutral(False),
+    "ignore_eos": _USED,
     "include_stop_str_in_output": _neutral(False),
     "json_schema": _REFUSED,
     "length_penalty": _neutral(1),
     "logits_processors": _neutral([]),
-    "min_p": _neutral(0),
-    "min_tokens": _neutral(0),
+    "min_p": _USED,
+    "min_tokens": _USED,
     "mirostat": _neutral(0),
-    "priority": _neutral(0),
+    "priority": _USED,
     "prompt_logprobs": _REFUSED,
     "regex": _REFUSED,
     "repeat_penalty": _neutral(1),
-    "repetition_penalty": _neutral(1),
+    "repetition_penalty": _USED,
     "return_token_ids": _neutral(False),
     "return_tokens_as_token_ids": _neutral(False),
     "skip_special_tokens": _neutral(True),
     "spaces_between_special_tokens": _IGNORED,
-    "stop_token_ids": _neutral([]),
+    "stop_token_ids": _USED,
     "structured_outputs": _REFUSED,
     "tfs_z": _neutral(1),
     "top_a": _neutral(0),
@@ -155,7 +155,11 @@ def check_parameters(
         if value is None:
             continue
         parameter = known.get(name)
-        if parameter is None or not (parameter.is_of_chats if is_chat else parameter.is_of_completions):
+        is_known = parameter is not None and (parameter.is_of_chats if is_chat else parameter.is_of_completions)
+        # Clients that always send a parameter of the other endpoint may do so if it changes nothing.
+        if parameter is not None and not is_known and any(_is_alike(value, one) for one in parameter.neutral):
+            continue
+        if parameter is None or not is_known:
             text = f"{where}{quoted(name)} is not a known parameter here; leave it out"
             raise invalid(text, code="unknown_parameter")
         if parameter.is_used or parameter.is_ignored:

@@ -17,7 +17,13 @@ from gpulease.client.decode.decode_errors import (
     RequestIdInUse,
     RequestRejected,
 )
-from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, TenantConfig
+from gpulease.client.decode.decode_requests import (
+    AnyEvent,
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    TenantConfig,
+)
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.step_plan import StepPlan
@@ -50,6 +56,7 @@ class SchedulerSettings:
         replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
         rebinds_at_once: How often a tenant's region may be rebuilt at once.
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
+        guided_rows: Most rows of a step whose choice of a token is guided (`PromptRequest.guide`).
         preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off by default, because a
             preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
     """
@@ -65,9 +72,10 @@ class SchedulerSettings:
     rebinds_at_once: int = 3
     rebind_interval_s: float = 10.0
     preempts: bool = False
+    guided_rows: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_rows", "context", "vocabulary", "rebinds_at_once"):
+        for name in ("max_sequences", "max_rows", "context", "vocabulary", "rebinds_at_once", "guided_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 1 <= self.prefill_rows <= self.max_rows:
@@ -95,6 +103,13 @@ class ContinuousBatchScheduler:
     none joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get the rows that their
     own turns would have. The remaining rows go to prompts, up to `prefill_rows`. The tenant with the least weighted
     prompt rows is first, and within it the prompt that was admitted first.
+
+    **Guides.** A sequence with a guide has its next row when the guide is ready, and if each of its tokens depends on
+    the one before, when that is known. Other sequences do not wait for it. Of guided sequences, `guided_rows` have a
+    row in one step; the others are first in the next.
+
+    **Priorities.** A tenant's waiting requests are admitted by their priority, the lowest first, and of equal ones in
+    their order; replays come before them. Other tenants are not affected.
 
     **Steps.** A step is a transaction: lengths change when `completed` reports it. If a sequence turns out to have
     ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
@@ -125,6 +140,8 @@ class ContinuousBatchScheduler:
         # Free rows of the block tables, highest first, so that `pop` gives the lowest.
         self._tables = list(range(settings.max_sequences - 1, -1, -1))
         self._unanswered: list[StepPlan] = []
+        # Live sequences whose rows need a guided step: none is the usual case, which costs nothing.
+        self._guided = 0
         self._step_number = self._admissions = self._arrivals = 0
         self._prompt_turns = 0
         self._virtual_counter = self._virtual_prefilled = 0.0
@@ -164,6 +181,11 @@ class ContinuousBatchScheduler:
         """Return the seconds until the tenant may get a region, 0 if it may now."""
         tenant = self.tenants[tenant_id]
         return tenant.limiter.delay_s(now) if tenant.owes_permit else 0.0
+
+    def end_tokens(self, sampling: SamplingParameters) -> frozenset[int]:
+        """Return the tokens that end a sequence with this sampling."""
+        ends = frozenset() if sampling.ignores_end else self.settings.end_tokens
+        return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
 
     # --- Tenants and requests come and go. ---
 
@@ -253,7 +275,8 @@ class ContinuousBatchScheduler:
         # Step 3: share the rows between prompts and decoding sequences. Decode rows come first in the step.
         chunks = self._deal_prompt_rows() if self._prefilling else []
         # Prompt rows are decided first, because with too many sequences they take turns from the decoding ones.
-        step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks))
+        guided = sum(sequence.is_guided and sequence.next + count == sequence.prompt for sequence, count in chunks)
+        step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks), guided)
         for sequence, count in chunks:
             step.add_chunk(sequence, count)
             # The whole prompt has rows now. Its last row yields the first token, so the sequence decodes from the
@@ -263,6 +286,8 @@ class ContinuousBatchScheduler:
                 if sequence.next <= sequence.last:
                     self._decoding.append(sequence)
         step.events = events
+        if self._guided:
+            step.is_guided = any(sequence.request.has_guidance for sequence in step.sequences)
         if step.sequences:
             # An empty plan is not a step: it gets no number and is not answered.
             self._step_number += 1
@@ -286,7 +311,6 @@ class ContinuousBatchScheduler:
             sequence.filled += count
         events: list[AnyEvent] = []
         emit, event = events.append, SchedulerEvent.Token
-        end_tokens = self.settings.end_tokens
         for sequence, row in zip(step.sampled, step.sampled_rows, strict=True):
             if sequence.is_ended:
                 # It ended by the step before this one: this row was planned ahead, and its token is discarded.
@@ -299,7 +323,7 @@ class ContinuousBatchScheduler:
             # Service is charged as it is received: a request that ends early is charged only for what it emitted.
             tenant.counter += tenant.price
             emit(event(sequence.request, token, position, row))
-            if token in end_tokens:
+            if token in sequence.end_tokens:
                 emit(self._finish(sequence, CompletionReason.END_OF_SEQUENCE))
             elif position > sequence.last:
                 emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
@@ -465,15 +489,20 @@ class ContinuousBatchScheduler:
         waiting = UnadmittedRequest(request, deadline, self._arrivals)
         self._arrivals += 1
         self._waiting[request.request_id] = waiting
-        tenant.waiting.append(waiting)
+        if request.attempt:
+            # A replay was admitted once already, so it is the tenant's first request.
+            tenant.waiting.appendleft(waiting)
+            return waiting
+        # Behind all requests of the same priority, and behind every replay.
+        queue, place = tenant.waiting, len(tenant.waiting)
+        while place and queue[place - 1].request.priority > request.priority and not queue[place - 1].request.attempt:
+            place -= 1
+        queue.insert(place, waiting)
         return waiting
 
     def _enqueue_replay(self, replay: PromptRequest, deadline: float, preemptions: int) -> UnadmittedRequest:
-        tenant = self.tenants[replay.tenant_id]
-        waiting = self._enqueue(tenant, replay, deadline)
+        waiting = self._enqueue(self.tenants[replay.tenant_id], replay, deadline)
         waiting.preemptions = preemptions
-        # It was appended last; rotating by one makes it the tenant's first request.
-        tenant.waiting.rotate()
         return waiting
 
     def _dequeue(self, tenant: TenantState, waiting: UnadmittedRequest) -> None:
@@ -517,7 +546,10 @@ class ContinuousBatchScheduler:
             del self._waiting[request.request_id]
             # Reserve all blocks that it can need now: an admitted request never waits for a block.
             blocks = [tenant.free_blocks.pop() for _ in range(request.blocks)]
-            sequence = LiveSequence(request, tenant, self._tables.pop(), blocks, self._admissions)
+            sequence = LiveSequence(
+                request, tenant, self._tables.pop(), blocks, self._admissions, self.end_tokens(request.sampling)
+            )
+            self._guided += request.has_guidance
             sequence.preemptions = waiting.preemptions
             self._admissions += 1
             self._live[request.request_id] = tenant.live[request.request_id] = sequence
@@ -603,7 +635,7 @@ class ContinuousBatchScheduler:
         # Limit prompt rows while others decode, because each makes their next token later.
         left = min(left, self.settings.prefill_rows if decoding else max_rows)
         # Share them between tenants: PREFILL_GRAIN rows at a time to the tenant with the least weighted prompt rows.
-        needed = {tenant: tenant.prompt_rows for tenant in self._prefilling}
+        needed = {tenant: rows for tenant in self._prefilling if (rows := tenant.prompt_rows)}
         given = dict.fromkeys(needed, 0)
         while left and needed:
             tenant = min(needed, key=lambda tenant: tenant.prefilled)
@@ -617,19 +649,52 @@ class ContinuousBatchScheduler:
                 del needed[tenant]
         # Within a tenant, the oldest prompt gets all of the rows that it can use before the next one gets any.
         chunks = []
+        guided = self.settings.guided_rows
         for tenant, rows in given.items():
             for sequence in tenant.prefilling:
                 if not rows:
                     break
-                count = min(rows, sequence.prompt - sequence.next)
+                count = min(rows, sequence.prompt_rows)
+                # The last row of a prompt chooses a token: a guided one waits if the step has no place for its guide.
+                if sequence.is_guided and count and sequence.next + count == sequence.prompt:
+                    count -= not guided
+                    guided -= bool(guided)
                 rows -= count
-                chunks.append((sequence, count))
+                if count:
+                    chunks.append((sequence, count))
         return chunks
 
-    def _plan_decode(self, max_rows: int) -> StepPlan:
-        """Return a step with a row per decoding sequence; with more than `max_rows`, for the next in turn."""
+    def _take_ready(self, max_rows: int, guided: int) -> list[LiveSequence]:
+        """Take up to `max_rows` decoding sequences that can have a row now, where some are guided.
+
+        `guided` of the step's guided rows are taken. Those that get a row go to the end of the list.
+        """
+        chosen: list[LiveSequence] = []
+        rest: list[LiveSequence] = []
+        for sequence in self._decoding:
+            guide = sequence.request.guide
+            is_ready = guide is None or (
+                guided < self.settings.guided_rows
+                and guide.is_ready
+                and (not guide.is_stepwise or sequence.next < len(sequence.tokens))
+            )
+            if is_ready and len(chosen) < max_rows:
+                chosen.append(sequence)
+                guided += guide is not None
+            else:
+                rest.append(sequence)
+        self._decoding = rest + chosen
+        return chosen
+
+    def _plan_decode(self, max_rows: int, guided: int) -> StepPlan:
+        """Return a step with a row per decoding sequence; with more than `max_rows`, for the next in turn.
+
+        `guided` is the number of prompts that end in the step and are guided.
+        """
         chosen = self._decoding
-        if len(chosen) > max_rows:
+        if self._guided:
+            chosen = self._take_ready(max_rows, guided)
+        elif len(chosen) > max_rows:
             chosen = chosen[:max_rows]
             # A round robin: who gets a row now goes to the end of the list.
             self._decoding = self._decoding[max_rows:] + chosen
@@ -674,6 +739,7 @@ class ContinuousBatchScheduler:
         # The lists of decoding sequences are cleaned up in one pass at the next `plan`.
         sequence.is_ended = self._has_ended = self._has_room = True
         del self._live[request.request_id], tenant.live[request.request_id]
+        self._guided -= request.has_guidance
         # Blocks of a lost region do not come back: `bind` starts with a full list.
         if tenant.region_blocks:
             tenant.free_blocks += sequence.blocks

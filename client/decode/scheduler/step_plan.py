@@ -27,6 +27,7 @@ class StepPlan:
         sampled: Sequences that get a token from this step.
         sampled_rows: For each of `sampled`, the row that yields that token; the results of other rows are unused.
         events: What happened while the step was planned: expired, preempted and refused requests.
+        is_guided: Whether rows of it need a guided step.
         is_void: Whether the step's results are to be ignored, because it or the one before it failed.
     """
 
@@ -43,6 +44,7 @@ class StepPlan:
     sampled: list[LiveSequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     events: list[AnyEvent] = field(default_factory=list)
+    is_guided: bool = False
     is_void: bool = False
 
     def __len__(self) -> int:

@@ -44,12 +44,16 @@ class LiveSequence:
         row: Its row in the last step that has one: that row's result is the token at `next`.
         preemptions: How often the request was preempted.
         is_ended: Whether the request ended; the results of its rows under way are discarded.
+        end_tokens: Tokens that end it.
+        is_guided: Whether its request has a guide.
     """
 
     __slots__ = (
         "blocks",
+        "end_tokens",
         "filled",
         "is_ended",
+        "is_guided",
         "last",
         "next",
         "number",
@@ -63,15 +67,20 @@ class LiveSequence:
     )
 
     def __init__(
-        self, request: PromptRequest, tenant: "TenantState", table: int, blocks: list[int], number: int
+        self,
+        request: PromptRequest,
+        tenant: "TenantState",
+        table: int,
+        blocks: list[int],
+        number: int,
+        end_tokens: frozenset[int],
     ) -> None:
         self.request, self.tenant, self.table, self.blocks, self.number = request, tenant, table, blocks, number
+        self.end_tokens, self.is_guided = end_tokens, request.guide is not None
         self.tokens = list(request.token_ids)
         self.prompt = len(self.tokens)
         # The row at the last position yields the last token to emit, which itself is never computed.
-        # The row at the last position yields the last token to emit, which itself is never computed.
         self.last = request.positions - 1
-        # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
         # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
         self.filled = self.next = 0
         self.row = NO_ROW
@@ -82,8 +91,13 @@ class LiveSequence:
     def length(self) -> int:
         """The number of positions with keys and values that answered steps have computed."""
         # Once the prompt is filled, every known token but the newest has been computed.
-        # Once the prompt is filled, every known token but the newest has been computed.
         return self.filled if self.filled < self.prompt else len(self.tokens) - 1
+
+    @property
+    def prompt_rows(self) -> int:
+        """The number of positions of its prompt that can have a row now. The last one also waits for its guide."""
+        guide = self.request.guide
+        return self.prompt - self.next - (guide is not None and not guide.is_ready)
 
 
 class TenantState:
@@ -154,5 +168,5 @@ class TenantState:
 
     @property
     def prompt_rows(self) -> int:
-        """The number of positions of its prompts that no step has a row for yet."""
-        return sum(sequence.prompt - sequence.next for sequence in self.prefilling)
+        """The number of positions of its prompts that can have a row now, and have none yet."""
+        return sum(sequence.prompt_rows for sequence in self.prefilling)

@@ -14,7 +14,7 @@ import os
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -50,6 +50,9 @@ MAX_NAME_CHARACTERS: Final = 128
 
 SERVER_BYTES: Final = 8
 """Random bytes of a server's name in its records, enough that no two servers of one log have the same name."""
+
+_FLOATS: Final = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Floats of the sampling that a record has if they are set."""
 
 EVENT: Final = "decode"
 START_EVENT: Final = "decode_start"
@@ -127,6 +130,7 @@ def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int)
             "top_k": sampling.top_k,
             # A seed may be larger than the integers that a record holds.
             "seed": str(sampling.seed),
+            **_changes_of(sampling),
         },
         # Times are in whole microseconds: a record has no floats, because their text is not canonical.
         "reason": str(finished.reason),
@@ -139,12 +143,17 @@ def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRecord:
-    """A request's record as it was read from the log: the inputs of the computation, and the digest of its output."""
+    """A request's record as it was read from the log: the inputs of the computation, and the digest of its output.
+
+    Attributes:
+        logit_bias: Digest of the biases (`bias_digest`), which `sampling` does not have; "" if there were none.
+    """
 
     prompt: TokenDigest
     output: TokenDigest
     sampling: SamplingParameters
     by: ComputedBy
+    logit_bias: str = ""
 
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
@@ -156,13 +165,48 @@ class DecodeRecord:
             said, model = note["sampling"], note["model"]
             # The texts of floats and of the seed are parsed back exactly, because they are their shortest
             # representations.
+            usual = SamplingParameters()
             sampling = SamplingParameters(
-                float(said["temperature"]), float(said["top_p"]), int(said["top_k"]), int(said["seed"])
+                float(said["temperature"]),
+                float(said["top_p"]),
+                int(said["top_k"]),
+                int(said["seed"]),
+                float(said.get("min_p", usual.min_p)),
+                float(said.get("repetition_penalty", usual.repetition_penalty)),
+                float(said.get("presence_penalty", usual.presence_penalty)),
+                float(said.get("frequency_penalty", usual.frequency_penalty)),
+                min_tokens=int(said.get("min_tokens", 0)),
+                stop_token_ids=tuple(said.get("stop_token_ids", ())),
+                ignores_end=bool(said.get("ignores_end", False)),
             )
             by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
-            return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by)
+            bias = str(said.get("logit_bias", ""))
+            return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by, bias)
         except (KeyError, TypeError, ValueError, GpuLeaseError) as error:
             raise ValueError(f"it is not as a decoder writes it: {type(error).__name__}: {error}") from None
+
+
+def bias_digest(biases: Iterable[tuple[int, float]]) -> str:
+    """Return the SHA-256 of biases, in ascending order of tokens, each as a line of its token and its shortest text."""
+    lines = [f"{token} {float(bias)!r}\n" for token, bias in sorted(biases)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
+    """Return a record's members for what changes the choice of tokens further, those alone that are set."""
+    usual = SamplingParameters()
+    found: dict[str, Any] = {
+        name: repr(float(value)) for name in _FLOATS if (value := getattr(sampling, name)) != getattr(usual, name)
+    }
+    if sampling.logit_bias:
+        # All of them might be longer than a record.
+        found["logit_bias"] = bias_digest(sampling.logit_bias)
+    if sampling.min_tokens:
+        found["min_tokens"] = sampling.min_tokens
+        found["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.ignores_end:
+        found["ignores_end"] = True
+    return found
 
 
 class DecodeAudit(DecoderObserver):

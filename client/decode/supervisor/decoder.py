@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 from gpulease.client.decode.checkpoint import Checkpoint, open_model
+from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver
 from gpulease.client.decode.decode_requests import (
@@ -41,6 +42,7 @@ from gpulease.client.decode.supervisor.serving_engine import EngineSpec
 from gpulease.client.decode.supervisor.step_loop import StepLoop
 from gpulease.client.decode.supervisor.tenant_moves import TenantMoves
 from gpulease.client.decode.supervisor.tenant_regions import TenantRegions
+from gpulease.client.decode.token_guide import TokenGuide, TokenMasks
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.settings_reader import Setting
 
@@ -299,6 +301,10 @@ class Decoder:
         tenant_id: str = DEFAULT_TENANT,
         wait_s: float = MAX_WAIT_S,
         request_id: str | None = None,
+        priority: int = 0,
+        ranks: int = 0,
+        scores_prompt: bool = False,
+        masks: TokenMasks | None = None,
     ) -> Generation:
         """Submit a prompt's tokens. Returns the generation, which yields tokens as they are computed.
 
@@ -309,6 +315,10 @@ class Decoder:
             tenant_id: Its tenant.
             wait_s: Seconds for which it may wait for room; 0 refuses it at once.
             request_id: Its id, which no other request in progress may have; None: it is assigned one.
+            priority: Its place among the tenant's requests that wait: lower ones are admitted first.
+            ranks: How many of the likeliest tokens each token reports, MAX_RANKS at most.
+            scores_prompt: Whether `Generation.prompt_scores` has the prompt's tokens with their probabilities.
+            masks: The state of a grammar, which no other request has.
 
         Without an engine it waits for the next one. Raises RequestRejected for an invalid request, NoModelLoaded if the
         decoder is closed, EngineDecodeFailed if a fault of its own ended it.
@@ -318,7 +328,19 @@ class Decoder:
         if request_id is None:
             # Callers may use such names themselves, so skip those that are in use.
             request_id = next(name for number in self._numbers if not ledger.find(name := f"request-{number}"))
-        request = PromptRequest(tenant_id, request_id, tuple(token_ids), sampling, max_tokens, wait_s)
+        tokens = tuple(token_ids)
+        request = PromptRequest(
+            tenant_id,
+            request_id,
+            tokens,
+            sampling,
+            max_tokens,
+            wait_s,
+            priority=priority,
+            ranks=ranks,
+            scores_prompt=scores_prompt,
+            guide=self._guide_of(tokens, sampling, masks),
+        )
         # In the ledger before the scheduler gets it, because the scheduler may end it at once.
         generation = ledger.open(request, self.cancel, now)
         try:
@@ -329,6 +351,30 @@ class Decoder:
             raise
         self._steps.wake()
         return generation
+
+    def _guide_of(
+        self, prompt: Sequence[int], sampling: SamplingParameters, masks: TokenMasks | None
+    ) -> TokenGuide | None:
+        if not sampling.changes_logits and masks is None:
+            return None
+        vocabulary = self.scheduler.settings.vocabulary
+        ends = (*self.end_tokens(sampling), *(token for token, _ in sampling.logit_bias))
+        if beyond := [token for token in (*ends, *prompt) if not 0 <= token < vocabulary]:
+            raise RequestRejected(f"tokens must be 0 to {vocabulary - 1}, not {beyond[0]}")
+        return TokenGuide(
+            prompt,
+            repetition=sampling.repetition_penalty,
+            presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty,
+            biases=sampling.logit_bias,
+            min_tokens=sampling.min_tokens,
+            end_tokens=self.end_tokens(sampling),
+            masks=masks,
+        )
+
+    def end_tokens(self, sampling: SamplingParameters) -> frozenset[int]:
+        """Return the tokens that end a sequence with this sampling."""
+        return self.scheduler.end_tokens(sampling)
 
     async def generate(
         self,
@@ -464,6 +510,7 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
         vocabulary=config.vocabulary,
         end_tokens=frozenset(config.end_tokens),
         preempts=settings.preempts,
+        guided_rows=StepLimits(settings.max_rows, settings.max_sequences, positions).guided_rows,
         rebinds_at_once=settings.rebinds_at_once,
         rebind_interval_s=settings.rebind_interval_s,
     )

@@ -20,12 +20,14 @@ class Emitted:
         position: Its place in the sequence; the prompt's first token has 0.
         log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
         attempt: How often the sequence had been replayed by then. Tokens are equal whatever this is.
+        ranks: The likeliest tokens at its place with the logarithms of their probabilities, if they were requested.
     """
 
     token: int
     position: int
     log_probability: float
     attempt: int = field(default=0, compare=False)
+    ranks: tuple[tuple[int, float], ...] = ()
 
 
 class Generation:
@@ -38,6 +40,8 @@ class Generation:
         error: What the iterator raises after the last token; None while in progress, or if it ends without an error.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
+        prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
+            token.
     """
 
     def __init__(self, request: PromptRequest, cancel: Callable[["Generation"], None]) -> None:
@@ -46,6 +50,7 @@ class Generation:
         self.reason: CompletionReason | None = None
         self.replays = 0
         self.tokens: list[int] = []
+        self.prompt_scores: list[Emitted] = []
         self._cancel = cancel
         self._emitted: deque[Emitted] = deque()
         self.error: GpuLeaseError | None = None
@@ -81,11 +86,18 @@ class Generation:
 
     # --- for the decoder ---
 
-    def emit(self, token: int, position: int, log_probability: float) -> None:
+    def emit(
+        self, token: int, position: int, log_probability: float, ranks: tuple[tuple[int, float], ...] = ()
+    ) -> None:
         self.tokens.append(token)
         # Buffered without a limit: a caller that is slow delays no step, and max_tokens bounds the buffer.
-        self._emitted.append(Emitted(token, position, log_probability, self.replays))
+        self._emitted.append(Emitted(token, position, log_probability, self.replays, ranks))
         self._wake()
+
+    def score(self, scored: Emitted) -> None:
+        """Add the score of a token of the prompt, unless an earlier attempt had it."""
+        if scored.position == len(self.prompt_scores) + 1:
+            self.prompt_scores.append(scored)
 
     def replay(self, request_id: str) -> None:
         """Continue as another request of the scheduler, with the id `request_id`. The caller's `request_id` stays."""

@@ -3,6 +3,7 @@
 To the scheduler each replay is a new request. Here a request and all of its replays are one generation.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from gpulease.client.decode.decode_errors import (
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
 from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent
-from gpulease.client.decode.row_records import Results, log_probabilities
+from gpulease.client.decode.row_records import Results, Rows, log_probabilities
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 from gpulease.client.decode.scheduler.tenant_state import LiveSequence
-from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.errors import GpuLeaseError
 
 
@@ -58,6 +59,19 @@ class _Entry:
         self.compute_s = 0.0
         self.region_id: int | None = None
         self.loss: _Loss | None = None
+
+
+class _Ranks:
+    """A guided step's likeliest tokens, with the logarithms of their probabilities."""
+
+    def __init__(self, results: Results, ranked: Rows) -> None:
+        self._tokens = ranked["token"].tolist()
+        self._logs = log_probabilities(results, ranked["logit"]).tolist()
+
+    def of(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
+        """Return the `count` likeliest tokens of a row, fewer if the vocabulary has fewer."""
+        pairs = zip(self._tokens[row][:count], self._logs[row][:count], strict=True)
+        return tuple((token, log) for token, log in pairs if log > -math.inf)
 
 
 class RequestLedger:
@@ -110,8 +124,15 @@ class RequestLedger:
 
     # --- what happens ---
 
-    def computed(self, step: StepPlan, events: Sequence[AnyEvent], results: Results, took_s: float) -> None:
-        """Pass a computed step's tokens and ends on, and report the step."""
+    def computed(
+        self,
+        step: StepPlan,
+        events: Sequence[AnyEvent],
+        results: Results,
+        took_s: float,
+        ranked: Rows | None = None,
+    ) -> None:
+        """Pass a computed step's tokens and ends on, and report the step. `ranked` are a guided step's."""
         # Prompts that are not complete yet emit no token, but the step computed rows of theirs. The others are counted
         # with their token.
         for sequence, _, _ in step.chunks:
@@ -120,13 +141,20 @@ class RequestLedger:
         # For all rows at once, because a numpy call per token would be slow.
         logs = log_probabilities(results).tolist()
         entries, now = self._entries, time.monotonic()
+        ranks = None if ranked is None else _Ranks(results, ranked)
+        if ranks is not None:
+            self._score(step, logs, ranks)
         ends: list[AnyEvent] = []
         for event in events:
             if not isinstance(event, SchedulerEvent.Token):
                 ends.append(event)
             elif entry := entries.get(event.request.request_id):
                 entry.compute_s += took_s
-                entry.generation.emit(event.token, event.position, logs[event.row])
+                if ranks is None:
+                    entry.generation.emit(event.token, event.position, logs[event.row])
+                else:
+                    its = ranks.of(event.row, event.request.ranks)
+                    entry.generation.emit(event.token, event.position, logs[event.row], its)
                 if entry.first_token_at is None:
                     entry.first_token_at = now
                 # The first token after a loss completes the recovery.
@@ -138,6 +166,20 @@ class RequestLedger:
             self.report(lambda observer: observer.on_step(report))
         # Ends come after the report of the step that has their last tokens.
         self.deliver(ends)
+
+    def _score(self, step: StepPlan, logs: Sequence[float], ranks: "_Ranks") -> None:
+        """Pass the scores of prompts' tokens on. The row of a position scores the token behind it."""
+        for sequence, first_row, count in step.chunks:
+            request = sequence.request
+            entry = self._entries.get(request.request_id) if request.scores_prompt else None
+            if entry is None:
+                continue
+            begin = step.positions[first_row]
+            # Tokens that an earlier attempt emitted are behind the caller's prompt, and were passed on.
+            for place in range(begin + 1, min(begin + count + 1, len(entry.prompt))):
+                row = first_row + place - begin - 1
+                its = ranks.of(row, request.ranks)
+                entry.generation.score(Emitted(entry.prompt[place], place, logs[row], 0, its))
 
     def deliver(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
         """Deliver events other than tokens to their generations and to observers.

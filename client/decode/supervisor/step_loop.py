@@ -12,12 +12,23 @@ from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpulease.client.decode.decode_errors import CompletionReason, EngineDecodeFailed
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.decode.decode_reports import ForwardRevoked
+from gpulease.client.decode.decode_requests import SchedulerEvent
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
-from gpulease.client.decode.row_records import ROW, Rows
+from gpulease.client.decode.row_records import (
+    ENTRY,
+    GUIDE,
+    NO_MASK,
+    NO_TARGET,
+    ROW,
+    Rows,
+    StepGuidance,
+    mask_words,
+)
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 from gpulease.client.decode.scheduler.tenant_state import LiveSequence
@@ -173,7 +184,8 @@ class StepLoop:
             # The step names exactly these regions. If one has ended, the whole step is refused.
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenants]
             try:
-                await engine.start(self._rows_of(plan), pools)
+                guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
+                await engine.start(self._rows_of(plan), pools, guidance)
             except RegionFailed as error:
                 # The plan is undone. The sequences end only when the steps under way have ended, because the refusal
                 # may be one of those steps' own.
@@ -190,8 +202,9 @@ class StepLoop:
     async def _finish_step(self) -> None:
         """Wait for the oldest step under way, and pass its tokens on to the scheduler and the callers."""
         plan = self._pending[0]
+        engine = self._life.phase.engine.engine
         try:
-            results = await self._life.phase.engine.engine.finish()
+            results = await engine.finish()
         except RegionFailed as error:
             # A region that the step names has ended: this step and the one behind it did not begin. Both are planned
             # again, without the tenant.
@@ -206,7 +219,12 @@ class StepLoop:
         begun_at, self._begun_at = self._begun_at, self._clock()
         # The scheduler decides which results are tokens, and which sequences end with them.
         events = self.scheduler.completed(plan, results["token"].tolist())
-        self._ledger.computed(plan, events, results, self._begun_at - begun_at)
+        if plan.is_guided:
+            # Before the next plan: a guide's row waits until the guide has its sequence's last token.
+            for event in events:
+                if isinstance(event, SchedulerEvent.Token) and event.request.guide is not None:
+                    event.request.guide.accept(event.token, self.wake)
+        self._ledger.computed(plan, events, results, self._begun_at - begun_at, engine.ranked)
 
     async def _sleep(self) -> None:
         """Wait until `wake` is called, or until the first deadline of a waiting request."""
@@ -231,7 +249,7 @@ class StepLoop:
             sampling = sequence.request.sampling
             constants = self._use_pool(sequence, self.regions.pools[sequence.tenant.config.id])
             constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
-            constants["inverse_temperature"] = sampling.inverse_temperature
+            constants["inverse_temperature"], constants["depth"] = sampling.inverse_temperature, sampling.depth
         # An indexed copy gives each row its sequence's constant fields; the others are this step's.
         rows: Rows = self._constants[plan.tables]
         rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
@@ -310,3 +328,38 @@ class StepLoop:
     def is_suspended(self, tenant_id: str) -> bool:
         """Return whether a tenant waits for `resume`."""
         return self.moves.is_suspended(tenant_id)
+
+
+def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
+    """Return what guides the rows of a plan."""
+    guides: Rows = np.zeros(len(plan), GUIDE)
+    guides["mask"], guides["target"] = NO_MASK, NO_TARGET
+    entries: list[Rows] = []
+    masks: list[NDArray[np.uint32]] = []
+    first = 0
+    # Rows that choose a token: the guide's changes, and how many of the likeliest tokens are reported.
+    for sequence, row in zip(plan.sampled, plan.sampled_rows, strict=True):
+        request, record = sequence.request, guides[row]
+        record["ranks"] = request.ranks
+        if (guide := request.guide) is None:
+            continue
+        its = guide.entries
+        record["first"], record["count"] = first, len(its)
+        entries.append(its)
+        first += len(its)
+        if guide.masks is not None:
+            record["mask"] = len(masks)
+            masks.append(guide.masks.mask)
+    # Rows of scored prompts: each reports the token behind it. The last one's is not known: that row chooses it.
+    for sequence, first_row, count in plan.chunks:
+        request = sequence.request
+        if request.scores_prompt:
+            begin = plan.positions[first_row]
+            scored = min(begin + count + 1, sequence.prompt) - begin - 1
+            guides["target"][first_row : first_row + scored] = sequence.tokens[begin + 1 : begin + 1 + scored]
+            guides["ranks"][first_row : first_row + count] = request.ranks
+    return StepGuidance(
+        guides,
+        np.concatenate(entries) if entries else np.zeros(0, ENTRY),
+        np.stack(masks) if masks else np.zeros((0, mask_words(vocabulary)), np.uint32),
+    )

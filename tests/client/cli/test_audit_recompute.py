@@ -29,18 +29,22 @@ class Recorded:
         self.log = folder / "log"
         self.daemon = Daemon(config=config(self.log))
         self.daemon.wait_until_it_answers()
-        asyncio.run(self._serve())
-        found = [record for record in records(self.log) if record["kind"] == "note"]
-        (self.record,) = (record for record in found if record["data"]["note"]["event"] == "decode")
+        self.record = self.decoded(CHOSEN)
 
-    async def _serve(self) -> None:
+    def decoded(self, sampling: SamplingParameters) -> Any:
+        """Serve one request. Returns its record."""
+        asyncio.run(self._serve(sampling))
+        found = [record for record in records(self.log) if record["kind"] == "note"]
+        return [record for record in found if record["data"]["note"]["event"] == "decode"][-1]
+
+    async def _serve(self, sampling: SamplingParameters) -> None:
         checkpoint = open_model(TINY_MODEL)
         audit = await DecodeAudit.of(checkpoint)
         settings = DecoderSettings(16, 16, 1, 64)
         opened = Decoder.open(checkpoint, settings=settings, address=self.daemon.address, observers=[audit])
         async with opened as decoder, audit.writing(lambda: decoder.engine.lease):
             prompt = checkpoint.tokenizer().encode(PROMPT)
-            generation = decoder.submit(prompt, max_tokens=40, sampling=CHOSEN)
+            generation = decoder.submit(prompt, max_tokens=40, sampling=sampling)
             emitted = 0
             async for _ in generation:
                 emitted += 1
@@ -79,6 +83,26 @@ def test_a_cancelled_request_is_recorded_and_is_computed_equally(recorded: Recor
     assert (note["reason"], note["output"]["count"] >= TOKENS) == ("Cancelled", True)
     done = recompute(recorded, recorded.record, PROMPT, tmp_path)
     assert (done.exit_code, "The output is equal" in done.stdout) == (0, True), done.output
+
+
+def test_penalties_and_biases_are_computed_equally(recorded: Recorded, tmp_path: Path) -> None:
+    """The record has the penalties, and the digest of the biases, which the command gets as the request had them."""
+    sampling = SamplingParameters(
+        0.8, seed=5, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25,
+        logit_bias=((40, 3.5), (41, -100.0)), min_tokens=3, stop_token_ids=(9,),
+    )  # fmt: skip
+    record = recorded.decoded(sampling)
+    file = tmp_path / "biases"
+    file.write_text('{"41": -100, "40": 3.5}')
+    done = recompute(recorded, record, PROMPT, tmp_path, "--logit-bias", str(file))
+    assert (done.exit_code, "The output is equal" in done.stdout) == (0, True), done.output
+    done = recompute(recorded, record, PROMPT, tmp_path)
+    assert done.exit_code == command.EXIT_PROMPT_DIFFERS
+    assert "the logit_bias must be the record's" in done.stderr
+    done = recompute(
+        recorded, changed(record, sampling={"repetition_penalty": "30.0"}), PROMPT, tmp_path, "--logit-bias", str(file)
+    )
+    assert done.exit_code == command.EXIT_OUTPUT_DIFFERS
 
 
 @pytest.mark.parametrize(

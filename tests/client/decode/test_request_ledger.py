@@ -105,7 +105,7 @@ class Known:
 
     def sequence(self) -> LiveSequence:
         """The request as it is admitted, without any position computed."""
-        return LiveSequence(self.current, TENANT, 0, [0] * self.current.blocks, 0)
+        return LiveSequence(self.current, TENANT, 0, [0] * self.current.blocks, 0, frozenset())
 
     def yielded(self) -> list[Emitted]:
         """All tokens, each with the number of losses before it."""

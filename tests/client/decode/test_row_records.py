@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gpulease.client.decode.kernels as kernels
-from gpulease.client.decode.row_records import PAGE, RESULT, ROW, log_probabilities
+from gpulease.client.decode.row_records import ENTRY, GUIDE, PAGE, RESULT, ROW, log_probabilities
 
 
 def constants() -> dict[str, float]:
@@ -22,6 +22,18 @@ def test_a_row_s_words_are_where_the_kernels_read_them() -> None:
     told = constants()
     assert {name: 4 * told[name.upper()] for name in offsets} == offsets
     assert 4 * told["WORDS"] == ROW.itemsize
+
+
+def test_the_words_of_a_guide_and_an_entry_are_where_the_kernels_read_them() -> None:
+    told = constants()
+    assert GUIDE.fields is not None
+    assert ENTRY.fields is not None
+    names = [name for name in GUIDE.names or () if name != "padding"]
+    assert {name: 4 * told[name.upper()] for name in names} == {name: GUIDE.fields[name][1] for name in names}
+    offsets = {name: ENTRY.fields[name][1] for name in ENTRY.names or ()}
+    words = {"token": "ENTRY_TOKEN", "addend": "ADDEND", "divisor": "DIVISOR", "subtrahend": "SUBTRAHEND"}
+    assert {name: 4 * told[words[name]] for name in offsets} == offsets
+    assert (4 * told["GUIDE_WORDS"], 4 * told["ENTRY_WORDS"]) == (GUIDE.itemsize, ENTRY.itemsize)
 
 
 def test_a_result_and_a_block_have_the_sizes_that_the_kernels_know() -> None:

@@ -54,7 +54,8 @@ def test_any_bytes_are_taken_or_refused(body: bytes) -> None:
 
 def test_what_is_taken_where_nothing_is_said() -> None:
     asked = parsed()
-    assert (asked.prompt, asked.max_tokens, asked.stops, asked.model) == ("Hi", 16, (), "")
+    assert (asked.prompts, asked.max_tokens, asked.stops, asked.model) == (("Hi",), 16, (), "")
+    assert (asked.choices, asked.tries, asked.ranks, asked.is_echo, asked.priority) == (1, 1, 0, False, 0)
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k, asked.sampling.seed) == (1, 1, 0, 7)
     assert asked.is_seed_chosen
     assert (asked.is_stream, asked.has_usage, asked.has_logprobs) == (False, False, False)
@@ -62,13 +63,24 @@ def test_what_is_taken_where_nothing_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "taken"), [("a", "a"), (["a"], "a"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2)), ([7], (7,))]
+    ("prompt", "taken"),
+    [
+        ("a", ("a",)),
+        (["a"], ("a",)),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2]], ((1, 2),)),
+        ([7], ((7,),)),
+        (["a", "b"], ("a", "b")),
+        ([[1], [2, 3], "b"], ((1,), (2, 3), "b")),
+    ],
 )
 def test_prompts(prompt: Any, taken: Any) -> None:
-    assert parsed(prompt=prompt).prompt == taken
+    assert parsed(prompt=prompt).prompts == taken
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], [[]], ["a", "b"], [[1], [2]], [1, "a"], [True], [1.5], {}, 7])
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], [[]], ["a", ""], [[1], []], [1, "a"], [True], [1.5], {}, 7, ["a"] * 129]
+)
 def test_prompts_that_are_none(prompt: Any) -> None:
     assert refused(prompt=prompt).param == "prompt"
 
@@ -76,14 +88,29 @@ def test_prompts_that_are_none(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
+        ("n", 0),
+        ("n", 129),
         ("n", True),
-        ("best_of", 2),
-        ("echo", True),
+        ("best_of", 0),
+        ("echo", 1),
         ("suffix", "x"),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.1),
-        ("logprobs", 2),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"9" * 4000: 1}),
+        ("logit_bias", {str(token): 1 for token in range(301)}),
+        ("logit_bias", [5]),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", "high"),
+        ("repetition_penalty", 0),
+        ("min_p", 1.1),
+        ("min_tokens", -1),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [1] * 129),
+        ("ignore_eos", 1),
+        ("priority", 2**31),
+        ("logprobs", 21),
         ("logprobs", True),
         ("stop", ["a"] * 5),
         ("stop", [""]),
@@ -105,7 +132,14 @@ def test_what_can_t_be_computed_is_refused_by_name(name: str, value: Any) -> Non
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tools", [{}]), ("response_format", {"type": "json_object"}), ("top_logprobs", 3), ("logprobs", 1)],
+    [
+        ("tools", [{}]),
+        ("response_format", {"type": "json_object"}),
+        ("top_logprobs", 3),
+        ("logprobs", 1),
+        ("chat_template_kwargs", []),
+        ("chat_template_kwargs", {str(name): 1 for name in range(65)}),
+    ],
 )
 def test_what_a_chat_can_t_have_is_refused_by_name(name: str, value: Any) -> None:
     assert refused(is_chat=True, **{name: value}).param == name
@@ -144,3 +178,35 @@ def test_a_top_k_of_minus_one_keeps_all_tokens() -> None:
 
 def test_a_negative_seed_is_one_of_64_bits() -> None:
     assert parsed(seed=-1).sampling.seed == 2**64 - 1
+
+
+def test_choices_are_the_best_of_as_many_tries_and_not_in_a_stream() -> None:
+    assert (parsed(n=2).choices, parsed(n=2).tries, parsed(n=2, best_of=5).tries) == (2, 2, 5)
+    assert refused(n=3, best_of=2).param == "best_of"
+    assert refused(n=1, best_of=2, stream=True).param == "best_of"
+    assert parsed(n=3, stream=True).choices == 3
+    assert refused(prompt=["a", "b"], n=65).param == "prompt"
+    assert parsed(prompt=["a", "b"], n=64).tries == 64
+
+
+def test_an_echo_may_be_all_that_is_sent() -> None:
+    assert parsed(echo=True, max_tokens=0).max_tokens == 0
+    assert refused(max_tokens=0).param == "max_tokens"
+
+
+def test_what_changes_the_choice_of_tokens_is_the_sampling_s() -> None:
+    said: dict[str, Any] = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 1,
+        "frequency_penalty": -0.5,
+        "min_tokens": 3,
+    }
+    sampling = parsed(**said, logit_bias={"7": -100, "9": 2.5}, stop_token_ids=[4, 5], ignore_eos=True).sampling
+    assert {name: getattr(sampling, name) for name in said} == said
+    assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignores_end) == (((7, -100), (9, 2.5)), (4, 5), True)
+
+
+def test_a_chat_s_likeliest_tokens_and_template_variables() -> None:
+    asked = parsed(True, logprobs=True, top_logprobs=20, chat_template_kwargs={"enable_thinking": False})
+    assert (asked.has_logprobs, asked.ranks, asked.variables) == (True, 20, {"enable_thinking": False})

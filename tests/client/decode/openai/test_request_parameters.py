@@ -10,6 +10,20 @@ from gpulease.client.decode.openai.completion_request import CompletionRequest, 
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, RequestParameter
 
 USED_VALUES: Final[dict[str, Any]] = {
+    "best_of": 2,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "ignore_eos": True,
+    "logit_bias": {"5": 1},
+    "min_p": 0.1,
+    "min_tokens": 2,
+    "n": 2,
+    "presence_penalty": -0.5,
+    "priority": -1,
+    "repetition_penalty": 1.1,
+    "stop_token_ids": [5],
+    "top_logprobs": 2,
     "logprobs": (1, True),
     "max_completion_tokens": 3,
     "max_tokens": 3,
@@ -82,12 +96,21 @@ def asked(parameter: RequestParameter, is_chat: bool) -> bool:
 def test_each_parameter_is_what_the_table_says(name: str, is_chat: bool) -> None:
     parameter = PARAMETERS[name]
     plain = parsed(is_chat, {})
-    assert (parameter.is_used, parameter.is_ignored, bool(parameter.neutral)).count(True) <= 1
+    assert (parameter.is_used, parameter.is_ignored).count(True) <= 1
+    assert not (parameter.is_ignored and parameter.neutral)
+    # A parameter that is used everywhere has no values that stand for its absence.
+    assert not (parameter.is_used and parameter.neutral and parameter.is_of_chats and parameter.is_of_completions)
     if not asked(parameter, is_chat):
         assert refusal(is_chat, {name: "x"}).code == "unknown_parameter"
+        for value in parameter.neutral:
+            assert parsed(is_chat, {name: value}) == plain
         return
     if parameter.is_used:
         value = USED_VALUES[name]
+        if name == "top_logprobs":
+            plain = parsed(is_chat, {"logprobs": True})
+            assert parsed(is_chat, {"logprobs": True, name: value}) != plain
+            return
         assert parsed(is_chat, {name: value[is_chat] if name == "logprobs" else value}) != plain
         return
     if parameter.is_ignored:

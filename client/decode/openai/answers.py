@@ -1,0 +1,92 @@
+"""The answers of one request: as many as its prompts and choices, each from a generation of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpulease.client.decode.openai.answer_text import AnswerText, Piece, echo, pieces
+from gpulease.client.decode.openai.completion_request import CompletionRequest
+from gpulease.client.decode.supervisor.generation import Generation
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+
+class Answer:
+    """One answer.
+
+    Attributes:
+        whole: The whole answer, once `collect` has returned.
+        completion_tokens: Tokens of the answer; those of an echo do not count.
+        likelihood: The mean logarithm of their probabilities.
+    """
+
+    def __init__(
+        self, tokenizer: "Tokenizer", asked: CompletionRequest, end_tokens: frozenset[int], generation: Generation
+    ) -> None:
+        self.whole = Piece()
+        self._tokenizer, self._asked, self._end_tokens = tokenizer, asked, end_tokens
+        self._generation, self._text = generation, AnswerText(tokenizer, asked.stops, end_tokens)
+        self._prompt = generation.request.token_ids
+
+    @property
+    def completion_tokens(self) -> int:
+        return 0 if self._asked.max_tokens == 0 else self._text.completion_tokens
+
+    @property
+    def likelihood(self) -> float:
+        return self._text.log_probability / max(1, self._text.completion_tokens)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the answer's pieces as they come. The last one has the finish reason.
+
+        Raises what `answer_text.pieces` raises.
+        """
+        if not self._asked.is_echo:
+            async for piece in pieces(self._generation, self._text):
+                yield piece
+            return
+        # The prompt's scores are complete when the first token comes, so the echo is sent with it.
+        offset = len(echo(self._tokenizer, self._prompt, ()).text)
+        self._text = AnswerText(self._tokenizer, self._asked.stops, self._end_tokens, offset)
+        is_first = True
+        async for piece in pieces(self._generation, self._text):
+            if is_first:
+                before = echo(self._tokenizer, self._prompt, self._generation.prompt_scores)
+                before.finish = "length" if self._asked.max_tokens == 0 else ""
+                yield before
+            is_first = False
+            if self._asked.max_tokens != 0:
+                yield piece
+
+    async def collect(self) -> None:
+        """Wait for the end of the answer, and put its pieces together. Raises what `pieces` raises."""
+        whole = self.whole
+        async for piece in self.pieces():
+            whole.text += piece.text
+            whole.tokens += piece.tokens
+            whole.replays = whole.replays if piece.replays is None else piece.replays
+            whole.finish = piece.finish
+
+
+def best_of(answers: Sequence[Answer], count: int) -> Sequence[Answer]:
+    """Return the likeliest answers, the likeliest first; all of them in their order if that many are wanted."""
+    if count == len(answers):
+        return answers
+    return sorted(answers, key=lambda answer: -answer.likelihood)[:count]
+
+
+async def together(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at the same time. The first error ends the others, and is raised."""
+    first, *others = parts
+    # A task for one alone would only cost time.
+    if not others:
+        await first
+        return
+    tasks = [asyncio.create_task(part) for part in (first, *others)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

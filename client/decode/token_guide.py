@@ -1,0 +1,120 @@
+"""What changes the logits of one request's next token: biases, penalties, and a mask of the tokens that may come next.
+
+A guide's state follows from the prompt and the emitted tokens alone, so a replay continues with the same choices.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.decode.row_records import ENTRY, Rows
+
+_GROWTH: Final = 64
+"""Entries that a guide has room for at first."""
+
+
+class TokenMasks(Protocol):
+    """A grammar's state: which tokens may come next.
+
+    Attributes:
+        mask: The mask of the next token, [mask_words] u32.
+        is_ready: Whether `mask` is that of the next token, and not being computed.
+    """
+
+    mask: NDArray[np.uint32]
+    is_ready: bool
+
+    def accept(self, token: int, on_ready: Callable[[], None]) -> None:
+        """Take the emitted token, and compute the next mask; `on_ready` is called when it is there."""
+
+
+class TokenGuide:
+    """The guide of one request.
+
+    Attributes:
+        masks: The grammar's state; None without a grammar.
+        emitted: Tokens that were accepted.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        repetition: float = 1.0,
+        presence: float = 0.0,
+        frequency: float = 0.0,
+        biases: Iterable[tuple[int, float]] = (),
+        min_tokens: int = 0,
+        end_tokens: Iterable[int] = (),
+        masks: TokenMasks | None = None,
+    ) -> None:
+        """Begin with no token emitted.
+
+        Args:
+            prompt: The prompt's tokens; the repetition penalty is theirs, too.
+            repetition: The repetition penalty.
+            presence: The presence penalty.
+            frequency: The frequency penalty.
+            biases: Tokens, each with what is added to its logit.
+            min_tokens: Tokens that are emitted before one of `end_tokens` can be.
+            end_tokens: Tokens that end the sequence.
+            masks: The grammar's state.
+        """
+        self.masks, self.emitted = masks, 0
+        self._repetition, self._presence, self._frequency = repetition, presence, frequency
+        self._min_tokens, self._ends = min_tokens, tuple(end_tokens)
+        self._penalises = (repetition, presence, frequency) != (1.0, 0.0, 0.0)
+        self._biases = dict(biases)
+        self._entries: Rows = np.zeros(_GROWTH, ENTRY)
+        # By token, where its entry is: every token has one at most, because the kernel's lanes write at the same time.
+        self._places: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+        for token, bias in self._biases.items():
+            self._entry(token)["addend"] = bias
+        if repetition != 1.0:
+            for token in dict.fromkeys(prompt):
+                self._entry(token)["divisor"] = repetition
+        if min_tokens:
+            for token in self._ends:
+                self._entry(token)["addend"] = -np.inf
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether the choice of a token depends on the one before: its row can't be planned before that is known."""
+        return self._penalises or self.masks is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next token can be chosen now."""
+        return self.masks is None or self.masks.is_ready
+
+    @property
+    def entries(self) -> Rows:
+        """ENTRY records for the next token."""
+        return self._entries[: len(self._places)]
+
+    def accept(self, token: int, on_ready: Callable[[], None]) -> None:
+        """Take an emitted token. `on_ready` is called when the next one can be chosen, unless it can be now."""
+        self.emitted += 1
+        if self._penalises:
+            count = self._counts[token] = self._counts.get(token, 0) + 1
+            entry = self._entry(token)
+            entry["divisor"] = self._repetition
+            entry["subtrahend"] = self._presence + self._frequency * count
+        if self.emitted == self._min_tokens:
+            for end in self._ends:
+                self._entry(end)["addend"] = self._biases.get(end, 0.0)
+        if self.masks is not None:
+            self.masks.accept(token, on_ready)
+
+    def _entry(self, token: int) -> Rows:
+        place = self._places.get(token)
+        if place is None:
+            place = self._places[token] = len(self._places)
+            if place == len(self._entries):
+                self._entries = np.concatenate([self._entries, np.zeros(place, ENTRY)])
+            self._entries[place]["token"], self._entries[place]["divisor"] = token, 1.0
+        # A slice is a view of the record, which assignments change.
+        return self._entries[place : place + 1]
