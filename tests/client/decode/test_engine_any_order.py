@@ -22,7 +22,7 @@ from gpulease.client.decode.decode_errors import CompletionReason, NoModelLoaded
 from gpulease.client.decode.decode_requests import SamplingParameters, TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.engine.forward_pass import StepLimits
-from gpulease.client.decode.row_records import NO_ROW, PAGE, RESULT, Results, Rows
+from gpulease.client.decode.row_records import NO_ROW, PAGE, RESULT, Results, Rows, StepGuidance
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
@@ -120,6 +120,7 @@ class SimulatedServing:
     """A lease, its engine and its regions: what a `ServingEngine` is to the decoder."""
 
     max_steps = 2
+    ranked = None
     remaining_s = 1e9
     shares_clock = False
     is_of_fleet = True
@@ -160,7 +161,7 @@ class SimulatedServing:
 
     # --- steps ---
 
-    async def start(self, rows: Rows, pools: Iterable[BlockPool]) -> int:
+    async def start(self, rows: Rows, pools: Iterable[BlockPool], guidance: StepGuidance | None = None) -> int:
         assert self.is_open, "a step on an engine that was let go"
         # At most one engine computes: none starts a step once a later one has.
         number = self.world.engines.index(self)
