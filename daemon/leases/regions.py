@@ -161,7 +161,7 @@ class Regions(RegionViews):
         out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.SPAWN), region.open_due_ns))
 
     def _check_request(self, lease: Lease | None, event: events.RegionRequested, now_ns: int) -> Denial | None:
-        denial = self._store.hide(event.lease_id, event.tenant, event.is_operator)
+        denial = self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
         # From the caller to the room: who asks, the lease's state, the driver, the id, the size, the drain, the time.
         denial = denial or self._store.denial_for(event.lease_id, now_ns)
         if denial is not None or lease is None:
@@ -184,7 +184,7 @@ class Regions(RegionViews):
         """
         # As for leases: an overdue region can't be renewed, though its timer may be late.
         self._expire_if_due(region, now_ns, out)
-        denial = self._store.hide_from_strangers(region.region_id, event.tenant, event.is_operator)
+        denial = self._store.denial_without_access(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, region.tenant)
         if denial is not None or region.deadline_ns is None:
@@ -201,7 +201,7 @@ class Regions(RegionViews):
     def on_free(self, region: TableRegion, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
         """End a region that its tenant frees, or an operator on the tenant's behalf."""
         self._expire_if_due(region, now_ns, out)
-        denial = self._store.hide(region.region_id, event.tenant, event.is_operator)
+        denial = self._store.denial_unless_owner(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
         if denial is not None:
             out.append(Denied(event.request, denial))
@@ -225,7 +225,7 @@ class Regions(RegionViews):
     def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, out: list[Effect]) -> None:
         """Have launches in an active region refused or accepted again."""
         region = self._store.regions.get(event.region_id)
-        denial = self._store.hide_from_strangers(event.region_id, event.tenant, event.is_operator)
+        denial = self._store.denial_without_access(event.region_id, event.tenant, event.is_operator)
         if region is not None and denial is None:
             self._expire_if_due(region, now_ns, out)
         denial = denial or self._store.denial_for(event.region_id, now_ns)

@@ -52,7 +52,9 @@ class Resizes:
     def _check_request(self, lease: Lease | None, event: events.ResizeRequested, now_ns: int) -> Denial | None:
         # The checks in order: who asks, what state the lease is in, the least size, and last the room.
         store = self._store
-        denial = store.hide(event.lease_id, event.tenant, event.is_operator) or store.denial_for(event.lease_id, now_ns)
+        denial = store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator) or store.denial_for(
+            event.lease_id, now_ns
+        )
         if denial is not None or lease is None:
             return denial or denials.is_region(event.lease_id)
         if lease.resize is not None:

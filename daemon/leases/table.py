@@ -246,10 +246,10 @@ class LeaseTable:
         """Return the denial for work under a lease or region now; None if it is active and in time."""
         return self._store.denial_for(lease_id, now_ns)
 
-    def parties(self, lease_id: int) -> frozenset[str]:
+    def tenants_with_access(self, lease_id: int) -> frozenset[str]:
         """Return the tenants that may know a lease or region: its own, and that of the lease that contains a region."""
         lease = self._store.get(lease_id)
-        return frozenset() if lease is None else self._store.parties(lease)
+        return frozenset() if lease is None else self._store.tenants_with_access(lease)
 
     def claims(self) -> dict[str, int]:
         """Return the epoch of each name that a live lease (fenced ones included) or a queued acquire has."""
@@ -297,7 +297,7 @@ class LeaseTable:
         if lease_id in self._store.regions:
             return self.regions.phase(lease_id, now_ns)
         if lease is None:
-            ended = self._store.ended_one(lease_id)
+            ended = self._store.get_ended(lease_id)
             return None if ended is None or ended.deadline_ns is None else ended_phase(ended)
         return None if lease.deadline_ns is None else phase_of(lease, self._store.drain_ns, now_ns)
 
@@ -373,7 +373,7 @@ class LeaseTable:
         if (region := self._store.regions.get(event.lease_id)) is not None:
             self.regions.on_renew(region, event, now_ns, out)
             return
-        if (denial := self._store.hide(event.lease_id, event.tenant, event.is_operator)) is not None:
+        if (denial := self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
@@ -426,7 +426,7 @@ class LeaseTable:
         if (region := self._store.regions.get(event.lease_id)) is not None:
             self.regions.on_free(region, event, now_ns, out)
             return
-        if (denial := self._store.hide(event.lease_id, event.tenant, event.is_operator)) is not None:
+        if (denial := self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
@@ -638,7 +638,7 @@ class LeaseTable:
         """
         if lease_id in self._store.cleared:
             return RevokeOutcome.FENCED
-        was_here = self._store.ended_one(lease_id) is not None or lease_id in self._store.revoked
+        was_here = self._store.get_ended(lease_id) is not None or lease_id in self._store.revoked
         return RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
 
     def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:

@@ -151,9 +151,9 @@ class LeaseStore:
         """Return a live lease or region, or an ended one; None if it is unknown or forgotten."""
         # Live ones first: an id is never used twice, so it is in one of the four at most.
         found = self.live.get(lease_id) or self.regions.get(lease_id)
-        return found.snapshot() if found is not None else self.ended_one(lease_id)
+        return found.snapshot() if found is not None else self.get_ended(lease_id)
 
-    def ended_one(self, lease_id: int) -> LeaseSnapshot | None:
+    def get_ended(self, lease_id: int) -> LeaseSnapshot | None:
         """Return an ended lease or region; None if it is unknown or forgotten."""
         return self.ended.get(lease_id) or self.ended_regions.get(lease_id)
 
@@ -162,7 +162,7 @@ class LeaseStore:
         # In the order of certainty: unknown or ended, not granted yet, ending, overdue.
         found = self.live.get(lease_id) or self.regions.get(lease_id)
         if found is None:
-            ended = self.ended_one(lease_id)
+            ended = self.get_ended(lease_id)
             return self.unknown(lease_id) if ended is None else denials.lease_ended(ended)
         lease = found.snapshot()
         if lease.state is LeaseState.PENDING:
@@ -179,7 +179,7 @@ class LeaseStore:
         """Return the denial for a lease that is neither live nor remembered, so that its tenant is unknown."""
         return denials.revoked_long_ago(lease_id) if lease_id in self.revoked else denials.not_found(lease_id)
 
-    def hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
+    def denial_unless_owner(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
         """Return the denial for a caller that is not the tenant of a lease or region and not an operator.
 
         Returns None for those two. To other callers, a foreign lease and an unknown one look the same. The tenant of a
@@ -190,16 +190,20 @@ class LeaseStore:
             return self.unknown(lease_id)
         if is_operator or lease.tenant == tenant:
             return None
-        return denials.not_its_tenant(lease_id) if tenant in self.parties(lease) else denials.not_found(lease_id)
+        return (
+            denials.not_its_tenant(lease_id)
+            if tenant in self.tenants_with_access(lease)
+            else denials.not_found(lease_id)
+        )
 
-    def hide_from_strangers(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
-        """Return the denial for a caller that is not an operator and not one of `parties`; None if it is."""
+    def denial_without_access(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
+        """Return the denial for a caller that is neither an operator nor one of `tenants_with_access`, else None."""
         lease = self.get(lease_id)
         if lease is None:
             return self.unknown(lease_id)
-        return None if is_operator or tenant in self.parties(lease) else denials.not_found(lease_id)
+        return None if is_operator or tenant in self.tenants_with_access(lease) else denials.not_found(lease_id)
 
-    def parties(self, lease: LeaseSnapshot) -> frozenset[str]:
+    def tenants_with_access(self, lease: LeaseSnapshot) -> frozenset[str]:
         """Return the tenants that may know a lease or region: its own, and that of the lease that contains a region."""
         parent = self.get(lease.parent_id) if lease.parent_id else None
         return frozenset({lease.tenant} if parent is None else {lease.tenant, parent.tenant})

@@ -163,7 +163,7 @@ class LeaseHandler:
 
         table = self._runtime.table
         denial = table.denial_for(body.lease_id, time.monotonic_ns())
-        if table.get(body.lease_id) is None or self._peer.tenant not in table.parties(body.lease_id):
+        if table.get(body.lease_id) is None or self._peer.tenant not in table.tenants_with_access(body.lease_id):
             denial = not_found(body.lease_id)
         if denial is not None:
             raise Refused(denial.failure)

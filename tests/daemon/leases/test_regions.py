@@ -292,9 +292,9 @@ def test_the_leases_tenant_revokes_its_regions_alone(s: Scenario) -> None:
 
 def test_the_tenants_of_a_region_and_of_its_lease_may_know_of_it(s: Scenario) -> None:
     s.region(2)
-    assert s.table.parties(2) == {"ann", "bob"}
-    assert s.table.parties(1) == {"ann"}
-    assert s.table.parties(3) == frozenset()
+    assert s.table.tenants_with_access(2) == {"ann", "bob"}
+    assert s.table.tenants_with_access(1) == {"ann"}
+    assert s.table.tenants_with_access(3) == frozenset()
 
 
 # --- cancel ---
