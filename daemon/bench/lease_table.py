@@ -266,7 +266,7 @@ async def _runtime(leases: int, kept: frozenset[str]) -> AsyncIterator[tuple[Run
         most = leases + AT_A_TIME + BURST
         source = EmbeddedCards([most * SIZE_BYTES // CARDS + SIZE_BYTES] * CARDS)
         cards = [Card(one.uuid, one.index, one.name, one.capacity_bytes, 0) for one in source.discover({})]
-        table = LeaseTable(cards, CoreLimits(max_leases=most, max_leases_per_tenant=most), 0, journal.past)
+        table = LeaseTable(cards, CoreLimits(max_leases=most, max_leases_per_tenant=most), 0, journal.recovered)
         workers = SimulatedWorkers()
         async with open_recorder(config, "cpu", cards) as recorder:
             tokens = TokenService(table, frozenset(), None, None, journal.spent)

@@ -155,7 +155,9 @@ class Service:
         given: Sequence[GivenSocket] = (),
     ) -> None:
         # From the core outward: the table, the tokens about its leases, the runtime around both, and then the ways in.
-        table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past, config.recycling, config.placement)
+        table = LeaseTable(
+            cards, config.limits, config.warm_contexts, journal.recovered, config.recycling, config.placement
+        )
         tokens = TokenService(
             table, config.require_token, config.token_key_file, config.state, journal.spent, journal.revoked_tokens
         )

@@ -116,7 +116,7 @@ from gpulease.daemon.leases.model import (
     WorkerKind,
     kind_of,
 )
-from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptRegion, KeptWarm, Past
+from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptRegion, KeptWarm, RecoveredState
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.table_state import WaiterSnapshot
@@ -173,13 +173,13 @@ __all__ = [
     "LeaseTerms",
     "OpenRegion",
     "Outcome",
-    "Past",
     "PlacementOrder",
     "PoolTimerFired",
     "ProveReclaimed",
     "ProveRegion",
     "ReclaimFailed",
     "ReclaimProved",
+    "RecoveredState",
     "RecycleWorker",
     "Recycling",
     "RefuseSubmit",

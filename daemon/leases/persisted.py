@@ -108,7 +108,7 @@ class KeptCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class RecoveredState:
     """Records of an earlier table that need no action.
 
     Attributes:

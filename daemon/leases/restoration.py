@@ -29,7 +29,7 @@ from gpulease.daemon.leases.events import (
     TimerKind,
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState, LeaseTerms, Trigger, WorkerKind, kind_of
-from gpulease.daemon.leases.persisted import Past, revive
+from gpulease.daemon.leases.persisted import RecoveredState, revive
 from gpulease.daemon.leases.table_state import LeaseStore, RevokedIds
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
@@ -42,16 +42,16 @@ class Restoration:
         self._teardown = teardown
         self._pool = pool
 
-    def recall(self, past: Past) -> None:
+    def recover(self, recovered: RecoveredState) -> None:
         """Remember ended leases, hold fenced bytes, and restore a drain."""
-        self._store.revoked, self._store.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
-        self._store.drain_ns = past.drain_ns
-        self._store.epochs = HighestEpochs(past.epochs)
-        for tombstone in past.tombstones:
+        self._store.revoked, self._store.cleared = RevokedIds(recovered.revoked), RevokedIds(recovered.cleared)
+        self._store.drain_ns = recovered.drain_ns
+        self._store.epochs = HighestEpochs(recovered.epochs)
+        for tombstone in recovered.tombstones:
             self._store.remember(tombstone)
         # A fence on a card that this host no longer has holds nothing here. The journal keeps it until the card
         # returns.
-        for kept in past.fenced_warm:
+        for kept in recovered.fenced_warm:
             if kept.card_uuid in self._store.account_by_uuid:
                 self._pool.restore_fence(kept)
 

@@ -43,7 +43,7 @@ from gpulease.daemon.leases.model import (
     WorkerKind,
     kind_of,
 )
-from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, Past, keep
+from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, RecoveredState, keep
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, check_ttl, ended_phase, phase_of, renewed_until
 from gpulease.daemon.leases.restoration import Restoration
 from gpulease.daemon.leases.table_state import LeaseStore, WaiterSnapshot
@@ -65,7 +65,7 @@ class LeaseTable:
         cards: Cards to lease.
         limits: Bounds of the node.
         warm_contexts: Number of contexts that each card keeps ready for future leases.
-        past: Records of an earlier table. Its leases come as events, before all others.
+        recovered: Records of an earlier table. Its leases come as events, before all others.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         order: The order in which leases prefer cards.
 
@@ -78,7 +78,7 @@ class LeaseTable:
         cards: Iterable[Card],
         limits: CoreLimits | None = None,
         warm_contexts: int = 0,
-        past: Past | None = None,
+        recovered: RecoveredState | None = None,
         recycling: Recycling | None = None,
         order: PlacementOrder = PlacementOrder.SPREAD,
     ) -> None:
@@ -95,7 +95,7 @@ class LeaseTable:
         self._horizons = Horizons(self._store, self._teardown)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
         # Before any event: ids that were revoked, fences and a drain apply from the first request on.
-        self._restoration.recall(past or Past())
+        self._restoration.recover(recovered or RecoveredState())
         self._drain = DrainInProgress(self._store, self._teardown, self._admission)
         self._handlers = self._event_handlers()
         # Per kind of worker: the live workers by id, and the handler of each event about one of them.

@@ -39,7 +39,7 @@ from gpulease.daemon.leases import (
     LeaseTable,
     OpenRegion,
     Outcome,
-    Past,
+    RecoveredState,
     RefuseWork,
     RegionCancelSet,
     RegionEnded,
@@ -90,7 +90,7 @@ class Journal:
     Attributes:
         kept: Leases that an earlier daemon left, for `LeaseRestored`.
         regions: Regions of these leases, for `RegionRestored`.
-        past: What else an earlier daemon left for the lease table.
+        recovered: What else an earlier daemon left for the lease table.
         spent: Tokens that were used: lease, nonce, and until when a token of that nonce can be valid (monotonic ms).
         revoked_tokens: Tokens that were revoked, with the same three members.
         cards: Measurements of the GPUs in this boot of the host, by uuid.
@@ -100,7 +100,7 @@ class Journal:
 
     kept: tuple[KeptLease, ...] = ()
     regions: tuple[KeptRegion, ...] = ()
-    past: Past = Past()
+    recovered: RecoveredState = RecoveredState()
     spent: tuple[Spent, ...] = ()
     revoked_tokens: tuple[Spent, ...] = ()
     cards: Mapping[str, KeptCard] = {}
@@ -164,7 +164,7 @@ class FileJournal(Journal):
     def __init__(self, store: Store, contents: Contents, lock_fd: int) -> None:
         self.kept = tuple(contents.leases)
         self.regions = tuple(contents.regions)
-        self.past = contents.past()
+        self.recovered = contents.recovered()
         self.spent = tuple(contents.spent)
         self.revoked_tokens = tuple(contents.revoked_tokens)
         self.cards = dict(contents.cards)

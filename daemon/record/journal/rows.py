@@ -24,7 +24,7 @@ from gpulease.daemon.leases import (
     LeaseSnapshot,
     LeaseState,
     LeaseTerms,
-    Past,
+    RecoveredState,
     RegionState,
 )
 from gpulease.protocol.lease_options import KEPT_OPTIONS, ChoiceOption, JournalRow
@@ -462,10 +462,12 @@ class Contents:
                 relay = _read(KeptRelay, value)
                 self.relays[relay.pid] = relay
 
-    def past(self) -> Past:
+    def recovered(self) -> RecoveredState:
         """Return what the lease table remembers of the past, in addition to live leases."""
         tombstones = (*self.tombstones, *self.region_tombstones)
-        return Past(tombstones, self.revoked, self.cleared, tuple(self.warm), self.drain_ns, tuple(self.epochs))
+        return RecoveredState(
+            tombstones, self.revoked, self.cleared, tuple(self.warm), self.drain_ns, tuple(self.epochs)
+        )
 
     def cross_boot(self) -> list[Change]:
         """Change the contents as a restart of the host does, and return the changes of rows.

@@ -480,7 +480,9 @@ class Shell:
         # The id of a lease revoked before its grant is unknown if its row was lost.
         if is_tail_lost:
             self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
-        self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds, self.order)
+        self.table = LeaseTable(
+            CARDS, LIMITS, self.warm_contexts, contents.recovered(), self.recycled.bounds, self.order
+        )
         self.tenants.change(LIMITS.tenants, (kept.tenant for kept in contents.leases))
         self.open_requests, self.timers, self.lost_timers, self.jobs = set(), [], [], []
         self.recycled.renamed, self.asked_to_prove, self.once = (

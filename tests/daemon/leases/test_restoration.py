@@ -25,10 +25,10 @@ from gpulease.daemon.leases import (
     LeaseState,
     LeaseTable,
     LeaseTerms,
-    Past,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
+    RecoveredState,
     RefuseWork,
     RenameWorker,
     Renewed,
@@ -66,9 +66,15 @@ def kept(lease_id: int = 1, size: int = 20, state: LeaseState = LeaseState.ACTIV
 class Restored(Scenario):
     """A table restored with leases."""
 
-    def __init__(self, *leases: KeptLease, past: Past | None = None, warm: int = 0, limits: CoreLimits | None = None):
+    def __init__(
+        self,
+        *leases: KeptLease,
+        recovered: RecoveredState | None = None,
+        warm: int = 0,
+        limits: CoreLimits | None = None,
+    ):
         super().__init__()
-        self.table = LeaseTable((card(),), limits or CoreLimits(), warm, past)
+        self.table = LeaseTable((card(),), limits or CoreLimits(), warm, recovered)
         self.effects: list[Effect] = []
         for lease in leases:
             self.restore(lease)
@@ -139,7 +145,8 @@ def test_a_fence_holds_until_it_is_cleared() -> None:
 
 def test_a_fenced_warm_context_holds_its_bytes_and_its_number() -> None:
     s = Restored(
-        past=Past(fenced_warm=(KeptWarm(WARM + 4, "GPU-a", 10, "x"), KeptWarm(WARM, "GPU-z", 10, "x"))), warm=1
+        recovered=RecoveredState(fenced_warm=(KeptWarm(WARM + 4, "GPU-a", 10, "x"), KeptWarm(WARM, "GPU-z", 10, "x"))),
+        warm=1,
     )
     assert (s.card().fenced_bytes, s.card().available_bytes) == (10, 90)
     assert s.do(PoolTimerFired()) == []
@@ -151,7 +158,7 @@ def test_a_fenced_warm_context_holds_its_bytes_and_its_number() -> None:
 @pytest.mark.parametrize(("left_s", "is_over"), [(2, False), (-2, True)])
 def test_a_drain_goes_on_to_the_same_deadline(left_s: int, is_over: bool) -> None:
     ends_ns = 1000 * S + left_s * S
-    s = Restored(kept(), past=Past(drain_ns=ends_ns), warm=1)
+    s = Restored(kept(), recovered=RecoveredState(drain_ns=ends_ns), warm=1)
     assert s.table.drain_ns == ends_ns
     effects = s.do(DrainTimerFired())
     assert (
@@ -187,7 +194,7 @@ def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
     before = Scenario()
     before.active(5)
     end(before, 5)
-    s = Restored(past=Past((before.lease(5),)))
+    s = Restored(recovered=RecoveredState((before.lease(5),)))
     effects = s.do(WorkerFound(5, "GPU-a", 60))
     assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, TimerFired]
     left_id = one(effects, RenameWorker).to_id
@@ -208,7 +215,7 @@ def test_an_additional_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
     before = Scenario()
     before.active(5)
     end(before, 5)
-    s = Restored(past=Past((before.lease(5),))) if is_ended else Restored(kept(5))
+    s = Restored(recovered=RecoveredState((before.lease(5),))) if is_ended else Restored(kept(5))
     held_bytes = s.card().held_bytes
     effects = s.do(WorkerFound(1234, "GPU-a", 60, 5))
     assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, TimerFired]
@@ -224,7 +231,7 @@ def test_a_worker_left_by_an_ended_lease_takes_no_id_that_is_found() -> None:
     before = Scenario()
     before.active(5)
     end(before, 5)
-    s = Restored(past=Past((before.lease(5),)), warm=1)
+    s = Restored(recovered=RecoveredState((before.lease(5),)), warm=1)
     left_id = one(s.do(WorkerFound(5, "GPU-a", 30)), RenameWorker).to_id
     s.do(WorkerFound(WARM, "GPU-a", 10))
     assert one(s.do(PoolTimerFired()), WarmUp).warm_id == WARM + 1
@@ -233,7 +240,7 @@ def test_a_worker_left_by_an_ended_lease_takes_no_id_that_is_found() -> None:
     assert fence.is_fenced
     kept_fence = s.table.keep_warm(left_id)
     assert kept_fence is not None
-    again = Restored(past=Past((before.lease(5),), fenced_warm=(kept_fence,)))
+    again = Restored(recovered=RecoveredState((before.lease(5),), fenced_warm=(kept_fence,)))
     assert one(again.do(WorkerFound(5, "GPU-a", 30)), RenameWorker).to_id == left_id + 1
 
 
@@ -284,7 +291,7 @@ def test_a_revoked_id_is_known_for_ever() -> None:
         s.do(FreeRequested(9, lease_id, "ann"))
         s.gone(lease_id)
     assert s.table.get(1) is None
-    restored = Restored(past=Past(revoked=(1, 7)))
+    restored = Restored(recovered=RecoveredState(revoked=(1, 7)))
     for table in (s, restored):
         assert denied(table.do(RenewRequested(9, 1, "ann", 1000))).reason is DenialReason.REVOKED
         assert denied(table.do(FreeRequested(9, 1, "bob"))).reason is DenialReason.REVOKED
@@ -302,7 +309,9 @@ def test_a_lease_whose_fence_was_cleared_was_never_torn_down(way: str) -> None:
     s.do(RevokeRequested(7, 1, "because"))
     s.do(FenceClearRequested(8, None))
     if way != "before":
-        s = Restored(past=Past(tombstones=(s.lease(1),) if way == "restarted" else (), cleared=(1,), revoked=(1,)))
+        s = Restored(
+            recovered=RecoveredState(tombstones=(s.lease(1),) if way == "restarted" else (), cleared=(1,), revoked=(1,))
+        )
     assert one(s.do(RevokeRequested(9, 1, "again")), RevokeDone).outcome is RevokeOutcome.FENCED
     assert denied(s.do(RenewRequested(10, 1, "ann", 1000))).reason is DenialReason.REVOKED
     assert denied(s.do(FreeRequested(11, 1, "ann"))).reason is DenialReason.REVOKED
@@ -314,7 +323,7 @@ def test_tombstones_give_the_same_answers() -> None:
     s.active(1)
     s.do(FreeRequested(9, 1, "ann"))
     s.gone(1)
-    again = Restored(past=Past(tombstones=(s.lease(1),)))
+    again = Restored(recovered=RecoveredState(tombstones=(s.lease(1),)))
     assert again.lease(1) == s.lease(1)
     assert denied(again.do(RenewRequested(9, 1, "ann", 1000))).reason is DenialReason.FREED
     assert denied(again.do(RenewRequested(9, 1, "bob", 1000))).reason is DenialReason.NOT_FOUND

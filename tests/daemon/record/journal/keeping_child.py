@@ -42,7 +42,7 @@ class Child:
     def __init__(self, folder: Path) -> None:
         self.journal = open_journal(folder, BOOT)
         limits = CoreLimits(max_leases_per_tenant=4096, grace_ms={})
-        self.table = LeaseTable([Card("GPU-a", 0, "a", 1 << 40, 10)], limits, 0, self.journal.past)
+        self.table = LeaseTable([Card("GPU-a", 0, "a", 1 << 40, 10)], limits, 0, self.journal.recovered)
         self.journal.observe(self.table, lambda _: 1, self.post)
         for kept in self.journal.kept:
             self.post(LeaseRestored(kept, has_worker=True))

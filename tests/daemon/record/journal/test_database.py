@@ -317,14 +317,14 @@ def _head_of_none(head: bytes) -> bytes:
 def test_another_boot_ends_every_lease_and_keeps_every_fence(state: Path) -> None:
     for _ in range(2):
         journal = open_journal(state, "b2" * 16)
-        ended = {lease.lease_id: lease for lease in journal.past.tombstones}
+        ended = {lease.lease_id: lease for lease in journal.recovered.tombstones}
         assert set(ended) == {1, 2, 3, 5, 6, 7, 8}
         assert (ended[1].cause, ended[1].reason) == (Cause.WORKER_DIED, "the host was restarted")
         assert ended[3] == tombstone(3)
         fenced = kept(4, LeaseState.FENCED, created_ns=0, deadline_ns=0, ended_ns=0, worker_pid=0)
         assert journal.kept == (fenced,)
-        assert (list(journal.past.revoked), journal.spent, journal.cards) == ([3], (), {})
+        assert (list(journal.recovered.revoked), journal.spent, journal.cards) == ([3], (), {})
         assert (journal.relays, journal.revoked_tokens) == ((), ())
-        assert journal.past.drain_ns == 0, "it is drained, and nothing is left for that to end"
+        assert journal.recovered.drain_ns == 0, "it is drained, and nothing is left for that to end"
         journal._committer.stop()
         os.close(journal._lock_fd)

@@ -49,7 +49,7 @@ class Broker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.journal = open_journal(folder, BOOT)
-        self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}), 0, self.journal.past)
+        self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}), 0, self.journal.recovered)
         self.told: list[Outcome] = []
         self._is_told = asyncio.Event()
         self.journal.observe(self.table, lambda lease_id: 9000 + lease_id, lambda event: self.post(event))
@@ -106,9 +106,9 @@ def test_nothing_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
         assert not broker.as_if_killed(copy).keys() & {1, 2}
         await broker.journal.stop()
         again = open_journal(tmp_path / "state", BOOT)
-        assert list(again.past.revoked) == [mark_of(1)]
-        assert list(again.past.cleared) == [mark_of(1), mark_of(2)]
-        assert [tombstone.lease_id for tombstone in again.past.tombstones] == [1, 2]
+        assert list(again.recovered.revoked) == [mark_of(1)]
+        assert list(again.recovered.cleared) == [mark_of(1), mark_of(2)]
+        assert [tombstone.lease_id for tombstone in again.recovered.tombstones] == [1, 2]
         again._committer.stop()
         os.close(again._lock_fd)
 
@@ -197,7 +197,7 @@ def told_until_killed(folder: Path, after_s: float) -> list[list[str]]:
 
 def check(journal: FileJournal, granted: dict[int, tuple[int, str]], freed: set[int]) -> None:
     rows = {lease.lease_id: lease for lease in journal.kept}
-    ended = {tombstone.lease_id for tombstone in journal.past.tombstones}
+    ended = {tombstone.lease_id for tombstone in journal.recovered.tombstones}
     for lease_id in freed:
         assert lease_id not in rows, "a lease that was given back is there again"
     for lease_id, (generation, deadline) in granted.items():
