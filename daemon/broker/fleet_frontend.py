@@ -69,7 +69,7 @@ from gpulease.daemon.leases import Card, ClaimsLost, Event, HorizonMoved, LeaseT
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.journal import Journal, KeptMembership
+from gpulease.daemon.record.journal import Journal, MembershipRow
 from gpulease.daemon.record.metrics.gauges import FleetFacts
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.fleet_membership import FleetMembership
@@ -159,7 +159,7 @@ class FleetFrontend:
         self._tell_page = tell_page
         self._journal = journal
         # What the last process reported: the membership, its deadline, and troubles for the operator.
-        self._membership = journal.membership or KeptMembership()
+        self._membership = journal.membership or MembershipRow()
         self._horizon_boot_ns = 0
         self._is_lost = False
         self._has_begun = False
@@ -582,10 +582,10 @@ class FleetFrontend:
     def _join(self, joined: Joined) -> None:
         log_event(LogEvent.FLEET_JOINED, node=self.node_id, incarnation=joined.incarnation)
         self._refused = ""
-        membership = _with_identity(KeptMembership(joined.incarnation), joined.identity)
+        membership = _with_identity(MembershipRow(joined.incarnation), joined.identity)
         self._remember(_with_mark(membership, joined.mark))
 
-    def _remember(self, membership: KeptMembership) -> None:
+    def _remember(self, membership: MembershipRow) -> None:
         self._membership = membership
         self._journal.remember_membership(membership)
 
@@ -624,16 +624,16 @@ def _log_fault(error: Exception) -> None:
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"keeping the fleet process up to date: {error}")
 
 
-def _with_identity(membership: KeptMembership, identity: FleetIdentity) -> KeptMembership:
+def _with_identity(membership: MembershipRow, identity: FleetIdentity) -> MembershipRow:
     return replace(membership, **_fields_of(identity))
 
 
-def _with_mark(membership: KeptMembership, mark: DaemonMark) -> KeptMembership:
+def _with_mark(membership: MembershipRow, mark: DaemonMark) -> MembershipRow:
     return replace(membership, **_fields_of(mark))
 
 
 def _fields_of(part: FleetIdentity | DaemonMark) -> dict[str, Any]:
-    """Return a part of a membership by the names that `KeptMembership` has for it, which are the same."""
+    """Return a part of a membership by the names that `MembershipRow` has for it, which are the same."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 

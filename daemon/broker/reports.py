@@ -10,10 +10,10 @@ from gpulease.daemon.contract.control_page import BrokerPage, Counter
 from gpulease.daemon.leases import (
     CardSnapshot,
     DrainSet,
-    KeptRegion,
     LeasePhase,
     LeaseSnapshot,
     LeaseTable,
+    RegionRow,
     SubmitSnapshot,
     ends_ns,
 )
@@ -100,7 +100,7 @@ def lease_report(
     return report
 
 
-def region_report(region: KeptRegion) -> dict[str, Any]:
+def region_report(region: RegionRow) -> dict[str, Any]:
     """Report the place of a region in its session."""
     return {
         "region_state": region.state.value,

@@ -40,8 +40,8 @@ from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
 from gpulease.daemon.host.unix_place import LOOK_S
 from gpulease.daemon.leases import (
     Card,
+    CardRow,
     Cause,
-    KeptCard,
     LeaseTable,
     PoolTimerFired,
     ShutdownRequested,
@@ -525,7 +525,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
     if unknown and is_beside_others:
         log_event(LogEvent.CARD_CROWDED)
     elif unknown:
-        measured = [KeptCard(one.uuid, one.found_bytes, overheads[one.uuid], one.unattributed_bytes) for one in facts]
+        measured = [CardRow(one.uuid, one.found_bytes, overheads[one.uuid], one.unattributed_bytes) for one in facts]
         journal.remember_cards(measured)
     return cards
 

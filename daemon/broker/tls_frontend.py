@@ -22,7 +22,7 @@ from gpulease.daemon.host.processes import started_ticks
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.record.journal import Journal, KeptRelay
+from gpulease.daemon.record.journal import Journal, RelayRow
 from gpulease.daemon.remote.node_identity import IdentityFiles, NoTenant, tenant_named
 from gpulease.daemon.remote.remote_messages import (
     FROM_ACCEPTOR,
@@ -238,7 +238,7 @@ class TlsFrontend:
         self._add(arrival.pid, relay)
         # The journal lets the next daemon count and end the relay too.
         if refusal is None:
-            self._journal.remember_relay(KeptRelay(arrival.pid, relay.started_ticks, relay.tenant, relay.serial))
+            self._journal.remember_relay(RelayRow(arrival.pid, relay.started_ticks, relay.tenant, relay.serial))
         log_event(
             LogEvent.RELAY_ARRIVED, relay_pid=arrival.pid, tenant=peer.tenant, peer=arrival.peer, serial=arrival.serial
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable
-from gpulease.daemon.leases import KeptCard
+from gpulease.daemon.leases import CardRow
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
 
@@ -52,7 +52,7 @@ class EmbeddedCards:
                 )
         self._sizes_bytes = tuple(sizes_bytes)
 
-    def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
+    def discover(self, known: Mapping[str, CardRow]) -> list[CardFacts]:
         return [
             CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size, found_bytes=size)
             for index, size in enumerate(self._sizes_bytes)

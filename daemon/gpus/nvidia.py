@@ -15,7 +15,7 @@ import pynvml
 from gpulease.daemon.gpus import cuinit
 from gpulease.daemon.gpus.diagnosis import NO_LIBRARY, Library, diagnose, look, no_cards
 from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable, SharedCall
-from gpulease.daemon.leases import KeptCard
+from gpulease.daemon.leases import CardRow
 
 RESERVE_BYTES: Final = 256 << 20
 """Subtracted from every card's capacity: the driver's own use grows a little with the number of contexts."""
@@ -59,7 +59,7 @@ class NvidiaCards:
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
 
-    def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
+    def discover(self, known: Mapping[str, CardRow]) -> list[CardFacts]:
         """Return all cards. Present use reduces a card's capacity, unless `known` has an earlier measurement."""
         try:
             found = [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -133,7 +133,7 @@ class NvidiaCards:
     def close(self) -> None:
         pynvml.nvmlShutdown()
 
-    def _facts(self, index: int, known: Mapping[str, KeptCard]) -> CardFacts:
+    def _facts(self, index: int, known: Mapping[str, CardRow]) -> CardFacts:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         if _is_partitioned(handle):
             raise CardsUnavailable(

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Final, Generic, Protocol, TypeVar
 
 from gpulease.daemon.host.cannot_start import CannotStart
-from gpulease.daemon.leases import KeptCard
+from gpulease.daemon.leases import CardRow
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.back_off import back_off_s
@@ -105,7 +105,7 @@ class CardSource(Protocol):
     def reserve_bytes(self) -> int:
         """The bytes that the node reserves for each session in addition to its slice. One that takes more is ended."""
 
-    def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
+    def discover(self, known: Mapping[str, CardRow]) -> list[CardFacts]:
         """Return all cards. `known` has measurements of cards from before they had leases. Raises CardsUnavailable."""
 
     def why_no_context(self) -> CardsUnavailable | None:

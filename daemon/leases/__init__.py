@@ -116,7 +116,7 @@ from gpulease.daemon.leases.model import (
     WorkerKind,
     kind_of,
 )
-from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptRegion, KeptWarm, RecoveredState
+from gpulease.daemon.leases.persisted import CardRow, LeaseRow, RecoveredState, RegionRow, WarmRow
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.table import LeaseTable
 from gpulease.daemon.leases.table_state import WaiterSnapshot
@@ -132,6 +132,7 @@ __all__ = [
     "CapacityChanged",
     "Card",
     "CardLooked",
+    "CardRow",
     "CardSnapshot",
     "Cause",
     "Checked",
@@ -159,14 +160,11 @@ __all__ = [
     "HorizonMoved",
     "InvalidTransition",
     "InvariantBroken",
-    "KeptCard",
-    "KeptLease",
-    "KeptRegion",
-    "KeptWarm",
     "KillWorker",
     "LeaseEnded",
     "LeasePhase",
     "LeaseRestored",
+    "LeaseRow",
     "LeaseSnapshot",
     "LeaseState",
     "LeaseTable",
@@ -194,6 +192,7 @@ __all__ = [
     "RegionReleased",
     "RegionRequested",
     "RegionRestored",
+    "RegionRow",
     "RegionState",
     "RegionStuck",
     "RenameWorker",
@@ -233,6 +232,7 @@ __all__ = [
     "WaitTimerFired",
     "WaiterSnapshot",
     "WarmEnded",
+    "WarmRow",
     "WarmSnapshot",
     "WarmState",
     "WarmUp",

@@ -22,7 +22,7 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
 from gpulease.daemon.leases.model import Cause, Horizon, LeaseSnapshot, LeaseTerms, SubmitRequested, TransitionRecord
-from gpulease.daemon.leases.persisted import KeptLease, KeptRegion
+from gpulease.daemon.leases.persisted import LeaseRow, RegionRow
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
@@ -344,7 +344,7 @@ class LeaseRestored:
         horizon: Time until which a claimed lease may be served, according to the control page; None if it has none.
     """
 
-    kept: KeptLease
+    kept: LeaseRow
     has_worker: bool
     has_session: bool = True
     horizon: Horizon | None = None
@@ -354,7 +354,7 @@ class LeaseRestored:
 class RegionRestored:
     """A region of an earlier table; sent once for each, after all leases and before all other events."""
 
-    kept: KeptRegion
+    kept: RegionRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from gpulease.daemon.leases.model import (
 from gpulease.protocol.fast_dataclass import dataclass
 
 
-class KeptLease(NamedTuple):
+class LeaseRow(NamedTuple):
     """A lease that its tenant may know as granted, or that is fenced.
 
     A tuple rather than a dataclass, because each change to a lease makes one.
@@ -53,7 +53,7 @@ class KeptLease(NamedTuple):
     region_number: int = 0
 
 
-class KeptRegion(NamedTuple):
+class RegionRow(NamedTuple):
     """A region that its lease's worker knows, until nothing of it is left.
 
     Attributes:
@@ -82,7 +82,7 @@ class KeptRegion(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptWarm:
+class WarmRow:
     """A warm context that could not be proved gone: its bytes are fenced."""
 
     warm_id: int
@@ -92,7 +92,7 @@ class KeptWarm:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCard:
+class CardRow:
     """Measurements of a card from a time when it had no leases, because a card with leases can't be measured.
 
     Attributes:
@@ -123,20 +123,20 @@ class RecoveredState:
     tombstones: tuple[LeaseSnapshot, ...] = ()
     revoked: Collection[int] = ()
     cleared: Collection[int] = ()
-    fenced_warm: tuple[KeptWarm, ...] = ()
+    fenced_warm: tuple[WarmRow, ...] = ()
     drain_ns: int | None = None
     epochs: tuple[tuple[str, int], ...] = ()
 
 
-def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
-    """Return the record of a live lease; None while PENDING, because no grant has been reported yet."""
+def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
+    """Return the row of a live lease; None while PENDING, because no grant has been reported yet."""
     # A restart forgets it: its client has lost the connection by then, and acquires again.
     if lease.state is LeaseState.PENDING:
         return None
     # A context lent for a submit goes back with the submit, unless it is part of a fence.
     extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
     # In the order of the fields: a tuple is built in a fraction of the time that a dataclass takes.
-    return KeptLease(
+    return LeaseRow(
         lease.lease_id,
         lease.tenant,
         lease.card_uuid,
@@ -155,10 +155,10 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     )
 
 
-def keep_region(region: TableRegion) -> KeptRegion:
-    """Return the record of a region. An OPENING one has a record too, because its worker may have mapped it."""
-    # Positional for the same reason as in `keep`: it is built at every change of the region.
-    return KeptRegion(
+def region_row(region: TableRegion) -> RegionRow:
+    """Return the row of a region. An OPENING one has a row too, because its worker may have mapped it."""
+    # Positional for the same reason as in `lease_row`: it is built at every change of the region.
+    return RegionRow(
         region.region_id,
         region.lease_id,
         region.tenant,
@@ -180,7 +180,7 @@ def keep_region(region: TableRegion) -> KeptRegion:
     )
 
 
-def revive_region(kept: KeptRegion, lease: Lease) -> TableRegion:
+def revive_region(kept: RegionRow, lease: Lease) -> TableRegion:
     """Return the region of a record, with an empty history."""
     return TableRegion(
         region_id=kept.region_id,
@@ -212,7 +212,7 @@ def revive_region(kept: KeptRegion, lease: Lease) -> TableRegion:
     )
 
 
-def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool, horizon: Horizon | None = None) -> Lease:
+def revive(kept: LeaseRow, max_story_entries: int, *, has_session: bool, horizon: Horizon | None = None) -> Lease:
     """Return the lease of a record, with an empty history."""
     return Lease(
         lease_id=kept.lease_id,

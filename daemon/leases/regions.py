@@ -47,7 +47,7 @@ from gpulease.daemon.leases.model import (
     TableRegion,
     Trigger,
 )
-from gpulease.daemon.leases.persisted import KeptRegion, keep_region, revive_region
+from gpulease.daemon.leases.persisted import RegionRow, region_row, revive_region
 from gpulease.daemon.leases.quotas import LeasePhase, check_ttl, region_phase_of, renewed_until
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.failures import REGION_KEPT
@@ -87,10 +87,10 @@ class RegionViews:
         lease = self._store.live.get(lease_id)
         return () if lease is None else tuple(lease.slots[slot].snapshot() for slot in sorted(lease.slots))
 
-    def get(self, region_id: int) -> KeptRegion | None:
+    def get(self, region_id: int) -> RegionRow | None:
         """Return the record of a region, for the journal and the worker; None once nothing of it is left."""
         region = self._store.regions.get(region_id)
-        return None if region is None else keep_region(region)
+        return None if region is None else region_row(region)
 
     def held_bytes(self, lease_id: int) -> int:
         """Return the bytes of a live lease's slice that its regions hold."""
@@ -528,7 +528,7 @@ class Regions(RegionViews):
             elif not region.is_given_up:
                 self._prove(lease, region, now_ns, out)
 
-    def _bury(self, kept: KeptRegion, now_ns: int, out: list[Effect]) -> None:
+    def _bury(self, kept: RegionRow, now_ns: int, out: list[Effect]) -> None:
         """Remember a region of a lease that is already over, and report its end unless that was reported."""
         cause = kept.cause or Cause.WORKER_DIED
         was_reported = kept.is_given_up or kept.state is RegionState.RETURNED

@@ -43,7 +43,7 @@ from gpulease.daemon.leases.model import (
     WorkerKind,
     kind_of,
 )
-from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, RecoveredState, keep
+from gpulease.daemon.leases.persisted import LeaseRow, RecoveredState, WarmRow, lease_row
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, check_ttl, ended_phase, phase_of, renewed_until
 from gpulease.daemon.leases.restoration import Restoration
 from gpulease.daemon.leases.table_state import LeaseStore, WaiterSnapshot
@@ -208,15 +208,15 @@ class LeaseTable:
         unowned = self._store.account_by_uuid[card_uuid].others.unowned
         return 0 if unowned.is_within(unowned_bytes) else unowned_bytes - unowned.booked_bytes
 
-    def keep(self, lease_id: int, worker_pid: int = 0) -> KeptLease | None:
-        """Return the record of a live lease that outlives this table; None if it is pending or unknown."""
+    def lease_row(self, lease_id: int, worker_pid: int = 0) -> LeaseRow | None:
+        """Return the row of a live lease that outlives this table; None if it is pending or unknown."""
         lease = self._store.live.get(lease_id)
-        return None if lease is None else keep(lease, worker_pid)
+        return None if lease is None else lease_row(lease, worker_pid)
 
-    def keep_warm(self, warm_id: int) -> KeptWarm | None:
+    def warm_row(self, warm_id: int) -> WarmRow | None:
         """Return the record of a warm context that outlives this table; None if it is unknown."""
         found = self._store.warm.get(warm_id)
-        return None if found is None else KeptWarm(warm_id, found.card_uuid, found.charge_bytes, found.reason)
+        return None if found is None else WarmRow(warm_id, found.card_uuid, found.charge_bytes, found.reason)
 
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
         """Return every live lease, fenced ones included, oldest first."""

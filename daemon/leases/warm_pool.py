@@ -48,7 +48,7 @@ from gpulease.daemon.leases.model import (
     WarmContext,
     WarmState,
 )
-from gpulease.daemon.leases.persisted import KeptWarm
+from gpulease.daemon.leases.persisted import WarmRow
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.protocol.back_off import back_off_s
@@ -293,7 +293,7 @@ class WarmPool:
 
     # --- contexts of an earlier daemon ---
 
-    def restore_fence(self, kept: KeptWarm) -> None:
+    def restore_fence(self, kept: WarmRow) -> None:
         """Hold the bytes of an earlier daemon's context that could not be proved gone."""
         context = self._enter_restored(kept.warm_id, kept.card_uuid, kept.charge_bytes, kept.reason)
         context.state = WarmState.FENCED

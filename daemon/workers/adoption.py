@@ -18,11 +18,11 @@ from gpulease.daemon.leases import (
     Cause,
     Event,
     Horizon,
-    KeptLease,
-    KeptRegion,
     LeaseRestored,
+    LeaseRow,
     LeaseState,
     RegionRestored,
+    RegionRow,
     SubmitFound,
     WorkerFound,
 )
@@ -67,7 +67,7 @@ class Adoption:
 
 
 def reconcile(
-    kept: Sequence[KeptLease],
+    kept: Sequence[LeaseRow],
     left: Sequence[LeftWorker],
     overheads: Mapping[str, int],
     latest_ns: int,
@@ -112,7 +112,7 @@ def reconcile(
 
 
 def _restore(
-    kept: Sequence[KeptLease], left: Sequence[LeftWorker], latest_ns: int, clocks: tuple[int, int]
+    kept: Sequence[LeaseRow], left: Sequence[LeftWorker], latest_ns: int, clocks: tuple[int, int]
 ) -> tuple[list[Adoption], list[LeftWorker]]:
     """Find each lease's own worker. Returns the leases with their workers, and the remaining workers."""
     adoptions = []
@@ -141,7 +141,7 @@ def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
     return Horizon(page.horizon_boot_ns - now_boot_ns + monotonic_ns, page.horizon_boot_ns)
 
 
-def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:
+def _as_on_page(lease: LeaseRow, page: PageState, latest_ns: int, overran: str) -> LeaseRow:
     """Bring a lease of the journal up to date with its page, which brokers write before the journal."""
     # A page is memory that survives a crash, but the worker's process maps it too. Accept only what a broker can have
     # written: a deadline up to `latest_ns`, and a bounded number of renewals.
@@ -159,12 +159,12 @@ def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str)
 
 
 def adopt(
-    kept: Sequence[KeptLease],
+    kept: Sequence[LeaseRow],
     workers: Workers,
     overheads: Mapping[str, int],
     latest_ns: int,
     post: Callable[[Event], None],
-    regions: Sequence[KeptRegion] = (),
+    regions: Sequence[RegionRow] = (),
 ) -> None:
     """Take over everything: give every worker a number, and post an event about each lease, worker and region.
 

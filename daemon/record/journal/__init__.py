@@ -6,6 +6,6 @@ to it is on the disk. `Journal` serves a daemon that keeps none, `FileJournal` i
 
 from gpulease.daemon.record.journal.database import JournalBroken
 from gpulease.daemon.record.journal.journal import FileJournal, Journal, open_journal
-from gpulease.daemon.record.journal.rows import KeptMembership, KeptRelay
+from gpulease.daemon.record.journal.rows import MembershipRow, RelayRow
 
-__all__ = ["FileJournal", "Journal", "JournalBroken", "KeptMembership", "KeptRelay", "open_journal"]
+__all__ = ["FileJournal", "Journal", "JournalBroken", "MembershipRow", "RelayRow", "open_journal"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.leases import (
+    CardRow,
     Cause,
     Checked,
     Denial,
@@ -29,11 +30,9 @@ from gpulease.daemon.leases import (
     FenceCleared,
     Freed,
     Granted,
-    KeptCard,
-    KeptLease,
-    KeptRegion,
     LeaseEnded,
     LeaseRestored,
+    LeaseRow,
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
@@ -48,6 +47,7 @@ from gpulease.daemon.leases import (
     RegionRefused,
     RegionReleased,
     RegionRestored,
+    RegionRow,
     Renewed,
     Resized,
     ResizeSlice,
@@ -69,8 +69,8 @@ from gpulease.daemon.record.journal.rows import (
     MEMBERSHIP_KEY,
     Change,
     Contents,
-    KeptMembership,
-    KeptRelay,
+    MembershipRow,
+    RelayRow,
     RowKind,
     Spent,
     lease_key,
@@ -98,14 +98,14 @@ class Journal:
         membership: The node's last membership of a fleet; None if it had none.
     """
 
-    kept: tuple[KeptLease, ...] = ()
-    regions: tuple[KeptRegion, ...] = ()
+    kept: tuple[LeaseRow, ...] = ()
+    regions: tuple[RegionRow, ...] = ()
     recovered: RecoveredState = RecoveredState()
     spent: tuple[Spent, ...] = ()
     revoked_tokens: tuple[Spent, ...] = ()
-    cards: Mapping[str, KeptCard] = {}
-    relays: tuple[KeptRelay, ...] = ()
-    membership: KeptMembership | None = None
+    cards: Mapping[str, CardRow] = {}
+    relays: tuple[RelayRow, ...] = ()
+    membership: MembershipRow | None = None
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
         """Begin to follow a table. `pid_of` returns the process id of a lease's worker, `post` takes events."""
@@ -136,15 +136,15 @@ class Journal:
         """Record that a token was revoked. `on_done(ok)`: whether the journal has it."""
         on_done(True)
 
-    def remember_cards(self, cards: Sequence[KeptCard]) -> None:
+    def remember_cards(self, cards: Sequence[CardRow]) -> None:
         """Keep measurements of the GPUs for the next daemon of this boot."""
 
-    def remember_relay(self, relay: KeptRelay) -> None:
+    def remember_relay(self, relay: RelayRow) -> None:
         """Keep the relay of a remote tenant, so that the next daemon can end it once its certificate is revoked."""
 
     def forget_relay(self, pid: int) -> None: ...
 
-    def remember_membership(self, membership: KeptMembership) -> None:
+    def remember_membership(self, membership: MembershipRow) -> None:
         """Keep the node's membership of its fleet, with which the next daemon continues."""
 
     def once_kept(self, do: Callable[[], None]) -> None:
@@ -236,10 +236,10 @@ class FileJournal(Journal):
         # The reply waits for this token's row: after a crash, no token may be accepted a second time.
         self._hold(lambda problem: on_done(not problem))
 
-    def remember_cards(self, cards: Sequence[KeptCard]) -> None:
+    def remember_cards(self, cards: Sequence[CardRow]) -> None:
         self._committer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in cards])
 
-    def remember_relay(self, relay: KeptRelay) -> None:
+    def remember_relay(self, relay: RelayRow) -> None:
         """Keep a relay. Skipped while nothing can be written, because tenants could make the queue grow."""
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(relay.pid), relay)])
@@ -249,7 +249,7 @@ class FileJournal(Journal):
         if not self.problem():
             self._committer.put([Change(RowKind.RELAY, number_key(pid), None)])
 
-    def remember_membership(self, membership: KeptMembership) -> None:
+    def remember_membership(self, membership: MembershipRow) -> None:
         kept = replace(membership, folder=self._folder)
         self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, kept)])
 
@@ -406,9 +406,9 @@ class JournalProjector:
 
     def __init__(
         self,
-        kept: Iterable[KeptLease] = (),
+        kept: Iterable[LeaseRow] = (),
         next_tombstone: int = 0,
-        regions: Iterable[KeptRegion] = (),
+        regions: Iterable[RegionRow] = (),
         next_region_tombstone: int = 0,
         epochs: Iterable[tuple[str, int]] = (),
     ) -> None:
@@ -488,14 +488,14 @@ class JournalProjector:
                     out.append(Change(RowKind.CLEARED, number_key(mark_of(lease_id)), 1))
                 out += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
             case WarmEnded(warm_id=warm_id, is_fenced=True):
-                out.append(Change(RowKind.WARM, warm_key(warm_id), table.keep_warm(warm_id)))
+                out.append(Change(RowKind.WARM, warm_key(warm_id), table.warm_row(warm_id)))
             case DrainSet(deadline_ns=deadline_ns):
                 out.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
 
     def _update(self, lease_id: int, table: LeaseTable, out: list[Change]) -> None:
         """Write the row of a lease that has one, with the lease's present state."""
         worker_pid = self._pids.get(lease_id)
-        if worker_pid is not None and (kept := table.keep(lease_id, worker_pid)) is not None:
+        if worker_pid is not None and (kept := table.lease_row(lease_id, worker_pid)) is not None:
             out.append(Change(RowKind.LEASE, lease_key(lease_id), kept))
 
     def _bury(self, lease_id: int, lease: LeaseSnapshot | None, out: list[Change]) -> None:

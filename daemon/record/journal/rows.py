@@ -16,16 +16,16 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from gpulease.daemon.leases import (
+    CardRow,
     Cause,
-    KeptCard,
-    KeptLease,
-    KeptRegion,
-    KeptWarm,
+    LeaseRow,
     LeaseSnapshot,
     LeaseState,
     LeaseTerms,
     RecoveredState,
+    RegionRow,
     RegionState,
+    WarmRow,
 )
 from gpulease.protocol.lease_options import KEPT_OPTIONS, ChoiceOption, JournalRow
 
@@ -65,7 +65,7 @@ _LATER: Final[dict[str, object]] = {
 
 _TERMS: Final = frozenset(item.name for item in fields(LeaseTerms))
 
-_LEASE_NAMES: Final = frozenset(KeptLease._fields) - {"terms"} | _TERMS
+_LEASE_NAMES: Final = frozenset(LeaseRow._fields) - {"terms"} | _TERMS
 """Members of a lease's row: its terms are among the others."""
 
 _LATER_OF_LEASE: Final = {name: before for name, before in _LATER.items() if name in _LEASE_NAMES}
@@ -79,7 +79,7 @@ _NUMBER_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRelay:
+class RelayRow:
     """A remote tenant's relay process, which lives as long as its session's worker.
 
     Attributes:
@@ -95,7 +95,7 @@ class KeptRelay:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptMembership:
+class MembershipRow:
     """A node's membership of its fleet, with which the next daemon continues.
 
     Attributes:
@@ -123,7 +123,7 @@ class KeptMembership:
     folder: str = ""
 
 
-Kept = KeptMembership | KeptLease | KeptRegion | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
+Kept = MembershipRow | LeaseRow | RegionRow | WarmRow | CardRow | RelayRow | LeaseSnapshot | int
 
 
 class RowKind(IntEnum):
@@ -196,11 +196,11 @@ def _text(text: str) -> str:
 
 def encode(content: Kept) -> bytes:
     # The most frequent kinds first.
-    if isinstance(content, KeptLease):
+    if isinstance(content, LeaseRow):
         return _lease(content)
     if isinstance(content, LeaseSnapshot):
         return _tombstone(content)
-    if isinstance(content, KeptRegion):
+    if isinstance(content, RegionRow):
         cause = None if content.cause is None else content.cause.value
         members = content._asdict() | {"state": content.state.value, "cause": cause}
         return json.dumps(members, separators=(",", ":")).encode()
@@ -209,7 +209,7 @@ def encode(content: Kept) -> bytes:
     return json.dumps({name: getattr(content, name) for name in content.__slots__}, separators=(",", ":")).encode()
 
 
-def _lease(kept: KeptLease) -> bytes:
+def _lease(kept: LeaseRow) -> bytes:
     """Encode by hand, because most rows are leases and tombstones, and `json` takes five times as long."""
     # The members that every version of a row has come first; later ones follow only where they differ from their
     # defaults.
@@ -253,18 +253,18 @@ def _member(member: Enum | None) -> str:
     return "null" if member is None else _text(member.value)
 
 
-def read_lease(value: bytes) -> KeptLease:
+def read_lease(value: bytes) -> LeaseRow:
     """Read a lease. Raises ValueError, KeyError or TypeError for bytes that `encode` did not write."""
-    # A row is flat, and `KeptLease` has its terms in an object of their own. Options that the row lacks get their
+    # A row is flat, and `LeaseRow` has its terms in an object of their own. Options that the row lacks get their
     # defaults.
-    members = _members(value, _LEASE_NAMES, KeptLease.__name__)
+    members = _members(value, _LEASE_NAMES, LeaseRow.__name__)
     terms = {name: members.pop(name) for name in _TERMS if name in members}
-    return KeptLease(terms=LeaseTerms(**(_LATER_OPTIONS | terms)), **members)
+    return LeaseRow(terms=LeaseTerms(**(_LATER_OPTIONS | terms)), **members)
 
 
-def read_region(value: bytes) -> KeptRegion:
+def read_region(value: bytes) -> RegionRow:
     """Read a region. Raises what `read_lease` raises."""
-    return KeptRegion(**_members(value, frozenset(KeptRegion._fields), KeptRegion.__name__, _REGION_ENUMS))
+    return RegionRow(**_members(value, frozenset(RegionRow._fields), RegionRow.__name__, _REGION_ENUMS))
 
 
 def read_tombstone(value: bytes) -> LeaseSnapshot:
@@ -272,7 +272,7 @@ def read_tombstone(value: bytes) -> LeaseSnapshot:
     return _read(LeaseSnapshot, value)
 
 
-Shape = TypeVar("Shape", KeptMembership, KeptWarm, KeptCard, KeptRelay, LeaseSnapshot)
+Shape = TypeVar("Shape", MembershipRow, WarmRow, CardRow, RelayRow, LeaseSnapshot)
 
 _ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {
     "state": LeaseState,
@@ -406,21 +406,21 @@ class Contents:
         next_region_tombstone: The number of the next region's tombstone.
     """
 
-    leases: list[KeptLease] = field(default_factory=list)
-    regions: list[KeptRegion] = field(default_factory=list)
-    warm: list[KeptWarm] = field(default_factory=list)
+    leases: list[LeaseRow] = field(default_factory=list)
+    regions: list[RegionRow] = field(default_factory=list)
+    warm: list[WarmRow] = field(default_factory=list)
     tombstones: list[LeaseSnapshot] = field(default_factory=list)
     region_tombstones: list[LeaseSnapshot] = field(default_factory=list)
     revoked: "array[int]" = field(default_factory=lambda: array("Q"))
     cleared: "array[int]" = field(default_factory=lambda: array("Q"))
     spent: list[Spent] = field(default_factory=list)
     revoked_tokens: list[Spent] = field(default_factory=list)
-    cards: dict[str, KeptCard] = field(default_factory=dict)
+    cards: dict[str, CardRow] = field(default_factory=dict)
     drain_ns: int | None = None
     epochs: list[tuple[str, int]] = field(default_factory=list)
     incarnation: int = 0
-    membership: KeptMembership | None = None
-    relays: dict[int, KeptRelay] = field(default_factory=dict)
+    membership: MembershipRow | None = None
+    relays: dict[int, RelayRow] = field(default_factory=dict)
     next_tombstone: int = 0
     next_region_tombstone: int = 0
 
@@ -435,7 +435,7 @@ class Contents:
             case RowKind.LEASE:
                 self.leases.append(read_lease(value))
             case RowKind.WARM:
-                self.warm.append(_read(KeptWarm, value))
+                self.warm.append(_read(WarmRow, value))
             case RowKind.TOMBSTONE:
                 self.tombstones.append(read_tombstone(value))
                 # Rows come in the order of their keys, so the last tombstone has the largest number.
@@ -450,16 +450,16 @@ class Contents:
             case RowKind.REVOKED_TOKEN:
                 self.revoked_tokens.append(_spent(key, value))
             case RowKind.CARD:
-                card = _read(KeptCard, value)
+                card = _read(CardRow, value)
                 self.cards[card.uuid] = card
             case RowKind.DRAIN:
                 self.drain_ns = int(value)
             case RowKind.EPOCH:
                 self.epochs.append((key.decode(), int(value)))
             case RowKind.MEMBERSHIP:
-                self.membership = _read(KeptMembership, value)
+                self.membership = _read(MembershipRow, value)
             case RowKind.RELAY:
-                relay = _read(KeptRelay, value)
+                relay = _read(RelayRow, value)
                 self.relays[relay.pid] = relay
 
     def recovered(self) -> RecoveredState:
@@ -502,7 +502,7 @@ class Contents:
             self.drain_ns = 0
             changes.append(Change(RowKind.DRAIN, DRAIN_KEY, self.drain_ns))
         # What remains are the fenced leases as they were just changed.
-        self.leases = [c.content for c in changes if isinstance(c.content, KeptLease)]
+        self.leases = [c.content for c in changes if isinstance(c.content, LeaseRow)]
         self.cards.clear()
         self.relays.clear()
         return changes
@@ -536,7 +536,7 @@ def _spent(key: bytes, value: bytes) -> Spent:
     return int.from_bytes(key[:LEASE_ID_BYTES], "big"), key[LEASE_ID_BYTES:], int(value)
 
 
-def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
+def _ended_with_host(lease: LeaseRow) -> LeaseSnapshot:
     return LeaseSnapshot(
         lease.lease_id,
         lease.tenant,
@@ -560,7 +560,7 @@ def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
     )
 
 
-def _region_ended_with_host(region: KeptRegion, lease: KeptLease) -> LeaseSnapshot:
+def _region_ended_with_host(region: RegionRow, lease: LeaseRow) -> LeaseSnapshot:
     # As its lease ended, with the region's own members in place of the lease's.
     ended = _ended_with_host(lease)._replace(lease_id=region.region_id, tenant=region.tenant, parent_id=lease.lease_id)
     return ended._replace(

@@ -14,7 +14,7 @@ import pytest
 from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.broker.tls_frontend import TlsFrontend
 from gpulease.daemon.host.ipc import close_all
-from gpulease.daemon.record.journal import Journal, KeptRelay
+from gpulease.daemon.record.journal import Journal, RelayRow
 from gpulease.daemon.remote.tls_settings import TlsSettings
 from helpers.process_messages import FROM_ACCEPTOR
 from helpers.waiting import PATIENCE_S, wait_until
@@ -30,7 +30,7 @@ class Noted(Journal):
         self.told: list[str] = []
         self.has_forgotten = asyncio.Event()
 
-    def remember_relay(self, relay: KeptRelay) -> None:
+    def remember_relay(self, relay: RelayRow) -> None:
         self.told.append(f"+{relay.tenant} {relay.serial}")
 
     def forget_relay(self, pid: int) -> None:
@@ -127,7 +127,7 @@ def test_a_peer_whose_arrival_can_t_be_handled_is_disconnected(relay: subprocess
     async def run() -> None:
         rig = Rig()
 
-        def fail(relay: KeptRelay) -> None:
+        def fail(relay: RelayRow) -> None:
             raise ZeroDivisionError
 
         rig.journal.remember_relay = fail  # type: ignore[method-assign]

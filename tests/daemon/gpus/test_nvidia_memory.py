@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.daemon.gpus.nvidia import RESERVE_BYTES, UNATTRIBUTED_SLACK_BYTES, NvidiaCards
 from gpulease.daemon.gpus.source import CardsUnavailable
-from gpulease.daemon.leases import KeptCard
+from gpulease.daemon.leases import CardRow
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -93,7 +93,7 @@ def test_what_was_measured_before_leases_were_there_is_the_start(nvml: MadeNvml)
     nvml.unowned += 126 * MIB
     nvml.processes |= {WORKER: 5 * GIB}
     cards = NvidiaCards(limit_bytes=8 * GIB)
-    kept = KeptCard("GPU-a", first.found_bytes, 600 * MIB, first.unattributed_bytes)
+    kept = CardRow("GPU-a", first.found_bytes, 600 * MIB, first.unattributed_bytes)
     (card,) = cards.discover({"GPU-a": kept})
     assert (card.found_bytes, card.capacity_bytes) == (first.found_bytes, 8 * GIB)
     reading = cards.read("GPU-a")

@@ -11,9 +11,9 @@ from gpulease.daemon.leases import (
     Granted,
     Horizon,
     HorizonMoved,
-    KeptLease,
     LeaseEnded,
     LeaseRestored,
+    LeaseRow,
     LeaseSnapshot,
     LeaseState,
     RefuseWork,
@@ -125,7 +125,7 @@ class ExpectedNames:
         """A new daemon knows no membership deadline until its fleet reports one."""
         self.horizon_ns = None
 
-    def restored(self, kept: KeptLease, shell: "Shell") -> LeaseRestored:
+    def restored(self, kept: LeaseRow, shell: "Shell") -> LeaseRestored:
         """A lease as the next daemon takes it over, with the horizon on its page."""
         boot_ns = self.pages.get(kept.lease_id)
         horizon = None if boot_ns is None else Horizon(boot_ns - SLEPT_NS, boot_ns)

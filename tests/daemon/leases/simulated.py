@@ -22,10 +22,10 @@ from gpulease.daemon.leases import (
     Freed,
     Granted,
     HoldTimerFired,
-    KeptLease,
     KillWorker,
     LeaseEnded,
     LeaseRestored,
+    LeaseRow,
     LeaseState,
     LeaseTable,
     PlacementOrder,
@@ -534,7 +534,7 @@ class Shell:
                 self.send(WorkerFound(number, uuid, size_bytes))
                 assert self.table.get(number) == lease, "an ended lease came back"
 
-    def as_its_page_says(self, kept: KeptLease) -> KeptLease:
+    def as_its_page_says(self, kept: LeaseRow) -> LeaseRow:
         """Correct a persisted lease by its control page, as the daemon does.
 
         The later deadline counts, and a flipped word ends the lease.

@@ -178,7 +178,7 @@ def test_a_fenced_slice_keeps_its_name_until_the_fence_is_cleared() -> None:
 @pytest.mark.parametrize("left_s", [10, -1])
 def test_a_restored_lease_keeps_its_page_s_horizon(left_s: int) -> None:
     before = named()
-    kept = before.table.keep(1, 77)
+    kept = before.table.lease_row(1, 77)
     assert kept is not None
     s = Scenario()
     s.now_ns = before.now_ns

@@ -5,7 +5,6 @@ from gpulease.daemon.leases import (
     Effect,
     EndRegion,
     FreeRequested,
-    KeptRegion,
     LeaseEnded,
     LeaseRestored,
     LeaseState,
@@ -15,6 +14,7 @@ from gpulease.daemon.leases import (
     RegionEnded,
     RegionRequested,
     RegionRestored,
+    RegionRow,
     RegionState,
     RevokeRequested,
     SetRegion,
@@ -31,15 +31,15 @@ def before() -> Scenario:
     return s
 
 
-def kept(s: Scenario, region_id: int = 2) -> KeptRegion:
+def kept(s: Scenario, region_id: int = 2) -> RegionRow:
     found = s.table.regions.get(region_id)
     assert found is not None
     return found
 
 
-def after(s: Scenario, region: KeptRegion, *, has_worker: bool = True) -> tuple[Scenario, list[Effect]]:
+def after(s: Scenario, region: RegionRow, *, has_worker: bool = True) -> tuple[Scenario, list[Effect]]:
     """Return the next daemon's table, and what became of the region there."""
-    lease = s.table.keep(1)
+    lease = s.table.lease_row(1)
     assert lease is not None
     new = Scenario(card(0, 1000))
     new.now_ns = s.now_ns
@@ -166,7 +166,7 @@ def test_a_region_whose_lease_is_over_is_remembered_as_ended() -> None:
     s.region(2)
     region = kept(s)
     s.do(FreeRequested(9, 1, "ann"))
-    lease = s.table.keep(1)
+    lease = s.table.lease_row(1)
     assert lease is not None
     new = Scenario(card(1, 1000))
     new.do(LeaseRestored(lease, has_worker=False))

@@ -74,7 +74,7 @@ def test_the_same_size_is_granted_at_once(s: Scenario) -> None:
 
 
 def test_the_worker_of_a_restored_lease_is_asked_for_the_same_size_too(s: Scenario) -> None:
-    kept = s.table.keep(1)
+    kept = s.table.lease_row(1)
     assert kept is not None
     new = Scenario(card(0, 110))
     new.now_ns = s.now_ns

@@ -17,11 +17,10 @@ from gpulease.daemon.leases import (
     FenceCleared,
     FenceClearRequested,
     FreeRequested,
-    KeptLease,
-    KeptWarm,
     KillWorker,
     LeaseEnded,
     LeaseRestored,
+    LeaseRow,
     LeaseState,
     LeaseTable,
     LeaseTerms,
@@ -39,6 +38,7 @@ from gpulease.daemon.leases import (
     TimerFired,
     TimerKind,
     WarmEnded,
+    WarmRow,
     WarmUp,
     WorkerExited,
     WorkerFound,
@@ -53,10 +53,10 @@ WARM = FIRST_WARM_ID
 TERMS = LeaseTerms(20, 10_000, exclusivity=Exclusivity.SHARED, max_kernel_ms=7, waiting=Waiting.BLOCK, orphan_ms=0)
 
 
-def kept(lease_id: int = 1, size: int = 20, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
+def kept(lease_id: int = 1, size: int = 20, state: LeaseState = LeaseState.ACTIVE, **more: object) -> LeaseRow:
     """Return a lease of tenant ann on the first card, with five seconds to go."""
     cause = None if state is LeaseState.ACTIVE else Cause.REVOKED
-    lease = KeptLease(
+    lease = LeaseRow(
         lease_id, "ann", "GPU-a", replace(TERMS, size_bytes=size), size + OVERHEAD, 3, state, cause, "", "", 990 * S,
         DEADLINE, 995 * S if state is LeaseState.FENCED else None,
     )  # fmt: skip
@@ -68,7 +68,7 @@ class Restored(Scenario):
 
     def __init__(
         self,
-        *leases: KeptLease,
+        *leases: LeaseRow,
         recovered: RecoveredState | None = None,
         warm: int = 0,
         limits: CoreLimits | None = None,
@@ -79,7 +79,7 @@ class Restored(Scenario):
         for lease in leases:
             self.restore(lease)
 
-    def restore(self, lease: KeptLease, *, has_worker: bool = True) -> list[Effect]:
+    def restore(self, lease: LeaseRow, *, has_worker: bool = True) -> list[Effect]:
         self.effects = self.do(LeaseRestored(lease, has_worker))
         return self.effects
 
@@ -95,7 +95,7 @@ def test_a_lease_whose_worker_lives_goes_on() -> None:
     assert (s.card().held_bytes, s.card().available_bytes) == (30, 70)
     renewed = one(s.do(RenewRequested(9, 1, "ann", 8000)), Renewed).lease
     assert (renewed.generation, renewed.deadline_ns) == (4, s.now_ns + 8 * S)
-    again = s.table.keep(1)
+    again = s.table.lease_row(1)
     assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, terms=replace(TERMS, ttl_ms=8000))
 
 
@@ -145,7 +145,7 @@ def test_a_fence_holds_until_it_is_cleared() -> None:
 
 def test_a_fenced_warm_context_holds_its_bytes_and_its_number() -> None:
     s = Restored(
-        recovered=RecoveredState(fenced_warm=(KeptWarm(WARM + 4, "GPU-a", 10, "x"), KeptWarm(WARM, "GPU-z", 10, "x"))),
+        recovered=RecoveredState(fenced_warm=(WarmRow(WARM + 4, "GPU-a", 10, "x"), WarmRow(WARM, "GPU-z", 10, "x"))),
         warm=1,
     )
     assert (s.card().fenced_bytes, s.card().available_bytes) == (10, 90)
@@ -238,7 +238,7 @@ def test_a_worker_left_by_an_ended_lease_takes_no_id_that_is_found() -> None:
     s.reaped(left_id)
     fence = one(s.do(ReclaimFailed(left_id, "NVML gave an error")), WarmEnded)
     assert fence.is_fenced
-    kept_fence = s.table.keep_warm(left_id)
+    kept_fence = s.table.warm_row(left_id)
     assert kept_fence is not None
     again = Restored(recovered=RecoveredState((before.lease(5),), fenced_warm=(kept_fence,)))
     assert one(again.do(WorkerFound(5, "GPU-a", 30)), RenameWorker).to_id == left_id + 1

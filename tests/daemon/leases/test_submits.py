@@ -162,7 +162,7 @@ def test_a_lease_that_never_opened_its_session_runs_a_submit_in_its_place(capaci
     assert s.card().held_bytes == SIZE + OVERHEAD + extra
     assert s.table.submits.may_hold(FIRST) == ("GPU-a", has + OVERHEAD)
     assert s.table.submits.may_hold(LEASE) == ("GPU-a", OVERHEAD), "the session's worker has its context alone"
-    kept = s.table.keep(LEASE)
+    kept = s.table.lease_row(LEASE)
     assert kept is not None
     assert kept.charge_bytes == SIZE + OVERHEAD, "what is borrowed goes back with the submit"
     s.do(WorkerExited(FIRST, "exited"))
@@ -220,7 +220,7 @@ def test_what_a_submit_borrowed_is_part_of_its_leases_fence() -> None:
     s.do(ReclaimFailed(LEASE, "NVML shows it"))
     assert s.lease(LEASE).state is LeaseState.FENCED
     assert s.card().fenced_bytes == SIZE + 2 * OVERHEAD
-    kept = s.table.keep(LEASE)
+    kept = s.table.lease_row(LEASE)
     assert kept is not None
     assert kept.charge_bytes == SIZE + 2 * OVERHEAD
     s.do(FenceClearRequested(31, None))
@@ -231,7 +231,7 @@ def test_what_a_submit_borrowed_is_part_of_its_leases_fence() -> None:
 def test_a_submit_in_its_sessions_place_outlives_the_daemon(size: int) -> None:
     before = leased(keeps=0)
     run(before)
-    kept = before.table.keep(LEASE, 77)
+    kept = before.table.lease_row(LEASE, 77)
     assert kept is not None
     s = Scenario(card(capacity=100))
     s.do(LeaseRestored(kept, has_worker=True))
@@ -384,7 +384,7 @@ def test_a_submit_that_is_not_proved_gone_fences_the_lease_at_its_end() -> None:
 
 def restored(*, is_running: bool, has_worker: bool = True) -> tuple[Scenario, list[Effect]]:
     before = leased()
-    kept = before.table.keep(LEASE)
+    kept = before.table.lease_row(LEASE)
     assert kept is not None
     assert kept.terms.submit_bytes == KEPT
     s = Scenario(card(capacity=100))
@@ -410,7 +410,7 @@ def test_an_earlier_daemons_submit_that_can_not_go_on_is_ended(is_running: bool,
 
 @pytest.mark.parametrize("has_session", [False, True])
 def test_the_next_table_has_submits_where_no_session_was_opened(has_session: bool) -> None:
-    kept = leased(keeps=0).table.keep(LEASE)
+    kept = leased(keeps=0).table.lease_row(LEASE)
     assert kept is not None
     s = Scenario(card(capacity=100))
     s.do(LeaseRestored(kept, has_worker=True, has_session=has_session))

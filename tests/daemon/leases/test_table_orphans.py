@@ -119,7 +119,7 @@ def test_the_tenants_bound_comes_before_the_operators(asked_ms: int | None, defa
 def test_the_wait_is_kept_over_a_restart_and_begins_when_the_daemon_says() -> None:
     s = granted()
     left(s)
-    kept = s.table.keep(1)
+    kept = s.table.lease_row(1)
     assert kept is not None
     assert kept.terms.orphan_ms == 4000
 

@@ -13,8 +13,8 @@ from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
     Cause,
-    KeptLease,
     LeaseRestored,
+    LeaseRow,
     LeaseState,
     LeaseTerms,
     SubmitFound,
@@ -31,7 +31,7 @@ ENDED = "was killed by SIGKILL"
 SERIALS = count(1)
 LIVING = PageState(None, 1000, 3)
 
-KEPT = KeptLease(
+KEPT = LeaseRow(
     lease_id=5,
     tenant="ann",
     card_uuid=CARD,
@@ -63,7 +63,7 @@ def left(
 
 
 def decide(
-    kept: list[KeptLease], workers: list[LeftWorker]
+    kept: list[LeaseRow], workers: list[LeftWorker]
 ) -> list[tuple[LeaseRestored | WorkerFound | SubmitFound, int]]:
     """Events, each with its worker's serial, 0 for none."""
     draw = count(1000).__next__
@@ -105,16 +105,16 @@ def decide(
 )
 @pytest.mark.parametrize("reason", [None, ENDED])
 def test_a_kept_lease_with_its_own_worker(
-    kept: KeptLease,
+    kept: LeaseRow,
     page: PageState,
-    expected: KeptLease | tuple[LeaseState, Cause] | None,
+    expected: LeaseRow | tuple[LeaseState, Cause] | None,
     reason: str | None,
 ) -> None:
     ((event, serial),) = decide([kept], [worker := left(5, page, reason=reason)])
     assert isinstance(event, LeaseRestored)
     assert event.has_worker == (reason is None)
     assert serial == worker.worker.serial
-    if expected is None or isinstance(expected, KeptLease):
+    if expected is None or isinstance(expected, LeaseRow):
         assert event.kept == (expected or kept)
     else:
         assert (event.kept.state, event.kept.cause) == expected
@@ -230,7 +230,7 @@ def number_of(event: LeaseRestored | WorkerFound | SubmitFound) -> int:
 
 
 @given(ROWS, WORKERS)
-def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[KeptLease], workers: list[LeftWorker]) -> None:
+def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[LeaseRow], workers: list[LeftWorker]) -> None:
     events = decide(rows, workers)
     assert sorted(serial for _, serial in events if serial) == sorted(one.worker.serial for one in workers)
     numbers = [number_of(event) for event, _ in events]

@@ -234,7 +234,7 @@ def test_who_asked_is_the_daemon_if_nobody_did() -> None:
 @pytest.mark.parametrize("has_worker", [True, False])
 def test_a_lease_of_an_earlier_daemon(has_worker: bool) -> None:
     before = Life().granted()
-    kept = before.table.keep(5)
+    kept = before.table.lease_row(5)
     assert kept is not None
     life = Life()
     told = life.do(LeaseRestored(kept, has_worker), 9)

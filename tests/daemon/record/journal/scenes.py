@@ -5,13 +5,13 @@ import shutil
 from dataclasses import fields
 from pathlib import Path
 
-from gpulease.daemon.leases import Cause, KeptLease, LeaseSnapshot, LeaseState, LeaseTerms
+from gpulease.daemon.leases import Cause, LeaseRow, LeaseSnapshot, LeaseState, LeaseTerms
 from gpulease.daemon.record.journal.database import Store, prepare
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,
     Change,
     Contents,
-    KeptRelay,
+    RelayRow,
     RowKind,
     lease_key,
     number_key,
@@ -20,10 +20,10 @@ from gpulease.daemon.record.journal.rows import (
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 BOOT = "a1" * 16
-RELAY = KeptRelay(70, 12, "ann", "1A2B")
+RELAY = RelayRow(70, 12, "ann", "1A2B")
 
 
-def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
+def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -> LeaseRow:
     """The record of a lease of 100 bytes on GPU-a."""
     cause = None if state is LeaseState.ACTIVE else Cause.EXPIRED
     ended_ns = 7 if state is LeaseState.FENCED else None
@@ -45,7 +45,7 @@ def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -
     special = {item.name: more.pop(item.name) for item in fields(LeaseTerms) if item.name in more}
     chosen = {"exclusivity": Exclusivity.SHARED, "max_kernel_ms": 3, "waiting": Waiting.BLOCK, "orphan_ms": 0}
     terms = LeaseTerms(100, 50, **(chosen | special))  # type: ignore[arg-type]
-    return KeptLease(terms=terms, **(values | more))  # type: ignore[arg-type]
+    return LeaseRow(terms=terms, **(values | more))  # type: ignore[arg-type]
 
 
 def tombstone(lease_id: int) -> LeaseSnapshot:
@@ -54,7 +54,7 @@ def tombstone(lease_id: int) -> LeaseSnapshot:
     )
 
 
-def put(lease: KeptLease) -> Change:
+def put(lease: LeaseRow) -> Change:
     return Change(RowKind.LEASE, lease_key(lease.lease_id), lease)
 
 

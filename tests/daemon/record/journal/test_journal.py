@@ -14,14 +14,14 @@ import pytest
 from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
+    CardRow,
     CoreLimits,
     Denied,
     Event,
     FenceClearRequested,
     FreeRequested,
-    KeptCard,
-    KeptLease,
     LeaseRestored,
+    LeaseRow,
     LeaseState,
     LeaseTable,
     LeaseTerms,
@@ -73,7 +73,7 @@ class Broker:
         self.told.append(outcome)
         self._is_told.set()
 
-    def as_if_killed(self, copy: Path) -> dict[int, KeptLease]:
+    def as_if_killed(self, copy: Path) -> dict[int, LeaseRow]:
         """The leases that a daemon would find that comes back now."""
         shutil.copytree(self.folder, copy)
         store, contents = opened(copy)
@@ -122,7 +122,7 @@ def test_a_used_token_and_what_was_measured_come_back(tmp_path: Path) -> None:
         now_ms = time.monotonic_ns() // 1_000_000
         for nonce, expires_ms in ((b"old", now_ms - 1), (b"new", now_ms + 9000)):
             broker.journal.spend(5, nonce, expires_ms, done.append)
-        broker.journal.remember_cards([KeptCard("GPU-a", 1000, 10, 5)])
+        broker.journal.remember_cards([CardRow("GPU-a", 1000, 10, 5)])
         await broker.journal.stop()
         await asyncio.sleep(0)
         assert done == [True, True]
@@ -137,7 +137,7 @@ def test_a_used_token_and_what_was_measured_come_back(tmp_path: Path) -> None:
 
 def test_a_daemon_that_did_not_come_to_be_owes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = open_journal(tmp_path / "state", BOOT)
-    journal.remember_cards([KeptCard("GPU-a", 1000, 10, 5)])
+    journal.remember_cards([CardRow("GPU-a", 1000, 10, 5)])
     asyncio.run(journal.stop())
     assert not caplog.records
 

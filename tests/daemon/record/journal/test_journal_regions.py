@@ -77,7 +77,7 @@ class Kept:
     def restarted(self, *, has_worker: bool = True) -> LeaseTable:
         """The next daemon's table."""
         contents = self.read()
-        table = LeaseTable([CARD], CoreLimits(grace_ms={}), past=contents.past())
+        table = LeaseTable([CARD], CoreLimits(grace_ms={}), recovered=contents.recovered())
         for kept in contents.leases:
             table.handle(LeaseRestored(kept, has_worker=has_worker), NOW_NS)
         for region in contents.regions:

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.leases import LeaseTable
-from gpulease.daemon.record.journal import KeptMembership, open_journal
+from gpulease.daemon.record.journal import MembershipRow, open_journal
 from gpulease.daemon.record.journal.rows import encode
 
 from .scenes import BOOT
 
-MEMBERSHIP = KeptMembership(7, 8, "first", 9, 10, is_restored=True, beat=11, run="ab", entered="cd-3")
+MEMBERSHIP = MembershipRow(7, 8, "first", 9, 10, is_restored=True, beat=11, run="ab", entered="cd-3")
 
 
-def told(folder: Path, boot: str = BOOT, remember: KeptMembership | None = None) -> KeptMembership | None:
+def told(folder: Path, boot: str = BOOT, remember: MembershipRow | None = None) -> MembershipRow | None:
     """What a daemon finds, which then remembers."""
 
-    async def live() -> KeptMembership | None:
+    async def live() -> MembershipRow | None:
         journal = await asyncio.to_thread(open_journal, folder, boot)
         if remember is not None:
             journal.observe(LeaseTable([]), lambda _: 0, lambda _: None)
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-def assert_forgot(found: KeptMembership | None) -> None:
+def assert_forgot(found: MembershipRow | None) -> None:
     """The fleet is known, and not which member of it the node was."""
     assert found == replace(MEMBERSHIP, incarnation=0, beat=0, run="", entered="")
 
@@ -65,7 +65,7 @@ def test_a_copied_folder_is_another_s(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_version_that_did_not_count_is_read(tmp_path: Path) -> None:
-    first = KeptMembership(7, 8, "first", 9)
+    first = MembershipRow(7, 8, "first", 9)
     members = json.loads(encode(first))
     assert {name for name, value in members.items() if value} == {"incarnation", "cluster_id", "generation", "revision"}
     assert told(tmp_path / "state", remember=first) is None

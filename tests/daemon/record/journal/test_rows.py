@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.leases import KeptLease, KeptRegion, LeaseSnapshot, LeaseTerms
+from gpulease.daemon.leases import LeaseRow, LeaseSnapshot, LeaseTerms, RegionRow
 from gpulease.daemon.record.journal.rows import encode, read_lease, read_region, read_tombstone
 from gpulease.protocol.lease_options import KEPT_OPTIONS
 
@@ -34,10 +34,10 @@ def test_a_row_is_read_as_it_was_written() -> None:
     assert read_lease(encode(kept(5, submit_bytes=40))) == kept(5, submit_bytes=40)
 
 
-def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
+def by_names(content: LeaseRow | LeaseSnapshot) -> bytes:
     """What a value is: its members by their names, without those that came later and mean nothing."""
     members = content._asdict()
-    if isinstance(content, KeptLease):
+    if isinstance(content, LeaseRow):
         members |= asdict(content.terms)
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
@@ -51,7 +51,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
 @pytest.mark.exhaustive
 @given(
     st.builds(
-        KeptLease,
+        LeaseRow,
         lease_id=st.integers(0, 2**128 - 1),
         terms=st.builds(
             LeaseTerms,
@@ -63,7 +63,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
         region_number=st.integers(0, 3),
     )
 )
-def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
+def test_a_lease_is_written_by_its_names(lease: LeaseRow) -> None:
     assert encode(lease) == by_names(lease)
     assert read_lease(encode(lease)) == lease
 
@@ -86,8 +86,8 @@ def test_a_tombstone_is_written_by_its_names(lease: LeaseSnapshot) -> None:
     assert read_tombstone(encode(lease)) == lease
 
 
-@given(st.builds(KeptRegion, region_id=st.integers(0, 2**128 - 1)))
-def test_a_region_is_read_as_it_was_written(region: KeptRegion) -> None:
+@given(st.builds(RegionRow, region_id=st.integers(0, 2**128 - 1)))
+def test_a_region_is_read_as_it_was_written(region: RegionRow) -> None:
     assert read_region(encode(region)) == region
 
 
@@ -120,5 +120,5 @@ def test_a_row_from_before_there_were_submits_keeps_nothing_for_them() -> None:
 def test_any_other_row_is_refused(spoil: dict[str, Any]) -> None:
     members = members_of(5) | spoil
     lacking = {name: value for name, value in members.items() if value is not None or name not in spoil}
-    with pytest.raises(ValueError, match="it must be a KeptLease"):
+    with pytest.raises(ValueError, match="it must be a LeaseRow"):
         read_lease(json.dumps(lacking).encode())
