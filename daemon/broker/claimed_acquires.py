@@ -9,7 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant, FleetClaims, release_all
+from gpulease.daemon.broker.name_claims import (
+    FleetClaims,
+    NameAnswer,
+    NameRequest,
+    QuotaAnswer,
+    QuotaRequest,
+    release_all,
+)
 from gpulease.daemon.leases import AcquireRequested, AcquireStep, Checked, Event, LeaseTable
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -104,7 +111,7 @@ class _ClaimedAcquire:
             hint = "Leave the name out, or ask a node of a fleet: its operator starts it with --fleet."
             self._refuse(event, Failure(Status.UNSUPPORTED, text, hint=hint))
             return
-        claim, want = self._claims.claim, ClaimWant(name, event.lease_id, event.tenant, self._left_ms())
+        claim, want = self._claims.claim_name, NameRequest(name, event.lease_id, event.tenant, self._left_ms())
         self._wait(lambda: claim(want, self._on_claim))
 
     def cancel(self) -> bool:
@@ -130,7 +137,7 @@ class _ClaimedAcquire:
         if answers == self._answers:
             self._cancel = cancel
 
-    def _on_claim(self, answer: ClaimAnswer) -> None:
+    def _on_claim(self, answer: NameAnswer) -> None:
         # Counted, so that `_wait` notices an answer that came before it returned.
         self._answers, self._cancel = self._answers + 1, None
         if isinstance(answer, Failure):
@@ -150,11 +157,11 @@ class _ClaimedAcquire:
             text = f"tenant {event.tenant!r} has a quota in the fleet, and this node is in no fleet"
             self._refuse(event, Failure(Status.DENIED, text, hint="The node's operator gives it a [fleet] table."))
             return
-        want = BytesWant(event.tenant, event.lease_id, event.terms.size_bytes, self._left_ms())
-        count = self._claims.count
+        want = QuotaRequest(event.tenant, event.lease_id, event.terms.size_bytes, self._left_ms())
+        count = self._claims.claim_quota
         self._wait(lambda: count(want, self._on_counted))
 
-    def _on_counted(self, answer: BytesAnswer) -> None:
+    def _on_counted(self, answer: QuotaAnswer) -> None:
         self._answers, self._cancel = self._answers + 1, None
         if isinstance(answer, Failure):
             self._refuse(self._event, answer)

@@ -15,7 +15,14 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, assert_never
 
-from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
+from gpulease.daemon.broker.name_claims import (
+    NameAnswer,
+    NameGranted,
+    NameRequest,
+    QuotaAnswer,
+    QuotaGranted,
+    QuotaRequest,
+)
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.contract.messages import Ready
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
@@ -291,15 +298,15 @@ class FleetFrontend:
         """Return the part of the membership that the web page shows."""
         return FleetMembership(self.node_id, self._horizon_boot_ns, self._fenced)
 
-    def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
+    def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that cancels the claim."""
         what = f"the name {want.name!r} can't be claimed"
         waiting = _Waiting(on_answer, want.tenant, ClaimDropped, self._placements, what)
         lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
         return self._ask(waiting, lambda number: ClaimWanted(number, want.name, lease, want.tenant, until_ns))
 
-    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
-        """Claim bytes of a tenant's quota, in the way of `claim`."""
+    def claim_quota(self, want: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
+        """Claim bytes of a tenant's quota, in the way of `claim_name`."""
         what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
         waiting = _Waiting(on_answer, want.tenant, QuotaDropped, self._quota_claims, what)
         lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
@@ -339,7 +346,7 @@ class FleetFrontend:
         self._tell(ClaimEnded(name, epoch))
         self._tell_all_ended()
 
-    def keep(self) -> None:
+    def on_fenced(self) -> None:
         """Report a fenced lease: it may have been the last one that prevents a fenced node from joining again."""
         self._tell_all_ended()
 
@@ -361,7 +368,7 @@ class FleetFrontend:
                 del self._waiting_of[waiting.tenant]
         return waiting
 
-    def _answer(self, number: int, answer: Claimed | Counted | Failure, result: str) -> bool:
+    def _answer(self, number: int, answer: NameGranted | QuotaGranted | Failure, result: str) -> bool:
         """Answer the acquire that waits for a claim; returns whether there is one."""
         waiting = self._take(number)
         if waiting is None:
@@ -523,11 +530,11 @@ class FleetFrontend:
             case EndClaimed():
                 self._lose(message.text)
             case ClaimGiven():
-                if not self._answer(message.request, Claimed(message.epoch), "given"):
+                if not self._answer(message.request, NameGranted(message.epoch), "given"):
                     # The claim was cancelled while the answer was on its way.
                     self.release(message.name, message.epoch)
             case QuotaGiven():
-                if not self._answer(message.request, Counted(), "given"):
+                if not self._answer(message.request, QuotaGranted(), "given"):
                     self.give_back(message.tenant, int(message.lease_id, 16))
             case ClaimRefused():
                 failure = _failure(message.why, self._refusal_of(message), message.retry_after_ms)

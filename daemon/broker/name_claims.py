@@ -13,7 +13,7 @@ from gpulease.daemon.leases import LeaseSnapshot, LeaseTerms
 from gpulease.protocol.failures import Failure
 
 
-class ClaimWant(NamedTuple):
+class NameRequest(NamedTuple):
     """A request for a name.
 
     Attributes:
@@ -29,7 +29,7 @@ class ClaimWant(NamedTuple):
     wait_ms: int
 
 
-class Claimed(NamedTuple):
+class NameGranted(NamedTuple):
     """The claim belongs to this node, and the result is known.
 
     Attributes:
@@ -39,7 +39,7 @@ class Claimed(NamedTuple):
     epoch: int
 
 
-class BytesWant(NamedTuple):
+class QuotaRequest(NamedTuple):
     """A request for bytes of a tenant's quota in the fleet.
 
     Attributes:
@@ -55,14 +55,14 @@ class BytesWant(NamedTuple):
     wait_ms: int
 
 
-class Counted(NamedTuple):
+class QuotaGranted(NamedTuple):
     """The bytes belong to the lease, and the result is known."""
 
 
-BytesAnswer = Counted | Failure
+QuotaAnswer = QuotaGranted | Failure
 """Bytes of a quota, or the failure for the tenant: DENIED if the quota is used up, otherwise as for a name."""
 
-ClaimAnswer = Claimed | Failure
+NameAnswer = NameGranted | Failure
 """A claim, or the failure for the tenant: BUSY if another node or a later try may succeed, otherwise DENIED."""
 
 
@@ -79,7 +79,7 @@ class FleetClaims(Protocol):
     def refusal(self) -> Failure | None:
         """Return why no lease is granted now, not even one without a name; None if leases are granted."""
 
-    def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
+    def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Request a name. Calls `on_answer` once, perhaps before this method returns.
 
         Returns:
@@ -90,11 +90,11 @@ class FleetClaims(Protocol):
     def release(self, name: str, epoch: int) -> None:
         """End a claim, because nothing of its lease is left. A missing claim, or a later one, is not affected."""
 
-    def keep(self) -> None:
+    def on_fenced(self) -> None:
         """Record that a claimed lease has ended FENCED: its claims remain until an operator clears the fence."""
 
-    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
-        """Request bytes of a quota, in the way and with the result of `claim`."""
+    def claim_quota(self, want: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
+        """Request bytes of a quota, in the way and with the result of `claim_name`."""
 
     def give_back(self, tenant: str, lease_id: int) -> None:
         """Return a lease's bytes to the quota, because nothing of the lease is left. Without any, nothing happens."""

@@ -504,7 +504,7 @@ class Runtime:
         if lease.state is not LeaseState.FENCED:
             release_all(self.claims, lease.tenant, lease.lease_id, lease)
         elif self.claims is not None and (lease.name or lease.fleet_bytes):
-            self.claims.keep()
+            self.claims.on_fenced()
 
     def _end_submit(self, effect: SubmitEnded) -> None:
         owner = self.table.get(effect.lease_id)

@@ -13,7 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, Claimed, ClaimWant, Counted
+from gpulease.daemon.broker.name_claims import (
+    NameAnswer,
+    NameGranted,
+    NameRequest,
+    QuotaAnswer,
+    QuotaGranted,
+    QuotaRequest,
+)
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.service import Service
 from gpulease.daemon.leases import ClaimsLost, HorizonMoved
@@ -29,7 +36,7 @@ class LocalClaims:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def claim(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> Callable[[], None]:
+    def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Answer in the loop's next round, as an answer from outside would come."""
         handle = asyncio.get_running_loop().call_soon(self._answer, want, on_answer)
         return handle.cancel
@@ -45,17 +52,17 @@ class LocalClaims:
         with (self._folder / "released").open("a") as released:
             released.write(f"{name} {epoch}\n")
 
-    def keep(self) -> None:
+    def on_fenced(self) -> None:
         """A fenced lease keeps its claim."""
 
-    def count(self, want: BytesWant, on_answer: Callable[[BytesAnswer], None]) -> Callable[[], None]:
-        return asyncio.get_running_loop().call_soon(on_answer, Counted()).cancel
+    def claim_quota(self, want: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
+        return asyncio.get_running_loop().call_soon(on_answer, QuotaGranted()).cancel
 
     def give_back(self, tenant: str, lease_id: int) -> None:
         with (self._folder / "released").open("a") as released:
             released.write(f"{tenant} {lease_id:032x}\n")
 
-    def _answer(self, want: ClaimWant, on_answer: Callable[[ClaimAnswer], None]) -> None:
+    def _answer(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> None:
         claims = self._claims()
         if want.name in claims:
             on_answer(Failure(Status.BUSY, f"the name {want.name!r} is taken", hint="Try again later."))
@@ -64,7 +71,7 @@ class LocalClaims:
         epoch = int(path.read_text()) + 1 if path.exists() else 1
         path.write_text(str(epoch))
         self._keep(claims | {want.name: epoch})
-        on_answer(Claimed(epoch))
+        on_answer(NameGranted(epoch))
 
     def _claims(self) -> dict[str, int]:
         path = self._folder / "claims"

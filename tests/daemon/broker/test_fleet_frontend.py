@@ -15,7 +15,7 @@ import pytest
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker import fleet_frontend
 from gpulease.daemon.broker.fleet_frontend import MAX_CLAIMS, MAX_CLAIMS_PER_TENANT, FleetFrontend
-from gpulease.daemon.broker.name_claims import BytesAnswer, BytesWant, ClaimAnswer, ClaimWant
+from gpulease.daemon.broker.name_claims import NameAnswer, NameRequest, QuotaAnswer, QuotaRequest
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.contract.control_page import boot_ns
@@ -117,14 +117,14 @@ def test_health_metrics_and_the_log_warn_before_etcd_is_full(caplog: pytest.LogC
 
 def test_what_comes_up_while_the_process_starts_does_not_precede_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease of an earlier daemon is proved free, and a tenant asks, while the certificates are being read."""
-    answers: list[ClaimAnswer] = []
+    answers: list[NameAnswer] = []
 
     async def start() -> None:
         loop = asyncio.get_running_loop()
 
         async def meanwhile() -> None:
             frontend.release("alpha", 7)
-            frontend.claim(ClaimWant("beta", 1, "ann", 0), answers.append)
+            frontend.claim_name(NameRequest("beta", 1, "ann", 0), answers.append)
 
         def opening(files: Mapping[str, Path]) -> object:
             asyncio.run_coroutine_threadsafe(meanwhile(), loop).result()
@@ -146,7 +146,7 @@ def test_what_comes_up_while_the_process_starts_does_not_precede_its_settings(mo
 
 def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_is_lost() -> None:
     """The channel holds a few hundred messages. One tenant's burst is cut at its bound, and all at the node's."""
-    answers: list[tuple[str, ClaimAnswer]] = []
+    answers: list[tuple[str, NameAnswer]] = []
     tenants = ["ann", *(f"t{number}" for number in range(2 * MAX_CLAIMS // MAX_CLAIMS_PER_TENANT))]
 
     async def story() -> None:
@@ -156,7 +156,7 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
         )
         are_answered = asyncio.Event()
 
-        def on_answer(tenant: str, answer: ClaimAnswer) -> None:
+        def on_answer(tenant: str, answer: NameAnswer) -> None:
             answers.append((tenant, answer))
             if len(answers) == len(tenants) * 2 * MAX_CLAIMS_PER_TENANT:
                 are_answered.set()
@@ -168,8 +168,8 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
         for tenant in tenants:
             for _ in range(2 * MAX_CLAIMS_PER_TENANT):
                 asked += 1
-                want = ClaimWant(f"name-{asked}", asked, tenant, 0)
-                frontend.claim(want, partial(on_answer, tenant))
+                want = NameRequest(f"name-{asked}", asked, tenant, 0)
+                frontend.claim_name(want, partial(on_answer, tenant))
         await asyncio.sleep(0)
         refused = Counter(tenant for tenant, _ in answers)
         assert refused["ann"] == MAX_CLAIMS_PER_TENANT
@@ -223,8 +223,8 @@ def test_claims_whose_answers_cross_their_drop_are_given_back() -> None:
         )
         frontend.told = []
         answers: list[object] = []
-        frontend.claim(ClaimWant("alpha", 5, "ann", 0), answers.append)()
-        frontend.count(BytesWant("ann", 6, 100, 0), answers.append)()
+        frontend.claim_name(NameRequest("alpha", 5, "ann", 0), answers.append)()
+        frontend.claim_quota(QuotaRequest("ann", 6, 100, 0), answers.append)()
         frontend.told.clear()
         frontend._on_message(ClaimGiven(1, "alpha", 7), [])
         frontend._on_message(QuotaGiven(2, "ann", f"{6:032x}"), [])
@@ -238,35 +238,35 @@ def test_a_fault_at_an_answer_refuses_its_acquire_and_no_other_waits_for_ever() 
     settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
     frontend = Telling(settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None)
     frontend.told = []
-    answers: list[ClaimAnswer] = []
+    answers: list[NameAnswer] = []
 
-    def fail(answer: ClaimAnswer) -> None:
+    def fail(answer: NameAnswer) -> None:
         answers.append(answer)
         if len(answers) in (1, 3):
             raise ZeroDivisionError
 
-    frontend.claim(ClaimWant("alpha", 1, "ann", 0), fail)
+    frontend.claim_name(NameRequest("alpha", 1, "ann", 0), fail)
     frontend._on_message(ClaimGiven(1, "alpha", 7), [])
     assert isinstance(answers[1], Failure)
     assert "failed at handling" in answers[1].message
     for number in (2, 3):
-        frontend.claim(ClaimWant("beta", number, "ann", 0), fail)
+        frontend.claim_name(NameRequest("beta", number, "ann", 0), fail)
     frontend._on_end()
     assert [isinstance(answer, Failure) for answer in answers] == [False, True, True, True]
 
 
 def test_an_answer_that_can_t_be_read_is_an_answer_and_values_that_can_t_be_are_shown() -> None:
     """What the process says here, no process of this version does."""
-    answers: list[ClaimAnswer | BytesAnswer] = []
+    answers: list[NameAnswer | QuotaAnswer] = []
     settings = FleetSettings(etcd=("127.0.0.1:1",), node="node-0")
     frontend = Telling(settings, SandboxSettings(), LeaseTable([]), [], lambda _: None, Journal(), list, lambda _: None)
     frontend.told = []
     frontend._horizon_boot_ns = boot_ns() + 10**12
     for number, message in enumerate(({"op": "refused", "why": "of later"}, {"op": "not_counted", "why": "taken"}), 1):
         if number == 1:
-            frontend.claim(ClaimWant("alpha", 1, "ann", 0), answers.append)
+            frontend.claim_name(NameRequest("alpha", 1, "ann", 0), answers.append)
         else:
-            frontend.count(BytesWant("ann", 1, 5, 0), answers.append)
+            frontend.claim_quota(QuotaRequest("ann", 1, 5, 0), answers.append)
         frontend._process._take(message | {"number": number, "text": "no"}, [])
     assert [isinstance(answer, Failure) and "can't be read" in answer.message for answer in answers] == [True, True]
     assert frontend.problem() == ""
