@@ -10,7 +10,7 @@ from gpulease.client.core.graphs import GraphHandle
 from gpulease.client.core.recorder import Recording
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionView
-from gpulease.client.core.waits import Begun
+from gpulease.client.core.waits import MaybePending
 
 
 class Graph(GraphHandle):
@@ -42,7 +42,7 @@ class Graph(GraphHandle):
         lock = graphs.attachment.lock
         # The lock is released here if the launch was queued; otherwise `drive_holding` keeps it until it was.
         await lock.acquire()
-        number: Begun[int] = 0
+        number: MaybePending[int] = 0
         try:
             number = graphs.launch(self, values, stream, regions, position)
         finally:

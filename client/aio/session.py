@@ -24,7 +24,7 @@ from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionCore, SessionView
 from gpulease.client.core.streams import PrintedCallback, PrintedText
 from gpulease.client.core.tokens import Grant, token_of
-from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.fork_guard import register
 from gpulease.client.handles import BorrowedBuffer, Buffer, ModuleHandle
@@ -373,7 +373,7 @@ class GpuSession(SessionView):
         """
         # As in `_begin`: the lock is released here if the launch was sent, otherwise by `_finish`.
         await self._lock.acquire()
-        number: Begun[int] = 0
+        number: MaybePending[int] = 0
         try:
             # Three ways, as in the blocking API: with attributes, plain, and in regions.
             if cooperative or cluster is not None:
@@ -484,7 +484,7 @@ class GpuSession(SessionView):
         # A method, because a task that continues in the background must keep the session from being dropped meanwhile.
         return await drive(procedure)
 
-    async def _begin(self, operation: Callable[[], Begun[None]]) -> None:
+    async def _begin(self, operation: Callable[[], MaybePending[None]]) -> None:
         await self._lock.acquire()
         rest = None
         try:

@@ -86,16 +86,16 @@ async def fence(streams: Streams, stream: Stream | None = None) -> None:
 
     `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
     """
-    limit = streams.operations.fence_limit()
+    deadline = streams.operations.block_end_deadline()
     # Nothing is left to wait for.
-    if limit is None:
+    if deadline is None:
         return
     lock = streams.attachment.lock
     try:
-        # The lock counts against the limit, too: another task's operation may hold it.
-        async with asyncio.timeout(limit.remaining_s()):
+        # The lock counts against the deadline, too: another task's operation may hold it.
+        async with asyncio.timeout(deadline.remaining_s()):
             await lock.acquire()
     except TimeoutError:
-        raise limit.error() from None
+        raise deadline.error() from None
     # The lock is ours from here on; `drive_holding` releases it, also if this task is cancelled.
-    await undisturbed(drive_holding(lock, streams.fence(limit, stream)))
+    await undisturbed(drive_holding(lock, streams.fence(deadline, stream)))

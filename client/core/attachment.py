@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from gpulease.client.core.clean_ups import Owed
-from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, TimeLimit, dial_for, receive
+from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, FixedDeadline, dial_for, receive
 from gpulease.client.core.lease import LeaseHandle, find_end_reason
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
@@ -275,20 +275,20 @@ class Attachment:
         if lease.over is not None:
             raise error_of(lease.over, "attach")
         # Step 1: connect, and send HELLO and ATTACH in one flight.
-        limit = TimeLimit(CONNECT_LIMIT_S, "connect", lease.address)
+        deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", lease.address)
         body, takes_descriptors = Attach(self._options()), self._wanted != Wanted()
         first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors)
-        self.channel, hello, number = yield from dial_for(lease.address, limit, first)
+        self.channel, hello, number = yield from dial_for(lease.address, deadline, first)
         # Step 2: HELLO's reply bounds the size of frames, hence of copies.
         self.max_payload_bytes = hello.max_payload_bytes
         self.chunk_bytes = max(
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
         )
         self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
-        # Step 3: ATTACH's reply takes as long as making a context, so it has a limit of its own.
+        # Step 3: ATTACH's reply takes as long as making a context, so it has a deadline of its own.
         try:
-            limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
-            answer: Any = yield from receive(self.channel, number, limit)
+            deadline = FixedDeadline(ATTACH_LIMIT_S, "attach", lease.address)
+            answer: Any = yield from receive(self.channel, number, deadline)
         except LinkEnded as ended:
             failure = ended.failure
         except BaseException:

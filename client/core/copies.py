@@ -15,7 +15,7 @@ from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.staged_copies import STAGED_FROM_BYTES, Staging
 from gpulease.client.core.streams import StreamHandle, Streams
-from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
 from gpulease.client.memory_views import readable_bytes, writable_bytes
@@ -41,7 +41,7 @@ sleep costs little."""
 class CopyCommands(Protocol):
     """Copies, as both a session and a recording implement them."""
 
-    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> Begun[None]:
+    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> MaybePending[None]:
         """Copy bytes to the device, under the session's lock."""
 
     def read(
@@ -49,7 +49,7 @@ class CopyCommands(Protocol):
     ) -> Procedure[Any]:
         """Copy bytes from the device into `into`, or into new bytes if that is None; returns them."""
 
-    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
+    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> MaybePending[Any]:
         """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
 
 
@@ -69,7 +69,7 @@ class Copies(CopyCommands):
 
     # --- to the device ---
 
-    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> Begun[None]:
+    def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> MaybePending[None]:
         """Copy bytes to the device, under the session's lock."""
         attachment = self._attachment
         # The fast way: every check that can fail is made here in one expression. Anything unusual takes the general
@@ -106,7 +106,7 @@ class Copies(CopyCommands):
             begun = self._streams.begin_copy(Opcode.ARENA_WRITE, stream, buffer, offset, view)
             yield from self._streams.run_in(stream, begun or self._write(buffer, offset, view))
 
-    def _write_from_arena(self, buffer: Buffer, offset: int, data: Any) -> Begun[None]:
+    def _write_from_arena(self, buffer: Buffer, offset: int, data: Any) -> MaybePending[None]:
         # Not sent, done, or waiting for a late reply: the three outcomes of a fast request.
         outcome = self._ask_arena(self._arena_write, buffer, offset, data, None)
         if isinstance(outcome, NotSent):
@@ -125,14 +125,14 @@ class Copies(CopyCommands):
         elif len(data) <= attachment.quiet_bytes:
             # Small enough to be copied into the ring or the outbox when this returns.
             parts = (self._quiet_prefix(buffer, offset, data), data)
-            yield from send(attachment.channel, parts, self._operations.limit)
+            yield from send(attachment.channel, parts, self._operations.deadline)
         else:
             yield from self._write_chunks(buffer, offset, data)
 
     def _write_chunks(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
         """Send MEM_WRITEs of one chunk each. All but the last are quiet; its reply answers for all of them."""
         attachment, operations = self._attachment, self._operations
-        link, limit = attachment.channel.link, operations.limit
+        link, deadline = attachment.channel.link, operations.deadline
         # Quiet requests of this copy: a failure that names one of them is the copy's own, not an earlier operation's.
         own_requests: list[int] = []
         first_id = link.connection.last_request_id + 1
@@ -147,9 +147,9 @@ class Copies(CopyCommands):
                 own_requests.append(request_id)
             numbers = {"request_id": request_id, "session_id": attachment.session_id}
             prefix = mem_write_prefix(buffer.handle, offset + at, len(piece), **numbers, quiet=not is_last)
-            yield from send(attachment.channel, (prefix, piece), limit)
+            yield from send(attachment.channel, (prefix, piece), deadline)
         # One reply for all chunks: it reports the first failure among them.
-        operations.settle((yield from receive(attachment.channel, request_id, limit)), "mem_write", own_requests)
+        operations.settle((yield from receive(attachment.channel, request_id, deadline)), "mem_write", own_requests)
         operations.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
 
     def _quiet_prefix(self, buffer: Buffer, offset: int, data: memoryview) -> bytes:
@@ -178,7 +178,7 @@ class Copies(CopyCommands):
             yield from self._operations.do("mem_read", self._streams.run_in(stream, copy))
         return into if owned is None else bytes(owned)
 
-    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Begun[Any]:
+    def read_at_once(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> MaybePending[Any]:
         """`read`, tried immediately, under the session's lock; the result is None if `into` was filled."""
         outcome: Outcome[None]
         # The reply to a small read, or to a copy into the arena, is known in advance: try that first.
@@ -240,7 +240,7 @@ class Copies(CopyCommands):
             request_id = attachment.channel.link.expect(Opcode.MEM_READ, piece)
             numbers = {"request_id": request_id, "session_id": attachment.session_id}
             frame = mem_read_frame(buffer.handle, offset + at, len(piece), **numbers)
-            yield from send(attachment.channel, (frame,), operations.limit)
+            yield from send(attachment.channel, (frame,), operations.deadline)
             in_flight.append(request_id)
         while in_flight:
             yield from self._take(in_flight.popleft(), failures)
@@ -249,7 +249,7 @@ class Copies(CopyCommands):
         operations.acknowledge(Opcode.MEM_READ, attachment.connection.last_request_id)
 
     def _take(self, request_id: int, failures: list[Failure]) -> Procedure[None]:
-        result: Body | Failure = yield from receive(self._attachment.channel, request_id, self._operations.limit)
+        result: Body | Failure = yield from receive(self._attachment.channel, request_id, self._operations.deadline)
         if isinstance(result, Failure):
             failures.append(result)
 

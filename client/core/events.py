@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, TypeVar
 from gpulease.client.core.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
-    TimeLimit,
+    FixedDeadline,
     ask,
     dial,
     disconnected,
@@ -138,12 +138,12 @@ class Subscription(Generic[E]):
         """Subscribe. Raises NotFound for a lease that is not this user's, Busy if there are too many subscriptions."""
         channel: Channel | None = None
         try:
-            channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
-            limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
+            channel, _ = yield from dial(self._address, FixedDeadline(CONNECT_LIMIT_S, "connect", self._address))
+            deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
             # Step 1: another tenant's lease: present the token first, on this same connection. Step 2: subscribe.
             if self._token:
-                yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
-            yield from ask(channel, self._op, self._body, limit)
+                yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), deadline)
+            yield from ask(channel, self._op, self._body, deadline)
             self._channel = channel
         except LinkEnded as ended:
             assert channel is not None

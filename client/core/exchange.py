@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, cast
 
 from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed
-from gpulease.client.core.waits import Limit, Procedure, Sleep, Wait
+from gpulease.client.core.waits import Deadline, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
 from gpulease.client.transport.credentials import SecuredAddress
@@ -55,7 +55,7 @@ OTHER_PEERS: Final = {
 Clock = Callable[[], float]
 
 
-class TimeLimit:
+class FixedDeadline:
     """A deadline a fixed number of seconds from now; raises Disconnected when it is over."""
 
     def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
@@ -71,13 +71,13 @@ class TimeLimit:
         return self._end - self._clock()
 
     def over(self) -> Procedure[None]:
-        """Raise Disconnected, which names the daemon and the limit."""
+        """Raise Disconnected, which names the daemon and the time."""
         raise Disconnected(self._why, self._hint)
-        yield  # makes this a procedure, as `Limit` says
+        yield  # makes this a procedure, as `Deadline` says
 
 
-def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) -> Procedure[None]:
-    """Write buffers one after the other, without joining them. Raises LinkEnded, or what the limit raises.
+def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadline) -> Procedure[None]:
+    """Write buffers one after the other, without joining them. Raises LinkEnded, or what the deadline raises.
 
     From a deque of memoryviews, what was sent is dropped.
 
@@ -94,7 +94,7 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
             if not channel.push(rest) and channel.link.end is None:
-                yield from _wait(channel, limit, for_room=True)
+                yield from _wait(channel, deadline, for_room=True)
                 channel.pump()
     except BaseException:
         channel.finish()  # if this is interrupted too, whoever uses the channel next does it
@@ -102,81 +102,81 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit) ->
     channel.sending = None
 
 
-def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body | Failure]:
-    """Wait for the result of a request. Raises LinkEnded, or what the limit raises."""
+def receive(channel: Channel, request_id: int, deadline: Deadline) -> Procedure[Body | Failure]:
+    """Wait for the result of a request. Raises LinkEnded, or what the deadline raises."""
     take = channel.link.take
     while (result := take(request_id)) is None:
         # Most replies come while spinning. Only then does the driver's wait, a system call and perhaps a task switch,
         # pay.
         if not channel.spin():
-            yield from _wait(channel, limit, for_room=False)
+            yield from _wait(channel, deadline, for_room=False)
             channel.pump()
     return result
 
 
 def receive_from_living(
-    channel: Channel, request_id: int, limit: Limit, *, pong_limit_s: float, clock: Clock = time.monotonic
+    channel: Channel, request_id: int, deadline: Deadline, *, pong_limit_s: float, clock: Clock = time.monotonic
 ) -> Procedure[Body | Failure]:
     """Wait for the result of a control request that may take long, while the daemon answers PING meanwhile.
 
     Args:
         channel: The connection.
         request_id: The request.
-        limit: The limit of the request itself.
+        deadline: The deadline of the request itself.
         pong_limit_s: Longest time for the answer to a PING, in seconds.
         clock: The monotonic time in seconds.
 
-    Raises LinkEnded, what the limit raises, or Disconnected if a PING is not answered in time: the daemon hangs, or its
-    host is gone without closing the connection.
+    Raises LinkEnded, what the deadline raises, or Disconnected if a PING is not answered in time: the daemon hangs, or
+    its host is gone without closing the connection.
     """
     take, doing = channel.link.take, doing_of(Opcode.PING)
-    ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+    ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, doing, channel.address, clock)
     while (result := take(request_id)) is None:
         # The daemon answered the PING: begin another period of silence.
         if ping_id and take(ping_id) is not None:
-            ping_id, quiet = 0, TimeLimit(PING_AFTER_S, doing, channel.address, clock)
+            ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, doing, channel.address, clock)
         # Four cases: the request's own time is over; wait quietly; a PING was sent and its time is over; the silence
         # lasted PING_AFTER_S, so send a PING and give it `pong_limit_s`.
-        if limit.remaining_s() <= 0:
-            yield from limit.over()
+        if deadline.remaining_s() <= 0:
+            yield from deadline.over()
         elif quiet.remaining_s() > 0:
-            yield Wait(channel, False, min(limit.remaining_s(), quiet.remaining_s()))
+            yield Wait(channel, False, min(deadline.remaining_s(), quiet.remaining_s()))
             channel.pump()
         elif ping_id:
             yield from quiet.over()
         else:
-            quiet = TimeLimit(pong_limit_s, doing, channel.address, clock)
+            quiet = FixedDeadline(pong_limit_s, doing, channel.address, clock)
             ping_id, frame = channel.link.request(Opcode.PING, Ping(0))
             yield from send(channel, (frame,), quiet)
     return result
 
 
-def wait_for_room(channel: Channel, limit: Limit) -> Procedure[None]:
-    """Wait until the channel may accept more. Raises LinkEnded, or what the limit raises."""
+def wait_for_room(channel: Channel, deadline: Deadline) -> Procedure[None]:
+    """Wait until the channel may accept more. Raises LinkEnded, or what the deadline raises."""
     if channel.link.end is None:
-        yield from _wait(channel, limit, for_room=True)
+        yield from _wait(channel, deadline, for_room=True)
         channel.pump()
     if channel.link.end is not None:
         raise LinkEnded(channel.link.end)
 
 
-def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
-    remaining_s = limit.remaining_s()
+def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[None]:
+    remaining_s = deadline.remaining_s()
     # What is awaited may be here already, received by a call that was interrupted.
     if channel.unfinished is not None:
         channel.finish_step()
     elif remaining_s > 0:
         yield Wait(channel, for_room, remaining_s)
     else:
-        yield from limit.over()
+        yield from deadline.over()
 
 
-def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
+def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, session_id: int = 0) -> Procedure[Any]:
     """Send a request; returns the reply's body, or the Failure of a refusal. Raises what `receive` raises."""
     # Number the request, send it, then wait: the link keeps the reply if it comes during the send.
     request_id, frame = channel.link.request(op, body, session_id)
-    yield from send(channel, (frame,), limit)
-    return (yield from receive(channel, request_id, limit))
+    yield from send(channel, (frame,), deadline)
+    return (yield from receive(channel, request_id, deadline))
 
 
 class OwedGrant(Owed):
@@ -218,15 +218,15 @@ class OwedGrant(Owed):
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
         # Step 2: its reply, if it made something, comes before it closes its half.
-        limit = TimeLimit(CLEAN_UP_S, "give up", channel.address)
-        reply = yield from receive(channel, self.number, limit)
+        deadline = FixedDeadline(CLEAN_UP_S, "give up", channel.address)
+        reply = yield from receive(channel, self.number, deadline)
         if not isinstance(reply, Failure):
             self.made = reply
 
 
-def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:
-    """Send a request; returns the reply's body. Raises a refusal's error, LinkEnded, or what the limit raises."""
-    result = yield from answer_to(channel, op, body, limit)
+def ask(channel: Channel, op: Opcode, body: Body, deadline: Deadline) -> Procedure[Any]:
+    """Send a request; returns the reply's body. Raises a refusal's error, LinkEnded, or what the deadline raises."""
+    result = yield from answer_to(channel, op, body, deadline)
     if isinstance(result, Failure):
         raise error_of(result, doing_of(op))
     return result
@@ -265,25 +265,25 @@ class First(NamedTuple):
     owed: OwedGrant | None = None
 
 
-def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
+def dial(address: Address, deadline: Deadline) -> Procedure[tuple[Channel, HelloReply]]:
     """Connect and send HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
-    channel, hello, _ = yield from _dial(address, limit, None)
+    channel, hello, _ = yield from _dial(address, deadline, None)
     return channel, hello
 
 
-def dial_for(address: Address, limit: Limit, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
+def dial_for(address: Address, deadline: Deadline, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
     """Connect, and send HELLO and another request together; also returns the request id, for `receive`.
 
-    The request's reply is not awaited here: it has a limit of its own. Raises what `dial` raises.
+    The request's reply is not awaited here: it has a deadline of its own. Raises what `dial` raises.
     """
-    return (yield from _dial(address, limit, first))
+    return (yield from _dial(address, deadline, first))
 
 
-def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tuple[Channel, HelloReply, int]]:
+def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedure[tuple[Channel, HelloReply, int]]:
     # Step 1: the transport: TCP or a Unix socket, and TLS on it.
-    channel = yield from _connect(address, limit)
+    channel = yield from _connect(address, deadline)
     if isinstance(address, SecuredAddress):
-        channel = yield from _secure(channel, address, limit)
+        channel = yield from _secure(channel, address, deadline)
     # Step 2: HELLO and the first request in one flight, which saves a round trip. Only HELLO's reply is awaited here.
     first_id = 0
     try:
@@ -298,8 +298,8 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
             if owed is not None:
                 owed.channel, owed.number = channel, first_id
             frame += behind
-        yield from send(channel, (frame,), limit)
-        hello = yield from _receive_hello(channel, hello_id, limit)
+        yield from send(channel, (frame,), deadline)
+        hello = yield from _receive_hello(channel, hello_id, deadline)
         if isinstance(hello, Failure):
             raise error_of(hello, "hello")
     except LinkEnded as ended:
@@ -317,14 +317,14 @@ def _dial(address: Address, limit: Limit, first: First | None) -> Procedure[tupl
     return channel, cast(HelloReply, hello), first_id
 
 
-def _receive_hello(channel: Channel, hello_id: int, limit: Limit) -> Procedure[Body | Failure]:
+def _receive_hello(channel: Channel, hello_id: int, deadline: Deadline) -> Procedure[Body | Failure]:
     """Wait for the answer to HELLO.
 
     Raises what `receive` raises, or Disconnected as soon as another program answers.
     """
     # Check the first bytes after each receive: an HTTP or SSH server would otherwise only show as a timeout.
     while (hello := channel.link.take(hello_id)) is None:
-        yield from _wait(channel, limit, for_room=False)
+        yield from _wait(channel, deadline, for_room=False)
         channel.pump()
         _check_peer(channel)
     return hello
@@ -338,26 +338,26 @@ def _check_peer(channel: Channel) -> None:
             raise Disconnected(f"{channel.address}: {what}", hint)
 
 
-def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
+def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
     try:
         ways = resolve(address)
     except OSError as error:
         raise _unreachable(address, error.strerror or str(error)) from None
     code = 0
-    # Try every address of the name. A Unix socket with a full backlog answers EAGAIN: try again until the limit.
+    # Try every address of the name. A Unix socket with a full backlog answers EAGAIN: try again until the deadline.
     for family, where in ways:
         channel, code = start_connecting(family, where, address)
         try:
             # A full backlog is the daemon's, not the network's: close the socket and try again after a pause.
-            while code == errno.EAGAIN and limit.remaining_s() > 0:
+            while code == errno.EAGAIN and deadline.remaining_s() > 0:
                 channel.sock.close()
                 yield Sleep(CONNECT_RETRY_S)
                 channel, code = start_connecting(family, where, address)
             # The connect is in progress (EINPROGRESS): the socket becomes writable when it has succeeded or failed.
             if code == errno.EINPROGRESS:
                 is_done = False
-                while not is_done and limit.remaining_s() > 0:
-                    is_done = yield Wait(channel, True, limit.remaining_s())
+                while not is_done and deadline.remaining_s() > 0:
+                    is_done = yield Wait(channel, True, deadline.remaining_s())
                 code = connect_error(channel) if is_done else errno.ETIMEDOUT
         except BaseException:
             channel.close()
@@ -386,7 +386,7 @@ def _why(address: Address, code: int) -> str:
     return os.strerror(code)
 
 
-def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedure[Channel]:
+def _secure(channel: Channel, address: SecuredAddress, deadline: Deadline) -> Procedure[Channel]:
     # Imported only here: ssl takes a third of this package's import time.
     from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
 
@@ -395,7 +395,7 @@ def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedur
         stream = TlsStream(channel.sock, context_of(address.files), address)
         through = TlsChannel(stream, address)
         while not stream.shake_hands():
-            yield from _wait(through, limit, for_room=stream.has_unsent)
+            yield from _wait(through, deadline, for_room=stream.has_unsent)
     except TlsEnded as ended:
         channel.close()
         raise ended.error from None
@@ -428,11 +428,11 @@ def ask_once(
     Raises what `dial` raises, the refusal's error, or Disconnected.
     """
     doing = doing_of(op)
-    limit = TimeLimit(connect_limit_s, "connect", address)
-    channel, _, number = yield from dial_for(address, limit, First(op, body))
+    deadline = FixedDeadline(connect_limit_s, "connect", address)
+    channel, _, number = yield from dial_for(address, deadline, First(op, body))
     try:
-        # The reply has a limit of its own: the connect's is short, but a control request may work for a while.
-        result = yield from receive(channel, number, TimeLimit(reply_limit_s, doing, address))
+        # The reply has a deadline of its own: the connect's is short, but a control request may work for a while.
+        result = yield from receive(channel, number, FixedDeadline(reply_limit_s, doing, address))
         if isinstance(result, Failure):
             raise error_of(result, doing)
         return result

@@ -129,7 +129,7 @@ class _KnownReply:
     def _receive(self, request_id: int) -> Procedure[Any]:
         operations = self._operations
         # The late reply is treated like any other: it may be a failure, and it settles what came before.
-        result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.limit)
+        result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.deadline)
         operations.settle(result, doing_of(self._op))
         operations.acknowledge(self._op, request_id)
         return result

@@ -24,8 +24,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from gpulease.client.core.exchange import (
     Clock,
+    FixedDeadline,
     OwedGrant,
-    TimeLimit,
     ask_once,
     dial,
     disconnected,
@@ -344,7 +344,7 @@ class _Search(Generic[T]):
             except ValueError:
                 continue
             try:
-                return (yield from dial(address, TimeLimit(NODE_LIMIT_S, "connect", address, self._clock)))
+                return (yield from dial(address, FixedDeadline(NODE_LIMIT_S, "connect", address, self._clock)))
             except Disconnected as unreached:
                 error = unreached
         raise error.with_traceback(None)
@@ -387,10 +387,10 @@ def _answer(
     channel: Channel, number: int, frame: bytes, limit_s: float, clock: Clock
 ) -> Procedure[LeaseGrant | Failure]:
     doing = doing_of(Opcode.LEASE_ALLOC)
-    limit = TimeLimit(limit_s, doing, channel.address, clock)
+    deadline = FixedDeadline(limit_s, doing, channel.address, clock)
     try:
-        yield from send(channel, (frame,), limit)
-        answer: Any = yield from receive_from_living(channel, number, limit, pong_limit_s=NODE_LIMIT_S, clock=clock)
+        yield from send(channel, (frame,), deadline)
+        answer: Any = yield from receive_from_living(channel, number, deadline, pong_limit_s=NODE_LIMIT_S, clock=clock)
     except LinkEnded as ended:
         raise disconnected(ended, channel, doing) from None
     return cast("LeaseGrant | Failure", answer)

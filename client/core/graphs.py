@@ -9,7 +9,7 @@ from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.region_sets import RegionSet, regions_named
 from gpulease.client.core.streams import StreamHandle, Streams
-from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
 from gpulease.client.handles import Handle
 from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter
@@ -204,7 +204,7 @@ class Graphs:
         stream: StreamHandle | None = None,
         regions: RegionSet | None = None,
         position: int = 0,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         """Send a graph's launch immediately, under the session's lock; the result is the launch's number."""
         attachment = self.attachment
         attachment.check_open(_LAUNCH)

@@ -10,7 +10,7 @@ from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.region_sets import RegionSet, regions_named
 from gpulease.client.core.streams import StreamHandle, Streams
-from gpulease.client.core.waits import Begun
+from gpulease.client.core.waits import MaybePending
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
@@ -66,7 +66,7 @@ class LaunchCommands(Protocol):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
         stream: StreamHandle | None = None,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         """Launch a kernel, under the session's lock; the result is the launch's number."""
 
     def launch_in(
@@ -81,7 +81,7 @@ class LaunchCommands(Protocol):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
         stream: StreamHandle | None = None,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         """`launch`, only if no region of the set has ended or is cancelled."""
 
     def launch_with(
@@ -97,7 +97,7 @@ class LaunchCommands(Protocol):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
         stream: StreamHandle | None = None,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         """`launch`, or `launch_in` if there are regions, with attributes."""
 
 
@@ -164,7 +164,7 @@ class Launches(LaunchCommands):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
         stream: StreamHandle | None = None,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         """Send a launch immediately, under the session's lock; the result is the launch's number.
 
         A launch like the module's last one is checked and sent inside this function: another call or a generator would
@@ -220,7 +220,7 @@ class Launches(LaunchCommands):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
         stream: StreamHandle | None,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         self._attachment.check_open("launch")
         number, frame = self.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         return self._streams.hand_over(stream, number, frame, "launch")
@@ -237,7 +237,7 @@ class Launches(LaunchCommands):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
         stream: StreamHandle | None = None,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         """Send a launch in regions immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
         # The same fast way as in `launch`, for a set with all regions active at the words' present epoch.
@@ -298,7 +298,7 @@ class Launches(LaunchCommands):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
         stream: StreamHandle | None = None,
-    ) -> Begun[int]:
+    ) -> MaybePending[int]:
         """Send a launch with attributes immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
         attachment.check_open("launch")

@@ -25,8 +25,8 @@ from gpulease.client.core.exchange import (
     CONTROL_REPLY_LIMIT_S,
     Clock,
     First,
+    FixedDeadline,
     OwedGrant,
-    TimeLimit,
     answer_to,
     dial,
     dial_for,
@@ -586,14 +586,14 @@ class LeaseHandle:
         `answers` receives the replies that come before the connection ends.
         """
         yield from self._reconnect_if_stale(doing)
-        link, limit = self.channel.link, TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+        link, deadline = self.channel.link, FixedDeadline(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
         try:
             # All requests in one send, then their replies in order.
             # Numbered before they are sent, so that each reply finds its record.
             asked = {number: link.request(op, body) for number, body in bodies.items()}
-            yield from send(self.channel, [frame for _, frame in asked.values()], limit)
+            yield from send(self.channel, [frame for _, frame in asked.values()], deadline)
             for number, (request_id, _) in asked.items():
-                answers[number] = yield from receive(self.channel, request_id, limit)
+                answers[number] = yield from receive(self.channel, request_id, deadline)
         except LinkEnded as ended:
             self.channel.close()
             raise disconnected(ended, self.channel, doing) from None
@@ -604,7 +604,7 @@ class LeaseHandle:
         if is_stale:
             # The connection may have ended directly after a reply, unnoticed until now.
             self.channel.close()
-            self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
+            self.channel, _ = yield from dial(self.address, FixedDeadline(CONNECT_LIMIT_S, doing, self.address))
         self.channel.link.drop_unclaimed()
         return is_stale
 
@@ -620,9 +620,9 @@ class LeaseHandle:
             # At most twice: on the old connection, and if that was dead without an answer, on a new one.
             fresh = yield from self._reconnect_if_stale(doing)
             try:
-                limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+                deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
                 ask = answer_to if owed is None else owed.ask
-                answer = yield from ask(self.channel, op, body, limit)
+                answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:
                 self.channel.close()
                 # The daemon is stopping. Its goodbye is the answer: another connection would not be accepted.
@@ -659,14 +659,14 @@ class OwedReply(Owed):
         self._frame_bytes = 0
         lease.unsettled[self] = None
 
-    def ask(self, channel: Channel, op: Opcode, body: Body, limit: TimeLimit) -> Procedure[Any]:
+    def ask(self, channel: Channel, op: Opcode, body: Body, deadline: FixedDeadline) -> Procedure[Any]:
         """`answer_to`, noted here: the link keeps the reply until `made` has it."""
         number, frame = channel.link.request(op, body, makes=True)
         self._unsent = deque((memoryview(frame),))
         self._frame_bytes = len(frame)
         self._channel, self._number = channel, number
-        yield from send(channel, self._unsent, limit)
-        answer = yield from receive(channel, number, limit)
+        yield from send(channel, self._unsent, deadline)
+        answer = yield from receive(channel, number, deadline)
         self._take(channel, number, answer)
         return answer
 
@@ -691,8 +691,8 @@ class OwedReply(Owed):
             channel.link.claim(number)
             return
         try:
-            limit = TimeLimit(CLEAN_UP_S, "clean up", channel.address, self.lease.clock)
-            self._take(channel, number, (yield from receive(channel, number, limit)))
+            deadline = FixedDeadline(CLEAN_UP_S, "clean up", channel.address, self.lease.clock)
+            self._take(channel, number, (yield from receive(channel, number, deadline)))
         except (LinkEnded, GpuLeaseError):
             channel.close()
 
@@ -963,14 +963,14 @@ def _open(
         owed: Notes what the request may make; None if it makes nothing.
     """
     doing = doing_of(op)
-    limit = TimeLimit(CONNECT_LIMIT_S, "connect", address)
+    deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
     try:
         # Step 1: connect; the request goes out behind HELLO.
-        channel, hello, number = yield from dial_for(address, limit, First(op, body, owed=owed))
-        limit = TimeLimit(reply_limit_s, doing, address)
+        channel, hello, number = yield from dial_for(address, deadline, First(op, body, owed=owed))
+        deadline = FixedDeadline(reply_limit_s, doing, address)
         # The grant may take long. PINGs show meanwhile whether the daemon is alive.
-        reply = yield from receive_from_living(channel, number, limit, pong_limit_s=CONNECT_LIMIT_S)
+        reply = yield from receive_from_living(channel, number, deadline, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
         if owed is not None:

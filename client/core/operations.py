@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from gpulease.client.core.attachment import Attachment
 from gpulease.client.core.exchange import doing_of, receive, send, wait_for_room
 from gpulease.client.core.lease import LEASE_OVER, LeaseHandle
-from gpulease.client.core.waits import Begun, Limit, Locked, Procedure
+from gpulease.client.core.waits import Deadline, Locked, MaybePending, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted
@@ -48,7 +48,7 @@ ONE_STREAM_FENCES: Final = STREAMS_FENCES | having(Trait.SETTLES_ALONE)
 """Operations that wait for everything before them while the session has only the default stream."""
 
 
-class LeaseLimit:
+class LeaseDeadline:
     """Bounds an operation by the lease's deadline. A renewal moves the deadline; then the broker is asked."""
 
     def __init__(self, lease: LeaseHandle) -> None:
@@ -69,7 +69,7 @@ class LeaseLimit:
         raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer until the end of its lease"))
 
 
-class FenceLimit(LeaseLimit):
+class BlockEndDeadline(LeaseDeadline):
     """Bounds the wait at the end of a `with` block by the time that the lease had left at that moment.
 
     A renewal does not extend it: a lease that is kept alive may have no end.
@@ -80,7 +80,7 @@ class FenceLimit(LeaseLimit):
         self._end = lease.deadline + EXPIRY_MARGIN_S
 
     def remaining_s(self) -> float:
-        """Seconds left of the limit; negative after it."""
+        """Seconds left; negative after the deadline."""
         return self._end - self._lease.clock()
 
     def over(self) -> Procedure[None]:
@@ -101,7 +101,7 @@ class RequestPipeline:
 
     Attributes:
         attachment: The session's connection.
-        limit: Bounds the time of an operation.
+        deadline: Bounds the time of an operation.
         freed: (request id, operation, handle) of frees and reuses in flight; any later reply settles them.
         settled_id: Every request up to this one is known to have ended well, or its failure was raised.
         fences: Operations with a reply that settles everything before them.
@@ -109,7 +109,7 @@ class RequestPipeline:
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
-        self.limit: Limit = LeaseLimit(attachment.lease)
+        self.deadline: Deadline = LeaseDeadline(attachment.lease)
         self.freed: deque[tuple[int, Opcode, int]] = deque()
         self.settled_id = 0
         self.fences = ONE_STREAM_FENCES
@@ -224,7 +224,7 @@ class RequestPipeline:
         self,
         op: Opcode,
         payload: bytes = b"",
-        limit: Limit | None = None,
+        deadline: Deadline | None = None,
         doing: str = "",
         own_requests: Container[int] = (),
     ) -> Procedure[Any]:
@@ -233,16 +233,16 @@ class RequestPipeline:
         Args:
             op: The request's operation.
             payload: Its payload.
-            limit: Bounds the wait; the lease's deadline if None.
+            deadline: Bounds the wait; the lease's deadline if None.
             doing: The operation that the request is a part of, for messages.
             own_requests: Ids of the quiet requests that are parts of this operation (`error_of`).
         """
-        attachment, limit = self.attachment, limit or self.limit
+        attachment, deadline = self.attachment, deadline or self.deadline
         # The reply is expected before the request is sent, so that it can't come first.
         request_id = attachment.channel.link.expect(op)
         frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
-        yield from send(attachment.channel, (frame,), limit)
-        result: Body | Failure = yield from receive(attachment.channel, request_id, limit)
+        yield from send(attachment.channel, (frame,), deadline)
+        result: Body | Failure = yield from receive(attachment.channel, request_id, deadline)
         self.settle(result, doing or doing_of(op), own_requests)
         self.acknowledge(op, request_id)
         return result
@@ -259,14 +259,14 @@ class RequestPipeline:
         attachment = self.attachment
         request_id = attachment.channel.link.expect(op, makes=free_op)
         frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
-        yield from send(attachment.channel, (frame,), self.limit)
+        yield from send(attachment.channel, (frame,), self.deadline)
         return (yield from self.made(op, request_id, handle_of))
 
     def made(self, op: Opcode, request_id: int, handle_of: Callable[[Any], H]) -> Procedure[H]:
         """Wait for the reply to a request that was sent, and make the handle of what it brings (`make`)."""
         attachment = self.attachment
         link = attachment.channel.link
-        result = yield from receive(attachment.channel, request_id, self.limit)
+        result = yield from receive(attachment.channel, request_id, self.deadline)
         if isinstance(result, Failure):
             link.claim(request_id)
         self.settle(result, doing_of(op))
@@ -309,8 +309,8 @@ class RequestPipeline:
             self.attachment.finish(result)
         raise error_of(result, doing, own_requests)
 
-    def fence_limit(self) -> FenceLimit | None:
-        """The limit for waiting at the end of a `with` block; None if there is nothing to wait for."""
+    def block_end_deadline(self) -> BlockEndDeadline | None:
+        """The deadline of waiting at the end of a `with` block; None if there is nothing to wait for."""
         # Nothing to wait for: the session is over, or its last request is known to have ended well.
         attachment = self.attachment
         is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
@@ -318,7 +318,7 @@ class RequestPipeline:
         is_given_back = over is not None and over.status is Status.LEASE_FREED
         if is_settled or is_given_back or attachment.recording is not None:
             return None
-        return FenceLimit(attachment.lease)
+        return BlockEndDeadline(attachment.lease)
 
     # --- quiet requests ---
 
@@ -339,7 +339,7 @@ class RequestPipeline:
     def send_frames(self, frames: bytes) -> Procedure[None]:
         """Queue quiet frames, or wait for room for them."""
         if not self.put(frames):
-            yield from send(self.attachment.channel, (frames,), self.limit)
+            yield from send(self.attachment.channel, (frames,), self.deadline)
 
     def put_noting(self, frames: bytes, note: Callable[[], None]) -> bool:
         """`put`, and call `note` if the frames were queued.
@@ -368,8 +368,8 @@ class RequestPipeline:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
             # The outbox or ring is full: send what it holds, then wait until it may accept the frames whole.
-            yield from send(channel, (), self.limit)
-            yield from wait_for_room(channel, self.limit)
+            yield from send(channel, (), self.deadline)
+            yield from wait_for_room(channel, self.deadline)
 
     def quiet_frame(self, op: Opcode, payload: bytes) -> bytes:
         """A quiet request with the next request id."""
@@ -389,7 +389,7 @@ class RequestPipeline:
         self.drop_held()
         self.put_frees()
 
-    def reuse(self, handle: int) -> Begun[None]:
+    def reuse(self, handle: int) -> MaybePending[None]:
         """Have an allocation freed and allocated again in place, under the session's lock."""
         attachment = self.attachment
         if not attachment.channel.is_finished:
@@ -399,7 +399,7 @@ class RequestPipeline:
         # Listed before it is sent: if an earlier request failed, the worker skipped this reuse, and the memory must be
         # freed.
         self.freed.append((request_id, Opcode.MEM_REUSE, handle))
-        return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.limit))
+        return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.deadline))
 
     def put_frees(self) -> bool:
         """Queue quiet frees of dropped handles; False if the channel has no room for them."""
@@ -452,8 +452,8 @@ class RequestPipeline:
         # If the free turns out not to have happened, the handle gets its owner back.
         try:
             yield from self.send_noting(frame, note)
-            yield from send(attachment.channel, (), self.limit)
-            result = yield from receive(attachment.channel, request_id, self.limit)
+            yield from send(attachment.channel, (), self.deadline)
+            result = yield from receive(attachment.channel, request_id, self.deadline)
         except (LinkEnded, GpuLeaseError):
             handle.owner = attachment  # the session's end frees it
             raise

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.regions import RegionHandle, RegionView
-from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import error_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
@@ -58,7 +58,7 @@ class RefusedRegions:
         if isinstance(buffer, RegionView):
             self._check([buffer._state], "", None, doing)
 
-    def confirmed(self, launched: Begun[int], doing: str) -> Procedure[int]:
+    def confirmed(self, launched: MaybePending[int], doing: str) -> Procedure[int]:
         """Wait until the worker has taken or refused a launch that was sent, whose number is the result."""
         number = launched if isinstance(launched, int) else (yield from launched)
         # A PING's reply comes after the launch was taken or refused, and carries the refusal.

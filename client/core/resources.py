@@ -8,7 +8,7 @@ from gpulease.client.code_texts import image_of
 from gpulease.client.core.fast_request import DONE, FastRequest, Pending
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
 from gpulease.client.core.operations import RequestPipeline
-from gpulease.client.core.waits import Begun, Procedure
+from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, Module, Variable
 from gpulease.client.texts import bounded
@@ -62,7 +62,7 @@ class Resources:
         )
         return (yield from self._operations.do("mem_alloc", making))
 
-    def alloc_at_once(self, size_bytes: int) -> Begun[Buffer]:
+    def alloc_at_once(self, size_bytes: int) -> MaybePending[Buffer]:
         """`alloc`, tried immediately, under the session's lock."""
         size = whole(size_bytes, "mem_alloc: size_bytes", least=1, most=MAX_WIRE_BYTES)
         attachment = self.attachment
@@ -97,7 +97,7 @@ class Resources:
             return self._operations.go_on("mem_alloc", making)
         return self.alloc(size)
 
-    def _alloc_again(self, size: int) -> Begun[Buffer] | None:
+    def _alloc_again(self, size: int) -> MaybePending[Buffer] | None:
         """Reuse a held buffer; None if there is none, or if the worker has to reply first."""
         attachment, operations = self.attachment, self._operations
         # When the worker fails, it must be able to name the requests that it has not executed; hence the limit.
@@ -109,7 +109,7 @@ class Resources:
         rest = operations.reuse(buffer.handle)
         return buffer if rest is None else _after(rest, buffer)
 
-    def free(self, buffer: Buffer) -> Begun[None]:
+    def free(self, buffer: Buffer) -> MaybePending[None]:
         """Free a buffer immediately, under the session's lock, without waiting for a reply."""
         attachment, operations = self.attachment, self._operations
         operations.check_recording("mem_free")

@@ -273,7 +273,7 @@ class _StagedCopy:
         return pieces
 
     def _take(self, request_id: int) -> Procedure[None]:
-        self._note((yield from receive(self._attachment.channel, request_id, self._operations.limit)))
+        self._note((yield from receive(self._attachment.channel, request_id, self._operations.deadline)))
 
     def _note(self, result: Body | Failure) -> None:
         if isinstance(result, Failure):
@@ -302,7 +302,7 @@ class _StagedCopy:
         session_id = self._attachment.session_id
         frame = build_frame(op, payload, request_id=request_id, session_id=session_id, flags=flags)
         if not self._operations.put(frame):
-            yield from send(self._attachment.channel, (frame,), self._operations.limit)
+            yield from send(self._attachment.channel, (frame,), self._operations.deadline)
 
 
 def _address_of(data: memoryview) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from gpulease.client.core.exchange import send
 from gpulease.client.core.fast_request import DONE, FastRequest, Pending
 from gpulease.client.core.operations import STREAMS_FENCES, RequestPipeline
-from gpulease.client.core.waits import Begun, Limit, Procedure
+from gpulease.client.core.waits import Deadline, MaybePending, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
 from gpulease.client.handles import Buffer, Handle
 from gpulease.protocol import Opcode
@@ -155,7 +155,7 @@ class Streams:
         # A quiet request: the order is the worker's business, and its failure is reported with a later reply.
         pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
         frame = operations.quiet_frame(Opcode.STREAM_WAIT, pair)
-        yield from operations.do("wait_for", send(self.attachment.channel, (frame,), operations.limit))
+        yield from operations.do("wait_for", send(self.attachment.channel, (frame,), operations.deadline))
 
     def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
         """Record an event in a stream, as the API's kind; it is queued in order with the stream's launches."""
@@ -200,7 +200,7 @@ class Streams:
         self.operations.check_recording("sync")
         return self.operations.do("sync", self._taking_back(self.operations.ask(Opcode.SYNC)))
 
-    def sync_at_once(self) -> Begun[None]:
+    def sync_at_once(self) -> MaybePending[None]:
         """`sync`, tried immediately, under the session's lock."""
         attachment = self.attachment
         connection = attachment.connection
@@ -247,7 +247,7 @@ class Streams:
         asking = self.operations.ask(Opcode.STREAM_SYNC, HANDLE.pack(number))
         yield from self.operations.do("sync", self._taking_back(asking, number))
 
-    def sync_one_at_once(self, stream: StreamHandle) -> Begun[None]:
+    def sync_one_at_once(self, stream: StreamHandle) -> MaybePending[None]:
         """`sync_one`, tried immediately, under the session's lock."""
         self._check_recording("sync")
         number = self.number(stream, "sync")
@@ -259,7 +259,7 @@ class Streams:
             return self.operations.go_on("sync", self._taking_back(outcome.rest, number))
         return self.sync_one(stream)
 
-    def fence(self, limit: Limit, stream: StreamHandle | None = None) -> Procedure[None]:
+    def fence(self, deadline: Deadline, stream: StreamHandle | None = None) -> Procedure[None]:
         """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before.
 
         A session by token that loaded no module waits for its own requests only: kernels, and their failures, are
@@ -269,11 +269,11 @@ class Streams:
         operations, raised = self.operations, self.attachment.last_raised
         # A PING is answered in order, so its reply shows that this connection's own requests are done.
         if self.attachment.token and not self.attachment.has_loaded:
-            waiting = operations.ask(Opcode.PING, build_body(Ping(0)), limit, "sync")
+            waiting = operations.ask(Opcode.PING, build_body(Ping(0)), deadline, "sync")
         elif stream is None:
-            waiting = self._taking_back(operations.ask(Opcode.SYNC, limit=limit))
+            waiting = self._taking_back(operations.ask(Opcode.SYNC, deadline=deadline))
         else:
-            asking = operations.ask(Opcode.STREAM_SYNC, HANDLE.pack(stream.handle), limit)
+            asking = operations.ask(Opcode.STREAM_SYNC, HANDLE.pack(stream.handle), deadline)
             waiting = self._taking_back(asking, stream.handle)
         try:
             yield from operations.guarded("sync", waiting)
@@ -319,7 +319,7 @@ class Streams:
         self.attachment.lent.lend(number, place, view)
         yield from self.operations.send_frames(self.operations.quiet_frame(op, copy))
 
-    def hand_over(self, stream: StreamHandle | None, number: int, frame: bytes, doing: str) -> Begun[int]:
+    def hand_over(self, stream: StreamHandle | None, number: int, frame: bytes, doing: str) -> MaybePending[int]:
         """Queue the quiet request `number` for a stream, under the session's lock; the result is that number.
 
         Args:
@@ -339,7 +339,7 @@ class Streams:
         return self.operations.go_on(doing, self._send_rest(number, rest)) if rest else number
 
     def _send_rest(self, number: int, frame: bytes) -> Procedure[int]:
-        yield from send(self.attachment.channel, (frame,), self.operations.limit)
+        yield from send(self.attachment.channel, (frame,), self.operations.deadline)
         return number
 
     def _put_in(self, stream: StreamHandle | None, frame: bytes, doing: str) -> bytes:

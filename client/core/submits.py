@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Final, Self
 
 from gpulease.client.code_texts import image_of
-from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
+from gpulease.client.core.exchange import CONNECT_LIMIT_S, FixedDeadline, answer_to, dial
 from gpulease.client.core.launch import MAX_U32, dimensions
 from gpulease.client.core.lease import (
     END_REASON_POLL_S,
@@ -211,21 +211,21 @@ def _run(
         limit_s: How long the job may take, in seconds.
     """
     # A connection of its own: it becomes the job, and ends with it.
-    channel, _ = yield from dial(lease.address, TimeLimit(CONNECT_LIMIT_S, "connect", lease.address))
+    channel, _ = yield from dial(lease.address, FixedDeadline(CONNECT_LIMIT_S, "connect", lease.address))
     number: int | None = None
     try:
-        limit = TimeLimit(READY_LIMIT_S, "submit", lease.address)
+        deadline = FixedDeadline(READY_LIMIT_S, "submit", lease.address)
         # Step 1: GPU_SUBMIT reserves the lease's turn and makes the context. Until its reply nothing has run.
-        opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, limit, lease.grant.lease_id)
+        opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, deadline, lease.grant.lease_id)
         if isinstance(opened, Failure):
             raise error_of(lease.note_failure(opened), "submit")
         # The number finds this job in the lease's report, if the connection should end.
         number = _number_of(opened)
         if any(option.type == SubmitOption.TYPED_VALUES for option in opened.options):
             body = typed
-        limit = TimeLimit(limit_s + RUN_MARGIN_S, "submit", lease.address)
+        deadline = FixedDeadline(limit_s + RUN_MARGIN_S, "submit", lease.address)
         # Step 2: SUBMIT_RUN runs the kernel. If the connection ends from here on, the kernel may have run.
-        done = yield from answer_to(channel, Opcode.SUBMIT_RUN, body, limit, lease.grant.lease_id)
+        done = yield from answer_to(channel, Opcode.SUBMIT_RUN, body, deadline, lease.grant.lease_id)
         if isinstance(done, SubmitDone):
             return list(done.outputs)
         raise error_of(lease.note_failure(done), "submit", own_requests=(channel.link.connection.last_request_id,))

@@ -49,7 +49,7 @@ class Locked:
 Step: TypeAlias = Wait | Sleep | Locked
 Procedure: TypeAlias = Generator[Step, Any, T]
 
-Begun: TypeAlias = T | Procedure[T]
+MaybePending: TypeAlias = T | Procedure[T]
 """Result of an operation that was tried immediately, under the session's lock: the operation's own result, or a
 procedure that the caller must drive to get it. Creating a generator alone costs as much as the rest of a launch."""
 
@@ -67,7 +67,7 @@ def is_held(lock: Any) -> bool:
     return False
 
 
-class Limit(Protocol):
+class Deadline(Protocol):
     """The deadline of an operation, or of one of its replies."""
 
     def remaining_s(self) -> float:

@@ -87,15 +87,15 @@ def fence(streams: Streams, stream: Stream | None = None) -> None:
 
     `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
     """
-    limit = streams.operations.fence_limit()
+    deadline = streams.operations.block_end_deadline()
     # None: no started work is unsettled, the lease is freed, or the session is recording.
-    if limit is None:
+    if deadline is None:
         return
     lock = streams.attachment.lock
-    # Waiting for the lock counts against the limit, too: another thread's operation may hold it.
-    if not lock.acquire(timeout=max(0.0, limit.remaining_s())):
-        raise limit.error()
+    # Waiting for the lock counts against the deadline, too: another thread's operation may hold it.
+    if not lock.acquire(timeout=max(0.0, deadline.remaining_s())):
+        raise deadline.error()
     try:
-        drive(streams.fence(limit, stream))
+        drive(streams.fence(deadline, stream))
     finally:
         lock.release()

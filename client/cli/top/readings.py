@@ -8,7 +8,7 @@ from typing import Final
 
 from gpulease.client.cli.node import outcome_text
 from gpulease.client.cli.top.sample import Sample, ScreenSamples
-from gpulease.client.core.exchange import TimeLimit, dial, disconnected
+from gpulease.client.core.exchange import FixedDeadline, dial, disconnected
 from gpulease.client.core.exchange import ask as ask_on
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
@@ -45,14 +45,14 @@ class Readings:
         return drive(self._take())
 
     def _take(self) -> Procedure[Sample]:
-        limit = TimeLimit(READING_LIMIT_S, "top", self._address)
+        deadline = FixedDeadline(READING_LIMIT_S, "top", self._address)
         # A connection is kept between samples; only a lost one is replaced.
         if self._channel is None:
-            self._channel, _ = yield from dial(self._address, limit)
+            self._channel, _ = yield from dial(self._address, deadline)
         channel = self._channel
         try:
-            inventory = yield from ask_on(channel, Opcode.GET_INVENTORY, Empty(), limit)
-            leases = yield from ask_on(channel, Opcode.LEASE_LIST_ACTIVE, Empty(), limit)
+            inventory = yield from ask_on(channel, Opcode.GET_INVENTORY, Empty(), deadline)
+            leases = yield from ask_on(channel, Opcode.LEASE_LIST_ACTIVE, Empty(), deadline)
         except LinkEnded as ended:
             self.close()
             raise disconnected(ended, channel, "top") from None
