@@ -7,7 +7,6 @@ graph's copies, after it has waited for the kernels before them.
 
 import ctypes
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -348,9 +347,7 @@ class CpuContext:
 
     def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting) -> PageMove:
         """Copy to host memory, and give the pages back (`Context.park`)."""
-        began_ns = time.monotonic_ns()
-        ready(self.pages_bytes)
-        return self._parked.park(host, poll, began_ns)
+        return self._parked.park(host, ready, poll)
 
     def unpark(self, poll: Poll = keep_waiting) -> PageMove:
         """Copy back; the pages exist when they are touched (`Context.unpark`)."""

@@ -5,6 +5,7 @@ allocation is in the copy is noted by its address, so that a region that ends wh
 """
 
 import time
+from collections.abc import Callable, Iterator
 
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, PageMove, Poll
 from gpulease.daemon.ptx.memory import MemoryArena
@@ -35,19 +36,23 @@ class ParkedMemory:
         """Bytes that parking moves, or has moved."""
         return self._arena.allocated_bytes + self._regions.taken_bytes
 
-    def park(self, host: memoryview, poll: Poll, began_ns: int) -> PageMove:
+    def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> PageMove:
         """Copy everything to `host`, then give the pages back. A poll that raises leaves everything as it was.
 
-        `began_ns`: When the preparation of `host` began, on the monotonic clock.
+        `ready`: Called before bytes of `host` up to its argument are used.
         """
+        began_ns = time.monotonic_ns()
         if len(host) < self.moved_bytes:
             raise DriverError(f"{self.moved_bytes} bytes have no room in the {len(host)} of the host memory")
         # Step 1: the copy.
         saved, at = dict[int, tuple[int, int]](), 0
         regions = [(address - self._arena.memory.address, size) for address, size in self._regions.active()]
         for offset, size in (*self._arena.allocations(), *regions):
-            _copy(self._arena.memory.view[offset : offset + size], host[at : at + size], poll)
-            saved[offset] = (at, size)
+            source, saved[offset] = self._arena.memory.view[offset : offset + size], (at, size)
+            for start, end in _steps(size):
+                poll()
+                ready(at + end)
+                host[at + start : at + end] = source[start:end]
             at += size
         # Step 2: the pages.
         copied_ns = time.monotonic_ns()
@@ -63,7 +68,10 @@ class ParkedMemory:
         if host is None:
             raise DriverError("the session is not parked")
         for offset, (at, size) in self._saved.items():
-            _copy(host[at : at + size], self._arena.memory.view[offset : offset + size], poll)
+            target = self._arena.memory.view[offset : offset + size]
+            for start, end in _steps(size):
+                poll()
+                target[start:end] = host[at + start : at + end]
         self._host, self._saved = None, {}
         return PageMove(self.moved_bytes, time.monotonic_ns() - began_ns, 0)
 
@@ -74,7 +82,7 @@ class ParkedMemory:
             self._host[at : at + size] = bytes(size)
 
 
-def _copy(source: memoryview, target: memoryview, poll: Poll) -> None:
-    for start in range(0, len(source), PARK_STEP_BYTES):
-        poll()
-        target[start : start + PARK_STEP_BYTES] = source[start : start + PARK_STEP_BYTES]
+def _steps(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each step of a copy."""
+    for start in range(0, size_bytes, PARK_STEP_BYTES):
+        yield start, min(size_bytes, start + PARK_STEP_BYTES)

@@ -200,8 +200,12 @@ class Session:
         try:
             # The lease is read before the request is served, and again in every wait.
             lease_end = self._page.refusal()
-            if self.parking.is_parked and lease_end is None:
-                return self._refuse_parked(frame)
+            if self.parking.is_parked and lease_end is None and self._pending_failure is None:
+                # It is not executed, as if an earlier request had failed.
+                failure = self.parking.refusal
+                quiet = replace(failure, failed_request_id=frame.request_id, failed_op=frame.op)
+                self._pending_failure = quiet if frame.flags else failure
+                self._pending_from = self.streams.current
             if frame.flags == 0:
                 return self._answer(frame, lease_end)
             self._do_quietly(frame, lease_end)
@@ -315,20 +319,6 @@ class Session:
             self._operation(frame)(frame)
         except _OPERATION_ERRORS as error:
             self._keep_failure(error, frame.op, frame.request_id)
-
-    def _refuse_parked(self, frame: Frame) -> bytes | None:
-        """Refuse a request that can't wait for the session's return. A failure of an earlier one is reported first."""
-        if frame.flags == 0:
-            failure = self._take_failure() or self.parking.refusal
-            self._count_failure(frame.op)
-            self._synced = self._counters[_LAUNCHES]
-            self._skip(frame)
-            return failed(frame, failure)
-        if self._pending_failure is None and self.lost is None:
-            self._keep_failure(Refused(self.parking.refusal), frame.op, frame.request_id)
-        self.streams.current.skipped_by = self.lost or self._pending_failure
-        self._skip(frame)
-        return None
 
     def _operation(self, frame: Frame) -> Operation:
         operation = self._operations.get(frame.op)

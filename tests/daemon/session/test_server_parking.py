@@ -562,3 +562,83 @@ def test_host_memory_is_prepared_while_the_session_is_idle(monkeypatch: pytest.M
             while sum(pinned) < steps * PARK_STEP_BYTES and time.monotonic() < until:
                 time.sleep(0.01)
             assert pinned == [PARK_STEP_BYTES] * steps
+
+
+# --- a storm ---
+
+
+class Broker(threading.Thread):
+    """Parks a session again and again, refuses some of its wishes to return, and brings it back."""
+
+    def __init__(self, made: Worker, seed: int) -> None:
+        super().__init__()
+        self._made = made
+        self._source = random.Random(seed)
+        self.stops = threading.Event()
+        self.parks = 0
+
+    def run(self) -> None:
+        source, number = self._source, 0
+        while not self.stops.is_set():
+            number += 1
+            if source.random() < 0.2:
+                self._made.give_memory(MEMORY)
+            self._made.park(number)
+            self.parks += 1
+            if source.random() < 0.7:
+                self._made.hear(ReturnWantedReport)
+            else:
+                time.sleep(source.random() * 0.01)
+            self._made.bring_back(number)
+            time.sleep(source.random() * 0.005)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_session_that_is_parked_all_the_time_computes_right(ring: bool, seed: int) -> None:
+    """Writes, reads, launches, allocations and frees between parks at any moment, checked byte by byte."""
+    source = random.Random(seed)
+    with worker(is_parkable=True, is_native=ring, ring=ring) as (made, _):
+        module, counted = made.load(POINTERS), made.alloc(8)
+        model: dict[int, bytearray] = {}
+        made.give_memory(MEMORY)
+        broker = Broker(made, seed)
+        broker.start()
+        try:
+            count, until = 5, time.monotonic() + 2
+            while time.monotonic() < until:
+                match source.randrange(5):
+                    case 0 if len(model) < 20:
+                        size = source.choice([8, 1000, 70_000])
+                        handle = made.alloc(size)
+                        assert made.read(handle, 0, size) == bytes(size)
+                        model[handle] = bytearray(size)
+                    case 1 if len(model) > 5:
+                        handle = source.choice(sorted(model))
+                        assert made.ask(Opcode.MEM_FREE, Handle(handle)) == Empty()
+                        del model[handle]
+                    case 2 if model:
+                        handle = source.choice(sorted(model))
+                        data = source.randbytes(source.randrange(1, len(model[handle]) + 1))
+                        made.write(handle, 0, data)
+                        model[handle][: len(data)] = data
+                    case 3 if model:
+                        handle = source.choice(sorted(model))
+                        assert made.read(handle, 0, len(model[handle])) == model[handle]
+                    case _:
+                        for _ in range(source.randrange(1, 5)):
+                            made.launch(module, "count", struct.pack("<Q", counted), (8,))
+                            count += 1
+                        assert made.ask(Opcode.SYNC, Empty()) == Empty()
+                        assert struct.unpack("<Q", made.read(counted, 0, 8)) == (count,)
+        finally:
+            broker.stops.set()
+            # A park that waits for a wish gets one.
+            made.ask(Opcode.SYNC, Empty())
+            broker.join(5)
+            while broker.is_alive():
+                made.ask(Opcode.SYNC, Empty())
+                broker.join(0.1)
+        assert broker.parks > 20
+        for handle, expected in model.items():
+            assert made.read(handle, 0, len(expected)) == expected
