@@ -35,6 +35,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
 from gpulease.protocol.opcodes import Opcode, Status
 from helpers.kernels import TRANSFORM
+from helpers.pointers import POINTERS
 from helpers.server_rig import REGION, SLICE, Tenant, Worker, worker
 from helpers.session_rig import MINUTE_NS
 
@@ -43,36 +44,6 @@ SIZES_OF_ALLOCATIONS = (1, 100, 4096, 65_537, 1 << 20, (1 << 20) + 1, 5 << 20)
 GRANULE = 2 << 20
 AWAITED, ANSWER = 1, 33
 """Words of a ring: what the client waits for, and the worker's answer."""
-
-POINTERS = b"""
-.version 8.0
-.target sm_75
-.address_size 64
-.global .align 8 .u64 kept = 5;
-.entry chase(.param .u64 first, .param .u32 steps) {
-  .reg .u64 %rd<3>; .reg .u32 %r<3>; .reg .pred %p;
-  ld.param.u64 %rd0, [first];
-  ld.param.u32 %r0, [steps];
-again:
-  ld.global.u64 %rd1, [%rd0+8];
-  add.u64 %rd1, %rd1, 1;
-  st.global.u64 [%rd0+8], %rd1;
-  ld.global.u64 %rd0, [%rd0];
-  sub.u32 %r0, %r0, 1;
-  setp.ne.u32 %p, %r0, 0;
-  @%p bra again;
-  ret;
-}
-.entry count(.param .u64 into) {
-  .reg .u64 %rd<3>;
-  ld.param.u64 %rd0, [into];
-  ld.global.u64 %rd1, [kept];
-  add.u64 %rd1, %rd1, 1;
-  st.global.u64 [kept], %rd1;
-  st.global.u64 [%rd0], %rd1;
-  ret;
-}
-"""
 
 
 class Contents:
