@@ -563,6 +563,12 @@ class WorkerPage:
         self.counters[Counter.TIME_VERSION] = TIME_VERSION
 
     @property
+    def is_time_limited(self) -> bool:
+        """Whether any limit is on the page, in force or lapsed."""
+        state = self._state
+        return bool(state[_TIME_LIMITS] or state[_TIME_LIMITS + 1] or state[_TIME_LIMITS + 2])
+
+    @property
     def time_limits(self) -> TimeLimits:
         return TimeLimits(*self._state[_TIME_LIMITS : _TIME_LIMITS + len(TimeLimits._fields)])
 

@@ -237,6 +237,34 @@ class NativeLaunch:
     chain: "Callable[[Sequence[KernelStep]], NativeChain] | None" = None
 
 
+MAX_MARKS: Final = 64
+"""Most marks of a `CardProgress`: mark n replaces mark n - MAX_MARKS. Native code repeats the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardProgress:
+    """The functions that show without a wait how much of a context's work has ended, for native code.
+
+    Attributes:
+        state: The first argument of all functions, an address.
+        idle: Address of `int32 idle(state)`. It returns 1 if work is outstanding in any stream, another number if none
+          is, or the context is lost.
+        mark: Address of `int32 mark(state, number)`. It puts a mark behind everything in the selected stream and
+          returns 0; any other number if it can't.
+        reached: Address of `int32 reached(state, number)`. It returns 1 if work before the mark is outstanding, another
+          number if none is, or the context is lost.
+        prepare: To be called once before the first mark. Raises DriverError.
+        sleeps: A wait of the context polls the card between sleeps, so it ends later than the work does.
+    """
+
+    state: int
+    idle: int
+    mark: int
+    reached: int
+    prepare: Callable[[], None]
+    sleeps: bool
+
+
 class NativeChain(Protocol):
     """Launches that `NativeLaunch.replay` queues together, each with the parameters in its buffer."""
 
@@ -605,6 +633,9 @@ class Context(Protocol):
 
     def native(self) -> NativeLaunch | None:
         """Return the functions for native launches here; None if there are none. Not to be used after `watch`."""
+
+    def progress(self) -> CardProgress:
+        """Return the functions that show how much of the context's work has ended."""
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph, poll: Poll = keep_waiting) -> DriverGraph:
         """Make a launch graph of at least one step, after `admit` has admitted its bytes. Raises LaunchRejected."""

@@ -15,6 +15,7 @@ from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
     Admit,
     AdmitGraph,
+    CardProgress,
     DataStep,
     Dim3,
     DriverError,
@@ -540,6 +541,13 @@ class CpuContext:
         submit, query, copy_in, copy_out, zero = map(code.address, names)
         return NativeLaunch(state, submit, query, spin_ns, self._record, _pass, copy_in, copy_out, zero)
 
+    def progress(self) -> CardProgress:
+        """Return the functions that show how much has run (`Context.progress`)."""
+        code = stream_code()
+        idle, mark, reached = map(code.address, ("idle", "mark", "reached"))
+        # A wait is woken by the launch that ends it.
+        return CardProgress(ctypes.addressof(self._stream.state), idle, mark, reached, prepare=_nothing, sleeps=False)
+
     def _record(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
         """Return the bytes that native/submit.ll takes: a launch's head, and whether threads share its blocks.
 
@@ -701,6 +709,10 @@ class CpuContext:
         error = self.fault()
         if error is not None:
             raise error
+
+
+def _nothing() -> None:
+    """Prepare no marks: they are a part of the queue's state."""
 
 
 def _pass(kernel: DriverKernel) -> None:

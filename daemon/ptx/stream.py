@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
-from gpulease.daemon.drivers.interface import DriverError, Poll
+from gpulease.daemon.drivers.interface import MAX_MARKS, DriverError, Poll
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode, bind_symbol
 from gpulease.daemon.ptx import native
@@ -187,6 +187,7 @@ class LaunchQueue:
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
         self._thread: NativeThread | None = None
+        self._marks = (ctypes.c_uint64 * MAX_MARKS)()
         # The structure must not move: the native thread keeps its address.
         self.state = StreamState(
             ring=self._ring.address,
@@ -195,6 +196,7 @@ class LaunchQueue:
             idle_spins=IDLE_SPINS,
             team=self._helpers.address,
             prints=prints,
+            marks=ctypes.addressof(self._marks),
         )
         self._words = memoryview(self.state).cast("B").cast("Q")
         for semaphore in (StreamState.queued, StreamState.done):

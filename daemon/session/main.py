@@ -41,6 +41,10 @@ WARM_NAME = "gpul-warm"
 
 SUBMIT_NAME = "gpul-submit"
 
+HOLD_SPIN_NS: Final = 1_000_000
+"""For how long native code spins while launches are held back for a neighbour or for a short queue: both take
+microseconds. Then the broker is served."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Scrubbed:
@@ -203,6 +207,7 @@ def _serve(
             spec,
             context.native(),
             is_parkable=is_parkable,
+            hold_spin_ns=HOLD_SPIN_NS if spin_policy.spins_when_quiet and not spin_policy.yields else 0,
             take_printed=output.take,
         )
         server = SessionServer(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)

@@ -47,6 +47,8 @@ class SessionResources:
         is_parked: The session's bytes are in host memory: nothing may use the context but what the interface allows.
         shows_pages: Whether the broker must know what a park would move.
         keep_fault: Called with a kernel's fault that a call met without a tenant's request, to report it to the tenant.
+        admit_work: Waits until the limits of time admit work of an operation, and counts it as outstanding; for
+          operations that put work on the card only after a while.
         may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
           `Session.take_growth` resets it.
     """
@@ -62,6 +64,7 @@ class SessionResources:
     shows_pages: bool = False
     check_sync: Callable[[], None] = keep_waiting
     keep_fault: Callable[[KernelFault], None] = lambda _fault: None
+    admit_work: Callable[[int], None] = lambda _kind: None
 
     def aside(self, ask: Callable[[], _Result]) -> _Result:
         """Call the driver for something that the tenant did not request. A fault of its kernels is kept for it."""

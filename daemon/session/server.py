@@ -29,6 +29,7 @@ from gpulease.daemon.contract.messages import (
     Faulted,
     ForwardRevokedReport,
     LastLeft,
+    LatencyWord,
     MemoryGrew,
     OpenRegionOrder,
     ParkMemoryOrder,
@@ -155,7 +156,8 @@ class SessionServer:
             # Step 3: sleep, or only poll if there is work. Host memory is prepared while there is nothing else to do.
             if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare()) is not None:
                 timeout_ms = min(timeout_ms, pause_ms)
-            heard = {fd for fd, _ in self._poll.poll(0 if self._ready or self._heard else timeout_ms)}
+            heard = {fd for fd, _ in self._poll.poll(self._sleep_ms(timeout_ms))}
+            self._session.pacer.poll()
             for connection in awake:
                 connection.wire.end_sleep(connection.fd in heard)
             # Step 4: the broker first, because it may have ended the lease.
@@ -171,6 +173,23 @@ class SessionServer:
             self._session.regions.advance()
             self._check_parked()
             self._tell_of_session()
+
+    def _sleep_ms(self, timeout_ms: int) -> int:
+        """Return how long to sleep in poll(2): at most `timeout_ms`, and not at all if there is work or a nap is over.
+
+        While the card works, the worker naps for less than a millisecond, to see when the work ends.
+        """
+        if self._ready or self._heard:
+            return 0
+        nap_s = self._session.pacer.nap_s()
+        if nap_s is None or nap_s * 1000 >= timeout_ms:
+            return timeout_ms
+        # A paused connection waits for room only, which poll(2) knows.
+        if any(connection.is_paused for connection in self._connections.values()):
+            return max(1, int(nap_s * 1000))
+        # select(2) counts microseconds, poll(2) milliseconds; what woke it is poll(2)'s to say.
+        select.select([self._channel.fileno(), *self._connections], [], [], nap_s)
+        return 0
 
     def _check_connections(self) -> int:
         """Drop connections that have kept memory here for too long; return how long to sleep at most, in ms."""
@@ -233,6 +252,8 @@ class SessionServer:
                     return False
                 case EndSession():
                     self._say_goodbye()
+                case LatencyWord() as word:
+                    self._session.use_latency_word(word, fds)
             close_all(fds)
 
     def _serve_region(self, message: Message | None, fds: list[int]) -> bool:
@@ -723,6 +744,8 @@ class SubmitServer:
                     # Its socket was lost on the way, or it is over before it began.
                     close_all(fds)
                     return None
+                case LatencyWord() as word:
+                    self._session.use_latency_word(word, fds)
             close_all(fds)
         return None
 
@@ -820,6 +843,8 @@ class SubmitServer:
             message, fds = receive(self._channel)
         except BlockingIOError:
             return
+        if isinstance(message, LatencyWord):
+            self._session.use_latency_word(message, fds)
         close_all(fds)
         if isinstance(message, EndSession):
             raise SubmitIsOver

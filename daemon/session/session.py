@@ -18,6 +18,7 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter, WorkerPage
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.messages import LatencyWord
 from gpulease.daemon.drivers.interface import (
     Context,
     DriverError,
@@ -36,6 +37,7 @@ from gpulease.daemon.session.memory_operations import ArenaOperations, MemoryOpe
 from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
+from gpulease.daemon.session.native.pacing import Pacer
 from gpulease.daemon.session.operations import NO_OPTIONS, LeaseOver, Operation, OperationHandler, SessionResources
 from gpulease.daemon.session.parking import Parking
 from gpulease.daemon.session.region_memory import RegionMemory
@@ -50,6 +52,7 @@ from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
 from gpulease.protocol.lease_options import WorkerOptions
 from gpulease.protocol.messages import Ping
 from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.operations import SPECS, Trait
 
 # Plain integers: looking up a member of its enum costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
@@ -64,6 +67,11 @@ _LOOKED_NS: Final = int(Counter.LOOKED_NS)
 _DOING: Final = int(Counter.DOING)
 
 _SYNC_OPERATIONS: Final = frozenset({Opcode.SYNC, Opcode.STREAM_SYNC})
+_WAITS: Final = _SYNC_OPERATIONS | {Opcode.SUBMIT_RUN}
+# What puts work in a stream of the card. SUBMIT_RUN does, too, once its image is loaded.
+_CARD_WORK: Final = frozenset(
+    int(op) for op, spec in SPECS.items() if Trait.IN_STREAM in spec.traits or op is Opcode.MEM_REUSE
+)
 _OPCODES: Final = frozenset(map(int, Opcode))
 
 _OPERATION_ERRORS: Final = (Refused, BodyError, DriverError, LeaseOver)
@@ -83,6 +91,7 @@ class Session:
             times are bounded, because Python checks after every launch then.
         is_submit: The session serves one SUBMIT_RUN and nothing else.
         is_parkable: The context was made parkable, and the session may be parked.
+        hold_spin_ns: For how long native code may spin while work waits for the limits of time.
         take_printed: Takes what kernels have printed, and returns it and whether some of it is lost.
 
     Attributes:
@@ -95,6 +104,7 @@ class Session:
         submit: The operations of a submit.
         regions: The memory of its regions, on the broker's orders.
         parking: Its way to host memory and back, on the broker's orders.
+        pacer: The account of the card's time, and the limits on it.
         on_wait: Called about every millisecond while the session waits for launches.
     """
 
@@ -109,6 +119,7 @@ class Session:
         *,
         is_submit: bool = False,
         is_parkable: bool = False,
+        hold_spin_ns: int = 0,
         take_printed: Callable[[], tuple[bytes, bool]] = lambda: (b"", False),
     ) -> None:
         self.lease_id = lease_id
@@ -128,10 +139,12 @@ class Session:
         self.watch = KernelWatch(context, page.counters, options.max_kernel_ms)
         if self.watch.is_on:
             context.watch(self._check_lease)
+        self.pacer = Pacer(page, context, hold_spin_ns)
         # Calls that may have to wait get the same poll, so a wait ends with the lease.
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters, options)
         resources.check_sync, resources.keep_fault = self._check_sync, self._keep_fault
+        resources.admit_work = self._admit_work
         # One object per kind of operation; they share the resources.
         self._planner = planner = Planner(ledger, lease_id, resources.compile_kernel)
         self._memory = MemoryOperations(resources)
@@ -159,7 +172,15 @@ class Session:
         self._sync_pattern = SyncPattern(lease_id)
         # Launches and syncs that native code, or Python without parsing, serves.
         self._fast_path = LaunchFastPath(
-            context, planner, page, self._sync_pattern, gate, self._keep_failure, self._note_reported
+            context,
+            planner,
+            page,
+            self._sync_pattern,
+            gate,
+            self._keep_failure,
+            self._note_reported,
+            self.pacer,
+            self._check_held,
         )
         if native is not None and not self.watch.is_on:
             self._fast_path.use_native(native, ledger)
@@ -254,8 +275,10 @@ class Session:
         reader.start += HEADER_BYTES
         self._counters[_OPS] += 1
         self._counters[_DOING] = _SYNC
+        self.pacer.begin_wait()
         try:
             self._context.sync(self._check_sync)
+            self.pacer.end_wait()
         except (DriverError, LeaseOver) as error:
             self._count_failure(_SYNC, error)
             request_id = int.from_bytes(number, "big")
@@ -275,7 +298,7 @@ class Session:
         failure = self._take_guests_failure() if is_guests_ping else self._take_failure()
         if failure is None:
             try:
-                reply = self._operation(frame)(frame)
+                reply = self._serve(frame)
                 if frame.op in _SYNC_OPERATIONS:
                     self._synced = self._counters[_LAUNCHES]
                 return reply
@@ -304,7 +327,7 @@ class Session:
         # until the garbage collector ran.
         if self.ended.make_room(is_alone=self._counters[Counter.CONNECTIONS] <= 1):
             try:
-                return self._operation(frame)(frame)
+                return self._serve(frame)
             except Refused as again:
                 refused = again.failure
         raise Refused(self.ended.explained(refused))
@@ -316,9 +339,27 @@ class Session:
             self._skip(frame)
             return
         try:
-            self._operation(frame)(frame)
+            self._serve(frame)
         except _OPERATION_ERRORS as error:
             self._keep_failure(error, frame.op, frame.request_id)
+
+    def _serve(self, frame: Frame) -> bytes | memoryview:
+        """Serve a request that has been checked; work for the card once the limits of time admit it."""
+        operation = self._operation(frame)
+        if frame.op in _CARD_WORK:
+            self._admit_work(frame.op)
+            reply = operation(frame)
+            self.pacer.begun()
+            return reply
+        if frame.op in _WAITS:
+            self.pacer.begin_wait()
+            reply = operation(frame)
+            self.pacer.end_wait()
+            return reply
+        return operation(frame)
+
+    def _admit_work(self, kind: int) -> None:
+        self.pacer.admit(self.pacer.mean_of(kind), self._check_held)
 
     def _operation(self, frame: Frame) -> Operation:
         operation = self._operations.get(frame.op)
@@ -442,10 +483,21 @@ class Session:
         self._counters[_LOOKED_NS] = now_ns
 
     def _check_lease(self) -> None:
-        """Serve as the `Poll` of every wait. Raises LeaseOver."""
+        """Serve as the `Poll` of every wait for the card. Raises LeaseOver."""
+        self.look()
+        self.pacer.looked(self._counters[_LOOKED_NS])
+        if self._page.refusal() is not None:
+            raise LeaseOver
+
+    def _check_held(self) -> None:
+        """Serve as the `Poll` while work waits for the limits of time; the broker is served meanwhile.
+
+        Raises LeaseOver.
+        """
         self.look()
         if self._page.refusal() is not None:
             raise LeaseOver
+        self.on_wait()
 
     def _check_sync(self) -> None:
         """Serve as the `Poll` of a wait for launches, during which regions end, too. Raises LeaseOver."""
@@ -517,6 +569,13 @@ class Session:
     def count_connections(self, count: int) -> None:
         """Show the broker how many connections are attached."""
         self._counters[Counter.CONNECTIONS] = count
+
+    def use_latency_word(self, word: LatencyWord, fds: list[int]) -> None:
+        """Map a latency word from its descriptor, which the caller closes."""
+        # Without memory for the mapping, the session holds nothing back for that word, and the broker learns nothing.
+        with contextlib.suppress(OSError, ValueError):
+            if len(fds) == 1:
+                self.pacer.use_word(word.number, *fds, is_own=word.is_own)
 
     def take_growth(self) -> bool:
         """Return whether the card may hold more for this context than the ledger counts; reported once."""
@@ -592,6 +651,7 @@ class Session:
         self.arena.close()
         self.regions.close()
         self.parking.close()
+        self.pacer.close()
 
 
 def _ping(frame: Frame) -> bytes:

@@ -64,6 +64,8 @@ class SubmitOperations(OperationHandler):
         self.on_growth()
         # Only now are the kernel's types known, and nothing was allocated yet.
         _check_types(body, types, loaded)
+        # From here on the card works: the limits of the card's time apply, and the account begins.
+        self._resources.admit_work(frame.op)
         addresses = [self._buffer(argument) for argument in body.arguments]
         self._launch(module, body, addresses, frame.request_id)
         self._wait()

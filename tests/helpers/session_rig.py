@@ -28,6 +28,16 @@ SIZES = (8, 4, 4)
 UNKNOWN_TO_NATIVE = 3
 """Blocks of the launches that native code can't do."""
 
+OF_THE_MOMENT = {
+    Counter.LOOKED_NS,
+    Counter.BUSY_NS,
+    Counter.BUSY_SINCE_NS,
+    Counter.HELD_BACK_NS,
+    Counter.LAST_BUSY_FROM_NS,
+    Counter.LAST_BUSY_UNTIL_NS,
+}
+"""Counters that are times."""
+
 MINUTE_NS = 60_000_000_000
 ALLOCATED_BYTES = 4096
 
@@ -272,6 +282,6 @@ def without_addresses(replies: bytes | bytearray) -> bytes:
 
 def told(made: Rig) -> tuple[object, ...]:
     """What a session did, but for addresses and when it last looked around."""
-    counters = {counter: made.page.counter(counter) for counter in set(Counter) - {Counter.LOOKED_NS}}
+    counters = {counter: made.page.counter(counter) for counter in set(Counter) - OF_THE_MOMENT}
     launches = [(*shape, params[8:], tag) for *shape, params, tag in made.context.launches]
     return launches, counters

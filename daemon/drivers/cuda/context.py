@@ -32,8 +32,10 @@ from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
 from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
 from gpulease.daemon.drivers.cuda.streams import CudaStreams, Markers, StreamTicket, TimedEvent, streams_bytes
 from gpulease.daemon.drivers.interface import (
+    MAX_MARKS,
     Admit,
     AdmitGraph,
+    CardProgress,
     Dim3,
     DriverError,
     DriverEvent,
@@ -110,6 +112,8 @@ class CudaContext:
         self._wipes_memory = is_heap_wiped()
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
+        # The events behind work under a limit of time (CardProgress), once there was a limit.
+        self._marks: list[Any] = []
         self._spin_s = SPIN_S
         # Memory given to `pin`, which must outlive its registration: new memory at its address would be taken for it.
         self._pinned: list[memoryview] = []
@@ -154,6 +158,8 @@ class CudaContext:
         self.trim(0)
         if self._slice is not None:
             self._slice.close()
+        while self._marks:
+            api.cuEventDestroy(self._marks.pop())
         return CudaContext(self._context, self._local, self._stream, compiled, has_chains=self._has_chains)
 
     def scrub(self) -> None:
@@ -477,7 +483,7 @@ class CudaContext:
         # Once anything was zeroed, a new stream must be ordered after it.
         number: int = self._call(self._streams.create, has_zeroed=bool(self._launcher.state.zeroed))
         self._has_one_stream = False
-        self._launcher.state.other_streams = len(self._streams) - 1
+        self._launcher.show_streams(self._streams.handles)
         self._mark(number)
         return number
 
@@ -604,6 +610,18 @@ class CudaContext:
         spin_s = 0.0 if self._yields else self._spin_s
         chain = partial(ChainGraph, self) if self._has_chains else None
         return self._launcher.native(self._on_launched, int(spin_s * 1e9), chain)
+
+    def progress(self) -> CardProgress:
+        return self._launcher.progress(self._make_marks)
+
+    def _make_marks(self) -> None:
+        # Without times, which would make each record slower.
+        while len(self._marks) < MAX_MARKS:
+            error, event = api.cuEventCreate(api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            if error:
+                raise self.failure(error)
+            self._marks.append(event)
+        self._launcher.show_events([int(event) for event in self._marks])
 
     def _on_launched(self, kernel: Any) -> None:
         self._last_kernel = kernel.name

@@ -3,12 +3,12 @@
 ;
 ; %state is a LaunchState (launch_code.py); offsets: launch_kernel 0, stream_query 8, stream 16, other_streams 24, launches 32,
 ; tag 40, copy_in 48, copy_out 56, memset 64, zeroed 72,
-; set_params 80, graph_launch 88. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
+; set_params 80, graph_launch 88, streams 96, events 104, event_record 112, event_query 120. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
 ;
 ; CUDA driver API, cuLaunchKernel: with CU_LAUNCH_PARAM_BUFFER_POINTER (1) and CU_LAUNCH_PARAM_BUFFER_SIZE (2), ended by
 ; CU_LAUNCH_PARAM_END (0), `extra` names the parameters as one buffer, which is the caller's again on return. Any result
 ; but CUDA_SUCCESS (0) means that the kernel was not launched, if only because an earlier one has failed.
-; cuStreamQuery: CUDA_SUCCESS if all has ended, CUDA_ERROR_NOT_READY (600) if not.
+; cuStreamQuery, cuEventQuery: CUDA_SUCCESS if all has ended, CUDA_ERROR_NOT_READY (600) if not.
 ; cuMemcpyHtoDAsync of memory that is not pinned has taken the bytes when it returns ("API synchronization behavior"). It
 ; and cuMemcpyDtoHAsync may wait for the stream: it must be empty.
 
@@ -209,3 +209,63 @@ refuse:
 }
 
 declare i64 @llvm.cttz.i64(i64, i1)
+
+; The three functions of a CardProgress (interface.py).
+
+define i32 @idle(ptr %state) {
+entry:
+  %others.at = getelementptr i8, ptr %state, i64 24
+  %others = load i64, ptr %others.at
+  %streams.at = getelementptr i8, ptr %state, i64 96
+  %streams = load ptr, ptr %streams.at
+  %stream.query.at = getelementptr i8, ptr %state, i64 8
+  %stream.query = load ptr, ptr %stream.query.at
+  br label %each
+each:
+  %number = phi i64 [ 0, %entry ], [ %next, %ended ]
+  %stream.at = getelementptr ptr, ptr %streams, i64 %number
+  %stream = load ptr, ptr %stream.at
+  %result = call i32 %stream.query(ptr %stream)
+  switch i32 %result, label %unsure [ i32 0, label %ended
+                                      i32 600, label %busy ]
+ended:
+  %next = add i64 %number, 1
+  %is.more = icmp ule i64 %next, %others
+  br i1 %is.more, label %each, label %all
+all:
+  ret i32 0
+busy:
+  ret i32 1
+unsure:
+  ret i32 2
+}
+
+define internal ptr @event(ptr %state, i64 %number) {
+  %events.at = getelementptr i8, ptr %state, i64 104
+  %events = load ptr, ptr %events.at
+  ; MAX_MARKS
+  %index = and i64 %number, 63
+  %event.at = getelementptr ptr, ptr %events, i64 %index
+  %event = load ptr, ptr %event.at
+  ret ptr %event
+}
+
+define i32 @mark(ptr %state, i64 %number) {
+  %event = call ptr @event(ptr %state, i64 %number)
+  %record.at = getelementptr i8, ptr %state, i64 112
+  %record = load ptr, ptr %record.at
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  %result = call i32 %record(ptr %event, ptr %stream)
+  ret i32 %result
+}
+
+define i32 @reached(ptr %state, i64 %number) {
+  %event = call ptr @event(ptr %state, i64 %number)
+  %query.at = getelementptr i8, ptr %state, i64 120
+  %query = load ptr, ptr %query.at
+  %result = call i32 %query(ptr %event)
+  %is.busy = icmp eq i32 %result, 600
+  %progress = select i1 %is.busy, i32 1, i32 0
+  ret i32 %progress
+}

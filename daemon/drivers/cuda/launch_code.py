@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from gpulease.daemon.drivers import cuda
 from gpulease.daemon.drivers.interface import (
+    CardProgress,
     Dim3,
     DriverKernel,
     KernelStep,
@@ -45,6 +46,10 @@ class LaunchState(ctypes.Structure):
     zeroed         Allocations zeroed by native code since all was last known to have ended.
     set_params     Address of cuGraphExecKernelNodeSetParams.
     graph_launch   Address of cuGraphLaunch.
+    streams        Address of the CUstreams of the context, `other_streams` and one.
+    events         Address of MAX_MARKS CUevents; 0 before they are needed.
+    event_record   Address of cuEventRecord.
+    event_query    Address of cuEventQuery.
     """
 
     _fields_ = (
@@ -60,6 +65,10 @@ class LaunchState(ctypes.Structure):
         ("zeroed", ctypes.c_uint64),
         ("set_params", ctypes.c_uint64),
         ("graph_launch", ctypes.c_uint64),
+        ("streams", ctypes.c_uint64),
+        ("events", ctypes.c_uint64),
+        ("event_record", ctypes.c_uint64),
+        ("event_query", ctypes.c_uint64),
     )
 
 
@@ -166,7 +175,11 @@ class Launcher:
             memset=_address(self._driver.cuMemsetD8Async),
             set_params=_address(self._driver.cuGraphExecKernelNodeSetParams_v2),
             graph_launch=_address(self._driver.cuGraphLaunch),
+            event_record=_address(self._driver.cuEventRecord),
+            event_query=_address(self._driver.cuEventQuery),
         )
+        self.show_streams([stream])
+        self._events: ctypes.Array[ctypes.c_uint64] | None = None
         self._state_address = ctypes.addressof(self.state)
         self._launch: Callable[[int, int, bytes, int, int], int] = _LAUNCH(launching_code().address("launch"))
         # Python's last launch, and its record: the next launch often has the same shape.
@@ -197,6 +210,24 @@ class Launcher:
             replay,
             chain,
         )
+
+    def show_streams(self, streams: Sequence[int]) -> None:
+        """Give native code all streams of the context, the first of them stream 0."""
+        # The array before the number: native code does not run meanwhile, but it must not outlive the array.
+        array = (ctypes.c_uint64 * len(streams))(*streams)
+        self.state.streams = ctypes.addressof(array)
+        self.state.other_streams = len(streams) - 1
+        self._streams = array
+
+    def show_events(self, events: Sequence[int]) -> None:
+        """Give native code the events for its marks, MAX_MARKS of them."""
+        self._events = (ctypes.c_uint64 * len(events))(*events)
+        self.state.events = ctypes.addressof(self._events)
+
+    def progress(self, prepare: Callable[[], None]) -> CardProgress:
+        """Return the functions of launch.ll that show what has ended; `prepare` makes the events."""
+        idle, mark, reached = map(launching_code().address, ("idle", "mark", "reached"))
+        return CardProgress(self._state_address, idle, mark, reached, prepare, sleeps=True)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
         """Queue a launch; return the CUresult, 0 if it was queued. Raises LaunchRejected."""

@@ -99,6 +99,11 @@ class CudaStreams:
         """Return the number of streams that may hold something, destroyed ones included."""
         return len(self._streams)
 
+    @property
+    def handles(self) -> list[int]:
+        """The CUstreams by their numbers."""
+        return [stream.handle for stream in self._streams]
+
     def create(self, *, has_zeroed: bool = False) -> int:
         """Return the number of a new stream, or of a destroyed one; an empty one where possible. Raises cuda.Error.
 

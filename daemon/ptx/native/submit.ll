@@ -1,7 +1,7 @@
 ; What the caller does with the stream (stream.ll), for native code that launches: see `LaunchQueue.submit`.
 ;
 ; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, ring 40, slot_bytes 48, slot_mask 56, queued 88,
-; submitted 152, has_thread 160, has_helpers 168, prints 176. A PrintHead has: used 0, dropped 8.
+; submitted 152, has_thread 160, has_helpers 168, prints 176, marks 184. A PrintHead has: used 0, dropped 8.
 ; %record is a launch's head of 96 bytes, with its tag at 24, then one word: whether its blocks are shared out.
 ; Parameters are at most MAX_PARAMETER_BYTES, which a slot has room for: `CpuContext` makes no record of others.
 
@@ -103,4 +103,39 @@ clear:
   ret i32 0
 refuse:
   ret i32 1
+}
+
+; The three functions of a CardProgress (drivers/interface.py). A mark is how much had been submitted.
+
+define i32 @idle(ptr %state) {
+  %submitted.at = getelementptr i8, ptr %state, i64 152
+  %number = load i64, ptr %submitted.at
+  %completed = load atomic i64, ptr %state acquire, align 8
+  %is.busy = icmp ne i64 %number, %completed
+  %progress = zext i1 %is.busy to i32
+  ret i32 %progress
+}
+
+define i32 @mark(ptr %state, i64 %number) {
+  %marks.at = getelementptr i8, ptr %state, i64 184
+  %marks = load ptr, ptr %marks.at
+  ; MAX_MARKS
+  %index = and i64 %number, 63
+  %mark.at = getelementptr i64, ptr %marks, i64 %index
+  %submitted.at = getelementptr i8, ptr %state, i64 152
+  %submitted = load i64, ptr %submitted.at
+  store i64 %submitted, ptr %mark.at
+  ret i32 0
+}
+
+define i32 @reached(ptr %state, i64 %number) {
+  %marks.at = getelementptr i8, ptr %state, i64 184
+  %marks = load ptr, ptr %marks.at
+  %index = and i64 %number, 63
+  %mark.at = getelementptr i64, ptr %marks, i64 %index
+  %mark = load i64, ptr %mark.at
+  %completed = load atomic i64, ptr %state acquire, align 8
+  %is.busy = icmp ult i64 %completed, %mark
+  %progress = zext i1 %is.busy to i32
+  ret i32 %progress
 }

@@ -16,14 +16,12 @@ import struct
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.resources import files
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter, WorkerPage
 from gpulease.daemon.contract.regions_page import WorkerRegions
-from gpulease.daemon.drivers.interface import Context, DriverError, DriverKernel, NativeLaunch
+from gpulease.daemon.drivers.interface import Context, DriverError, DriverKernel, NativeLaunch, Poll
 from gpulease.daemon.native.addresses import address_of
-from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
@@ -36,6 +34,7 @@ from gpulease.daemon.session.native.layout import (
     RingEnds,
     ServingState,
 )
+from gpulease.daemon.session.native.pacing import Pacer, session_code
 from gpulease.daemon.session.native.region_refusals import REFUSAL_BYTES, kernel_part, refusal_front
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
@@ -74,6 +73,8 @@ class LaunchFastPath:
           until the failure was reported.
         note_reported: Called after `keep_failure` if native code has reported the failure already, as the reply to a
           SYNC that was made at this time.
+        pacer: The account of time, and the limits on it.
+        check_lease: Called while a launch waits for these limits; raises LeaseOver.
     """
 
     def __init__(
@@ -85,8 +86,12 @@ class LaunchFastPath:
         gate: RegionGate,
         keep_failure: Callable[[Exception, int, int], None],
         note_reported: Callable[[int], None],
+        pacer: Pacer,
+        check_lease: Poll,
     ) -> None:
         self._context = context
+        self._pacer = pacer
+        self._check_lease = check_lease
         self._gate = gate
         self._planner = planner
         self._page = page
@@ -102,7 +107,9 @@ class LaunchFastPath:
         # Planner and gate call back, so that the structures stay up to date.
         code = serving_code()
         if code is not None:
-            self._native = NativeServing(code, launch, self._page, self._sync_pattern, self._gate, ledger.records)
+            self._native = NativeServing(
+                code, launch, self._page, self._sync_pattern, self._gate, ledger.records, self._pacer
+            )
             self._planner.add_record = self._native.add_record
             self._gate.on_change = self._native.show_regions
             if launch.chain is not None:
@@ -186,7 +193,7 @@ class LaunchFastPath:
             return False
         buffer, start, end = reader.buffer, reader.start, reader.end
         stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
-        word, is_quiet = self._page.word, self._gate.is_quiet
+        word, is_quiet, pacer = self._page.word, self._gate.is_quiet, self._pacer
         latest: Plan | None = None
         request_id = count = done = 0
         self._counters[_DOING] = _LAUNCH
@@ -213,11 +220,14 @@ class LaunchFastPath:
                 # Counted as taken before the launch, so that a launch that fails is not served again by `handle`.
                 start = after
                 count += 1
+                # The regions after the wait for the card's time, in which they may end.
+                pacer.admit(pacer.mean_of(_LAUNCH) if plan.record is None else plan.record.mean, self._check_lease)
                 if pattern.trailer_bytes and not is_quiet(buffer, after - pattern.trailer_bytes):
                     region_set, position = REGIONS.unpack_from(buffer, after - pattern.trailer_bytes)
                     self._gate.admit(region_set, position, plan.kernel.name)
                 params = args if plan.moves is None else plan.lay_out(args)
                 launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
+                pacer.begun()
                 done += 1
                 latest = plan
                 plan = plan.follower or plan
@@ -237,9 +247,7 @@ class ServingCode:
     """The functions of serve.ll; ctypes lets other Python threads run during a call."""
 
     def __init__(self) -> None:
-        from gpulease.daemon.native.code_cache import load_ir
-
-        self._code = load_ir(files(native).joinpath("serve.ll").read_text("ascii"))
+        self._code = session_code()
         self.take_launches: Callable[[int], int] = self._bind("gpulease_take_launches", 1)
         self.serve_ring: Callable[[int, int], int] = self._bind("gpulease_serve_ring", 2)
 
@@ -285,9 +293,12 @@ class NativeServing:
         sync_pattern: SyncPattern,
         gate: RegionGate,
         allocations: AllocationRecords,
+        pacer: Pacer,
     ) -> None:
         self._code = code
         self._gate = gate
+        self._pacer = pacer
+        self._plans_made = 0
         self._launch = launch
         # Kept alive, because the state below holds the addresses of all these.
         self._page = page
@@ -306,6 +317,7 @@ class NativeServing:
             reply_front=reply_front,
             reply_tail=reply_tail,
             sync_spin_ns=launch.spin_ns,
+            pacing=pacer.address,
             **self._for_copies(launch, allocations),
         )
         # A word that never changes stands in for a missing regions page.
@@ -349,6 +361,7 @@ class NativeServing:
         moves = (Move * len(plan.moves))(*(Move(*move) for move in plan.moves)) if plan.moves else None
         texts = [ctypes.create_string_buffer(text, len(text)) for text in (pattern.front, pattern.middle, pattern.tail)]
         front, middle, tail = map(ctypes.addressof, texts)
+        self._plans_made += 1
         launch_buffer = None if launch is None else ctypes.create_string_buffer(launch, len(launch))
         # What a refusal says of the kernel; only a launch that names regions can be refused for one.
         refusal = kernel_part(plan.kernel.name) if pattern.trailer_bytes else b""
@@ -369,6 +382,7 @@ class NativeServing:
             tail_at=pattern.args_end,
             refusal=ctypes.addressof(refusal_buffer),
             refusal_bytes=len(refusal),
+            mean=self._pacer.mean_of(self._plans_made),
         )
         # An attribute of its own, so that what the record points to lives as long as the record.
         record.referents = (texts, launch_buffer, moves, refusal_buffer)

@@ -59,6 +59,7 @@ class PlanRecord(ctypes.Structure):
     chain         Address of the longest ChainRecord that begins with the plan; 0 for none.
     refusal       Address of the `refusal_bytes` bytes about a LAUNCH_IN's kernel in its refusal (region_refusals.py).
     refusal_bytes
+    mean          Address of the running mean time of such launches, in ns; 0 is there until one was measured.
     """
 
     _fields_ = (
@@ -79,6 +80,7 @@ class PlanRecord(ctypes.Structure):
         ("chain", ctypes.c_uint64),
         ("refusal", ctypes.c_uint64),
         ("refusal_bytes", ctypes.c_uint64),
+        ("mean", ctypes.c_uint64),
     )
 
 
@@ -215,6 +217,7 @@ class ServingState(ctypes.Structure):
     replay        Address of its replay; 0 if there is none.
     in_rows       Launches that were taken four or more in a row, since Python last reset the number.
     refusal       Address of the RegionRefusal; 0 leaves every comparison of regions to Python.
+    pacing        Address of the PacingState.
     """
 
     _fields_ = (
@@ -259,6 +262,77 @@ class ServingState(ctypes.Structure):
         ("replay", ctypes.c_uint64),
         ("in_rows", ctypes.c_uint64),
         ("refusal", ctypes.c_uint64),
+        # The account of time.
+        ("pacing", ctypes.c_uint64),
+    )
+
+
+class PacingMark(ctypes.Structure):
+    """A mark of the driver behind work that was begun under a limit of time.
+
+    estimate  The mean time of such work when it was begun, ns; 0 if it was never measured.
+    mean      Address of that mean.
+    """
+
+    _fields_ = (("estimate", ctypes.c_uint64), ("mean", ctypes.c_uint64))
+
+
+class PacingState(ctypes.Structure):
+    """A session's account of the card's time, and its work under limits; pacing.ll repeats the offsets.
+
+    page        Address of the lease's control page: revocation word, deadline, limits.
+    counters    Address of the control page's counters.
+    driver      First argument of the driver's three functions.
+    idle        Address of CardProgress.idle.
+    mark        Address of CardProgress.mark.
+    reached     Address of CardProgress.reached.
+    own_word    Address of the session's latency word; of a word that nobody reads if it has none.
+    words       Address of the addresses of MAX_LATENCY_WORDS latency words; a word of 0 stands in for a missing one.
+    first       Number of the oldest mark that is not known to be reached.
+    next        Number of the next mark; they begin at 0, and at most MAX_MARKS are outstanding.
+    queued_ns   Sum of these marks' estimates.
+    running_ns  Since when, at the earliest, the work before the oldest mark runs.
+    polled_ns   When the marks were last polled.
+    marks       Address of MAX_MARKS PacingMarks; mark n is at n modulo MAX_MARKS.
+    spin_ns     For how long native code may wait in one call.
+    is_marked   1 if a mark follows all work that is outstanding.
+    seen_ns     When work was last seen outstanding, or begun.
+    ask_ns      When to ask again whether it is, where native code polls for requests.
+    own_bit     The bit of the session's own latency word; 0 for none.
+    is_ready    1 once the driver's marks are made.
+    unknown     How many outstanding marks have no estimate.
+    rest_mean   The mean of work that had no mark when the limits came.
+    copy_mean   The mean of copies in native code, which leave nothing outstanding: 1.
+    admitted_ns When work was admitted last.
+    """
+
+    _fields_ = (
+        ("page", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        # The driver's functions, and the latency words.
+        ("driver", ctypes.c_uint64),
+        ("idle", ctypes.c_uint64),
+        ("mark", ctypes.c_uint64),
+        ("reached", ctypes.c_uint64),
+        ("own_word", ctypes.c_uint64),
+        ("words", ctypes.c_uint64),
+        # What is outstanding.
+        ("first", ctypes.c_uint64),
+        ("next", ctypes.c_uint64),
+        ("queued_ns", ctypes.c_uint64),
+        ("running_ns", ctypes.c_uint64),
+        ("polled_ns", ctypes.c_uint64),
+        ("marks", ctypes.c_uint64),
+        ("spin_ns", ctypes.c_uint64),
+        ("is_marked", ctypes.c_uint64),
+        ("seen_ns", ctypes.c_uint64),
+        ("ask_ns", ctypes.c_uint64),
+        ("own_bit", ctypes.c_uint64),
+        ("is_ready", ctypes.c_uint64),
+        ("unknown", ctypes.c_uint64),
+        ("rest_mean", ctypes.c_uint64),
+        ("copy_mean", ctypes.c_uint64),
+        ("admitted_ns", ctypes.c_uint64),
     )
 
 

@@ -1,3 +1,5 @@
+; After pacing.ll in one module.
+;
 ; Launches, syncs and small copies, frame after frame, without Python: the same as `Session.take_launches`, `take_sync`
 ; and `MemoryOperations`, byte for byte, and the ring that the frames come through (protocol/ring.py).
 ;
@@ -27,7 +29,7 @@
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
 ;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176, write_front 184, read_front 192,
 ;     data_front 200, reuse_front 208, allocations 216, copied 224, copy_in 232, copy_out 240, zero 248,
-;     replay 256, in_rows 264, refusal 272
+;     replay 256, in_rows 264, refusal 272, pacing 280
 ;   RegionRefusal: words 0, flipped 8, deadlines 16, members 24, count 32, settled 40, front 48, reply 56, number 64, plan 72,
 ;     member 80, position 88, flipped_ns 96, seen_ns 104, told_ns 112, wakes 120
 ;   RegionRecord: column 0, active 8, revoked 16, front 24, front_bytes 32, back 40
@@ -35,7 +37,7 @@
 ;     number that allocation_records.py has, too.
 ;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
 ;     moves 64, moves_count 72, param_bytes 80, follower 88, trailer_bytes 96, tail_at 104, chain 112, refusal 120,
-;     refusal_bytes 128
+;     refusal_bytes 128, mean 136
 ;   ChainRecord: count 0, frames_bytes 8, steps 16, graph 24, shorter 32, stale 40. ChainStep: plan 0, params 8; 16 bytes.
 ;   Move: from 0, to 8, size 16; takes 24
 ;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
@@ -45,69 +47,12 @@
 ;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192; of the requests awaited 8, of the replies
 ;   answer 8.
 
-declare i32 @gpulease_clock_gettime(i32, ptr)
 declare i32 @gpulease_memcmp(ptr, ptr, i64)
 declare ptr @gpulease_memcpy(ptr, ptr, i64)
 declare ptr @gpulease_memmove(ptr, ptr, i64)
 declare ptr @gpulease_memset(ptr, i32, i64)
 declare i64 @llvm.bswap.i64(i64)
 declare i32 @llvm.bswap.i32(i32)
-declare i64 @llvm.umin.i64(i64, i64)
-declare i64 @llvm.umax.i64(i64, i64)
-
-define internal i64 @now() {
-  %time = call i64 @clock(i32 1)
-  ret i64 %time
-}
-
-define internal i64 @clock(i32 %which) {
-  %time = alloca { i64, i64 }
-  %got = call i32 @gpulease_clock_gettime(i32 %which, ptr %time)
-  %seconds = load i64, ptr %time
-  %rest.at = getelementptr i8, ptr %time, i64 8
-  %rest = load i64, ptr %rest.at
-  %scaled = mul i64 %seconds, 1000000000
-  %total = add i64 %scaled, %rest
-  ret i64 %total
-}
-
-define internal i64 @word(ptr %base, i64 %offset) {
-  %at = getelementptr i8, ptr %base, i64 %offset
-  %value = load i64, ptr %at
-  ret i64 %value
-}
-
-define internal ptr @place(ptr %base, i64 %offset) {
-  %at = getelementptr i8, ptr %base, i64 %offset
-  %value = load ptr, ptr %at
-  ret ptr %value
-}
-
-define internal void @set(ptr %base, i64 %offset, i64 %value) {
-  %at = getelementptr i8, ptr %base, i64 %offset
-  store i64 %value, ptr %at
-  ret void
-}
-
-; Read a word that another process writes.
-define internal i64 @shown(ptr %base, i64 %offset) {
-  %at = getelementptr i8, ptr %base, i64 %offset
-  %value = load atomic i64, ptr %at acquire, align 8
-  ret i64 %value
-}
-
-define internal void @show(ptr %base, i64 %offset, i64 %value) {
-  %at = getelementptr i8, ptr %base, i64 %offset
-  store atomic i64 %value, ptr %at release, align 8
-  ret void
-}
-
-define internal void @count(ptr %counters, i64 %offset, i64 %more) {
-  %before = call i64 @word(ptr %counters, i64 %offset)
-  %after = add i64 %before, %more
-  call void @show(ptr %counters, i64 %offset, i64 %after)
-  ret void
-}
 
 define internal i1 @same(ptr %left, ptr %right, i64 %size) {
   %order = call i32 @gpulease_memcmp(ptr %left, ptr %right, i64 %size)
@@ -142,6 +87,38 @@ beyond:
 in.time:
   ret i1 false
 late:
+  ret i1 true
+}
+
+; Count work as outstanding from the last look at the clock on. No mark of the driver follows it.
+define internal void @begin_unmarked(ptr %state) {
+  %pacing = call ptr @place(ptr %state, i64 280)
+  call void @set(ptr %pacing, i64 120, i64 0)
+  %time = call i64 @word(ptr %state, i64 128)
+  call void @gpulease_begin_work(ptr %pacing, i64 %time)
+  ret void
+}
+
+; Nothing is outstanding any more, as of now.
+define internal void @end_now(ptr %state) {
+  %pacing = call ptr @place(ptr %state, i64 280)
+  %time = call i64 @now()
+  call void @gpulease_end_work(ptr %pacing, i64 %time)
+  ret void
+}
+
+; Whether a copy or a reuse may begin by the limits of time. If not, Python holds it back.
+define internal i1 @admits_memory(ptr %state) {
+entry:
+  %pacing = call ptr @place(ptr %state, i64 280)
+  %limited = call i1 @is_limited(ptr %pacing)
+  br i1 %limited, label %hold, label %go
+hold:
+  %mean.at = getelementptr i8, ptr %pacing, i64 176
+  %held = call i32 @gpulease_hold_work(ptr %pacing, ptr %mean.at)
+  %may = icmp eq i32 %held, 0
+  ret i1 %may
+go:
   ret i1 true
 }
 
@@ -263,6 +240,7 @@ last.look:
   %is.revoked = call i1 @is_revoked(ptr %state)
   br i1 %is.revoked, label %leave, label %go
 go:
+  call void @begin_unmarked(ptr %state)
   %replay = call ptr @place(ptr %state, i64 256)
   %driver = call ptr @place(ptr %state, i64 32)
   %graph = call ptr @place(ptr %chain, i64 24)
@@ -375,16 +353,19 @@ begin:
   %buffer = call ptr @place(ptr %state, i64 88)
   %from = call i64 @word(ptr %state, i64 96)
   %end = call i64 @word(ptr %state, i64 104)
+  %pacing = call ptr @place(ptr %state, i64 280)
   call void @show(ptr %counters, i64 48, i64 1542)
   br label %each
 
 each:
-  %plan = phi ptr [ %first, %begin ], [ %follower, %took ], [ %chain.follower, %chained ]
-  %latest = phi ptr [ null, %begin ], [ %plan, %took ], [ %chain.latest, %chained ]
-  %start = phi i64 [ %from, %begin ], [ %after, %took ], [ %chain.after, %chained ]
-  %count = phi i64 [ 0, %begin ], [ %count.more, %took ], [ %count.chain, %chained ]
+  %plan = phi ptr [ %first, %begin ], [ %follower, %advance ], [ %chain.follower, %chained ]
+  %latest = phi ptr [ null, %begin ], [ %plan, %advance ], [ %chain.latest, %chained ]
+  %start = phi i64 [ %from, %begin ], [ %after, %advance ], [ %chain.after, %chained ]
+  %count = phi i64 [ 0, %begin ], [ %count.more, %advance ], [ %count.chain, %chained ]
   %have = sub i64 %end, %start
-  br label %chains
+  ; Under a limit of time, launches are admitted, and marked, one by one.
+  %limited = call i1 @is_limited(ptr %pacing)
+  br i1 %limited, label %single, label %chains
 chains:
   ; The longest chain that has all its frames here, if there is one.
   %chain.at = phi ptr [ %plan, %each ], [ %chain, %shorter ]
@@ -420,7 +401,17 @@ single:
 compare:
   %frame = getelementptr i8, ptr %buffer, i64 %start
   %is.expected = call i1 @is_of_plan(ptr %plan, ptr %frame)
-  br i1 %is.expected, label %look.clock, label %stop
+  br i1 %is.expected, label %gate, label %stop
+gate:
+  br i1 %limited, label %hold, label %look.clock
+hold:
+  ; All checks follow the wait, the clock's too.
+  %mean.at = call ptr @place(ptr %plan, i64 136)
+  %held = call i32 @gpulease_hold_work(ptr %pacing, ptr %mean.at)
+  %is.held = icmp ne i32 %held, 0
+  br i1 %is.held, label %hold.on, label %clock
+hold.on:
+  br label %stop
 look.clock:
   ; LAUNCHES_PER_CLOCK
   %phase = and i64 %count, 7
@@ -474,20 +465,29 @@ last.look:
   %is.revoked = call i1 @is_revoked(ptr %state)
   br i1 %is.revoked, label %stop, label %go
 go:
+  call void @begin_unmarked(ptr %state)
   %result = call i32 %launch(ptr %driver, ptr %record, ptr %scratch, i64 %param.bytes, i64 %tag)
   %is.taken = icmp eq i32 %result, 0
   br i1 %is.taken, label %took, label %refuse
 took:
+  %mean.marked = call ptr @place(ptr %plan, i64 136)
   %after = add i64 %start, %frame.bytes
   %count.more = add i64 %count, 1
   %follower = call ptr @place(ptr %plan, i64 88)
+  br i1 %limited, label %mark, label %advance
+mark:
+  call void @set(ptr %pacing, i64 120, i64 1)
+  call void @gpulease_mark_work(ptr %pacing, ptr %mean.marked)
+  br label %advance
+advance:
   br label %each
 
 refuse:
   br label %stop
 stop:
   %outcome = phi i32 [ 0, %single ], [ 0, %compare ], [ 0, %clock ],
-    [ 0, %number ], [ 1, %set ], [ 1, %set.deadline ], [ %compared, %set.words ], [ 0, %last.look ], [ 1, %refuse ]
+    [ 0, %number ], [ 1, %set ], [ 1, %set.deadline ], [ %compared, %set.words ], [ 0, %last.look ], [ 1, %refuse ],
+    [ 1, %hold.on ]
   call void @set(ptr %state, i64 96, i64 %start)
   %expected.at = getelementptr i8, ptr %state, i64 112
   store ptr %plan, ptr %expected.at
@@ -635,6 +635,7 @@ begin:
   call void @show(ptr %counters, i64 48, i64 0)
   br i1 %has.ended, label %done, label %leave
 done:
+  call void @end_now(ptr %state)
   %after = add i64 %start, 40
   call void @set(ptr %state, i64 96, i64 %after)
   call void @count(ptr %counters, i64 32, i64 1)
@@ -746,7 +747,10 @@ kind:
 reuse:
   %reusable = call i64 @word(ptr %record, i64 16)
   %is.reusable = icmp ne i64 %reusable, 0
-  br i1 %is.reusable, label %reuse.look, label %leave
+  br i1 %is.reusable, label %reuse.gate, label %leave
+reuse.gate:
+  %reuse.may = call i1 @admits_memory(ptr %state)
+  br i1 %reuse.may, label %reuse.look, label %leave
 reuse.look:
   %reuse.clock = call i1 @is_late(ptr %state)
   br i1 %reuse.clock, label %leave, label %reuse.word
@@ -754,6 +758,7 @@ reuse.word:
   %reuse.revoked = call i1 @is_revoked(ptr %state)
   br i1 %reuse.revoked, label %leave, label %again
 again:
+  call void @begin_unmarked(ptr %state)
   %zero = call ptr @place(ptr %state, i64 248)
   call void @show(ptr %counters, i64 48, i64 1569)
   %zeroed = call i32 %zero(ptr %driver, i64 %handle, i64 %size)
@@ -804,7 +809,10 @@ bounds:
 place:
   %most = sub i64 %size, %length
   %is.inside = icmp ule i64 %offset, %most
-  br i1 %is.inside, label %look, label %leave
+  br i1 %is.inside, label %gate, label %leave
+gate:
+  %may = call i1 @admits_memory(ptr %state)
+  br i1 %may, label %look, label %leave
 look:
   %is.revoked = call i1 @is_revoked(ptr %state)
   br i1 %is.revoked, label %leave, label %clock
@@ -819,6 +827,7 @@ give.up:
   call void @show(ptr %counters, i64 48, i64 0)
   br label %leave
 move:
+  call void @begin_unmarked(ptr %state)
   %address = add i64 %handle, %offset
   br i1 %is.read, label %out, label %in
 in:
@@ -835,6 +844,7 @@ out:
 moved:
   %result = phi i32 [ %written, %in ], [ %was.read, %out ]
   call void @show(ptr %counters, i64 48, i64 0)
+  call void @end_now(ptr %state)
   %is.moved = icmp eq i32 %result, 0
   br i1 %is.moved, label %done, label %leave
 done:
@@ -919,6 +929,7 @@ clock:
   %is.late = call i1 @is_late(ptr %state)
   br i1 %is.late, label %answer, label %ended
 ended:
+  call void @end_now(ptr %state)
   %counters = call ptr @place(ptr %state, i64 8)
   call void @count(ptr %counters, i64 32, i64 1)
   call void @count(ptr %counters, i64 8, i64 1)
@@ -1317,6 +1328,8 @@ rest:
   br i1 %is.due, label %patience, label %look
 patience:
   %spin.now = call i64 @now()
+  %pacing = call ptr @place(ptr %state, i64 280)
+  call void @poll_when_due(ptr %pacing, i64 %spin.now)
   %is.over = icmp ugt i64 %spin.now, %spin.end
   br i1 %is.over, label %is.idle, label %look
 

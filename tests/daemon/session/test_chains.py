@@ -16,7 +16,7 @@ from gpulease.protocol.messages import Handle
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.ring import RingLayout
 from helpers.ring_pair import Pair, pair
-from helpers.session_rig import LEASE, args, launch_of, quiet, sync
+from helpers.session_rig import LEASE, OF_THE_MOMENT, args, launch_of, quiet, sync
 
 KERNELS = ("scale", "bias")
 
@@ -45,7 +45,7 @@ def burst(made: Pair, kernels: list[str], counts: list[int], first: int) -> byte
 
 def shown(made: Pair) -> tuple[object, ...]:
     """What a session did, but for the launches' numbers: of a chain's only the last is told."""
-    counters = {counter: made.made.page.counter(counter) for counter in set(Counter) - {Counter.LOOKED_NS}}
+    counters = {counter: made.made.page.counter(counter) for counter in set(Counter) - OF_THE_MOMENT}
     return [(*shape, params[8:]) for *shape, params, _ in made.made.context.launches], counters, bytes(made.heard)
 
 

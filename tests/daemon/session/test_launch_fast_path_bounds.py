@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.daemon.session.native.launch_fast_path import COPIED_BYTES, serving_code
-from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
+from gpulease.daemon.session.native.layout import Move, Outcome, PacingState, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import SMALL_FRONTS, LaunchPattern, split_launch
@@ -166,14 +167,18 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
     records = AllocationRecords()
     plan = plan_record(text, op)
     sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
-    page, counters = guarded(mmap.PAGESIZE, bytes(8) + b"\xff" * 8), guarded(112)
+    page, counters = guarded(mmap.PAGESIZE, bytes(8) + b"\xff" * 8), guarded(8 * len(Counter))
     data, replies = guarded(4096), guarded(4096)
     words, reply_words, buffer = guarded(256), guarded(256), guarded(BUFFER_BYTES)
+    query_at = ctypes.cast(asked, ctypes.c_void_p).value or 0
+    # Without limits: no mark is put, and no latency word read.
+    pacing = PacingState(page=page.at, counters=counters.at, idle=query_at, own_word=guarded(8).at)
     desk = ServingState(
         page=page.at,
         counters=counters.at,
         launch=ctypes.cast(launched, ctypes.c_void_p).value or 0,
-        query=ctypes.cast(asked, ctypes.c_void_p).value or 0,
+        query=query_at,
+        pacing=ctypes.addressof(pacing),
         scratch=guarded(PARAM_BYTES).at,
         sync_front=sync_front,
         sync_tail=sync_tail,

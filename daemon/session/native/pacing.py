@@ -1,0 +1,226 @@
+"""The session's account of the card's time, and the limits on it, for Python and for native code.
+
+Python's side of pacing.ll, in which the rules stand. Native code begins and ends intervals for what it serves itself;
+Python calls the same functions for everything else. Both hold work back before it begins, so that a tenant's next
+launches wait in the ring, as they do while the card's queue is full.
+"""
+
+import ctypes
+import mmap
+import platform
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final
+
+from gpulease.daemon.contract.control_page import MAX_LATENCY_WORDS, PAGE_BYTES, Counter, WorkerPage
+from gpulease.daemon.drivers.interface import MAX_MARKS, Context, Poll
+from gpulease.daemon.native.addresses import address_of
+from gpulease.daemon.session import native
+from gpulease.daemon.session.native.layout import PacingMark, PacingState
+
+if TYPE_CHECKING:
+    from gpulease.daemon.native.compiler import NativeCode
+
+MEANS: Final = 1024
+"""Running mean times that a session keeps. Kinds of work beyond them share: their means are blurred."""
+
+MIN_HELD_SLEEP_S: Final = 50e-6
+"""First sleep while work is held back. The card's work that it waits for often takes as little."""
+
+MAX_HELD_SLEEP_S: Final = 500e-6
+"""Longest sleep while work is held back, after which the lease is checked: how late a revocation is noticed."""
+
+MIN_NAP_S: Final = 100e-6
+"""Shortest sleep between two polls of work that no client waits for."""
+
+MAX_NAP_S: Final = 20e-3
+"""Longest such sleep."""
+
+NAPS_PER_INTERVAL: Final = 16
+"""Such sleeps are this part of the time for which work is outstanding. Its end is taken to be in the middle of a
+sleep, so an interval is wrong by at most half of it: a 32nd, in either direction."""
+
+_BUSY_SINCE_NS: Final = int(Counter.BUSY_SINCE_NS)
+_IS_MARKED: Final = PacingState.is_marked.offset // 8
+_SEEN_NS: Final = PacingState.seen_ns.offset // 8
+
+
+@cache
+def session_code() -> "NativeCode":
+    """Compile pacing.ll once per process, with serve.ll on machines that it can serve on. Starts no thread."""
+    # Imported here: this needs llvmlite, which only the drivers of workers require.
+    from gpulease.daemon.native.code_cache import load_ir
+
+    names = ("pacing.ll", "serve.ll") if platform.machine() == "x86_64" else ("pacing.ll",)
+    return load_ir("\n".join(files(native).joinpath(name).read_text("ascii") for name in names))
+
+
+class _PacingCode:
+    """The functions of pacing.ll."""
+
+    def __init__(self) -> None:
+        code, address, time_ns = session_code(), ctypes.c_void_p, ctypes.c_uint64
+        self.begin_work: Callable[[int, int], None] = _bind(code, "begin_work", None, address, time_ns)
+        self.poll_work: Callable[[int, int], int] = _bind(code, "poll_work", ctypes.c_int32, address, time_ns)
+        self.hold_work: Callable[[int, int], int] = _bind(code, "hold_work", ctypes.c_int32, address, address)
+        self.release_work: Callable[[int, int], None] = _bind(code, "release_work", None, address, time_ns)
+        self.mark_work: Callable[[int, int], None] = _bind(code, "mark_work", None, address, address)
+
+
+def _bind(code: "NativeCode", name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
+    return ctypes.CFUNCTYPE(result, *arguments)(code.address(f"gpulease_{name}"))
+
+
+@cache
+def _pacing_code() -> _PacingCode:
+    return _PacingCode()
+
+
+class Pacer:
+    """One session's account of the card's time, and the wait for the limits on it.
+
+    Args:
+        page: The control page, with the account and the limits.
+        context: The driver's context.
+        spin_ns: For how long native code may spin while work is held back; 0 for not at all.
+    """
+
+    def __init__(self, page: WorkerPage, context: Context, spin_ns: int = 0) -> None:
+        self._code = _pacing_code()
+        self._counters = page.counters
+        self._progress = progress = context.progress()
+        # Kept alive, because the state below has the addresses of all these.
+        self._page = page
+        self._marks = (PacingMark * MAX_MARKS)()
+        self._means = (ctypes.c_uint64 * MEANS)()
+        # A word of zero stands in for each latency word that the session does not know.
+        self._no_word, self._unread_word = ctypes.c_uint64(), ctypes.c_uint64()
+        no_word = ctypes.addressof(self._no_word)
+        self._words = (ctypes.c_uint64 * MAX_LATENCY_WORDS)(*[no_word] * MAX_LATENCY_WORDS)
+        self._word_maps: dict[int, mmap.mmap] = {}
+        self._state = PacingState(
+            page=address_of(page.word),
+            counters=address_of(page.counters),
+            driver=progress.state,
+            idle=progress.idle,
+            mark=progress.mark,
+            reached=progress.reached,
+            own_word=ctypes.addressof(self._unread_word),
+            words=ctypes.addressof(self._words),
+            marks=ctypes.addressof(self._marks),
+            spin_ns=spin_ns,
+            copy_mean=1,
+        )
+        self._state_words = memoryview(self._state).cast("B").cast("Q")
+        self.address = ctypes.addressof(self._state)
+        # The mean of what was admitted under a limit and is not marked yet; 0 for nothing.
+        self._admitted = 0
+        # When a wait last saw work outstanding; 0 if it did not poll yet.
+        self._looked_ns = 0
+        page.keep_time()
+
+    def mean_of(self, kind: int) -> int:
+        """Return the address of the running mean time of one kind of work; kinds are numbers."""
+        return ctypes.addressof(self._means) + 8 * (kind % MEANS)
+
+    # --- the account ---
+
+    def admit(self, mean: int, poll: Poll) -> None:
+        """Hold work back for as long as the limits say, then count it as outstanding; see `begun`.
+
+        Args:
+            mean: The address of the running mean time of such work.
+            poll: Called about every half millisecond meanwhile; what it raises ends the wait.
+        """
+        # The usual case: no limits.
+        self._admitted = 0
+        if self._page.is_time_limited:
+            self._hold(mean, poll)
+        self._state_words[_IS_MARKED] = 0
+        if not self._counters[_BUSY_SINCE_NS]:
+            self._code.begin_work(self.address, time.monotonic_ns())
+
+    def begun(self) -> None:
+        """Mark what was admitted last, now that the driver has it; only under limits."""
+        if self._admitted:
+            self._state_words[_IS_MARKED] = 1
+            self._code.mark_work(self.address, self._admitted)
+            self._admitted = 0
+
+    def _hold(self, mean: int, poll: Poll) -> None:
+        if not self._state.is_ready:
+            self._progress.prepare()
+            self._state.is_ready = 1
+        sleep_s = MIN_HELD_SLEEP_S
+        try:
+            while self._code.hold_work(self.address, mean):
+                poll()
+                time.sleep(sleep_s)
+                sleep_s = min(2 * sleep_s, MAX_HELD_SLEEP_S)
+        except BaseException:
+            self._code.release_work(self.address, time.monotonic_ns())
+            raise
+        self._admitted = mean
+
+    def looked(self, now_ns: int) -> None:
+        """Record that a wait saw work outstanding."""
+        self._looked_ns = now_ns
+
+    def begin_wait(self) -> None:
+        """Record that a wait begins, whose end `end_wait` reports."""
+        self._looked_ns = 0
+
+    def end_wait(self) -> None:
+        """Poll whether work is outstanding, after a wait for some or all of it."""
+        if self._counters[_BUSY_SINCE_NS]:
+            # A wait that sleeps on the card ended in the middle of its last sleep; any other ended just now.
+            now_ns = time.monotonic_ns()
+            slept = self._progress.sleeps and self._looked_ns
+            self._state_words[_SEEN_NS] = self._looked_ns if slept else now_ns
+            self._code.poll_work(self.address, now_ns)
+
+    def poll(self) -> bool:
+        """Return whether work is outstanding; if none is any more, its interval ends."""
+        if not self._counters[_BUSY_SINCE_NS]:
+            return False
+        return bool(self._code.poll_work(self.address, time.monotonic_ns()))
+
+    def nap_s(self) -> float | None:
+        """Return how long the worker may sleep before it polls again; None if no work is outstanding."""
+        if not self.poll():
+            return None
+        age_ns = time.monotonic_ns() - self._counters[_BUSY_SINCE_NS]
+        return min(max(age_ns / NAPS_PER_INTERVAL / 1e9, MIN_NAP_S), MAX_NAP_S)
+
+    # --- latency words ---
+
+    def use_word(self, number: int, fd: int, *, is_own: bool) -> None:
+        """Map a latency word, in place of an earlier one with this number. The caller closes the descriptor.
+
+        Raises OSError or ValueError if the memory is not a latency word's.
+        """
+        page = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_own else 0))
+        address = address_of(page)
+        # The new address before the old mapping goes: native code does not run meanwhile.
+        self._words[number] = address
+        if is_own:
+            self._state.own_word, self._state.own_bit = address, 1 << number
+            ctypes.c_uint64.from_address(address).value = self._counters[_BUSY_SINCE_NS]
+        elif self._state.own_bit == 1 << number:
+            self._forget_own()
+        if (earlier := self._word_maps.pop(number, None)) is not None:
+            earlier.close()
+        self._word_maps[number] = page
+
+    def _forget_own(self) -> None:
+        self._state.own_word, self._state.own_bit = ctypes.addressof(self._unread_word), 0
+
+    def close(self) -> None:
+        """Unmap the latency words. Nothing may be begun any more."""
+        self._forget_own()
+        for number, page in self._word_maps.items():
+            self._words[number] = ctypes.addressof(self._no_word)
+            page.close()
+        self._word_maps.clear()
