@@ -13,6 +13,7 @@ comes too early does the rest by itself. The memory stays for the next park.
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections import deque
@@ -39,9 +40,13 @@ from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.time_units import NS_PER_MS
 
-POPULATING_THREADS: Final = 4
-"""Threads that populate host memory. More of them gained nothing (H200, 16 cores)."""
+POPULATING_THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+"""Threads that populate host memory: a quarter of the cores, and at most four, for more gained nothing (H200)."""
+
+IDLE_NS: Final = 50_000_000
+"""Time without a request after which the worker's loop pins host memory: each step delays a request by up to 3 ms."""
 
 PINS_PAUSE_MS: Final = 5
 """Sleep of the worker's loop between two steps of the preparation while the threads are behind."""
@@ -112,17 +117,20 @@ class HostMemory:
                 thread.start()
                 self._threads.append(thread)
 
-    def prepare_step(self) -> int | None:
+    @property
+    def is_unprepared(self) -> bool:
+        """Whether something that is wanted is not pinned."""
+        return self._pinned < self._wanted
+
+    def prepare_step(self) -> int:
         """Pin one step that is populated, if there is one.
 
-        Returns for how many milliseconds the loop may sleep until the next; None if everything wanted is prepared.
+        Returns for how many milliseconds the loop may sleep until the next.
         """
-        if self._pinned >= self._wanted:
-            return None
         if self._threads and self._pinned not in self._populated:
             return PINS_PAUSE_MS
         self._pin_next()
-        return 0 if self._pinned < self._wanted else None
+        return 0
 
     def ready(self, end: int) -> None:
         """Prepare everything before `end` now."""
@@ -234,15 +242,21 @@ class Parking:
             with contextlib.suppress(DriverError):
                 memory.close()
 
-    def prepare(self) -> int | None:
-        """Prepare some of the host memory; to be called while there is nothing else to do.
+    def prepare(self, served_ns: int) -> int | None:
+        """Prepare some of the host memory, if the session has been idle; to be called while nothing else is to be done.
+
+        Args:
+            served_ns: When a request was last served, on the monotonic clock.
 
         Returns for how many milliseconds the worker may sleep; None if there is nothing to prepare.
         """
         if self._memory is None or self.is_parked:
             return None
         self._memory.want(self._context.pages_bytes)
-        return self._memory.prepare_step()
+        if not self._memory.is_unprepared:
+            return None
+        idle_ns = time.monotonic_ns() - served_ns
+        return self._memory.prepare_step() if idle_ns >= IDLE_NS else -((idle_ns - IDLE_NS) // NS_PER_MS)
 
     # --- park and return ---
 

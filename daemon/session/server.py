@@ -141,6 +141,7 @@ class SessionServer:
         """Serve; returns when the broker is gone or orders the session scrubbed."""
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
+        served_ns = time.monotonic_ns()
         while True:
             # Step 1: a sign of life, and the connections' deadlines.
             self._session.look()
@@ -153,8 +154,8 @@ class SessionServer:
                 )
                 if not is_asleep:
                     self._ready.add(connection.fd)
-            # Step 3: sleep, or only poll if there is work. Host memory is prepared while there is nothing else to do.
-            if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare()) is not None:
+            # Step 3: sleep, or only poll if there is work. A session that is idle prepares for its park meanwhile.
+            if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare(served_ns)) is not None:
                 timeout_ms = min(timeout_ms, pause_ms)
             heard = {fd for fd, _ in self._poll.poll(self._sleep_ms(timeout_ms))}
             self._session.pacer.poll()
@@ -168,6 +169,7 @@ class SessionServer:
             self._ready.clear()
             for fd in heard & self._connections.keys():
                 self._serve(self._connections[fd])
+                served_ns = time.monotonic_ns()
             # Step 6: what ended connections and ended regions left, and what the broker must know.
             self._session.ended.advance()
             self._session.regions.advance()

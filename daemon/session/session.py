@@ -221,7 +221,7 @@ class Session:
         try:
             # The lease is read before the request is served, and again in every wait.
             lease_end = self._page.refusal()
-            if self.parking.is_parked and lease_end is None and self._pending_failure is None:
+            if self._resources.is_parked and lease_end is None and self._pending_failure is None:
                 # It is not executed, as if an earlier request had failed.
                 failure = self.parking.refusal
                 quiet = replace(failure, failed_request_id=frame.request_id, failed_op=frame.op)
@@ -236,13 +236,13 @@ class Session:
 
     def take_launches(self, reader: FrameReader) -> None:
         """Serve the expected launches at the front of what a connection sent; see `LaunchFastPath`."""
-        if self._pending_failure is None and self.lost is None and not self.parking.is_parked:
+        if self._pending_failure is None and self.lost is None and not self._resources.is_parked:
             self._fast_path.take(reader)
 
     @property
     def is_away(self) -> bool:
         """Return whether requests must wait for the session's return: it is parked, and its lease lives."""
-        return self.parking.is_parked and self._page.refusal() is None
+        return self._resources.is_parked and self._page.refusal() is None
 
     @property
     def is_native(self) -> bool:
@@ -255,7 +255,7 @@ class Session:
 
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
         """Let native code serve launches and syncs from a ring; None if it can't now. See `LaunchFastPath`."""
-        if self._pending_failure is None and self.lost is None and not self.parking.is_parked:
+        if self._pending_failure is None and self.lost is None and not self._resources.is_parked:
             return self._fast_path.serve(reader, ends, self._synced)
         return None
 
@@ -269,7 +269,7 @@ class Session:
         number = self._sync_pattern.number(reader)
         if not number or number == NO_NUMBER or self._pending_failure is not None or self.lost is not None:
             return None
-        if self._page.refusal() is not None or self.parking.is_parked:
+        if self._page.refusal() is not None or self._resources.is_parked:
             return None
         # From here on the request is taken from the reader.
         reader.start += HEADER_BYTES
@@ -621,7 +621,7 @@ class Session:
 
         Raises DriverError if that can't be done, or if something stays for good.
         """
-        if self.parking.is_parked:
+        if self._resources.is_parked:
             raise DriverError("it is parked")
         # The poll of the bound on kernels would end this wait as well.
         if self.watch.is_on:
