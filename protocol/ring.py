@@ -337,7 +337,7 @@ class RingReader:
         """True if there seem to be bytes. The counter is unchecked; `take` checks it."""
         return self._words[_TAIL] != self.head
 
-    def look(self, times: int, least: int = 1) -> bool:
+    def poll(self, times: int, least: int = 1) -> bool:
         """Read the unchecked counter up to `times` times. Returns whether at least `least` bytes seem to be there."""
         # Only the upper bound is a guess; `take` checks the counter before it uses it.
         words, tail = self._words, self.head + least
@@ -464,7 +464,7 @@ class SyncWords:
         self._release()
         return not words[_READER_SLEEPS]
 
-    def look(self, number: int, times: int) -> bool | None:
+    def poll(self, number: int, times: int) -> bool | None:
         """Read the answer up to `times` times: whether all ended well; None if it has not come."""
         words, yes = self._words, 2 * number + 1
         for _ in range(times):

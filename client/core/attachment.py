@@ -238,7 +238,7 @@ class Attachment:
         """The end of the session, or else of its lease; None while neither has ended."""
         # The broker's word is read before the client's own record, because it is the first to know.
         if self.end is None and self.lease_word[0]:
-            self.lease.look()
+            self.lease.poll_words()
         return self.end or self.lease.over
 
     def check_open(self, doing: str) -> None:
@@ -378,7 +378,7 @@ class Attachment:
         self.channel.close()
         # Read the word once more before the page goes: it may have the reason of the lease's end.
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
-            self.lease.look()
+            self.lease.poll_words()
             self.lease.words = None
         self.lease_word = self.regions_epoch = NO_WORD
         self.words = None

@@ -347,7 +347,7 @@ class LeaseHandle:
         words = self.words
         return self.over is not None or (words is not None and words.lease[0] != 0)
 
-    def look(self) -> None:
+    def poll_words(self) -> None:
         """Record an end that the session's words report."""
         end = None if self.words is None else self.words.lease_end()
         if end is not None and self.over is None:
@@ -387,7 +387,7 @@ class LeaseHandle:
         """
         ttl_ms = milliseconds(seconds, "renew: seconds", least_ms=1)
         # An end that the session's words report needs no request.
-        self.look()
+        self.poll_words()
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
         renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)

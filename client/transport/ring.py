@@ -124,7 +124,7 @@ class RingChannel(Channel):
             least: Number of bytes to wait for.
             more_ns: Time that the operation itself takes, in nanoseconds.
         """
-        clock, yields, look = time.monotonic_ns, self._yields, self._replies.look
+        clock, yields, look = time.monotonic_ns, self._yields, self._replies.poll
         # A session that never spins polls once: `until` is now.
         until = clock() + (self._spin_ns and self._spin_ns + more_ns)
         while not look(1 if yields else LOOKS_PER_CLOCK, least):
@@ -157,7 +157,7 @@ class RingChannel(Channel):
         # Look at the word and at the ring: a reply in the ring means that something else has to be handled first.
         until = clock() + self._spin_ns
         times = 1 if self._yields else LOOKS_PER_CLOCK
-        while (answer := words.look(number, times)) is None:
+        while (answer := words.poll(number, times)) is None:
             if replies.has_bytes or clock() >= until:
                 return False
             if self._yields:

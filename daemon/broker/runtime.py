@@ -180,7 +180,7 @@ class Runtime:
         self.journal.observe(self.table, self.workers.pid, self.post)
         # The memory of a warm context that is ready is measured before the table learns that it is ready.
         self.workers.deliver_to(self._recycler.deliver)
-        self.workers.set_memory_listeners(self._memory_monitor.look, self._recycler.on_scrubbed)
+        self.workers.set_memory_listeners(self._memory_monitor.poll, self._recycler.on_scrubbed)
         self.workers.set_region_listener(self._regions.on_message)
         on_guest_answered = partial(self.tokens.on_guest_answered, self.journal)
         self.workers.set_connection_listeners(self.connections.update, on_guest_answered)

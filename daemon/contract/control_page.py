@@ -637,20 +637,20 @@ class WorkerPage:
 _U64: Final = struct.Struct("=Q")
 
 
-def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
+def overran(polled_ns: int, since_ns: int, bound_ms: int) -> str:
     """Return, in words, that a kernel has run for too long according to its worker; "" if none has.
 
     The broker calls this, and the zygote while no broker runs. A compromised worker may report that no kernel runs. It
     gains no more time than its lease's deadline allows anyway.
 
     Args:
-        looked_ns: `Counter.LOOKED_NS`. The present time would be wrong: a worker that compiles gives no sign of life,
+        polled_ns: `Counter.LOOKED_NS`. The present time would be wrong: a worker that compiles gives no sign of life,
           and its kernel may have ended meanwhile.
         since_ns: `Counter.KERNEL_SINCE_NS`.
         bound_ms: How long a kernel may run; 0 for no bound.
     """
     # Both times are the worker's own, so their difference is right even if the worker was stopped meanwhile.
-    if not bound_ms or not since_ns or looked_ns - since_ns < bound_ms * NS_PER_MS:
+    if not bound_ms or not since_ns or polled_ns - since_ns < bound_ms * NS_PER_MS:
         return ""
     return f"a kernel ran for more than {bound_ms / 1000:g} s"
 

@@ -38,7 +38,7 @@ class Host:
     has_cards: bool | None = None
 
 
-def look(root: Path = ROOT) -> Host:
+def describe_host(root: Path = ROOT) -> Host:
     """Return the host's state. Opens the device nodes: nothing else shows that a control group denies them."""
     # Without any card's node, the first card's is what is missing.
     dev = root / "dev"

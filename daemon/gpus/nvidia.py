@@ -13,7 +13,7 @@ from typing import Any, Final
 import pynvml
 
 from gpulease.daemon.gpus import cuinit
-from gpulease.daemon.gpus.diagnosis import NO_LIBRARY, Library, diagnose, look, no_cards
+from gpulease.daemon.gpus.diagnosis import NO_LIBRARY, Library, describe_host, diagnose, no_cards
 from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable, SharedCall
 from gpulease.daemon.leases import CardRow
 
@@ -66,7 +66,7 @@ class NvidiaCards:
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
         if not found:
-            raise no_cards(look()).as_error()
+            raise no_cards(describe_host()).as_error()
         return found
 
     def why_no_context(self) -> CardsUnavailable | None:
@@ -76,7 +76,7 @@ class NvidiaCards:
         if answer.number == 0:
             return None
         if answer.number is not None:
-            return diagnose(Library.CUDA, answer.number, look()).as_error()
+            return diagnose(Library.CUDA, answer.number, describe_host()).as_error()
         if not answer.reason:
             return NO_LIBRARY[Library.CUDA].as_error()
         return CardsUnavailable(f"cuInit can't be called: {answer.reason}", hint="See `dmesg | grep NVRM`.")
@@ -197,4 +197,4 @@ def _is_partitioned(handle: Any) -> bool:
 
 def _unavailable(error: Any) -> CardsUnavailable:
     """Return the diagnosis of an NVML error as an exception."""
-    return diagnose(Library.NVML, int(error.value), look()).as_error()
+    return diagnose(Library.NVML, int(error.value), describe_host()).as_error()

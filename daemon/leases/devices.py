@@ -424,21 +424,21 @@ class Others:
         """Bytes by which the capacity is lower than at the start."""
         return max(0, self.booked_bytes - self._spare_bytes)
 
-    def look(self, unowned_bytes: int, outside_bytes: int, looked_ns: int) -> bool:
+    def poll(self, unowned_bytes: int, outside_bytes: int, polled_ns: int) -> bool:
         """Process one poll of the whole card, and return whether the booked bytes changed.
 
         A poll from before the last proof is ignored: its figures lack the bytes of a worker that has died since.
         """
-        if looked_ns < self._looked_ns:
+        if polled_ns < self._looked_ns:
             return False
         # The first poll is booked at once: it shows what others took while no daemon ran.
-        is_first, self._is_first, self._looked_ns = self._is_first, False, looked_ns
+        is_first, self._is_first, self._looked_ns = self._is_first, False, polled_ns
         before = self.unowned.booked_bytes, self.outside.booked_bytes
-        self.unowned.look(unowned_bytes, looked_ns, is_first=is_first)
-        self.outside.look(outside_bytes, looked_ns, is_first=is_first)
+        self.unowned.poll(unowned_bytes, polled_ns, is_first=is_first)
+        self.outside.poll(outside_bytes, polled_ns, is_first=is_first)
         return before != (self.unowned.booked_bytes, self.outside.booked_bytes)
 
-    def is_shown_free(self, unowned_bytes: int, least_bytes: int, since_ns: int, looked_ns: int) -> bool:
+    def is_shown_free(self, unowned_bytes: int, least_bytes: int, since_ns: int, polled_ns: int) -> bool:
         """Return whether the bytes of a process that the card no longer lists are free.
 
         Bytes that outlasted the settling time are booked first.
@@ -447,15 +447,15 @@ class Others:
             unowned_bytes: Unowned bytes in this poll.
             least_bytes: Fewest unowned bytes in any poll since `since_ns`.
             since_ns: Time of the first poll that did not list the process.
-            looked_ns: Time of this poll.
+            polled_ns: Time of this poll.
         """
         # From here on an older poll of the whole card is ignored.
-        self._looked_ns = max(looked_ns, self._looked_ns)
+        self._looked_ns = max(polled_ns, self._looked_ns)
         # The card shows no more than was booked before the worker died, so nothing of the worker is left.
         if self.unowned.is_within(unowned_bytes):
             return True
         # Too early to decide: the excess may be the dead worker's, which the driver is still releasing.
-        if looked_ns - since_ns < SETTLE_NS:
+        if polled_ns - since_ns < SETTLE_NS:
             return False
         # The excess has outlasted any release, so it belongs to others. Book it before the lease's bytes go back.
         self.unowned.book_at_least(least_bytes)
@@ -490,7 +490,7 @@ class Growth:
         """Return whether a figure exceeds the booked bytes by no more than the slack."""
         return seen_bytes <= self.booked_bytes + self._slack_bytes
 
-    def look(self, seen_bytes: int, looked_ns: int, *, is_first: bool = False) -> None:
+    def poll(self, seen_bytes: int, polled_ns: int, *, is_first: bool = False) -> None:
         """Process one poll. The first one is booked at once."""
         is_rising = not self.is_within(seen_bytes)
         # The figure agrees with the books: forget a change that did not last.
@@ -499,11 +499,11 @@ class Growth:
             return
         # A change begins, or turned from a rise into a fall: restart the clock.
         if self._since_ns is None or is_rising is not self._is_rising:
-            self._since_ns, self._is_rising, self._extreme_bytes = looked_ns, is_rising, seen_bytes
+            self._since_ns, self._is_rising, self._extreme_bytes = polled_ns, is_rising, seen_bytes
         # Book the most cautious estimate: of a rise only what every poll showed, of a fall only what none exceeded.
         self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
         is_at_once = is_first or (is_rising and not self._settles)
-        if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
+        if is_at_once or polled_ns - self._since_ns >= SETTLE_NS:
             self._store(self._extreme_bytes)
 
     def book_at_least(self, seen_bytes: int) -> None:

@@ -284,7 +284,7 @@ class WorkerUnlisted:
         unowned_bytes: Bytes that belong to no process in this poll, beyond those when the card was measured.
         least_bytes: Smallest such figure of any poll that did not list the process.
         since_ns: Time of the first of these polls.
-        looked_ns: Time at which this poll began.
+        polled_ns: Time at which this poll began.
     """
 
     worker_id: int
@@ -292,11 +292,11 @@ class WorkerUnlisted:
     unowned_bytes: int
     least_bytes: int
     since_ns: int
-    looked_ns: int
+    polled_ns: int
 
 
 @dataclass(frozen=True, slots=True)
-class CardLooked:
+class CardPolled:
     """A poll of the memory of a card that neither leases nor the pool hold.
 
     All figures exclude what was there when the card was measured. `devices.Others` books them.
@@ -304,13 +304,13 @@ class CardLooked:
     Attributes:
         unowned_bytes: Bytes that belong to no process.
         outside_bytes: Bytes of processes that are not workers of the daemon.
-        looked_ns: Time at which the poll began.
+        polled_ns: Time at which the poll began.
     """
 
     card_uuid: str
     unowned_bytes: int
     outside_bytes: int
-    looked_ns: int
+    polled_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,7 +587,7 @@ Event = (
     | PoolTimerFired
     | ReclaimProved
     | WorkerUnlisted
-    | CardLooked
+    | CardPolled
     | ReclaimFailed
     | FenceClearRequested
     | LeaseRestored

@@ -127,7 +127,7 @@ class LeaseTable:
             events.GuestAttached: self._pool.on_guest_attached,
             events.WorkerScrubbed: self._pool.on_worker_scrubbed,
             events.WorkerUnlisted: self._on_worker_unlisted,
-            events.CardLooked: self._pool.on_card_looked,
+            events.CardPolled: self._pool.on_card_polled,
             events.WaitTimerFired: self._on_wait_timer,
             events.HoldTimerFired: lambda _, now_ns, out: self._admission.on_hold_timer(now_ns, out),
             events.PoolTimerFired: lambda *_: self._pool.on_pool_timer(),

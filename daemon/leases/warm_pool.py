@@ -267,19 +267,19 @@ class WarmPool:
 
     # --- memory of others ---
 
-    def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
+    def on_card_polled(self, event: events.CardPolled, now_ns: int, out: list[Effect]) -> None:
         """Book the memory of the card that others hold, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
         # The capacity changes only if what is booked does; most polls change nothing.
         before_bytes = account.others.booked_bytes
-        if account.others.look(event.unowned_bytes, event.outside_bytes, event.looked_ns):
+        if account.others.poll(event.unowned_bytes, event.outside_bytes, event.polled_ns):
             self._change_capacity(account, before_bytes, now_ns, out)
 
     def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> bool:
         """Return whether a reaped worker's bytes are proved free, after booking what others hold."""
         others = self._account(event.card_uuid).others
         before_bytes = others.booked_bytes
-        is_free = others.is_shown_free(event.unowned_bytes, event.least_bytes, event.since_ns, event.looked_ns)
+        is_free = others.is_shown_free(event.unowned_bytes, event.least_bytes, event.since_ns, event.polled_ns)
         if others.booked_bytes != before_bytes:
             self._change_capacity(self._account(event.card_uuid), before_bytes, now_ns, out)
         return is_free

@@ -498,7 +498,7 @@ class RingWire:
     def spin(self, receiver: Receiver) -> bool:
         requests, clock, yields = self._requests, time.monotonic_ns, self._spin_policy.yields
         until = clock() + SPIN_NS
-        while not requests.look(1 if yields else LOOKS_PER_CLOCK):
+        while not requests.poll(1 if yields else LOOKS_PER_CLOCK):
             if clock() > until:
                 return False
             if yields:

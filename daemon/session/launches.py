@@ -389,7 +389,7 @@ class KernelWatch:
         self._running: dict[int, tuple[int, int]] = {}
         self._look_ms = max(MIN_LOOK_MS, min(max_kernel_ms // LOOKS_PER_BOUND, MAX_LOOK_MS))
 
-    def look(self, now_ns: int) -> None:
+    def poll(self, now_ns: int) -> None:
         """Show on the control page since when the oldest running kernel has run. Does nothing without a bound."""
         if not self.is_on:
             return

@@ -144,7 +144,7 @@ class SessionServer:
         served_ns = time.monotonic_ns()
         while True:
             # Step 1: a sign of life, and the connections' deadlines.
-            self._session.look()
+            self._session.poll()
             timeout_ms = self._check_connections()
             # Step 2: prepare each ring for sleep. A ring that has bytes, or room, keeps the worker awake.
             awake = [one for one in self._connections.values() if one.fd not in self._held]
@@ -730,7 +730,7 @@ class SubmitServer:
         poll.register(self._channel, select.POLLIN)
         while (left_s := until_s - time.monotonic()) > 0:
             # Signs of life while waiting: the broker kills a worker that shows none.
-            self._session.look()
+            self._session.poll()
             if not poll.poll(left_s * 1000):
                 continue
             try:
@@ -829,7 +829,7 @@ class SubmitServer:
         poll.register(self._channel, select.POLLIN)
         poll.register(sock, event)
         while True:
-            self._session.look()
+            self._session.poll()
             # A token may expire or be revoked while its bearer waits.
             if self._guest is not None and not self._session.is_held_by(self._guest):
                 over = refusal_of(Status.DENIED)

@@ -475,16 +475,16 @@ class Session:
         status = self._page.refusal()
         return None if status is None else refusal_of(status, self._page.reason(status))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Give the broker a sign of life, and show how long the present kernel has run."""
         now_ns = time.monotonic_ns()
-        self.watch.look(now_ns)
+        self.watch.poll(now_ns)
         # Last: if an earlier call saw a kernel, the broker takes that kernel to have run until this time.
         self._counters[_LOOKED_NS] = now_ns
 
     def _check_lease(self) -> None:
         """Serve as the `Poll` of every wait for the card. Raises LeaseOver."""
-        self.look()
+        self.poll()
         self.pacer.looked(self._counters[_LOOKED_NS])
         if self._page.refusal() is not None:
             raise LeaseOver
@@ -494,7 +494,7 @@ class Session:
 
         Raises LeaseOver.
         """
-        self.look()
+        self.poll()
         if self._page.refusal() is not None:
             raise LeaseOver
         self.on_wait()

@@ -114,7 +114,7 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
     until = time.monotonic() + PROOF_TIMEOUT_S
     unlisted, others = UnlistedSince(pid), Others(0, card.slack_bytes)
     while True:
-        looked_ns = time.monotonic_ns()
+        polled_ns = time.monotonic_ns()
         try:
             reading = await asyncio.to_thread(source.read, card.uuid)
         except CardsUnavailable as error:
@@ -122,10 +122,10 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
         # The same proof as for leases: the card does not list the process, and no bytes are left that belong to no
         # process.
         else:
-            missing = unlisted.missing(reading, looked_ns)
+            missing = unlisted.missing(reading, polled_ns)
             if not missing:
-                seen = unlisted.event(0, card.uuid, reading, looked_ns)
-                if others.is_shown_free(seen.unowned_bytes, seen.least_bytes, seen.since_ns, seen.looked_ns):
+                seen = unlisted.event(0, card.uuid, reading, polled_ns)
+                if others.is_shown_free(seen.unowned_bytes, seen.least_bytes, seen.since_ns, seen.polled_ns):
                     return
                 missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
         if time.monotonic() > until:

@@ -20,7 +20,7 @@ from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailabl
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
-    CardLooked,
+    CardPolled,
     Cause,
     Event,
     LeaseState,
@@ -67,7 +67,7 @@ _ROUNDS_PER_BOUND: Final = 8
 class _LastLook:
     """The last sign of life on a worker's page, and when this process saw it first."""
 
-    looked_ns: int
+    polled_ns: int
     since_ns: int
 
 
@@ -121,8 +121,8 @@ class KernelWatchdog:
 
     def _verdict(self, worker: Worker, now_ns: int) -> tuple[Cause, str] | None:
         # Rule 1: one kernel has run for longer than the lease allows, as the worker's own signs of life show.
-        looked_ns, since_ns = (worker.page.counter(one) for one in (Counter.LOOKED_NS, Counter.KERNEL_SINCE_NS))
-        if reason := overran(looked_ns, since_ns, worker.spec.max_kernel_ms):
+        polled_ns, since_ns = (worker.page.counter(one) for one in (Counter.LOOKED_NS, Counter.KERNEL_SINCE_NS))
+        if reason := overran(polled_ns, since_ns, worker.spec.max_kernel_ms):
             return Cause.KERNEL_TIMEOUT, reason
         # Rule 2: a compilation. It can't be interrupted, so a worker gives no sign of life meanwhile; only its length
         # counts.
@@ -133,8 +133,8 @@ class KernelWatchdog:
         # rules 1 and 2 and the lease's deadline bound them.
         last = self._looks.get(worker.spec.lease_id)
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
-        if last is None or looked_ns != last.looked_ns or waits:
-            self._looks[worker.spec.lease_id] = _LastLook(looked_ns, now_ns)
+        if last is None or polled_ns != last.polled_ns or waits:
+            self._looks[worker.spec.lease_id] = _LastLook(polled_ns, now_ns)
         elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * NS_PER_S:
             return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / NS_PER_S:.1f} s"
         return None
@@ -174,7 +174,7 @@ class MemoryMonitor:
         if self._source.reserve_bytes:
             self._rounds.start()
 
-    def look(self, lease_id: int) -> None:
+    def poll(self, lease_id: int) -> None:
         """Poll a session; once more if this is called again during the poll."""
         # One poll of a session at a time. The growth that was just reported may have come after the card was read.
         if lease_id in self._tasks:
@@ -195,20 +195,20 @@ class MemoryMonitor:
     async def _look_at_all(self) -> None:
         for lease in self._table.snapshots():
             if lease.state is LeaseState.ACTIVE:
-                self.look(lease.lease_id)
+                self.poll(lease.lease_id)
         # Submits and recycled contexts have processes of their own, and ran a tenant's kernels too.
         for submit in self._table.submits.snapshots():
-            self.look(submit.submit_id)
+            self.poll(submit.submit_id)
         for context in self._table.warming():
             if context.is_recycled:
                 # Its process ran a tenant's kernels, so its own report that it is scrubbed proves nothing.
-                self.look(context.warm_id)
+                self.poll(context.warm_id)
 
     def _done(self, lease_id: int) -> None:
         del self._tasks[lease_id]
         if lease_id in self._again:
             self._again.discard(lease_id)
-            self.look(lease_id)
+            self.poll(lease_id)
 
     async def _look_and_pause(self, lease_id: int) -> None:
         await self._look(lease_id)
@@ -262,22 +262,22 @@ class UnlistedSince:
         self._since_ns: int | None = None
         self._least_bytes = 0
 
-    def missing(self, reading: CardReading, looked_ns: int) -> str:
+    def missing(self, reading: CardReading, polled_ns: int) -> str:
         """Record a poll. Returns in words what prevents the proof; "" if the card does not list the process."""
         # While the card lists it, no earlier poll without it counts: the proof starts again.
         if (held := reading.processes.get(self._pid)) is not None:
             self._since_ns = None
             return f"NVML still lists process {self._pid} with {held} bytes"
         if self._since_ns is None:
-            self._since_ns, self._least_bytes = looked_ns, reading.unowned_bytes
+            self._since_ns, self._least_bytes = polled_ns, reading.unowned_bytes
         # The least that was seen: others may take bytes during the polls, which must not look like the worker's.
         self._least_bytes = min(self._least_bytes, reading.unowned_bytes)
         return ""
 
-    def event(self, lease_id: int, card_uuid: str, reading: CardReading, looked_ns: int) -> WorkerUnlisted:
+    def event(self, lease_id: int, card_uuid: str, reading: CardReading, polled_ns: int) -> WorkerUnlisted:
         """Return the event for the lease table about the last poll."""
-        since_ns = looked_ns if self._since_ns is None else self._since_ns
-        return WorkerUnlisted(lease_id, card_uuid, reading.unowned_bytes, self._least_bytes, since_ns, looked_ns)
+        since_ns = polled_ns if self._since_ns is None else self._since_ns
+        return WorkerUnlisted(lease_id, card_uuid, reading.unowned_bytes, self._least_bytes, since_ns, polled_ns)
 
 
 class Reclaimer:
@@ -312,16 +312,16 @@ class Reclaimer:
         unlisted = UnlistedSince(pid)
         # Without a process id the worker never existed, so its bytes are free.
         while pid:
-            looked_ns = time.monotonic_ns()
+            polled_ns = time.monotonic_ns()
             try:
                 reading = await asyncio.to_thread(self._source.read, card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError) as error:
                 # If no thread can be started, try again: memory may be free again before the slice must be fenced.
                 missing = f"the card can't be looked at: {error}"
             else:
-                missing = unlisted.missing(reading, looked_ns)
+                missing = unlisted.missing(reading, polled_ns)
                 if not missing:
-                    self._post(unlisted.event(lease_id, card_uuid, reading, looked_ns))
+                    self._post(unlisted.event(lease_id, card_uuid, reading, polled_ns))
                     # If the lease table has its proof, it has cancelled this task, which then ends here.
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
@@ -433,12 +433,12 @@ class CardWatch:
 
     async def _look(self, card_uuid: str) -> None:
         # Before the poll: a worker that ends during it was still the daemon's own when the card was read.
-        own, looked_ns = self._workers.pids(), time.monotonic_ns()
+        own, polled_ns = self._workers.pids(), time.monotonic_ns()
         reading = await asyncio.to_thread(self._source.read, card_uuid)
         # A worker that started, or was forgotten, during the poll is the daemon's own, too.
         own |= self._workers.pids()
         self._workers.on_processes_listed(card_uuid, reading.processes.keys())
-        self._post(CardLooked(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), looked_ns))
+        self._post(CardPolled(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), polled_ns))
 
 
 _UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)

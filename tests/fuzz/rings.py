@@ -134,9 +134,9 @@ def take(shared: Shared, requests: RingReader, draws: Draws) -> None:
             assert not count or (there == count and bytes_at(count) == prefix + into)
         case _:
             count = 0
-            assert requests.look(2, draws.number(2)) in (False, True)
+            assert requests.poll(2, draws.number(2)) in (False, True)
             assert requests.has_bytes == (there != 0)
-            assert requests.look(2) == (there > 0)
+            assert requests.poll(2) == (there > 0)
             assert requests.doze() == (there == 0)
             requests.rise()
     assert requests.head == head + count

@@ -102,8 +102,8 @@ class Waiting(Session):
 
     around: "Around | None" = None
 
-    def look(self) -> None:
-        super().look()
+    def poll(self) -> None:
+        super().poll()
         if self.around is not None and not self._counters[Counter.DOING]:
             self.around.go_on()
 

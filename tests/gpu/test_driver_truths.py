@@ -4,7 +4,7 @@ import pytest
 
 from gpulease.daemon.gpus import cuinit
 from gpulease.daemon.gpus.cuinit import Answer
-from gpulease.daemon.gpus.diagnosis import Library, diagnose, look
+from gpulease.daemon.gpus.diagnosis import Library, describe_host, diagnose
 from gpulease.daemon.gpus.nvidia import NvidiaCards
 from helpers.nvml import Cards
 
@@ -14,7 +14,7 @@ NO_DEVICE = 100
 
 
 def test_a_whole_host(cards: Cards) -> None:
-    host = look()
+    host = describe_host()
     assert host.module_version[:1].isdigit()
     assert (host.missing, host.closed) == ((), ())
     assert host.has_cards is not False
@@ -28,4 +28,4 @@ def test_cards_that_are_hidden(cards: Cards, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     answer = cuinit.ask()
     assert answer == Answer(NO_DEVICE)
-    assert "CUDA sees no card" in diagnose(Library.CUDA, NO_DEVICE, look()).message
+    assert "CUDA sees no card" in diagnose(Library.CUDA, NO_DEVICE, describe_host()).message

@@ -155,11 +155,11 @@ def test_a_reader_that_was_killed_while_awake_is_found_out_before_the_ring_is_fu
     layout = RingLayout(8 * LOOK_BYTES, MIN_RING_BYTES)
     is_gone = False
 
-    def look() -> None:
+    def poll() -> None:
         if is_gone:
             raise BrokenPipeError
 
-    writer = client_ends(memoryview(bytearray(layout.total_bytes)), layout, barriers(), list, look)[1]
+    writer = client_ends(memoryview(bytearray(layout.total_bytes)), layout, barriers(), list, poll)[1]
     frame = bytes(100)
     writer.put_whole(frame)
     is_gone, before = True, writer.tail
@@ -291,8 +291,8 @@ def test_expected_data(before: int, head: bytes, surplus: int) -> None:
     ring.take(MIN_RING_BYTES)
     ring.writer.put_whole(head, data + bytes(surplus))
     size = len(head) + 100 + surplus
-    assert ring.reader.look(3, size)
-    assert not ring.reader.look(3, size + 1)
+    assert ring.reader.poll(3, size)
+    assert not ring.reader.poll(3, size + 1)
     taken = ring.reader.take_if(b"head", memoryview(into))
     is_whole = before + 4 <= MIN_RING_BYTES
     assert taken == (head == b"head" and not surplus and is_whole)
@@ -355,10 +355,10 @@ def test_a_sync_s_words() -> None:
     words = SyncWords(memory, threading.Lock())
     assert words.ask(7)
     assert page[1] == 7
-    assert words.look(7, 3) is None
+    assert words.poll(7, 3) is None
     for answer, said in ((15, True), (14, False), (13, None), (17, None)):
         page[33] = answer
-        assert words.look(7, 3) is said
+        assert words.poll(7, 3) is said
     page[READER_SLEEPS] = 1
     assert not words.ask(8)
     words.release()

@@ -231,7 +231,7 @@ class NodeClaims:
         else:
             # The attempt read the holder's record: if it was silent for too long, fence it and take the name from it.
             looked = answer.found[1], answer.found[2]
-            is_free, want.next_ns = self._fences.look(record.node_id, record.incarnation, looked, now_ns)
+            is_free, want.next_ns = self._fences.poll(record.node_id, record.incarnation, looked, now_ns)
             if is_free:
                 want.next_ns = now_ns + membership.poll_ns
                 transaction = self._fences.delete_claim(name, record.node_id, revision)

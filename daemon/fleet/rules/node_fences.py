@@ -37,12 +37,12 @@ BEATS_TO_COME_BACK: Final = 2
 """Own heartbeats that must succeed after an outage before this node fences another, which may have had the same
 outage."""
 
-Looked = tuple[tuple[KeyValue, ...], tuple[KeyValue, ...]]
+FenceReads = tuple[tuple[KeyValue, ...], tuple[KeyValue, ...]]
 """Results of the reads of `reads_of`."""
 
 
 def reads_of(node_id: str) -> tuple[Get, Get]:
-    """Return the reads of a node for `NodeFences.look`: its record, and its fence's mark."""
+    """Return the reads of a node for `NodeFences.poll`: its record, and its fence's mark."""
     return Get(node_key(node_id)), Get(fenced_key(node_id))
 
 
@@ -59,13 +59,13 @@ class NodeFences:
         """Forget observations of another store, where incarnations mean something else."""
         self._gone_ns.clear()
 
-    def look(self, node_id: str, incarnation: int, looked: Looked, now_ns: int) -> tuple[bool, int]:
+    def poll(self, node_id: str, incarnation: int, reads: FenceReads, now_ns: int) -> tuple[bool, int]:
         """Check a node that has a claim of that incarnation, and fence it if it was silent for too long.
 
         Returns whether that incarnation's claims may be deleted now, and when to check again.
         """
         # Case 1: a mark proves that all memberships before it are over.
-        membership, (records, marks) = self._membership, looked
+        membership, (records, marks) = self._membership, reads
         next_ns = now_ns + membership.poll_ns
         if marks and marks[0].mod_revision > incarnation:
             return True, now_ns

@@ -38,7 +38,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Why,
 )
 from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
-from gpulease.daemon.fleet.rules.node_fences import Looked, NodeFences, reads_of
+from gpulease.daemon.fleet.rules.node_fences import FenceReads, NodeFences, reads_of
 from gpulease.daemon.fleet.rules.quota_records import (
     SHARDS,
     DefaultQuota,
@@ -399,7 +399,7 @@ class QuotaShards:
         else:
             want.refusal, want.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 
-    def _drop_dead(self, tenant: str, quota: _Quota, found: dict[str, Looked], now_ns: int) -> None:
+    def _drop_dead(self, tenant: str, quota: _Quota, found: dict[str, FenceReads], now_ns: int) -> None:
         """Remove entries with leases that are surely over."""
         membership = self._membership
         for shard in quota.shards.values():
@@ -413,7 +413,7 @@ class QuotaShards:
                     is_over = is_earlier and (is_known or membership.is_over(now_ns))
                 # Another node's: only if its record was read in the same transaction.
                 elif entry.node_id in found:
-                    is_over, _ = self._fences.look(entry.node_id, entry.incarnation, found[entry.node_id], now_ns)
+                    is_over, _ = self._fences.poll(entry.node_id, entry.incarnation, found[entry.node_id], now_ns)
                 else:
                     is_over = False
                 if is_over:

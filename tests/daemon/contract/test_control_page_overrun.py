@@ -9,7 +9,7 @@ SAID = "a kernel ran for more than 1.5 s"
 
 
 @pytest.mark.parametrize(
-    ("looked_ns", "since_ns", "bound_ms", "said"),
+    ("polled_ns", "since_ns", "bound_ms", "said"),
     [
         (10 * S, 0, 1500, ""),
         (10 * S, 9 * S, 1500, ""),
@@ -21,12 +21,12 @@ SAID = "a kernel ran for more than 1.5 s"
         (8 * S, 9 * S, 1500, ""),
     ],
 )
-def test_what_ran_for_too_long_by_what_is_on_the_page(looked_ns: int, since_ns: int, bound_ms: int, said: str) -> None:
-    assert overran(looked_ns, since_ns, bound_ms) == said
+def test_what_ran_for_too_long_by_what_is_on_the_page(polled_ns: int, since_ns: int, bound_ms: int, said: str) -> None:
+    assert overran(polled_ns, since_ns, bound_ms) == said
     page = BrokerPage()
     try:
         worker_page = WorkerPage(page.fds)
-        worker_page.counters[Counter.LOOKED_NS] = looked_ns
+        worker_page.counters[Counter.LOOKED_NS] = polled_ns
         worker_page.counters[Counter.KERNEL_SINCE_NS] = since_ns
         worker_page.close()
         fd = os.dup(page.fds.claims)

@@ -19,7 +19,7 @@ class Looks:
         self._is_held = is_held
         self._one = threading.Lock()
 
-    def look(self) -> int:
+    def poll(self) -> int:
         assert self._one.acquire(blocking=False), "another is under way"
         self.begun += 1
         number = self.begun
@@ -37,7 +37,7 @@ def waiting() -> int:
 
 def test_who_asks_while_one_is_under_way_shares_the_next() -> None:
     looks = Looks(is_held=True)
-    shared = SharedCall(looks.look)
+    shared = SharedCall(looks.poll)
     before = waiting()
     with ThreadPoolExecutor(MANY + 1) as threads:
         first = threads.submit(shared.get)
@@ -55,7 +55,7 @@ def test_who_asks_while_one_is_under_way_shares_the_next() -> None:
 
 def test_no_answer_is_older_than_its_question() -> None:
     looks = Looks()
-    shared = SharedCall(looks.look)
+    shared = SharedCall(looks.poll)
 
     def ask() -> bool:
         begun = looks.begun

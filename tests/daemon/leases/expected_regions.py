@@ -189,7 +189,7 @@ class ExpectedRegions:
             del self.mapped[region_id]
             shell.send(RegionReleased(region_id))
 
-    def look(self, number: int, shell: "Shell") -> None:
+    def poll(self, number: int, shell: "Shell") -> None:
         """Look at the card for a region, or for a lease that was resized."""
         proof = self.proofs.pop(number)
         if number != proof.lease_id:
@@ -219,7 +219,7 @@ class ExpectedRegions:
             for lease_id in tuple(self.orders):
                 self.carry_out(lease_id, 1, shell)
             for number in tuple(self.proofs):
-                self.look(number, shell)
+                self.poll(number, shell)
 
     def forget_daemon(self) -> None:
         """Lose what a killed daemon had not sent, or had asked for."""

@@ -245,7 +245,7 @@ class LeaseRules(RuleBasedStateMachine):
         if is_lost:
             del self.shell.regions.proofs[number]
         else:
-            self.shell.regions.look(number, self.shell)
+            self.shell.regions.poll(number, self.shell)
 
     @precondition(lambda self: self.shell.jobs)
     @rule(pick=ANY, luck=ANY, is_lost=st.sampled_from([False] * 7 + [True]))

@@ -10,7 +10,7 @@ from gpulease.daemon.leases import (
     AcquireRequested,
     ArmTimer,
     Card,
-    CardLooked,
+    CardPolled,
     Cause,
     CoreLimits,
     Denied,
@@ -233,11 +233,11 @@ class Shell:
 
     def is_provable(self, event: WorkerUnlisted) -> bool:
         booked = next(card.unowned_bytes for card in self.table.cards() if card.uuid == event.card_uuid)
-        has_settled = event.looked_ns - event.since_ns >= SETTLE_NS
+        has_settled = event.polled_ns - event.since_ns >= SETTLE_NS
         return event.worker_id in self.asked_to_prove and (event.unowned_bytes <= booked or has_settled)
 
-    def look(self, card_uuid: str) -> None:
-        self.send(CardLooked(card_uuid, self.unowned_bytes(card_uuid), self.others[card_uuid][1], self.now_ns))
+    def poll(self, card_uuid: str) -> None:
+        self.send(CardPolled(card_uuid, self.unowned_bytes(card_uuid), self.others[card_uuid][1], self.now_ns))
 
     def leave_alone(self) -> None:
         """Remove others' bytes and dead workers' bytes from all cards, and let the table see it."""
@@ -247,7 +247,7 @@ class Shell:
         for wait_ns in (0, SETTLE_NS, SETTLE_NS):
             self.now_ns += wait_ns
             for card in CARDS:
-                self.look(card.uuid)
+                self.poll(card.uuid)
 
     def look_for(self, job: ProveReclaimed) -> None:
         """Look at the card for a dead worker, and queue another look unless this one was enough."""
@@ -517,7 +517,7 @@ class Shell:
         self.disk.is_being_read = False
         self.unlisted.clear()
         for card in CARDS:
-            self.look(card.uuid)
+            self.poll(card.uuid)
         if self.table.drain_ns is not None:
             self.fire(DrainTimerFired())
         if not is_tail_lost:

@@ -7,7 +7,7 @@ import pytest
 from gpulease.daemon.leases import (
     CapacityChanged,
     Card,
-    CardLooked,
+    CardPolled,
     Cause,
     DenialReason,
     Effect,
@@ -41,7 +41,7 @@ class Node(Scenario):
         self.table = LeaseTable((card,), CoreLimits(), warm)
         self.fill()
         if is_looked_at:
-            self.look(0)
+            self.poll(0)
 
     def fill(self) -> None:
         """Let the pool make its contexts."""
@@ -49,13 +49,13 @@ class Node(Scenario):
         while wanted := [one.warm_id for one in self.table.warming() if one.state is WarmState.WARMING]:
             self.do(WorkerReady(wanted[0]))
 
-    def look(self, unowned: int, outside: int = 0) -> list[Effect]:
-        return self.do(CardLooked("GPU-a", unowned, outside, self.now_ns))
+    def poll(self, unowned: int, outside: int = 0) -> list[Effect]:
+        return self.do(CardPolled("GPU-a", unowned, outside, self.now_ns))
 
     def settled(self, unowned: int, outside: int = 0) -> list[Effect]:
         """Return two looks that show the same, far enough apart."""
-        self.look(unowned, outside)
-        return self.at(SETTLE_S).look(unowned, outside)
+        self.poll(unowned, outside)
+        return self.at(SETTLE_S).poll(unowned, outside)
 
     def dead(self, lease_id: int) -> int:
         """Free a lease and reap its worker; return the time."""
@@ -143,14 +143,14 @@ def test_a_warm_contexts_bytes_are_proved_by_the_same_rules() -> None:
 
 def test_lasting_bytes_are_booked_and_released_again() -> None:
     s = Node()
-    s.look(15)
+    s.poll(15)
     assert s.figures == (110, 0, 0)
-    changed = one(s.at(SETTLE_S).look(20), CapacityChanged)
+    changed = one(s.at(SETTLE_S).poll(20), CapacityChanged)
     assert changed.is_less
     assert s.figures == (95, 15, 0), "the least of what was seen"
-    s.look(0)
+    s.poll(0)
     assert s.figures == (95, 15, 0)
-    changed = one(s.at(SETTLE_S).look(3), CapacityChanged)
+    changed = one(s.at(SETTLE_S).poll(3), CapacityChanged)
     assert not changed.is_less
     assert s.figures == (107, 3, 0), "the most of what was seen"
 
@@ -158,42 +158,42 @@ def test_lasting_bytes_are_booked_and_released_again() -> None:
 def test_passing_bytes_are_not_booked() -> None:
     s = Node()
     for unowned in (15, 0, 90, 0, 15, 0):
-        s.at(0.9 * SETTLE_S).look(unowned)
+        s.at(0.9 * SETTLE_S).poll(unowned)
         assert s.figures == (110, 0, 0)
 
 
 def test_other_programs_bytes_are_off_the_capacity_at_once() -> None:
     s = Node()
-    s.look(0, outside=50)
+    s.poll(0, outside=50)
     assert s.figures == (60, 0, 50)
     assert denied(s.acquire(1, 51)).reason is DenialReason.CAPACITY_EXCEEDED
     # Such a program ends: its bytes are nobody's for a moment, and can't be granted meanwhile.
-    s.look(50)
+    s.poll(50)
     assert s.card().capacity_bytes == 60
-    s.at(0.1).look(0)
-    s.at(SETTLE_S).look(0)
+    s.at(0.1).poll(0)
+    s.at(SETTLE_S).poll(0)
     assert s.figures == (110, 0, 0)
 
 
 def test_the_first_look_is_booked_at_once() -> None:
     """A daemon that comes back does not know its predecessor's bookings."""
     s = Node(is_looked_at=False)
-    s.look(15, outside=20)
+    s.poll(15, outside=20)
     assert s.figures == (75, 15, 20)
 
 
 def test_a_look_from_before_the_last_proof_counts_for_nothing() -> None:
     s = Node()
     s.settled(60)
-    s.look(0)
+    s.poll(0)
     s.active(1, 30)
     early_ns = s.now_ns + SETTLE_NS
     s.at(SETTLE_S + 0.01)
     # While 40 bytes linger, it is proved: as many are booked already.
     s.unlisted(1, 40, s.dead(1))
     assert s.lease(1).state is LeaseState.TORNDOWN
-    assert s.do(CardLooked("GPU-a", 0, 0, early_ns)) == []
-    s.look(40)
+    assert s.do(CardPolled("GPU-a", 0, 0, early_ns)) == []
+    s.poll(40)
     assert s.card().capacity_bytes == 70
 
 
@@ -202,8 +202,8 @@ def test_waiters_are_served_when_others_leave() -> None:
     s.settled(60)
     assert s.acquire(1, 60, wait_ms=60_000, ttl_ms=1000) != []
     assert s.table.get(1) is None
-    s.look(0)
-    assert placed(s.at(SETTLE_S).look(0)) == [(1, "GPU-a")]
+    s.poll(0)
+    assert placed(s.at(SETTLE_S).poll(0)) == [(1, "GPU-a")]
 
 
 def test_the_pool_gives_way_to_others_and_comes_back() -> None:
@@ -212,15 +212,15 @@ def test_the_pool_gives_way_to_others_and_comes_back() -> None:
     s.at(1)
     s.fill()
     assert s.card().warm_contexts == 3
-    s.look(0, outside=25)
+    s.poll(0, outside=25)
     gone = [context.warm_id for context in s.table.warming() if context.state is WarmState.DROPPING]
     assert len(gone) == 2
     for warm_id in gone:
         s.do(WorkerExited(warm_id, "it was killed"))
         s.do(ReclaimProved(warm_id))
     assert s.at(10).card().warm_contexts == 1
-    s.look(0)
-    s.at(SETTLE_S).look(0)
+    s.poll(0)
+    s.at(SETTLE_S).poll(0)
     s.fill()
     assert s.card().warm_contexts == 3
 
@@ -228,7 +228,7 @@ def test_the_pool_gives_way_to_others_and_comes_back() -> None:
 def test_a_lease_that_waits_for_room_which_others_take_is_refused() -> None:
     s = Node(warm=2)
     s.acquire(1, 100)
-    effects = s.look(0, outside=20)
+    effects = s.poll(0, outside=20)
     assert denied(effects).reason is DenialReason.SESSION_FAILED
     s.gone(1)
     assert s.card().held_bytes == 0
@@ -237,7 +237,7 @@ def test_a_lease_that_waits_for_room_which_others_take_is_refused() -> None:
 def test_leases_keep_what_they_were_granted() -> None:
     s = Node()
     s.active(1, 90)
-    s.look(0, outside=60)
+    s.poll(0, outside=60)
     assert s.lease(1).state is LeaseState.ACTIVE
     assert (s.card().free_bytes, s.card().available_bytes) == (0, 0)
     s.do(FreeRequested(50, 1, "ann"))
@@ -249,7 +249,7 @@ def test_spare_bytes_are_taken_first() -> None:
     s = Node(spare=40)
     s.settled(15, outside=20)
     assert s.figures == (110, 15, 20)
-    s.look(15, outside=30)
+    s.poll(15, outside=30)
     assert s.figures == (105, 15, 30)
 
 
@@ -270,11 +270,11 @@ def test_bytes_within_the_slack_are_not_booked() -> None:
 @pytest.mark.parametrize("seen", [SLACK + 1, SLACK, SLACK // 2 + 1])
 def test_a_figure_near_the_slack_is_not_booked_and_released_in_turns(seen: int) -> None:
     growth = Growth(SLACK, settles=False)
-    growth.look(SLACK + 1, 0)
+    growth.poll(SLACK + 1, 0)
     assert growth.booked_bytes == SLACK + 1
-    growth.look(seen, 1)
-    growth.look(seen, SETTLE_NS + 1)
+    growth.poll(seen, 1)
+    growth.poll(seen, SETTLE_NS + 1)
     assert growth.booked_bytes == SLACK + 1
-    growth.look(SLACK // 2, SETTLE_NS + 2)
-    growth.look(SLACK // 2, 2 * SETTLE_NS + 2)
+    growth.poll(SLACK // 2, SETTLE_NS + 2)
+    growth.poll(SLACK // 2, 2 * SETTLE_NS + 2)
     assert growth.booked_bytes == 0

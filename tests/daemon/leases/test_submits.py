@@ -8,7 +8,7 @@ import pytest
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     AcquireRequested,
-    CardLooked,
+    CardPolled,
     Cause,
     CoreLimits,
     DenialReason,
@@ -187,7 +187,7 @@ def test_nobody_attaches_to_a_session_whose_memory_a_submit_has() -> None:
 
 def test_a_submit_borrows_nothing_that_others_have_taken() -> None:
     s = leased(keeps=0, capacity=100)
-    s.do(CardLooked("GPU-a", 0, 100 - SIZE - OVERHEAD, s.now_ns))
+    s.do(CardPolled("GPU-a", 0, 100 - SIZE - OVERHEAD, s.now_ns))
     assert one(ask(s), SpawnSubmit).size_bytes == SIZE - OVERHEAD
     assert s.card().held_bytes == s.card().capacity_bytes == SIZE + OVERHEAD
 

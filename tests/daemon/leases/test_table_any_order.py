@@ -215,7 +215,7 @@ class AnyOrder(LeaseRules):
         free_bytes = next(card.free_bytes for card in self.shell.table.cards() if card.uuid == lease.card_uuid)
         unowned, outside = self.shell.others[lease.card_uuid]
         self.shell.others[lease.card_uuid] = unowned, outside + max(0, free_bytes - left)
-        self.shell.look(lease.card_uuid)
+        self.shell.poll(lease.card_uuid)
         self.ask(lambda number: SubmitRequested(number, lease.lease_id, lease.tenant, 3000))
 
     @precondition(lambda self: self.warm_contexts)
@@ -280,7 +280,7 @@ class AnyOrder(LeaseRules):
     @rule(pick=ANY, ms=st.sampled_from([0, 1000, 2000]))
     def a_card_is_looked_at(self, pick: int, ms: int) -> None:
         self.shell.now_ns += ms * MS
-        self.shell.look(CARDS[pick % len(CARDS)].uuid)
+        self.shell.poll(CARDS[pick % len(CARDS)].uuid)
 
     @precondition(lambda self: self.shell.lingering)
     @rule(pick=ANY)

@@ -40,7 +40,7 @@ def test_time_counts_from_the_look_that_saw_the_one_before_end() -> None:
         # Ended and another begun between two looks.
         (80, 11, 10, 80),
     ):
-        watch.look(now_ns)
+        watch.poll(now_ns)
         assert counters[Counter.KERNEL_SINCE_NS] == since_ns, now_ns
 
 
@@ -61,10 +61,10 @@ def test_the_oldest_of_several_streams_counts() -> None:
         (80, 5, {4: 8}, 70),
     ):
         context.queued, context.ended, context.others = 100, ended, others
-        watch.look(now_ns)
+        watch.poll(now_ns)
         assert counters[Counter.KERNEL_SINCE_NS] == since_ns, now_ns
     context.queued, context.others = 5, {}
-    watch.look(90)
+    watch.poll(90)
     assert watch.look_after_ms() is None
 
 
@@ -72,11 +72,11 @@ def test_the_oldest_of_several_streams_counts() -> None:
 def test_the_time_between_looks_follows_the_bound(max_kernel_ms: int, look_ms: int) -> None:
     watch, _ = watch_of(MadeContext(queued=1), max_kernel_ms)
     assert watch.look_after_ms() is None
-    watch.look(5)
+    watch.poll(5)
     assert watch.look_after_ms() == look_ms
 
 
 def test_without_a_bound_nothing_is_looked_at() -> None:
     watch, counters = watch_of(MadeContext(queued=1), 0)
-    watch.look(5)
+    watch.poll(5)
     assert (counters[Counter.KERNEL_SINCE_NS], watch.look_after_ms(), watch.is_on) == (0, None, False)

@@ -89,7 +89,7 @@ async def settled(scene: Scene, looks: int) -> None:
 def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, over: bool) -> None:
     async def story() -> None:
         scene = Scene(MadeCards(held), MadeWorkers(alive))
-        scene.weigher.look(5)
+        scene.weigher.poll(5)
         await settled(scene, 1)
         assert [type(event) for event in scene.posted] == [SessionCondemned] * over
         for event in scene.posted:
@@ -100,7 +100,7 @@ def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, ov
             assert snapshot.cause is Cause.OVER_SLICE
             assert snapshot.reason
             # The second look at a lease that is over finds nothing to say.
-            scene.weigher.look(5)
+            scene.weigher.poll(5)
             await settled(scene, 1)
             assert len(scene.posted) == 1
 
@@ -111,7 +111,7 @@ def test_looks_asked_for_meanwhile_are_one_more() -> None:
     async def story() -> None:
         scene = Scene(MadeCards(0))
         for _ in range(5):
-            scene.weigher.look(5)
+            scene.weigher.poll(5)
         await settled(scene, 2)
         assert scene.cards.looks == 2
 
@@ -123,10 +123,10 @@ def test_between_two_looks_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def story() -> None:
         scene = Scene(MadeCards(0))
-        scene.weigher.look(5)
+        scene.weigher.poll(5)
         await asyncio.to_thread(wait_until, lambda: scene.cards.looks == 1, "it is looked at at once")
         for _ in range(20):
-            scene.weigher.look(5)
+            scene.weigher.poll(5)
             await asyncio.to_thread(int)
         assert scene.cards.looks == 1
         await scene.weigher.stop()

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
-from gpulease.daemon.leases import CardLooked, Event, ReclaimProved, WorkerUnlisted
+from gpulease.daemon.leases import CardPolled, Event, ReclaimProved, WorkerUnlisted
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.workers import monitors
 from gpulease.daemon.workers.monitors import CardWatch, Reclaimer
@@ -74,8 +74,8 @@ def test_a_listed_process_proves_nothing_and_an_unlisted_one_is_told_of_at_each_
         posted = await proof(MadeCards([*looks]), 3)
         told = [event for event in posted if isinstance(event, WorkerUnlisted)]
         assert [(event.unowned_bytes, event.least_bytes) for event in told] == [(60, 60), (20, 20), (40, 20)]
-        assert {event.since_ns for event in told} == {told[0].looked_ns}
-        assert told == sorted(told, key=lambda event: event.looked_ns)
+        assert {event.since_ns for event in told} == {told[0].polled_ns}
+        assert told == sorted(told, key=lambda event: event.polled_ns)
 
     run(story)
 
@@ -86,7 +86,7 @@ def test_a_process_that_is_listed_again_begins_anew() -> None:
         first, second = await proof(MadeCards([*looks]), 2)
         assert isinstance(first, WorkerUnlisted)
         assert isinstance(second, WorkerUnlisted)
-        assert (second.least_bytes, second.since_ns) == (70, second.looked_ns)
+        assert (second.least_bytes, second.since_ns) == (70, second.polled_ns)
 
     run(story)
 
@@ -120,7 +120,7 @@ def test_the_watch_tells_strangers_from_workers(monkeypatch: pytest.MonkeyPatch)
         cards.readings.insert(0, None)
         await enough.wait()
         await watch.stop()
-        told = [event for event in posted if isinstance(event, CardLooked)]
+        told = [event for event in posted if isinstance(event, CardPolled)]
         assert {(event.unowned_bytes, event.outside_bytes) for event in told} == {(7, 25)}
 
     run(story)

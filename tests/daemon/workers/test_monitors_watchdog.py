@@ -33,8 +33,8 @@ class Scene:
     watchman: KernelWatchdog
     posted: list[Event]
 
-    def round(self, at_ns: int, *, looked_ns: int, since_ns: int = 0, doing: int = 0) -> list[Cause]:
-        self.counters[Counter.LOOKED_NS] = looked_ns
+    def round(self, at_ns: int, *, polled_ns: int, since_ns: int = 0, doing: int = 0) -> list[Cause]:
+        self.counters[Counter.LOOKED_NS] = polled_ns
         self.counters[Counter.KERNEL_SINCE_NS] = since_ns
         self.counters[Counter.DOING] = doing
         self.posted.clear()
@@ -57,42 +57,42 @@ def scene() -> Iterator[Scene]:
 
 
 def test_a_kernel_that_was_seen_to_run_for_too_long(scene: Scene) -> None:
-    assert scene.round(13 * S, looked_ns=12 * S - 1, since_ns=10 * S) == []
-    assert scene.round(13 * S, looked_ns=12 * S, since_ns=10 * S) == [Cause.KERNEL_TIMEOUT]
-    assert scene.round(13 * S, looked_ns=12 * S) == []
+    assert scene.round(13 * S, polled_ns=12 * S - 1, since_ns=10 * S) == []
+    assert scene.round(13 * S, polled_ns=12 * S, since_ns=10 * S) == [Cause.KERNEL_TIMEOUT]
+    assert scene.round(13 * S, polled_ns=12 * S) == []
 
 
 def test_what_nobody_looked_at_may_have_ended(scene: Scene) -> None:
     """A worker that compiles does not look."""
-    assert scene.round(19 * S, looked_ns=11 * S, since_ns=10 * S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(19 * S, polled_ns=11 * S, since_ns=10 * S, doing=Opcode.MODULE_LOAD) == []
 
 
 @pytest.mark.parametrize(("doing", "ends"), [(0, True), (Opcode.SYNC, True), (Opcode.MODULE_LOAD, False)])
 def test_a_worker_that_goes_round_no_more(scene: Scene, doing: int, ends: bool) -> None:
-    assert scene.round(S, looked_ns=S, doing=doing) == []
-    assert scene.round(LONG, looked_ns=S, doing=doing) == []
-    assert scene.round(S + LONG, looked_ns=S, doing=doing) == [Cause.UNRESPONSIVE] * ends
-    assert scene.round(S + LONG + 1, looked_ns=2 * S, doing=doing) == []
+    assert scene.round(S, polled_ns=S, doing=doing) == []
+    assert scene.round(LONG, polled_ns=S, doing=doing) == []
+    assert scene.round(S + LONG, polled_ns=S, doing=doing) == [Cause.UNRESPONSIVE] * ends
+    assert scene.round(S + LONG + 1, polled_ns=2 * S, doing=doing) == []
 
 
 def test_an_image_that_compiles_for_too_long(scene: Scene) -> None:
     """A load that waits for a kernel is none: its worker has compiled by then."""
     scene.counters[Counter.COMPILING_SINCE_NS] = 3 * S
-    assert scene.round(10 * S - 1, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
-    assert scene.round(10 * S, looked_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
+    assert scene.round(10 * S - 1, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(10 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
     scene.counters[Counter.COMPILING_SINCE_NS] = 0
-    assert scene.round(11 * S, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(11 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
 
 
 def test_a_worker_that_compiles_a_graph_s_kernels_is_no_silent_one(scene: Scene) -> None:
-    assert scene.round(S, looked_ns=S, doing=Opcode.GRAPH_CREATE) == []
+    assert scene.round(S, polled_ns=S, doing=Opcode.GRAPH_CREATE) == []
     scene.counters[Counter.COMPILING_SINCE_NS] = LONG
-    assert scene.round(S + LONG, looked_ns=S, doing=Opcode.GRAPH_CREATE) == []
+    assert scene.round(S + LONG, polled_ns=S, doing=Opcode.GRAPH_CREATE) == []
     scene.counters[Counter.COMPILING_SINCE_NS] = 0
-    assert scene.round(S + 2 * LONG, looked_ns=S, doing=Opcode.GRAPH_CREATE) == [Cause.UNRESPONSIVE]
+    assert scene.round(S + 2 * LONG, polled_ns=S, doing=Opcode.GRAPH_CREATE) == [Cause.UNRESPONSIVE]
 
 
 def test_a_known_wait_leaves_time_for_the_next_look(scene: Scene) -> None:
-    assert scene.round(S, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
-    assert scene.round(S + 2 * LONG, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
-    assert scene.round(2 * S + 2 * LONG, looked_ns=S) == []
+    assert scene.round(S, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(S + 2 * LONG, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(2 * S + 2 * LONG, polled_ns=S) == []
