@@ -113,8 +113,8 @@ class _KnownReply:
         if asked is _ANSWERED:
             if operations.freed:
                 operations.settle(None, "")
-            if self._op in operations.fences or operations.settled_id == request_id - 1:
-                operations.settled_id = request_id  # as in `RequestPipeline.acknowledge`
+            if self._op in operations.fences or operations.acknowledged_id == request_id - 1:
+                operations.acknowledged_id = request_id  # as in `RequestPipeline.acknowledge`
             return DONE
         return NOT_SENT if asked is AskOutcome.NOT_SENT else Pending(self._receive, request_id)
 

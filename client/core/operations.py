@@ -103,7 +103,7 @@ class RequestPipeline:
         attachment: The session's connection.
         deadline: Bounds the time of an operation.
         freed: (request id, operation, handle) of frees and reuses in flight; any later reply settles them.
-        settled_id: Every request up to this one is known to have ended well, or its failure was raised.
+        acknowledged_id: Every request up to this one is known to have ended well, or its failure was raised.
         fences: Operations with a reply that settles everything before them.
     """
 
@@ -111,12 +111,12 @@ class RequestPipeline:
         self.attachment = attachment
         self.deadline: Deadline = LeaseDeadline(attachment.lease)
         self.freed: deque[tuple[int, Opcode, int]] = deque()
-        self.settled_id = 0
+        self.acknowledged_id = 0
         self.fences = ONE_STREAM_FENCES
 
     def begin(self) -> None:
         """Start counting: the session has just been attached."""
-        self.settled_id = self.attachment.connection.last_request_id
+        self.acknowledged_id = self.attachment.connection.last_request_id
 
     # --- whole operations ---
 
@@ -281,8 +281,8 @@ class RequestPipeline:
     def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
         """Record that the requests `first_id` to `last_id` (by default `last_id` alone) were answered."""
         # The reply settles everything before it only if its operation waits for that, or if nothing else was left.
-        if op in self.fences or self.settled_id >= (first_id or last_id) - 1:
-            self.settled_id = last_id
+        if op in self.fences or self.acknowledged_id >= (first_id or last_id) - 1:
+            self.acknowledged_id = last_id
 
     def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
         """Process a reply: every quiet request before it has been executed, has failed, or was skipped.
@@ -313,7 +313,7 @@ class RequestPipeline:
         """The deadline of waiting at the end of a `with` block; None if there is nothing to wait for."""
         # Nothing to wait for: the session is over, or its last request is known to have ended well.
         attachment = self.attachment
-        is_settled = attachment.end is not None or self.settled_id == attachment.connection.last_request_id
+        is_settled = attachment.end is not None or self.acknowledged_id == attachment.connection.last_request_id
         over = attachment.lease.over
         is_given_back = over is not None and over.status is Status.LEASE_FREED
         if is_settled or is_given_back or attachment.recording is not None:

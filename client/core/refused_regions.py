@@ -79,7 +79,7 @@ class RefusedRegions:
             return True
         # Something that was sent is not settled yet, and may have failed before this: the worker must report the first
         # failure, so it gets this launch too.
-        if operations.settled_id != attachment.connection.last_request_id:
+        if operations.acknowledged_id != attachment.connection.last_request_id:
             return False
         # The worker notifies whoever watches the region. Without room for this, the launch goes to the worker.
         numbers = {"request_id": attachment.connection.next_request_id(), "session_id": attachment.session_id}

@@ -233,7 +233,7 @@ class Streams:
         """Record that the work of all requests so far has ended without failure."""
         operations, attachment = self.operations, self.attachment
         # The next sync without any request in between needs nothing but this.
-        self._ended_id = operations.settled_id = attachment.connection.last_request_id
+        self._ended_id = operations.acknowledged_id = attachment.connection.last_request_id
         self._ended_until_ns = monotonic_ns() + TRUSTED_NS
         if operations.freed:
             operations.settle(None, "")
@@ -285,7 +285,7 @@ class Streams:
     def _taking_back(self, waiting: Procedure[T], number: int | None = None) -> Procedure[T]:
         """Wait for a stream, or for all of them; then take back the arrays that their copies used."""
         result = yield from waiting
-        if number is None and self.operations.settled_id == self.attachment.connection.last_request_id:
+        if number is None and self.operations.acknowledged_id == self.attachment.connection.last_request_id:
             self._note_end()
         else:
             self.attachment.lent.take_back(number)

@@ -646,7 +646,7 @@ class Context(Protocol):
         """Wait for everything that all streams hold, destroyed streams too."""
 
     def flush_printed(self) -> None:
-        """Write what kernels have printed to this process's standard output (host/kept_output.py); none may run."""
+        """Write what kernels have printed to this process's standard output (host/captured_output.py); none may run."""
 
     def watch(self, poll: Poll) -> None:
         """Count the launches that end from now on.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gpulease.daemon.host.kept_output import write_output
+from gpulease.daemon.host.captured_output import write_output
 from gpulease.daemon.ptx.limits import MAX_PRINT_BYTES, MAX_PRINT_WIDTH
 from gpulease.daemon.ptx.memory import Mapping
 from gpulease.daemon.ptx.native.structures import Mark, PrintHead, PrintRecord

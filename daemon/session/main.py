@@ -22,9 +22,9 @@ from gpulease.daemon.contract.message_fields import Message, parse_message
 from gpulease.daemon.contract.messages import TO_WORKER, Failed, Faulted, Ready, Scrubbed
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
+from gpulease.daemon.host.captured_output import CapturedOutput
 from gpulease.daemon.host.heap_wipe import is_heap_wiped
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
-from gpulease.daemon.host.kept_output import KeptOutput
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.session.connection import spin_policy_of
 from gpulease.daemon.session.ledger import Ledger
@@ -61,10 +61,10 @@ class _Scrubbed:
     held_bytes: int
 
 
-def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
+def run_lease_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
     """Run as the worker of one lease, in a process just forked and sandboxed; return how to exit."""
 
-    def serve(page: WorkerPage, output: KeptOutput) -> WorkerExit:
+    def serve(page: WorkerPage, output: CapturedOutput) -> WorkerExit:
         served = _serve(
             spec, driver, channel, page, output, lambda: driver.open_context(spec.card_uuid, spec.size_bytes)
         )
@@ -73,13 +73,13 @@ def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pag
     return _run(serve, channel, page_fds)
 
 
-def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
+def run_warm_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
     """Run as a warm worker, then as the worker of one lease after another, in a process just forked.
 
     Returns how to exit.
     """
 
-    def wait_and_serve(page: WorkerPage, output: KeptOutput) -> WorkerExit:
+    def wait_and_serve(page: WorkerPage, output: CapturedOutput) -> WorkerExit:
         set_name(WARM_NAME)
         try:
             # The first context and the warm-up pay for everything that is slow the first time. `rewind` then keeps only
@@ -98,7 +98,7 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
 
 
 def _serve_leases(
-    spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, output: KeptOutput, opening: Opening
+    spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, output: CapturedOutput, opening: Opening
 ) -> WorkerExit:
     """Wait for a lease and serve it; then wait for another, as long as each leaves nothing behind."""
     while True:
@@ -124,13 +124,13 @@ def _serve_leases(
 
 
 def _run(
-    serve: Callable[[WorkerPage, KeptOutput], WorkerExit], channel: socket.socket, page_fds: PageFds
+    serve: Callable[[WorkerPage, CapturedOutput], WorkerExit], channel: socket.socket, page_fds: PageFds
 ) -> WorkerExit:
     try:
         # Whatever the zygote does with SIGTERM, a worker dies of it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            page, output = WorkerPage(page_fds), KeptOutput()
+            page, output = WorkerPage(page_fds), CapturedOutput()
         except OSError as error:
             # The host has no memory to map them.
             _tell(channel, Failed(str(error)))
@@ -169,7 +169,7 @@ def _serve(
     driver: Driver,
     channel: socket.socket,
     page: WorkerPage,
-    output: KeptOutput,
+    output: CapturedOutput,
     open_context: Callable[[], Context],
 ) -> WorkerExit | _Scrubbed:
     # An earlier lease's kernels may have printed until the end of its context; drop that output.

@@ -53,7 +53,7 @@ from gpulease.daemon.log.writer import go_on_logging, log_event, stop_logging
 from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.sandbox_entry import SandboxPlan
 from gpulease.daemon.sandbox.trial import prepare
-from gpulease.daemon.session.main import live, stand_by
+from gpulease.daemon.session.main import run_lease_worker, run_warm_worker
 from gpulease.daemon.session.native.launch_fast_path import serving_code
 from gpulease.daemon.zygote.driver_registry import driver_named
 from gpulease.daemon.zygote.worker_output import WorkerOutput, redirect_output
@@ -450,7 +450,7 @@ class Zygote:
             send_message(channel, Failed(str(error)).to_map())
             return WorkerExit.NO_CONTEXT
         # The rest of the worker's life is in session/main.py.
-        begin = stand_by if spec.is_warm else live
+        begin = run_warm_worker if spec.is_warm else run_lease_worker
         return begin(spec, self._driver, channel, page_fds)
 
     def _log_output(self, pid: int, line: str, lost_lines: int) -> None:

@@ -154,7 +154,7 @@ def live_by_size(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_
     """Be hostile where the lease's size asks for it."""
     if spec.size_bytes == HOSTILE_BYTES:
         live(spec, driver, channel, page_fds)
-    return main.live(spec, driver, channel, page_fds)
+    return main.run_lease_worker(spec, driver, channel, page_fds)
 
 
 if __name__ == "__main__":

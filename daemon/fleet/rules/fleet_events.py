@@ -476,7 +476,7 @@ class Note(Enum):
     """This node's clock is faster or slower than the others', by their readings; without text it is right again."""
     FAULT = "fault"
     """A fault of the daemon prevented it from handling an answer, which counts as lost."""
-    TWIN = "twin"
+    DUPLICATE_NODE_ID = "twin"
     """Another daemon joined with this node's id."""
     NOT_COMPACTED = "not_compacted"
     """etcd did not let this node remove its history."""

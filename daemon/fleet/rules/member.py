@@ -112,7 +112,9 @@ NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} 
 
 CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; check the clocks of all of them"
 
-TWIN: Final = "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
+DUPLICATE_NODE_ID: Final = (
+    "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
+)
 
 LEFT_OVER: Final = "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
 
@@ -151,7 +153,7 @@ class _Phase(Enum):
     MEMBER = auto()
 
 
-class _Stranger(NamedTuple):
+class _ForeignRecord(NamedTuple):
     """Another daemon's record with this node's id; unchanged since `since_ns`."""
 
     mod_revision: int
@@ -194,7 +196,7 @@ class Member:
         self._is_settling = False
         self._joined_revision = 0
         """The revision of the last join that this node saw."""
-        self._stranger: _Stranger | None = None
+        self._foreign: _ForeignRecord | None = None
         self._remembered_ns = 0
         self._horizon_s = terms.horizon_s
         self._record = RecordChanged()
@@ -492,16 +494,16 @@ class Member:
 
     def _is_silent(self, record: KeyValue, now_ns: int) -> bool:
         """Return whether another daemon's record was unchanged for half a horizon. Otherwise report the wait."""
-        membership, seen = self._membership, self._stranger
+        membership, seen = self._membership, self._foreign
         if seen is None or seen.mod_revision != record.mod_revision:
-            self._stranger = _Stranger(record.mod_revision, now_ns, is_alive=seen is not None)
-        stranger = self._stranger
-        assert stranger is not None
-        text = TWIN if stranger.is_alive else f"{LEFT_OVER} {membership.silence_ns / NS_PER_S:g} s"
+            self._foreign = _ForeignRecord(record.mod_revision, now_ns, is_alive=seen is not None)
+        foreign = self._foreign
+        assert foreign is not None
+        text = DUPLICATE_NODE_ID if foreign.is_alive else f"{LEFT_OVER} {membership.silence_ns / NS_PER_S:g} s"
         membership.trouble = Why.ISOLATED, text
-        if seen is None or seen.is_alive != stranger.is_alive:
+        if seen is None or seen.is_alive != foreign.is_alive:
             self._note(Note.REFUSED, text)
-        return now_ns >= stranger.since_ns + membership.silence_ns
+        return now_ns >= foreign.since_ns + membership.silence_ns
 
     def _again(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
         self._due_ns = now_ns
@@ -523,7 +525,7 @@ class Member:
         self._is_isolated = False
         self._written = None
         self._attempts.clear()
-        self._stranger = None
+        self._foreign = None
         self._mark = DaemonMark(self._mark.beat, self._membership.instance, entered)
         self._awaits_mark = False
         self._joined_revision = 0
@@ -576,8 +578,8 @@ class Member:
         is_spoiled = record and record.create_revision == self._membership.incarnation and not self._nonce(record)
         # A readable record by a foreign writer is a second daemon with this id. It got the record, so this one must go.
         if record and not is_spoiled and not self._is_own(record):
-            self._note(Note.TWIN, TWIN)
-            self._lose(Reason.FENCED, TWIN)
+            self._note(Note.DUPLICATE_NODE_ID, DUPLICATE_NODE_ID)
+            self._lose(Reason.FENCED, DUPLICATE_NODE_ID)
             return
         # Without the record of this incarnation, the node was fenced.
         if record is None or record.create_revision != self._membership.incarnation:
@@ -801,7 +803,7 @@ class Member:
                 return
             # No answer: forget whatever only an unbroken row of answers proves.
             self._membership.beating_since_ns = None
-            self._stranger = None
+            self._foreign = None
             self._clocks.lose_slot()
             is_rejected = isinstance(outcome, TransactionRejected)
             self._note(Note.REJECTED if is_rejected else Note.BEAT_UNKNOWN, outcome.reason)

@@ -10,7 +10,7 @@ from helpers.waiting import wait_until
 MANY = 8
 
 
-class Looks:
+class Polls:
     """Each look says which one it was, once it may end."""
 
     def __init__(self, *, is_held: bool = False) -> None:
@@ -36,7 +36,7 @@ def waiting() -> int:
 
 
 def test_who_asks_while_one_is_under_way_shares_the_next() -> None:
-    looks = Looks(is_held=True)
+    looks = Polls(is_held=True)
     shared = SharedCall(looks.poll)
     before = waiting()
     with ThreadPoolExecutor(MANY + 1) as threads:
@@ -54,7 +54,7 @@ def test_who_asks_while_one_is_under_way_shares_the_next() -> None:
 
 
 def test_no_answer_is_older_than_its_question() -> None:
-    looks = Looks()
+    looks = Polls()
     shared = SharedCall(looks.poll)
 
     def ask() -> bool:

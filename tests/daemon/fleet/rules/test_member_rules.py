@@ -60,7 +60,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Stopping,
     Why,
 )
-from gpulease.daemon.fleet.rules.member import EPOCH_GAP, FOREIGN, LEFT_OVER, TWIN, UNSETTLED
+from gpulease.daemon.fleet.rules.member import DUPLICATE_NODE_ID, EPOCH_GAP, FOREIGN, LEFT_OVER, UNSETTLED
 from gpulease.daemon.fleet.rules.membership import MAX_CLOCK_ERROR
 from gpulease.daemon.fleet.rules.node_claims import MAX_WANTS
 from gpulease.daemon.fleet.rules.quota_records import shard_key
@@ -275,10 +275,13 @@ def test_a_twin_stays_out_while_the_first_beats(etcd: ModelEtcd) -> None:
     twin = Host(etcd, run=2).begin()
     together(60, host, twin)
     assert (twin.take(Joined), host.take(EndClaimed)) == ([], [])
-    assert [noted.text for noted in twin.take(Noted) if noted.note is Note.REFUSED] == [f"{LEFT_OVER} 15 s", TWIN]
+    assert [noted.text for noted in twin.take(Noted) if noted.note is Note.REFUSED] == [
+        f"{LEFT_OVER} 15 s",
+        DUPLICATE_NODE_ID,
+    ]
     twin.ask_for("other")
     (refused,) = twin.take(ClaimRefused)
-    assert (refused.why, refused.text) == (Why.ISOLATED, TWIN)
+    assert (refused.why, refused.text) == (Why.ISOLATED, DUPLICATE_NODE_ID)
     assert etcd.keys[name_key("m")].mod_revision == epoch
 
 
@@ -324,8 +327,8 @@ def test_a_twin_that_took_over_ends_the_first_once_that_is_silent(etcd: ModelEtc
     assert len(twin.take(Joined)) == 1
     host.is_cut = False
     together(6, host, twin)
-    assert [(end.reason, end.text) for end in host.take(EndClaimed)] == [(Reason.FENCED, TWIN)]
-    assert Note.TWIN in [noted.note for noted in host.take(Noted)]
+    assert [(end.reason, end.text) for end in host.take(EndClaimed)] == [(Reason.FENCED, DUPLICATE_NODE_ID)]
+    assert Note.DUPLICATE_NODE_ID in [noted.note for noted in host.take(Noted)]
     host.send(LiveClaims())
     together(100, host, twin)
     assert (host.take(Joined), twin.take(EndClaimed)) == ([], [])
@@ -390,14 +393,14 @@ def test_a_copy_that_was_made_since_the_last_beat_ends_the_first_and_frees_nothi
     twin = Host(etcd, now=host.now, run=2, **host.left()).begin()
     assert len(twin.take(Joined)) == 1
     together(6, host, twin)
-    assert [end.text for end in host.take(EndClaimed)] == ([] if is_cut else [TWIN])
+    assert [end.text for end in host.take(EndClaimed)] == ([] if is_cut else [DUPLICATE_NODE_ID])
     while name_key("m") in etcd.keys:
         assert etcd.keys[name_key("m")].mod_revision == claimed.epoch
         twin.run(1)
     assert twin.now > horizon
     host.is_cut = False
     host.run(6)
-    assert [end.text for end in host.take(EndClaimed)] == ([TWIN] if is_cut else [])
+    assert [end.text for end in host.take(EndClaimed)] == ([DUPLICATE_NODE_ID] if is_cut else [])
     assert twin.take(EndClaimed) == []
 
 
@@ -1068,7 +1071,7 @@ def test_a_copied_machine_takes_its_record_for_the_other_copy_s(etcd: ModelEtcd)
     copy.settle()
     together(60, one, copy)
     assert (one.claims(), one.take(EndClaimed), copy.take(Joined)) == ("a", [], [])
-    assert TWIN in [noted.text for noted in copy.take(Noted)]
+    assert DUPLICATE_NODE_ID in [noted.text for noted in copy.take(Noted)]
 
 
 def test_a_pause_makes_no_clock_a_wrong_one(etcd: ModelEtcd) -> None:

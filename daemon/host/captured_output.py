@@ -27,7 +27,7 @@ def write_output(data: bytes) -> None:
     _LIBC.fflush(_stream())
 
 
-class KeptOutput:
+class CapturedOutput:
     """Captures this process's standard output from now on."""
 
     def __init__(self) -> None:
