@@ -158,5 +158,5 @@ def live_by_size(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_
 
 
 if __name__ == "__main__":
-    zygote.live = live_by_size  # type: ignore[attr-defined]
+    zygote.run_lease_worker = live_by_size  # type: ignore[attr-defined]
     sys.exit(zygote.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], *map(int, sys.argv[5:])))

@@ -48,7 +48,7 @@ BY_THE_FILTER = {"write several": "EPERM", "truncate it by its name": "EPERM"}
 @pytest.fixture
 def hostile(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Broker]:
     body, without = request.param
-    before = f"import helpers.hostile_worker; z.live = helpers.hostile_worker.{body}"
+    before = f"import helpers.hostile_worker; z.run_lease_worker = helpers.hostile_worker.{body}"
     broker = Broker(tmp_path, sandbox=SandboxSettings(without=frozenset(without)), before=before)
     try:
         yield broker
