@@ -291,6 +291,9 @@ class Parking:
             raise _Refused(ParkRefusal.LOST, "its context is lost")
         if self._is_moving():
             raise _Refused(ParkRefusal.REGIONS, "one of its regions is being opened or ended")
+        # All that is missing of the host memory is populated meanwhile, by several threads.
+        if memory is not None:
+            memory.want(context.pages_bytes)
         # Step 2: a wait for what is in flight. A fault of it is the tenant's, and does not prevent the park.
         self._resources.aside(lambda: context.sync(lambda: self._check_time(order.until_ns)))
         context.trim(0, self._resources.check_lease)
