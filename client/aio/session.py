@@ -18,7 +18,7 @@ from gpulease.client.aio.streams import Stream, fence
 from gpulease.client.core.arrays import new, upload
 from gpulease.client.core.elementwise import ElementwiseOperation
 from gpulease.client.core.launch import KernelArguments, LaunchAttributes
-from gpulease.client.core.lease import by_environment, by_token, state_of
+from gpulease.client.core.lease import by_assignment, by_token, state_of
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionCore, SessionView
@@ -81,31 +81,43 @@ class GpuSession(SessionView):
 
     @classmethod
     def attach(
-        cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
+        cls,
+        token: bytes | str | Grant | None = None,
+        address: str | None = None,
+        *,
+        name: str | None = None,
+        shared_memory: bool = True,
     ) -> AsyncOpening[Self]:
         """Open a session on another tenant's lease with a token; it may do what the token permits, until that expires.
 
-        A token opens one session. Without a token, this opens a session on the lease that `gpulease run` acquired for
-        this program, which GPULEASE_LEASE_ID names.
+        A token opens one session. Without a token, this opens a session on the lease that `gpulease run` or a cluster
+        acquired for this program: GPULEASE_LEASE_ID names it, or it is one of the container's (GPULEASE_LEASES).
 
         Args:
-            token: The token, in any of the forms in which tokens are passed on; None for the lease of `gpulease run`.
+            token: The token, in any of the forms in which tokens are passed on; None for a lease that was acquired for
+                this program.
             address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+            name: Which of a container's leases, if it has several: `REQUEST`, `CLAIM/REQUEST` or
+                `CLAIM/REQUEST/NUMBER`.
             shared_memory: As in `GpuSession`.
 
         Raises:
             Denied: The token failed a check, which the message names.
-            InvalidRequest: No token was given, and GPULEASE_LEASE_ID is not set.
+            InvalidRequest: No token was given, and no lease, or more than one, was acquired for this program.
 
         Use `await` or `async with`.
         """
-        return AsyncOpening(cls._attached(token, address, shared_memory))
+        return AsyncOpening(cls._attached(token, address, name, shared_memory))
 
     @classmethod
-    async def _attached(cls, token: bytes | str | Grant | None, address: str | None, shared_memory: bool) -> Self:
+    async def _attached(
+        cls, token: bytes | str | Grant | None, address: str | None, name: str | None, shared_memory: bool
+    ) -> Self:
         # The lease's own connection: it presents the token, or asks for the lease of `gpulease run`.
         where, lock = address_of(address), asyncio.Lock()
-        state = await drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
+        state = await drive(
+            by_assignment(where, lock, name) if token is None else by_token(where, token_of(token), lock)
+        )
         try:
             return await cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:

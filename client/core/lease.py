@@ -6,7 +6,6 @@ lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ende
 """
 
 import json
-import os
 import random
 import time
 import weakref
@@ -17,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
+from gpulease.client.core.assigned_leases import assigned_lease_id
 from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed, owing
 from gpulease.client.core.daemon_warnings import log_warning
 from gpulease.client.core.events import EVERY_LEASE, EventStream, RefusalStream
@@ -37,7 +37,7 @@ from gpulease.client.core.exchange import (
     send,
 )
 from gpulease.client.core.fleet_acquire import Fleet, acquire_in
-from gpulease.client.core.lease_request import ASK_FIRST, LEASE_ID_VARIABLE, LeaseRequest, milliseconds
+from gpulease.client.core.lease_request import ASK_FIRST, LeaseRequest, milliseconds
 from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.core.waits import Locked, Procedure, Sleep, is_held
 from gpulease.client.errors import (
@@ -61,7 +61,7 @@ from gpulease.protocol.address import Address
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.failures import KILLED, LEASE_ENDS, lease_end
-from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.lease_options import LEASE_NAME, WAITING
 from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
@@ -912,19 +912,12 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle
     return lease
 
 
-def by_environment(address: Address, lock: Any) -> Procedure[LeaseHandle]:
-    """The tenant's own lease that GPULEASE_LEASE_ID names. Raises InvalidRequest, or NotFound if there is none."""
-    text = os.environ.get(LEASE_ID_VARIABLE, "")
-    if not text:
-        raise InvalidRequest(
-            f"attach: no token was given, and {LEASE_ID_VARIABLE} is not set",
-            "Give a token, or start the program as `gpulease run --vram 4GiB -- CMD`",
-        )
-    try:
-        lease_id = lease_id_of(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{LEASE_ID_VARIABLE}: {error}") from None
-    return (yield from by_id(address, lock, lease_id))
+def by_assignment(address: Address, lock: Any, name: str | None) -> Procedure[LeaseHandle]:
+    """The tenant's own lease that was acquired for this program. Raises InvalidRequest, or NotFound if it is over.
+
+    `name` is as of `assigned_lease_id`.
+    """
+    return (yield from by_id(address, lock, assigned_lease_id(name)))
 
 
 def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseHandle]:

@@ -11,7 +11,7 @@ from gpulease.client.core.attachment import OwedAttachment
 from gpulease.client.core.copies import SMALL_READ_BYTES
 from gpulease.client.core.elementwise import ElementwiseOperation
 from gpulease.client.core.launch import KernelArguments, LaunchAttributes
-from gpulease.client.core.lease import LeaseHandle, by_environment, by_token, state_of
+from gpulease.client.core.lease import LeaseHandle, by_assignment, by_token, state_of
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionCore, SessionView
@@ -93,26 +93,34 @@ class GpuSession(SessionView):
 
     @classmethod
     def attach(
-        cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
+        cls,
+        token: bytes | str | Grant | None = None,
+        address: str | None = None,
+        *,
+        name: str | None = None,
+        shared_memory: bool = True,
     ) -> Self:
         """Open a session on another tenant's lease with a token; it may do what the token permits, until that expires.
 
-        A token opens one session. Without a token, this opens a session on the lease that `gpulease run` acquired for
-        this program, which GPULEASE_LEASE_ID names.
+        A token opens one session. Without a token, this opens a session on the lease that `gpulease run` or a cluster
+        acquired for this program: GPULEASE_LEASE_ID names it, or it is one of the container's (GPULEASE_LEASES).
 
         Args:
-            token: The token, in any of the forms in which tokens are passed on; None for the lease of `gpulease run`.
+            token: The token, in any of the forms in which tokens are passed on; None for a lease that was acquired for
+                this program.
             address: The node's address; GPULEASE_ADDRESS or the default socket if None.
+            name: Which of a container's leases, if it has several: `REQUEST`, `CLAIM/REQUEST` or
+                `CLAIM/REQUEST/NUMBER`.
             shared_memory: As in `GpuSession`.
 
         Raises:
             Denied: The token failed a check, which the message names.
-            InvalidRequest: No token was given, and GPULEASE_LEASE_ID is not set.
+            InvalidRequest: No token was given, and no lease, or more than one, was acquired for this program.
         """
         where, lock = address_of(address), threading.RLock()
         state: LeaseHandle | None = None
         try:
-            state = drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
+            state = drive(by_assignment(where, lock, name) if token is None else by_token(where, token_of(token), lock))
             return cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
             # The error's traceback refers to these frames, and they to the connection: it would stay open as long as

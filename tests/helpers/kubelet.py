@@ -9,18 +9,22 @@ import os
 import subprocess
 import sys
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from helpers.containers import run_container
 from helpers.daemon import Daemon, python_environment
 from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi
 from helpers.waiting import wait_until
 
 DRIVER = "dra.gpulease.internal"
 NODE = "node-a"
+_KIND = {"apiVersion": "gpulease.internal/v1", "kind": "LeaseParameters"}
 POD_USER = os.getuid() or 12345
 """The user that pods run as. Without root there is only the test's own."""
 
@@ -66,27 +70,44 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Claim:
-    """A ResourceClaim that the scheduler gave parts of cards, by the requests' names: (device, size or None)."""
+    """A ResourceClaim that the scheduler gave parts of cards.
 
-    parts: dict[str, tuple[str, str | None]]
+    Attributes:
+        parts: For each request, the device and the part's size, or None; for a request of several devices a list.
+        configs: What applies to some requests: (their names, parameters), after `parameters`.
+        admin: The requests that have administrator's access.
+    """
+
+    parts: dict[str, tuple[str, str | None] | list[tuple[str, str | None]]]
     name: str = "claim"
     namespace: str = "default"
     uid: str = field(default_factory=lambda: str(uuid.uuid4()))
     parameters: dict[str, Any] = field(default_factory=lambda: {"user": POD_USER})
+    configs: tuple[tuple[list[str], dict[str, Any]], ...] = ()
+    admin: tuple[str, ...] = ()
+    pool: str = "node-a"
+    pod_claim: str = ""
 
     def as_object(self) -> dict[str, Any]:
         """As the API server answers it."""
         results = [
-            {"request": request, "driver": DRIVER, "pool": NODE, "device": device, "shareID": str(uuid.uuid4())}
+            {"request": request, "driver": DRIVER, "pool": self.pool, "device": device, "shareID": str(uuid.uuid4())}
             | ({} if size is None else {"consumedCapacity": {"vram": size}})
-            for request, (device, size) in self.parts.items()
+            | ({"adminAccess": True} if request in self.admin else {})
+            for request, parts in self.parts.items()
+            for device, size in (parts if isinstance(parts, list) else [parts])
         ]
-        parameters = {"apiVersion": "gpulease.internal/v1", "kind": "LeaseParameters"} | self.parameters
-        config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": parameters}}]
+        config = [
+            {"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": _KIND | parameters}}
+            | ({"requests": requests} if requests else {})
+            for requests, parameters in (([], self.parameters), *self.configs)
+        ]
+        annotations = {"resource.kubernetes.io/pod-claim-name": self.pod_claim} if self.pod_claim else {}
         return {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",
-            "metadata": {"name": self.name, "namespace": self.namespace, "uid": self.uid},
+            "metadata": {"name": self.name, "namespace": self.namespace, "uid": self.uid, "annotations": annotations},
+            "spec": {"devices": {}},
             "status": {"allocation": {"devices": {"results": results, "config": config}}},
         }
 
@@ -172,9 +193,12 @@ class Node:
         stuck: While it exists, records of a driver that `may_hang` wait for the disk; it says whether one does.
     """
 
-    def __init__(self, daemon: Daemon, *, may_hang: bool = False) -> None:
+    def __init__(self, daemon: Daemon, *options: str, may_hang: bool = False, name: str = NODE) -> None:
         self._stack = ExitStack()
         self.daemon = daemon
+        self.name = name
+        self._options = options
+        self._uid = ""
         self.folder = daemon.folder / "k"
         self.stuck = self.folder / "stuck"
         self._module = (
@@ -185,9 +209,23 @@ class Node:
         # Pods are other users.
         daemon.folder.chmod(0o711)
         (self.folder / "account").write_text(ACCOUNT_TOKEN + "\n")
-        self.api = KubernetesApi(NODE)
+        self.api = KubernetesApi(self.name)
         self._stack.callback(self.api.close)
         self.start()
+
+    @classmethod
+    @contextmanager
+    def instance(cls, node: "Node", uid: str) -> Iterator["Node"]:
+        """One of several drivers of a node, as in a rolling update: of the pod with that uid."""
+        made = copy(node)
+        made._options = (*node._options, "--pod-uid", uid)
+        made._uid = uid
+        made.start()
+        try:
+            yield made
+        finally:
+            if made.process.poll() is None:
+                made.stop()
 
     @property
     def state(self) -> Path:
@@ -198,15 +236,17 @@ class Node:
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-P", "-m", *self._module, "serve"),
-            *("--node", NODE, "--daemon", self.daemon.address, "--lease-secs", "600"),
+            *("--node", self.name, "--daemon", self.daemon.address),
             *("--kubelet", str(self.folder), "--cdi", str(self.cdi)),
             *("--api-server", self.api.url, "--api-token", str(self.folder / "account")),
+            *self._options,
         ]
 
     @property
     def sockets(self) -> tuple[Path, Path]:
-        registration = self.folder / "plugins_registry" / f"{DRIVER}-reg.sock"
-        return self.folder / "plugins" / DRIVER / "dra.sock", registration
+        part = f"-{self._uid}" if self._uid else ""
+        registration = self.folder / "plugins_registry" / f"{DRIVER}{part}-reg.sock"
+        return self.folder / "plugins" / DRIVER / f"dra{part}.sock", registration
 
     def start(self) -> None:
         self._log = (self.folder / "log").open("a+")
@@ -234,7 +274,8 @@ class Node:
             info = decode(registrar.call("/pluginregistration.Registration/GetInfo"))
             assert info[1] == [b"DRAPlugin"]
             assert info[2] == [DRIVER.encode()]
-            assert info[4] == [b"v1.DRAPlugin", b"v1beta1.DRAPlugin"]
+            services = [b"v1.DRAPlugin", b"v1beta1.DRAPlugin", b"v1.DRAResourceHealth", b"v1alpha1.DRAResourceHealth"]
+            assert info[4] == services
             registered = b"\x08\x01"
             assert registrar.call("/pluginregistration.Registration/NotifyRegistrationStatus", registered) == b""
         finally:
@@ -256,13 +297,24 @@ class Node:
         return (self.folder / "log").read_text()
 
     def spec(self, claim: Claim) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.cdi / f"gpulease-{claim.uid}.json").read_text())
+        found: dict[str, Any] = json.loads(self.cdi_spec_of(claim).read_text())
         return found
+
+    def cdi_spec_of(self, claim: Claim) -> Path:
+        return self.cdi / f"gpulease-{claim.uid}.json"
 
     def lease_ids(self, claim: Claim) -> list[int]:
         """The leases of a prepared claim, as the driver wrote them down."""
         record = json.loads((self.state / "claims" / f"{claim.uid}.json").read_text())
-        return [int(lease["lease_id"], 16) for lease in record["leases"]]
+        return [int(device["lease_id"], 16) for device in record["devices"] if device["lease_id"]]
+
+    def run(
+        self, program: str, *parts: "tuple[Claim, list[Device]]", user: int = POD_USER
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program in a container that gets these devices of these claims."""
+        specs = [self.spec(claim) for claim, _ in parts]
+        ids = [cdi_id for _, devices in parts for device in devices for cdi_id in device.cdi_ids]
+        return run_container(specs, ids, program, user, self.daemon.socket_path.stat().st_gid)
 
     def __enter__(self) -> Self:
         return self

@@ -1,10 +1,12 @@
 """`python -m helpers.kubelet_calls SOCKET`: does gRPC calls for a test, each a line "METHOD HEX" on its input.
 
 A process of its own, because gRPC keeps threads and descriptors for as long as its process lives. It prints "ok HEX" or
-"failed CODE DETAILS" for each call. Bytes go through as they are: the test has its own encoding.
+"failed CODE DETAILS" for each call; of "stream:METHOD" it prints the first answer. Bytes go through as they are: the
+test has its own encoding.
 """
 
 import sys
+from typing import Any
 
 import grpc
 
@@ -16,6 +18,17 @@ def main() -> None:
     with grpc.insecure_channel(f"unix:{sys.argv[1]}") as channel:
         for line in sys.stdin:
             method, _, body = line.strip().partition(" ")
+            try:
+                if method.startswith("stream:"):
+                    stream: Any = channel.unary_stream(
+                        method.removeprefix("stream:"), request_serializer=bytes, response_deserializer=bytes
+                    )(b"")
+                    print("ok", next(stream).hex(), flush=True)
+                    stream.cancel()
+                    continue
+            except grpc.RpcError as error:
+                print("failed", error.code().name, error.details(), flush=True)
+                continue
             call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
             try:
                 print("ok", call(bytes.fromhex(body), timeout=CALL_LIMIT_S).hex(), flush=True)

@@ -10,10 +10,11 @@ from typing import Final
 import click
 
 from gpulease.client.console.exit_status import CannotStart, failures_as_sentences, needing
+from gpulease.client.integrations.kubernetes.resource_pool import DRIVER
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 
-DEFAULT_LEASE_S: Final = 86_400.0
-"""A day, the longest lease that a daemon grants by default."""
+LEASE_S: Final = 600.0
+"""Time of a claim's lease, which is renewed: so long may a driver be away, and so long does a lost pod's lease last."""
 
 
 @click.group()
@@ -27,11 +28,27 @@ _daemon = click.option(
 )
 
 
+_kubelet = click.option(
+    "--kubelet", type=click.Path(path_type=Path), default=Path("/var/lib/kubelet"), show_default=True
+)
+_instance = click.option(
+    "--pod-uid", default="", envvar="POD_UID", help="The driver's pod (POD_UID), so that two can serve in an update."
+)
+
+
 @main.command()
 @_node
 @_daemon
-@click.option("--lease-secs", type=click.FloatRange(min=1), default=DEFAULT_LEASE_S, show_default=True)
-@click.option("--kubelet", type=click.Path(path_type=Path), default=Path("/var/lib/kubelet"), show_default=True)
+@_kubelet
+@_instance
+@click.option(
+    "--lease-secs",
+    type=click.FloatRange(min=10),
+    default=LEASE_S,
+    show_default=True,
+    help="Time of a claim's lease, which is renewed while the claim is prepared.",
+)
+@click.option("--share-users", is_flag=True, help="Let claims of several namespaces have the same user.")
 @click.option("--cdi", type=click.Path(path_type=Path), default=Path("/var/run/cdi"), show_default=True)
 @click.option("--api-server", help="https://HOST:PORT; by default the cluster's, from the pod's environment.")
 @click.option("--api-token", type=click.Path(path_type=Path), help="The account's token; by default the pod's.")
@@ -39,55 +56,65 @@ _daemon = click.option(
 def serve(
     node: str,
     address: str,
-    lease_secs: float,
     kubelet: Path,
+    pod_uid: str,
+    lease_secs: float,
+    share_users: bool,
     cdi: Path,
     api_server: str | None,
     api_token: Path | None,
     api_ca: Path | None,
 ) -> None:
-    """Register with the kubelet and prepare claims until SIGTERM. Prepared claims outlive this program."""
+    """Publish the node's cards, register with the kubelet and prepare claims, until SIGTERM.
+
+    Prepared claims outlive this program; their leases end unless it is back within --lease-secs.
+    """
     with needing("dra"):
         from gpulease.client.integrations.kubernetes.cluster import KubernetesCluster
         from gpulease.client.integrations.kubernetes.kubelet_plugin import KubeletPlugin
     from gpulease.client.http.unix_path import LOOK_S
-    from gpulease.client.integrations.kubernetes.claim_leases import TOKEN_REFRESH_S, ClaimLeases
+    from gpulease.client.integrations.kubernetes.claim_leases import RENEW_S, ClaimLeases
     from gpulease.client.integrations.kubernetes.node_cards import NodeCards
     from gpulease.client.integrations.kubernetes.node_files import NodeFiles
-    from gpulease.client.integrations.kubernetes.resource_pool import DRIVER, device_of
+    from gpulease.client.integrations.kubernetes.resource_pool import device_of
     from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
 
     # Handlers first: a signal during the start must not kill the driver halfway through a claim.
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    # The kubelet's conventional places for a plugin's socket and for its registration.
     folder, registry = kubelet / "plugins" / DRIVER, kubelet / "plugins_registry"
     for needed in (folder, registry):
         needed.mkdir(mode=0o750, parents=True, exist_ok=True)
     # In a pod, the cluster provides the server's address, the token and the CA.
     cluster = KubernetesCluster.of_pod() if api_server is None else KubernetesCluster(api_server, api_token, api_ca)
-    claims = ClaimLeases(address, node, NodeFiles(folder / "state", cdi), cluster, lease_secs, _say)
-    claims.refresh_tokens()
+    files = NodeFiles(folder / "state", cdi)
+    claims = ClaimLeases(address, node, files, cluster, _say, lease_s=lease_secs, shares_users=share_users)
+    # Before the kubelet can ask: containers may be started again at any time. Then the leases, which may be about to
+    # end.
+    claims.restore()
+    claims.keep()
+    cards = NodeCards(address, claims.lease_ids)
 
     def listening() -> KubeletPlugin:
         try:
-            return KubeletPlugin(DRIVER, claims, registry, folder, _say)
+            return KubeletPlugin(DRIVER, claims, lambda: cards.health(node), registry, folder, _say, instance=pod_uid)
         except OSError as error:
             raise CannotStart(f"can't listen for the kubelet: {error}. End what listens there") from None
 
     plugin = listening()
-    cards = NodeCards(address, claims.lease_ids)
     # Published only once the driver listens: a slice is an offer.
     publisher = SlicePublisher(cluster, node, lambda: list(map(device_of, cards.read())), _say)
     _say(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
+    # Three attempts in a lease's time, if it is short.
+    renew_s = min(RENEW_S, lease_secs / 3)
     try:
-        refresh_at = time.monotonic() + TOKEN_REFRESH_S
-        # The kubelet's requests run in gRPC's threads. This loop renews tokens, and recreates removed sockets.
-        while not stopped.wait(LOOK_S):
-            if time.monotonic() >= refresh_at:
-                claims.refresh_tokens()
-                refresh_at = time.monotonic() + TOKEN_REFRESH_S
+        keep_at = time.monotonic() + LOOK_S
+        # The kubelet's requests run in gRPC's threads. This loop renews leases, and recreates removed sockets.
+        while not stopped.wait(min(LOOK_S, renew_s)):
+            if time.monotonic() >= keep_at or claims.has_news.is_set():
+                claims.keep()
+                keep_at = time.monotonic() + renew_s
             # Restarting the kubelet or cleaning its folder may remove them.
             if lost := plugin.lost_sockets():
                 _say(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
@@ -98,6 +125,18 @@ def serve(
         plugin.close()
         cluster.close()
     _say("has stopped; prepared claims keep their leases")
+
+
+@main.command()
+@_kubelet
+@_instance
+def probe(kubelet: Path, pod_uid: str) -> None:
+    """Fail unless the driver of this pod answers at both of its sockets. For the pod's probes."""
+    with needing("dra"):
+        from gpulease.client.integrations.kubernetes.driver_probe import problem_of
+
+    if problem := problem_of(DRIVER, kubelet / "plugins_registry", pod_uid):
+        raise CannotStart(problem)
 
 
 def _say(text: str) -> None:

@@ -1,28 +1,28 @@
 """Leases of claims: to prepare is to acquire, to unprepare is to free and wait for the proof.
 
-A claim is prepared in steps: acquire a short lease for each device, and record each before the next; extend the leases
-to their full time; write tokens and the CDI specification; mark the record as ready. A driver that is killed in between
-leaves leases that are in the record, and at most one that is not, which ends by itself within FIRST_LEASE_S. A daemon
-that supports request ids returns that one to the next attempt.
+A claim is prepared in steps: acquire a short lease for each device, as the user that the pod runs as, and record each
+before the next; extend the leases to their full time; write what containers get; mark the record as ready. A driver
+that is killed in between leaves leases that are in the record, and at most one that is not, which ends by itself within
+FIRST_LEASE_S. A daemon that supports request ids returns that one to the next attempt.
+
+While a claim is prepared its leases are renewed every RENEW_S, so they survive an upgrade of the driver. The leases of
+a claim that is deleted while its node is cut off end by themselves, at the latest a lease's time after that.
 """
 
-import base64
 import hashlib
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from gpulease.client.console.reports import cards_of
 from gpulease.client.core.lease_request import milliseconds
-from gpulease.client.core.tokens import issue_request
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
+from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef, PreparedDevice
 from gpulease.client.integrations.kubernetes.kubernetes_objects import (
     DeviceWant,
@@ -32,31 +32,25 @@ from gpulease.client.integrations.kubernetes.kubernetes_objects import (
     parse_claim,
 )
 from gpulease.client.integrations.kubernetes.node_files import (
-    HeldLease,
+    HeldDevice,
     NodeFiles,
     PreparedClaim,
-    RecordUnreadable,
     boot_id,
     cdi_id,
 )
 from gpulease.client.integrations.kubernetes.resource_pool import DRIVER, device_name
+from gpulease.client.integrations.kubernetes.user_process import UserProcess
 from gpulease.client.integrations.proved_end import REVOKED, free_and_prove, report_of
 from gpulease.client.sync.driver import ask
-from gpulease.protocol import Exclusivity, Opcode
-from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.lease_ids import LeaseId, lease_id_of
-from gpulease.protocol.lease_options import EXCLUSIVITY, ORPHAN, REQUEST_ID
-from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+from gpulease.protocol import Opcode
+from gpulease.protocol.lease_ids import lease_id_of
+from gpulease.protocol.messages import Empty, LeaseRenew
+
+RENEW_S: Final = 60.0
+"""Seconds between two renewals of a claim's leases."""
 
 FIRST_LEASE_S: Final = 30.0
 """Life of a lease until its record is on the disk. If the driver is killed before that, the lease ends by itself."""
-
-TOKEN_S: Final = 300.0
-"""Seconds of a pod's token, the longest that a node issues."""
-
-TOKEN_REFRESH_S: Final = 20.0
-"""Seconds between new tokens. Each opens one connection, so a restarted container waits for the next token."""
 
 PROOF_LIMIT_S: Final = 30.0
 """Seconds to wait until memory is proved free. The kubelet's limit for the whole request is 45 s, then it retries."""
@@ -64,18 +58,7 @@ PROOF_LIMIT_S: Final = 30.0
 LEAST_PROOF_S: Final = 1.0
 """Least seconds to wait for each lease of a claim, even if earlier leases used up PROOF_LIMIT_S."""
 
-AUDIENCE_LIMIT_S: Final = 15.0
-"""Seconds for the process that requests a user's audience from the node."""
-
-_POD_PERMISSIONS: Final = (
-    Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT | Permission.MEM_READ | Permission.MEM_WRITE
-)
-"""A pod may use its lease. Only the driver may renew, free or revoke it."""
-
-_PARAMETERS: Final = (
-    EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers and pods may share a claim
-    ORPHAN.parameter(0),  # the lease must survive times without any connection
-)
+_USERS_LOCK: Final = "users"
 
 
 class LeaseRevokedByOperator(GpuLeaseError):
@@ -84,11 +67,11 @@ class LeaseRevokedByOperator(GpuLeaseError):
     default_hint = "Delete the pod. The audit log says who revoked it, and why"
 
 
-class ClaimReader(Protocol):
-    """The part of the cluster's API that the driver uses."""
+class ClaimApi(Protocol):
+    """The part of the cluster's API that this uses: see KubernetesCluster."""
 
-    def claim(self, namespace: str, name: str) -> object:
-        """Return the ResourceClaim object from the API server. Raises ClusterRefused."""
+    def claim(self, namespace: str, name: str) -> object: ...
+    def report_devices(self, namespace: str, name: str, uid: str, devices: list[dict[str, Any]]) -> None: ...
 
 
 class ClaimLeases:
@@ -99,33 +82,41 @@ class ClaimLeases:
         address: str,
         node: str,
         files: NodeFiles,
-        reader: ClaimReader,
-        lease_s: float,
+        cluster: ClaimApi,
         on_message: Callable[[str], None],
+        *,
+        lease_s: float,
+        shares_users: bool = False,
     ) -> None:
         """Raises InvalidRequest for a daemon on another host, because pods need its socket.
 
         Args:
             address: The daemon's address, `unix:PATH`.
             node: The node's name in the cluster.
-            files: The records, tokens and specifications.
-            reader: Reads claims.
-            lease_s: Seconds of a lease if the claim does not set `leaseSeconds`.
+            files: The records, and what containers get.
+            cluster: Reads claims, and takes reports about their devices.
             on_message: Called with messages for the log.
+            lease_s: Seconds of a lease, which is renewed.
+            shares_users: Whether claims of several namespaces may have the same user on this node.
         """
         if not address.startswith("unix:/"):
             raise InvalidRequest(f"the daemon's address {address}: pods reach it by a Unix socket", "Say unix:/PATH")
         self._address, self._socket = address, Path(address.removeprefix("unix:"))
-        self._node, self._files, self._reader = node, files, reader
-        self._lease_s, self._on_message = lease_s, on_message
-        self._guard, self._turns = threading.Lock(), dict[str, tuple[threading.Lock, int]]()
+        self._node, self._files, self._cluster = node, files, cluster
+        self._lease_s, self._on_message, self._shares_users = lease_s, on_message, shares_users
+        # What was reported about each claim's devices, so that a report is written when it changes.
+        self._reported: dict[str, list[dict[str, Any]]] = {}
+        # Whether the API server has answered all requests of this round. One that is away must not delay renewals.
+        self._api_answers = True
+        # Set when a claim was prepared whose devices were not reported yet.
+        self.has_news = threading.Event()
 
     # --- the kubelet's requests ---
 
     def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
         """Acquire a claim's leases, or return the ones that it has. Raises GpuLeaseError."""
         check_ref(ref)
-        with self._turn(ref.uid):
+        with self._files.locked(ref.uid):
             record = self._files.record(ref.uid)
             # State 1: left over from a killed driver, an earlier boot or expired leases. Free what remains, then start
             # over.
@@ -137,136 +128,199 @@ class ClaimLeases:
             if record is None:
                 record = self._acquire(ref)
             else:
-                self._give_tokens(record)
-                self._files.write_spec(record, self._socket)
+                self._files.write_container_files(record, self._socket)
+            # The kubelet knows a request by its name in the pod, whichever alternative the scheduler chose.
             return [
-                PreparedDevice(lease.request, lease.pool, lease.device, cdi_id(record.uid, number), lease.share_id)
-                for number, lease in enumerate(record.leases)
+                PreparedDevice(
+                    device.main_request, device.pool, device.device, cdi_id(record.uid, number), device.share_id
+                )
+                for number, device in enumerate(record.devices)
             ]
 
     def unprepare(self, ref: ClaimRef) -> None:
         """End a claim's leases and wait for the proof. If it raises NotProvedFree, the record stays."""
         check_ref(ref)
-        with self._turn(ref.uid):
+        with self._files.locked(ref.uid):
             record = self._files.record(ref.uid)
             if record is not None:
                 self._end(record)
 
     def lease_ids(self) -> set[str]:
         """Return the ids of the leases that claims hold, as in reports. Records that can't be read are skipped."""
-        found: set[str] = set()
+        return {device.lease_id for record in self._files.readable_records() for device in record.leases}
+
+    # --- while claims are prepared ---
+
+    def restore(self) -> None:
+        """Write again what containers of prepared claims get: the folder of CDI specifications may be in memory."""
         for uid in self._files.uids():
-            with suppress(RecordUnreadable, OSError):
+            try:
                 record = self._files.record(uid)
-                found.update(lease.lease_id for lease in (() if record is None else record.leases))
-        return found
+                if record is not None and record.is_ready and record.boot_id == boot_id():
+                    self._files.write_container_files(record, self._socket)
+            except (GpuLeaseError, OSError) as error:
+                self._on_message(f"claim {uid}: can't be restored: {error}")
 
-    # --- tokens ---
+    def keep(self) -> None:
+        """Renew the leases of prepared claims, and report what has become of them.
 
-    def refresh_tokens(self) -> None:
-        """Write a new token for every pod. A failure for one claim or lease is logged, and retried at the next call.
-
-        A claim that is being prepared or unprepared is skipped: its wait for a proof must not delay the others.
+        A failure for one claim is logged, and retried at the next call. A claim that is being prepared or unprepared is
+        skipped: its wait for a proof must not delay the others.
         """
-        for uid in self._files.uids():
-            with self._turn(uid, waits=False) as is_ours:
+        self.has_news.clear()
+        uids, self._api_answers = self._files.uids(), True
+        for uid in uids:
+            with self._files.locked(uid, waits=False) as is_ours:
                 if not is_ours:
                     continue
                 try:
                     record = self._files.record(uid)
                     if record is not None and record.is_ready:
-                        self._renew_tokens(record)
+                        self._keep(record)
                 except (GpuLeaseError, OSError) as error:
-                    self._on_message(f"claim {uid}: no new tokens: {error}")
+                    self._on_message(f"claim {uid}: {error}")
+        self._reported = {uid: report for uid, report in self._reported.items() if uid in uids}
 
-    def _renew_tokens(self, record: PreparedClaim) -> None:
-        for number, lease in enumerate(record.leases):
+    def _keep(self, record: PreparedClaim) -> None:
+        # A claim that is deleted, or was made again, is nobody's: its pod runs elsewhere, or nowhere. Its leases end by
+        # themselves unless the kubelet ends them first. An API server that does not answer ends none.
+        if self._is_deleted(record):
+            self._on_message(f"claim {record.uid} was deleted: its leases are not renewed")
+            return
+        conditions = [self._renew(device) for device in record.leases]
+        devices = [_report(device, *found) for device, found in zip(record.leases, conditions, strict=True)]
+        if self._api_answers and devices and devices != self._reported.get(record.uid):
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            timed = [
+                device | {"conditions": [condition | {"lastTransitionTime": now} for condition in device["conditions"]]}
+                for device in devices
+            ]
+            self._cluster.report_devices(record.namespace, record.name, record.uid, timed)
+            self._reported[record.uid] = devices
+
+    def _is_deleted(self, record: PreparedClaim) -> bool:
+        if not self._api_answers:
+            return False
+        try:
+            found: Any = self._cluster.claim(record.namespace, record.name)
+        except ClusterRefused as refused:
+            self._api_answers = refused.code != 0
+            return refused.code == 404
+        return bool(found.get("metadata", {}).get("uid") != record.uid)
+
+    def _renew(self, device: HeldDevice) -> tuple[bool, str]:
+        """Renew a lease. Returns whether it is active, and why not."""
+        left_s = self._lease_s if device.until_s is None else device.until_s - _boottime_s()
+        if left_s > 0:
+            ttl_ms = milliseconds(min(left_s, self._lease_s), "the lease", least_ms=1)
             try:
-                self._give_token(record, number)
-            except (GpuLeaseError, OSError) as error:
-                self._on_message(f"claim {record.uid}: no new token for lease {lease.lease_id}: {error}")
-                # Drop the old token only if the lease is over: a daemon that is busy or starting refuses temporarily.
-                if self._report(lease)["state"] != "active":
-                    self._files.drop_token(record.uid, number)
-
-    def _give_token(self, record: PreparedClaim, number: int) -> None:
-        lease_id = lease_id_of(record.leases[number].lease_id)
-        # Valid only for the pod's user, which the audience identifies.
-        request = issue_request(lease_id, _POD_PERMISSIONS, bytes.fromhex(record.audience), TOKEN_S, 0)
-        given = ask(Opcode.CAPABILITY_ISSUE, request, self._address)
-        self._files.write_token(record, number, base64.urlsafe_b64encode(given.token).decode())
-
-    def _give_tokens(self, record: PreparedClaim) -> None:
-        for number in range(len(record.leases)):
-            self._give_token(record, number)
+                ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(device.lease_id), ttl_ms), self._address)
+            except Disconnected:
+                raise
+            except GpuLeaseError as error:
+                # Not fatal: the lease may have ended meanwhile. Its report decides.
+                self._on_message(f"lease {device.lease_id} is not renewed: {error}")
+        report = self._report_of(device)
+        return report["state"] == "active", str(report.get("cause") or report["state"])
 
     # --- leases ---
 
     def _acquire(self, ref: ClaimRef) -> PreparedClaim:
-        # Check everything that can be refused before the first lease: the claim, its cards, and its pods' user.
-        want = parse_claim(self._reader.claim(ref.namespace, ref.name), ref, DRIVER, self._node)
+        # Check everything that can be refused before the first lease: the claim, its cards, and its pods' users.
+        want = parse_claim(self._cluster.claim(ref.namespace, ref.name), ref, DRIVER, self._node)
         # The scheduler knows cards by their device names, the daemon by their UUIDs.
-        cards = {device_name(card["uuid"]): card for card in self._cards()}
+        cards = {
+            device_name(card["uuid"]): card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty(), self._address))
+        }
         if missing := [device.device for device in want.devices if device.device not in cards]:
             raise UnusableClaim(
                 f"this node has no card {missing[0][:64]!r}", "It was removed since the scheduler chose it"
             )
-        # The user's audience on this node, which later tokens of the claim use, too.
-        audience = audience_of_user(want.user, self._address, self._socket)
-        record = PreparedClaim(ref.uid, boot_id(), want.user, audience.hex())
+        record = self._reserve_users(ref, want)
         try:
             # Step 1: a short lease for each device, each of them on the disk before the next is requested.
-            for number, device in enumerate(want.devices):
-                record = record.with_lease(self._lease(device, cards[device.device], request_id(ref.uid, number)))
-                self._files.save(record)
-            # Step 2: extend them to the claim's time; a renewal also ends old tokens, so tokens come after it.
-            self._lengthen(record, want)
-            self._give_tokens(record)
-            self._files.write_spec(record, self._socket)
+            for user in record.users:
+                wanted = [(number, device) for number, device in enumerate(want.devices) if device.user == user]
+                for extended in self._acquired(record, user, wanted, cards):
+                    record = extended
+                    self._files.save(record)
+            # In the order in which the claim has them: CDI devices are numbered by it.
+            order = {(device.main_request, device.number): place for place, device in enumerate(want.devices)}
+            devices = sorted(record.devices, key=lambda device: order[device.main_request, device.number])
+            record = replace(record, devices=tuple(devices))
+            # Step 2: extend them to their full time.
+            for device in record.leases:
+                ttl_s = self._lease_s if device.until_s is None else device.until_s - _boottime_s()
+                ttl_ms = milliseconds(max(min(ttl_s, self._lease_s), FIRST_LEASE_S), "the lease", least_ms=1)
+                ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(device.lease_id), ttl_ms), self._address)
+            self._files.write_container_files(record, self._socket)
             # Step 3: mark as ready. Only now may the kubelet be notified, since a pod can start at once.
             record = replace(record, is_ready=True)
             self._files.save(record)
+            self.has_news.set()
             return record
         except BaseException:
             # Leases that can't be ended now stay in the record, for the kubelet's next request.
             self._end(record)
             raise
 
-    def _lease(self, device: DeviceWant, card: Any, request: bytes) -> HeldLease:
-        # Without a size, the claim was given the whole card.
-        size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
+    def _reserve_users(self, ref: ClaimRef, want: WantedDevices) -> PreparedClaim:
+        """Record a claim without leases, unless one of its users belongs to another namespace. Raises UnusableClaim.
+
+        The user is the leases' tenant: containers of the same user can use each other's leases.
+        """
+        users = tuple(dict.fromkeys(device.user for device in want.devices))
+        with self._files.locked(_USERS_LOCK):
+            for other in self._files.readable_records():
+                both = [user for user in users if user in other.users and user]
+                if both and other.namespace not in (ref.namespace, "") and not self._shares_users:
+                    raise UnusableClaim(
+                        f"user {both[0]} is used by claims of another namespace on this node",
+                        "Give each namespace users of its own, or start the driver with --share-users if namespaces may"
+                        " use each other's leases",
+                    )
+            record = PreparedClaim(ref.uid, boot_id(), ref.namespace, ref.name, want.claim, users)
+            # It has no lease yet, so a crash of the host may lose it.
+            self._files.save(record, is_synced=False)
+            return record
+
+    def _acquired(
+        self, record: PreparedClaim, user: int, wanted: list[tuple[int, DeviceWant]], cards: dict[str, Any]
+    ) -> Iterator[PreparedClaim]:
+        """Acquire the leases of one user. Yields the record after each."""
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
-        # No queueing in the daemon: the kubelet retries, and would also retry during a wait.
-        parameters = (*_PARAMETERS, REQUEST_ID.parameter(request.hex()))
-        wanted = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, 0, card["uuid"], parameters)
-        given = ask(Opcode.LEASE_ALLOC, wanted, self._address)
-        return HeldLease(device.request, device.pool, device.device, device.share_id, str(LeaseId(given.lease_id)))
+        with ExitStack() as stack:
+            process: UserProcess | None = None
+            for number, want in wanted:
+                lease_id, size_bytes = "", 0
+                if not want.is_admin:
+                    process = process or stack.enter_context(UserProcess(user, self._address, self._socket))
+                    # Without a size, the claim was given the whole card.
+                    card = cards[want.device]
+                    size_bytes = card["capacity_bytes"] if want.size_bytes is None else want.size_bytes
+                    request = request_id(record.uid, number)
+                    lease_id = str(process.acquire(size_bytes, first_ms, card["uuid"], request))
+                record = record.with_device(_held(want, lease_id, size_bytes))
+                yield record
 
-    def _lengthen(self, record: PreparedClaim, want: WantedDevices) -> None:
-        # The claim's own `leaseSeconds` takes precedence over the driver's default.
-        ttl_ms = milliseconds(want.lease_s or self._lease_s, "leaseSeconds", least_ms=1)
-        for lease in record.leases:
-            ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(lease.lease_id), ttl_ms), self._address)
-
-    def _cards(self) -> list[dict[str, Any]]:
-        return list(ask(Opcode.GET_INVENTORY, Empty(), self._address).details)
-
-    def _report(self, lease: HeldLease) -> dict[str, Any]:
-        return report_of(lease_id_of(lease.lease_id), self._address)
+    def _report_of(self, device: HeldDevice) -> dict[str, Any]:
+        return report_of(lease_id_of(device.lease_id), self._address)
 
     def _is_whole(self, record: PreparedClaim) -> bool:
-        """Return whether all leases of a claim are active, so that it need not be prepared again. Raises LeaseOver.
+        """Return whether all leases of a claim are active, so that it need not be prepared again.
 
         The kubelet prepares before it creates a pod's sandbox, so the containers that used an ended lease are gone.
+
+        Raises LeaseRevokedByOperator.
         """
         # Half prepared, or from before a reboot, which no lease survives.
         if not record.is_ready or record.boot_id != boot_id():
             return False
-        reports = list(map(self._report, record.leases))
+        reports = list(map(self._report_of, record.leases))
         # Expired is replaced silently; revoked is an operator's decision, and must not be undone by a restart.
-        for lease, report in zip(record.leases, reports, strict=True):
+        for device, report in zip(record.leases, reports, strict=True):
             if report["cause"] == REVOKED:
-                raise LeaseRevokedByOperator(f"an operator revoked the lease {lease.lease_id} of this claim")
+                raise LeaseRevokedByOperator(f"an operator revoked the lease {device.lease_id} of this claim")
         return all(report["state"] == "active" for report in reports)
 
     def _end(self, record: PreparedClaim) -> None:
@@ -275,29 +329,11 @@ class ClaimLeases:
         Raises NotProvedFree.
         """
         until_s = time.monotonic() + PROOF_LIMIT_S
-        for lease in record.leases:
+        for device in record.leases:
             # The leases share one limit, so that the kubelet gets an answer in time.
             left_s = max(until_s - time.monotonic(), LEAST_PROOF_S)
-            free_and_prove(lease_id_of(lease.lease_id), self._address, left_s, self._on_message)
+            free_and_prove(lease_id_of(device.lease_id), self._address, left_s, self._on_message)
         self._files.forget(record.uid)
-
-    @contextmanager
-    def _turn(self, uid: str, *, waits: bool = True) -> Iterator[bool]:
-        """Hold a claim's lock during the block. Yields False if `waits` is False and another thread holds it."""
-        with self._guard:
-            # Locks are created on demand, and counted so that the last user removes its lock.
-            lock, users = self._turns.get(uid, (threading.Lock(), 0))
-            self._turns[uid] = lock, users + 1
-        is_ours = lock.acquire(blocking=waits)
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                lock.release()
-            with self._guard:
-                _, users = self._turns.pop(uid)
-                if users > 1:
-                    self._turns[uid] = lock, users - 1
 
 
 def request_id(uid: str, number: int) -> bytes:
@@ -305,35 +341,31 @@ def request_id(uid: str, number: int) -> bytes:
     return hashlib.sha256(f"gpulease dra 1 {uid} {number}".encode()).digest()[:16]
 
 
-# --- the audience of a pod's user ---
+def _held(want: DeviceWant, lease_id: str, size_bytes: int) -> HeldDevice:
+    until_s = None if want.lease_s is None else _boottime_s() + want.lease_s
+    place = want.request, want.number, want.pool, want.device, want.share_id
+    return HeldDevice(*place, want.user, lease_id, size_bytes, until_s)
 
 
-def audience_of_user(user: int, address: str, socket: Path) -> bytes:
-    """Return a user's audience, which a process of that user requests from the node. Raises GpuLeaseError."""
-    # The daemon identifies peers by the kernel's credentials, so only a process of that user can ask.
-    command = [sys.executable, "-P", "-m", __name__, str(user), str(socket.stat().st_gid), address]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=AUDIENCE_LIMIT_S, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        raise Disconnected(f"the node did not return user {user}'s audience") from None
-    if done.returncode != 0 or not re.fullmatch("[0-9a-f]{64}\n", done.stdout):
-        raise UnusableClaim(
-            f"user {user} got no audience from the node: {done.stderr.strip()[-300:]}",
-            "The user must be able to connect to the daemon's socket; the driver must be root, or that user",
-        )
-    return bytes.fromhex(done.stdout)
+def _report(device: HeldDevice, is_active: bool, state: str) -> dict[str, Any]:
+    """Return a device's entry in its claim's status.devices, without the time."""
+    condition = {
+        "type": "Ready",
+        "status": "True" if is_active else "False",
+        "reason": "LeaseActive" if is_active else "LeaseEnded",
+        "message": f"lease {device.lease_id}: {'active' if is_active else state}",
+    }
+    data = {
+        "apiVersion": "gpulease.internal/v1",
+        "kind": "LeaseStatus",
+        "leaseId": device.lease_id,
+        "request": device.request,
+        "sizeBytes": device.size_bytes,
+    }
+    place = {"driver": DRIVER, "pool": device.pool, "device": device.device}
+    return place | ({"shareID": device.share_id} if device.share_id else {}) | {"conditions": [condition], "data": data}
 
 
-def _print_audience(user: int, group: int, address: str) -> None:
-    """Become a user and print its audience. Everything is imported before: the user may not be able to read files."""
-    if os.geteuid() != user:
-        os.setgroups([])
-        os.setresgid(group, group, group)
-        os.setresuid(user, user, user)
-    print(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience.hex())
-
-
-if __name__ == "__main__":
-    _print_audience(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+def _boottime_s() -> float:
+    # It counts while the host sleeps, and starts over only with another boot id.
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

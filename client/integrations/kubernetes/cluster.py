@@ -18,7 +18,7 @@ from lightkube.generic_resource import create_global_resource, create_namespaced
 from lightkube.resources.core_v1 import Node
 from lightkube.types import PatchType
 
-from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
 from gpulease.client.integrations.kubernetes.resource_pool import API, DRIVER
 
 API_LIMIT_S: Final = 10.0
@@ -32,23 +32,6 @@ _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _GROUP, _VERSION = API.split("/")
 _Slice: Final = create_global_resource(_GROUP, _VERSION, "ResourceSlice", "resourceslices")
 _Claim: Final = create_namespaced_resource(_GROUP, _VERSION, "ResourceClaim", "resourceclaims")
-
-
-class ClusterRefused(GpuLeaseError):
-    """The API server refused a request, or did not answer.
-
-    Attributes:
-        code: The HTTP status of the refusal; 0 without an answer.
-    """
-
-    def __init__(self, message: str, code: int = 0) -> None:
-        hints = {
-            0: "The request is repeated",
-            403: "Apply the driver's ClusterRole: client/integrations/kubernetes/manifests/driver.yaml",
-            404: "resource.k8s.io/v1 needs Kubernetes 1.34; an object that was there is deleted",
-        }
-        super().__init__(message, hints.get(code, ""))
-        self.code = code
 
 
 class KubernetesCluster:

@@ -1,12 +1,14 @@
-"""The kubelet's two services, over Unix sockets: plugin registration v1, and DRA v1 and v1beta1.
+"""The kubelet's services, over Unix sockets: plugin registration v1, DRA v1 and v1beta1, and devices' health.
 
 Messages are built from the descriptors below, so no .proto compiler is needed, neither at install nor later. The
-kubelet's `pkg/apis/dra` and `pkg/apis/pluginregistration` define the numbers. DRA v1 differs from v1beta1 only in
-`share_id`.
+kubelet's `pkg/apis/dra`, `pkg/apis/dra-health` and `pkg/apis/pluginregistration` define the numbers. DRA v1 differs
+from v1beta1 only in `share_id`; the two versions of the health service differ only in their names.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,20 @@ from gpulease.client.http.unix_path import file_at, remove_abandoned, remove_pat
 
 DRA_VERSIONS: Final = ("v1", "v1beta1")
 """The supported versions of the DRA service, newest first. The kubelet chooses one."""
+
+HEALTH_VERSIONS: Final = ("v1", "v1alpha1")
+"""The supported versions of the health service, which a kubelet watches if its gate ResourceHealthStatus is on."""
+
+HEALTH_S: Final = 10.0
+"""Seconds between two reports of the devices' health; a change is reported within HEALTH_LOOK_S."""
+
+HEALTH_LOOK_S: Final = 1.0
+
+HEALTH_TIMEOUT_S: Final = 30
+"""Seconds after which the kubelet takes a device's health as unknown, if no report comes."""
+
+MAX_HEALTH_WATCHES: Final = 4
+"""Most streams of health at a time: each takes a thread. There is one kubelet."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Largest request. A claim's reference has a few hundred bytes, and a kubelet sends those of one pod."""
@@ -35,6 +51,8 @@ STOP_LIMIT_S: Final = 5.0
 
 _STRING: Final = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
 _BOOL: Final = descriptor_pb2.FieldDescriptorProto.TYPE_BOOL
+_INT64: Final = descriptor_pb2.FieldDescriptorProto.TYPE_INT64
+_ENUM: Final = descriptor_pb2.FieldDescriptorProto.TYPE_ENUM
 _MESSAGE: Final = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
 _ONE: Final = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
 _MANY: Final = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
@@ -58,6 +76,16 @@ class PreparedDevice:
     device: str
     cdi_id: str
     share_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHealth:
+    """A device's health; `is_healthy` None means that it is not known."""
+
+    pool: str
+    device: str
+    is_healthy: bool | None
+    message: str = ""
 
 
 class DraDriver(Protocol):
@@ -126,6 +154,32 @@ def _dra_file(version: str) -> descriptor_pb2.FileDescriptorProto:
     return file
 
 
+UNKNOWN, HEALTHY, UNHEALTHY = range(3)
+"""The numbers of HealthStatus."""
+
+
+def _health_file(version: str) -> descriptor_pb2.FileDescriptorProto:
+    # The package is the version alone.
+    health = [
+        _field("device", 1, f".{version}.DeviceIdentifier"),
+        _field("health", 2, _ENUM) | {"type_name": f".{version}.HealthStatus"},
+        _field("last_updated_time", 3, _INT64),
+        _field("health_check_timeout_seconds", 4, _INT64),
+        _field("message", 5),
+    ]
+    messages = {
+        "NodeWatchResourcesRequest": [],
+        "DeviceIdentifier": [_field("pool_name", 1), _field("device_name", 2)],
+        "DeviceHealth": health,
+        "NodeWatchResourcesResponse": [_field("devices", 1, f".{version}.DeviceHealth", _MANY)],
+    }
+    file = _file(version, messages)
+    status = file.enum_type.add(name="HealthStatus")
+    for number, name in enumerate(("UNKNOWN", "HEALTHY", "UNHEALTHY")):
+        status.value.add(name=name, number=number)
+    return file
+
+
 _REGISTRATION: Final = _file(
     "pluginregistration",
     {
@@ -140,7 +194,7 @@ _REGISTRATION: Final = _file(
 )
 
 _POOL: Final = descriptor_pool.DescriptorPool()
-for _described in (_REGISTRATION, *map(_dra_file, DRA_VERSIONS)):
+for _described in (_REGISTRATION, *map(_dra_file, DRA_VERSIONS), *map(_health_file, HEALTH_VERSIONS)):
     _POOL.AddSerializedFile(_described.SerializeToString())
 
 
@@ -157,26 +211,50 @@ def dra_message(version: str, name: str) -> Any:
 # --- services ---
 
 
+def registration_socket(driver: str, registry: Path, instance: str) -> Path:
+    """Return where a driver, or its instance in one pod, registers."""
+    return registry / f"{driver}{f'-{instance}' if instance else ''}-reg.sock"
+
+
 class KubeletPlugin:
     """The two gRPC servers of a DRA driver: one for registration with the kubelet, one for its requests."""
 
-    def __init__(self, driver: str, claims: DraDriver, registry: Path, folder: Path, on_message: Callable[[str], None]):
+    def __init__(
+        self,
+        driver: str,
+        claims: DraDriver,
+        health: Callable[[], Sequence[DeviceHealth]],
+        registry: Path,
+        folder: Path,
+        on_message: Callable[[str], None],
+        *,
+        instance: str = "",
+    ):
         """Start both servers. The folders must exist. Raises OSError if another process listens at one of the sockets.
 
         Args:
             driver: The driver's name, a DNS subdomain.
             claims: Does the work.
+            health: Returns the health of all devices.
             registry: The folder in which the kubelet looks for plugins' sockets.
             folder: The folder for the socket of the DRA service.
             on_message: Called with messages for the log.
+            instance: The uid of the driver's pod. With it, the sockets have names of their own, so that during a
+                rolling update two drivers serve one kubelet, which uses the newer one.
         """
-        self.socket = folder / "dra.sock"
-        self.registration_socket = registry / f"{driver}-reg.sock"
-        self._driver, self._claims, self._on_message = driver, claims, on_message
+        part = f"-{instance}" if instance else ""
+        self.socket = folder / f"dra{part}.sock"
+        self.registration_socket = registration_socket(driver, registry, instance)
+        self._driver, self._claims, self._health, self._on_message = driver, claims, health, on_message
+        self._stopped = threading.Event()
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
         # Separate servers, because the kubelet expects registration and service at different sockets.
-        self._servers = [grpc.server(ThreadPoolExecutor(SERVICE_THREADS), options=options) for _ in range(2)]
-        self._servers[0].add_generic_rpc_handlers(tuple(map(self._dra_handlers, DRA_VERSIONS)))
+        self._servers = [
+            grpc.server(ThreadPoolExecutor(SERVICE_THREADS + MAX_HEALTH_WATCHES), options=options) for _ in range(2)
+        ]
+        self._watches = threading.BoundedSemaphore(MAX_HEALTH_WATCHES)
+        services = [*map(self._dra_handlers, DRA_VERSIONS), *map(self._health_handlers, HEALTH_VERSIONS)]
+        self._servers[0].add_generic_rpc_handlers(tuple(services))
         self._servers[1].add_generic_rpc_handlers((self._registration_handlers(),))
         # The DRA service starts first: the kubelet calls it as soon as it finds the registration socket.
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
@@ -194,6 +272,7 @@ class KubeletPlugin:
         """Stop both servers. Requests in flight have STOP_LIMIT_S to end."""
         # Unregister first, so that the kubelet sends no further request.
         remove_path(str(self.registration_socket))
+        self._stopped.set()
         for stopped in [server.stop(STOP_LIMIT_S) for server in reversed(self._servers)]:
             stopped.wait()
         remove_path(str(self.socket))
@@ -233,10 +312,41 @@ class KubeletPlugin:
         }
         return grpc.method_handlers_generic_handler(f"k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin", methods)
 
+    def _health_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":
+        def watch(_request: Any, context: grpc.ServicerContext) -> Iterator[Message]:
+            if not self._watches.acquire(blocking=False):
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_HEALTH_WATCHES} watches are the most")
+            try:
+                yield from self._reports(version, context)
+            finally:
+                self._watches.release()
+
+        request = message(f"{version}.NodeWatchResourcesRequest")
+        methods = {
+            "NodeWatchResources": grpc.unary_stream_rpc_method_handler(
+                watch,
+                request_deserializer=request.FromString,
+                response_serializer=lambda made: made.SerializeToString(),
+            )
+        }
+        return grpc.method_handlers_generic_handler(f"{version}.DRAResourceHealth", methods)
+
+    def _reports(self, version: str, context: grpc.ServicerContext) -> Iterator[Message]:
+        """Yield a whole list whenever it changes, and every HEALTH_S: the kubelet forgets what is not repeated."""
+        last: Sequence[DeviceHealth] | None = None
+        due_s = 0.0
+        while context.is_active() and not self._stopped.is_set():
+            found = self._health()
+            if found != last or time.monotonic() >= due_s:
+                last, due_s = found, time.monotonic() + HEALTH_S
+                yield _health_report(version, found)
+            self._stopped.wait(HEALTH_LOOK_S)
+
     def _registration_handlers(self) -> "grpc.GenericRpcHandler[Any, Any]":
         def info(_request: Any, _context: grpc.ServicerContext) -> Message:
             # The kubelet chooses one of them.
             versions = [f"{version}.DRAPlugin" for version in DRA_VERSIONS]
+            versions += [f"{version}.DRAResourceHealth" for version in HEALTH_VERSIONS]
             return message("pluginregistration.PluginInfo")(  # type: ignore[no-any-return]
                 type="DRAPlugin", name=self._driver, endpoint=str(self.socket), supported_versions=versions
             )
@@ -257,6 +367,21 @@ class KubeletPlugin:
     def _logged(self, doing: str, ref: ClaimRef, error: Exception) -> str:
         self._on_message(f"{doing} {ref.uid!r}: {type(error).__name__}: {error}")
         return str(error) or type(error).__name__
+
+
+def _health_report(version: str, found: Sequence[DeviceHealth]) -> Message:
+    made = message(f"{version}.NodeWatchResourcesResponse")()
+    now_s = int(time.time())
+    for one in found:
+        status = UNKNOWN if one.is_healthy is None else HEALTHY if one.is_healthy else UNHEALTHY
+        made.devices.add(
+            device={"pool_name": one.pool, "device_name": one.device},
+            health=status,
+            last_updated_time=now_s,
+            health_check_timeout_seconds=HEALTH_TIMEOUT_S,
+            message=one.message,
+        )
+    return made  # type: ignore[no-any-return]
 
 
 def _method(handler: Callable[[Any, grpc.ServicerContext], Message], request: Any) -> Any:

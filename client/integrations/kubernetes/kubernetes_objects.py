@@ -6,17 +6,20 @@ daemon decides again at each lease, so that a scheduler with an outdated view ca
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef
-from gpulease.client.integrations.kubernetes.resource_pool import CAPACITY
+from gpulease.client.integrations.kubernetes.resource_pool import CAPACITY, DRIVER
 
 PARAMETERS_API: Final = "gpulease.internal/v1"
 PARAMETERS_KIND: Final = "LeaseParameters"
+
+POD_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/pod-claim-name"
+"""The annotation of a claim that Kubernetes made from a template: the claim's name in the pod."""
 
 MAX_DEVICES: Final = 32
 """Most devices of one claim, which is Kubernetes' own limit. Each device is a process."""
@@ -46,23 +49,40 @@ class UnusableClaim(GpuLeaseError):
 class DeviceWant:
     """A part of one card that the scheduler assigned to a claim.
 
-    `size_bytes` None means all that the card may lease.
+    Attributes:
+        request: The request's name; `REQUEST/SUBREQUEST` if the scheduler chose among alternatives (`firstAvailable`).
+        number: Counts the devices of one request, from 0.
+        pool: The pool's name.
+        device: The device's name.
+        size_bytes: The part's size; None for all that the card may lease.
+        share_id: Kubernetes' id of this share of the device; may be "".
+        user: The user that the containers run as.
+        lease_s: The longest time of the lease; None for as long as the claim is prepared.
+        is_admin: It is an administrator's access, which takes no memory.
     """
 
     request: str
+    number: int
     pool: str
     device: str
     size_bytes: int | None
     share_id: str
+    user: int
+    lease_s: float | None
+    is_admin: bool = False
+
+    @property
+    def main_request(self) -> str:
+        """The request's name in the pod, without the alternative that was chosen."""
+        return self.request.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class WantedDevices:
-    """A claim's devices, the user of its pods, and the seconds of its leases; None means the default."""
+    """A claim's devices on this node, and the name by which its pod knows the claim."""
 
     devices: tuple[DeviceWant, ...]
-    user: int
-    lease_s: float | None
+    claim: str
 
 
 def check_ref(ref: ClaimRef) -> None:
@@ -118,21 +138,38 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> WantedD
     if others := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
         raise UnusableClaim(f"the claim's devices are of {', '.join(sorted(others))}; this node is {pool}")
     # Parameters from the class and from the claim, in this order, so that the claim's override the class's.
-    given: dict[str, Any] = {}
-    for config in _list(allocated, "config"):
-        if _at(config, "opaque", "driver") == driver:
-            given |= _parameters(_at(config, "opaque", "parameters"))
-    return WantedDevices(tuple(map(_device, results)), *_checked(given))
+    given = [
+        ([str(name) for name in _list(config, "requests")], _parameters(_at(config, "opaque", "parameters")))
+        for config in _list(allocated, "config")
+        if _at(config, "opaque", "driver") == driver
+    ]
+    devices: list[DeviceWant] = []
+    for result in results:
+        devices.append(_device(result, given, devices))
+    # A claim that was made from a pod's template has a generated name; its annotation has the pod's own.
+    named = _at(claim, "metadata", "annotations", POD_CLAIM_ANNOTATION)
+    return WantedDevices(tuple(devices), named if isinstance(named, str) and _NAME.fullmatch(named) else ref.name)
 
 
-def _device(result: object) -> DeviceWant:
+def _device(
+    result: object, given: Sequence[tuple[Sequence[str], Mapping[str, Any]]], before: Sequence[DeviceWant]
+) -> DeviceWant:
     texts = [_at(result, name) for name in ("request", "pool", "device")]
     if not all(isinstance(text, str) and text for text in texts):
         raise UnusableClaim("a device of the claim lacks its request, pool or name")
-    size = _at(result, "consumedCapacity", CAPACITY)
-    share_id = _at(result, "shareID")
     request, pool, device = map(str, texts)
-    return DeviceWant(request, pool, device, None if size is None else parse_quantity(size), str(share_id or ""))
+    # A configuration without requests is for all of them; one for a request is for its alternatives, too.
+    chosen: dict[str, Any] = {}
+    for requests, parameters in given:
+        if not requests or request in requests or request.partition("/")[0] in requests:
+            chosen |= parameters
+    is_admin = _at(result, "adminAccess") is True
+    user, lease_s = _checked(chosen, request, is_admin=is_admin)
+    size = _at(result, "consumedCapacity", CAPACITY) or _at(result, "consumedCapacity", f"{DRIVER}/{CAPACITY}")
+    share_id = str(_at(result, "shareID") or "")
+    number = sum(request.partition("/")[0] == other.main_request for other in before)
+    size_bytes = None if size is None else parse_quantity(size)
+    return DeviceWant(request, number, pool, device, size_bytes, share_id, user, lease_s, is_admin)
 
 
 def _parameters(found: object) -> dict[str, Any]:
@@ -148,12 +185,14 @@ def _parameters(found: object) -> dict[str, Any]:
     return rest
 
 
-def _checked(given: Mapping[str, Any]) -> tuple[int, float | None]:
+def _checked(given: Mapping[str, Any], request: str, *, is_admin: bool) -> tuple[int, float | None]:
     user, lease_s = given.get("user"), given.get("leaseSeconds")
-    # Root is refused: to the node, root is an operator.
-    if not isinstance(user, int) or isinstance(user, bool) or not 0 < user <= MAX_USER:
+    # Root is refused: to the node, root is an operator. An administrator's claim may have that: the cluster admits such
+    # claims only in namespaces that an administrator labelled.
+    least = 0 if is_admin else 1
+    if not isinstance(user, int) or isinstance(user, bool) or not least <= user <= MAX_USER:
         raise UnusableClaim(
-            f"the claim's parameters say {user!r} for the user that its pods run as",
+            f"the claim's parameters say {user!r} for the user that the containers of request {request[:64]!r} run as",
             "Say `user: 1000`, and runAsUser in the pod likewise; root can't be held apart from other root pods",
         )
     if lease_s is not None and (not isinstance(lease_s, int) or isinstance(lease_s, bool) or lease_s < 1):

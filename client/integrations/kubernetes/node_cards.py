@@ -5,7 +5,8 @@ from typing import Any, Final
 
 from gpulease.client.console.reports import cards_of, health_of, leases_of
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.integrations.kubernetes.resource_pool import Card, Trouble
+from gpulease.client.integrations.kubernetes.kubelet_plugin import DeviceHealth
+from gpulease.client.integrations.kubernetes.resource_pool import Card, Trouble, device_name
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory
@@ -41,6 +42,14 @@ class NodeCards:
                 raise
             return [Card(one.uuid, one.product, one.driver, 0, (Trouble.UNREACHABLE,)) for one in self._last]
 
+    def health(self, pool: str) -> list[DeviceHealth]:
+        """Return the cards' health, as devices of a pool. It is not known of a daemon that does not answer."""
+        try:
+            cards = self.read()
+        except GpuLeaseError:
+            return []
+        return [_health(card, pool) for card in cards]
+
     def _read(self) -> list[Card]:
         # A lease that is granted between the two readings would be missing from both the free and the held bytes.
         leases = self._leases()
@@ -65,6 +74,12 @@ class NodeCards:
 
     def _leases(self) -> list[dict[str, Any]]:
         return leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self._address).report)
+
+
+def _health(card: Card, pool: str) -> DeviceHealth:
+    said = ", ".join(trouble.value for trouble in card.troubles)
+    is_healthy = None if Trouble.UNREACHABLE in card.troubles else not any(one.is_unhealthy for one in card.troubles)
+    return DeviceHealth(pool, device_name(card.uuid), is_healthy, said)
 
 
 def _with_flags(inventory: Inventory) -> list[tuple[Mapping[str, Any], int]]:

@@ -1,21 +1,25 @@
-"""The driver's files on its node: records of prepared claims, tokens for pods, and CDI specifications.
+"""The driver's files on its node: records of prepared claims, what containers get, and CDI specifications.
 
-Each claim has a record, a folder with its tokens, and a specification. Files are replaced atomically. The record is on
+Each claim has a record, a folder with a file for each of its leases, and a specification. Each user has a folder that
+only that user can enter; in it, containers find the daemon's socket. Files are replaced atomically. The record is on
 the disk before anything is reported to the kubelet.
 """
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
+from gpulease.client.core.assigned_leases import FOLDER_VARIABLE
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.file_replacement import replace_file, sync_folder
 from gpulease.client.integrations.kubernetes.kubernetes_objects import MAX_USER
+from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.lease_ids import lease_id_of
 
@@ -23,16 +27,16 @@ CDI_VERSION: Final = "0.6.0"
 CDI_KIND: Final = "gpulease.internal/lease"
 
 POD_FOLDER: Final = "/run/gpulease"
-"""Folder inside a container, which has the daemon's socket and a folder for each claim."""
-
-TOKEN_VARIABLE: Final = "GPULEASE_TOKEN_FILE"
-"""Environment variable with the path of a container's token; with the suffix _REQUEST, of that request's token."""
+"""Folder inside a container, which has `users/USER/daemon`, the folder of the daemon's socket, and `leases`."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Most bytes of a record that are read. A record of 32 devices has some 10 KiB."""
 
-_RECORD_VERSION: Final = 1
+_RECORD_VERSION: Final = 2
+_TOKENS_VERSION: Final = 1
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_DAEMON: Final = "daemon"
+_LEASE_MEMBERS_1: Final = ("request", "pool", "device", "share_id", "lease_id")
 
 
 class RecordUnreadable(GpuLeaseError):
@@ -42,14 +46,36 @@ class RecordUnreadable(GpuLeaseError):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLease:
-    """A lease that serves one request of a claim. `lease_id` is 32 hex digits, as in reports."""
+class HeldDevice:
+    """A device that is prepared for one request of a claim.
+
+    Attributes:
+        request: The request's name, as the scheduler reported it.
+        number: Counts the devices of the request.
+        pool: The pool's name.
+        device: The device's name.
+        share_id: Kubernetes' id of the share.
+        user: The user that the containers run as, and the lease's tenant.
+        lease_id: The lease, 32 hex digits as in reports; "" for an administrator's access, which has none.
+        size_bytes: The lease's size.
+        until_s: When the lease is not renewed any more, in seconds of CLOCK_BOOTTIME; None for as long as the claim
+            is prepared.
+    """
 
     request: str
+    number: int
     pool: str
     device: str
     share_id: str
+    user: int
     lease_id: str
+    size_bytes: int
+    until_s: float | None
+
+    @property
+    def main_request(self) -> str:
+        """The request's name in the pod, without the alternative that was chosen."""
+        return self.request.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +85,73 @@ class PreparedClaim:
     Attributes:
         uid: The claim's uid.
         boot_id: The host's boot id (random(4)) when the leases were made. No lease survives a reboot.
-        user: The user id that its pods run as.
-        audience: The user's audience on the node, in hex digits.
-        leases: The leases that were acquired for it so far.
+        namespace: The claim's namespace.
+        name: The claim's name.
+        claim: The name by which the pod knows it.
+        users: The users that its containers run as.
+        devices: What was acquired for it so far.
         is_ready: Whether the claim is fully prepared. The kubelet is notified only then.
     """
 
     uid: str
     boot_id: str
-    user: int
-    audience: str
-    leases: tuple[HeldLease, ...] = ()
+    namespace: str
+    name: str
+    claim: str
+    users: tuple[int, ...]
+    devices: tuple[HeldDevice, ...] = ()
     is_ready: bool = False
 
-    def with_lease(self, lease: HeldLease) -> Self:
-        """Return a copy of the record with one more lease."""
-        return replace(self, leases=(*self.leases, lease))
+    def with_device(self, device: HeldDevice) -> Self:
+        """Return a copy of the record with one more device."""
+        return replace(self, devices=(*self.devices, device))
+
+    @property
+    def leases(self) -> tuple[HeldDevice, ...]:
+        """The devices that have a lease."""
+        return tuple(device for device in self.devices if device.lease_id)
 
 
 class NodeFiles:
     """The driver's files in two folders: its own, and the one in which container runtimes look for CDI."""
 
     def __init__(self, state: Path, cdi: Path) -> None:
-        """Create the folders. Only this user can read the driver's own folder, because it contains tokens."""
-        self._records, self._tokens, self._cdi = state / "claims", state / "tokens", cdi
+        """Create the folders. Only this user can read the driver's own folder."""
+        self._records, self._leases, self._users = state / "claims", state / "leases", state / "users"
+        self._locks, self._cdi = state / "locks", cdi
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (self._records, self._tokens):
+        for folder in (self._records, self._leases, self._users, self._locks):
             folder.mkdir(mode=0o700, exist_ok=True)
+        # Tokens of an earlier version of the driver.
+        shutil.rmtree(state / "tokens", ignore_errors=True)
         cdi.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+    @contextmanager
+    def locked(self, name: str, *, waits: bool = True) -> Iterator[bool]:
+        """Hold a lock during the block, against threads of this driver and of another one of the same node.
+
+        Yields False if `waits` is False and another one holds it. During a rolling update two drivers run.
+        """
+        path = self._locks / name
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            except BlockingIOError:
+                os.close(descriptor)
+                yield False
+                return
+            # The one who held it may have removed the file meanwhile: then it is not the lock any more.
+            with suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    break
+            os.close(descriptor)
+        try:
+            yield True
+        finally:
+            # Removed while it is held, so that locks of past claims do not stay.
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
     # --- records ---
 
@@ -101,70 +166,112 @@ class NodeFiles:
         except FileNotFoundError:
             return None
 
+    def readable_records(self) -> list[PreparedClaim]:
+        """Return all records, less those that can't be read."""
+        found = []
+        for uid in self.uids():
+            with suppress(RecordUnreadable, OSError):
+                if (record := self.record(uid)) is not None:
+                    found.append(record)
+        return found
+
     def _read(self, path: Path) -> PreparedClaim:
         try:
             with path.open("rb") as file:
                 found = json.loads(file.read(MAX_RECORD_BYTES))
+            version = found.pop("version")
+            if version == _TOKENS_VERSION:
+                found = _of_tokens(found)
             # A copy under another name would free another claim's leases.
-            if found.pop("version") != _RECORD_VERSION or found["uid"] != path.stem:
-                raise ValueError("another version, or another claim's")
+            elif version != _RECORD_VERSION:
+                raise ValueError("another version")
+            if found["uid"] != path.stem:
+                raise ValueError("another claim's")
             # Unknown or missing members make this raise TypeError, which counts as unreadable.
-            record = PreparedClaim(**found | {"leases": tuple(HeldLease(**lease) for lease in found["leases"])})
+            devices = tuple(HeldDevice(**device) for device in found["devices"])
+            record = PreparedClaim(**found | {"devices": devices, "users": tuple(found["users"])})
             _check(record)
             return record
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordUnreadable(f"{path}: {error}") from None
 
-    def save(self, record: PreparedClaim) -> None:
-        """Write a claim's record. It is on the disk when this returns."""
+    def save(self, record: PreparedClaim, *, is_synced: bool = True) -> None:
+        """Write a claim's record. If `is_synced`, it is on the disk when this returns."""
         text = json.dumps({"version": _RECORD_VERSION} | asdict(record))
-        replace_file(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=True)
+        replace_file(self._records / f"{record.uid}.json", text.encode(), 0o600, is_synced=is_synced)
 
     def forget(self, uid: str) -> None:
         """Delete a claim's files, its record last. If it raises OSError, the record stays."""
         # The record is removed last: while it exists, the claim can still be found and ended.
         self._spec_path(uid).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
-            shutil.rmtree(self._tokens / uid)
+            shutil.rmtree(self._leases / uid)
         (self._records / f"{uid}.json").unlink(missing_ok=True)
         sync_folder(self._records)
 
-    # --- what pods get ---
+    # --- what containers get ---
 
-    def write_token(self, record: PreparedClaim, number: int, token: str) -> None:
-        """Write the token of a claim's lease, readable only for the pod's user."""
-        folder = self._tokens / record.uid
-        folder.mkdir(mode=0o500, exist_ok=True)
-        # The pod's user may enter the folder, but not write to it.
-        if os.geteuid() != record.user:
-            os.chown(folder, record.user, -1)
-        replace_file(folder / f"token-{number}", token.encode(), 0o400, owner=record.user)
-
-    def drop_token(self, uid: str, number: int) -> None:
-        """Delete the token of a lease that is over."""
-        (self._tokens / uid / f"token-{number}").unlink(missing_ok=True)
-
-    def write_spec(self, record: PreparedClaim, daemon_socket: Path) -> None:
-        """Write a claim's CDI specification, which container runtimes read."""
-        spec = cdi_spec(record, daemon_socket, self._tokens / record.uid)
+    def write_container_files(self, record: PreparedClaim, daemon_socket: Path) -> None:
+        """Write what containers of a claim get: users' folders, a file for each lease, and the CDI specification."""
+        for user in record.users:
+            folder = self._users / str(user)
+            folder.mkdir(mode=0o500, exist_ok=True)
+            # The place at which a container has the folder of the daemon's socket.
+            (folder / _DAEMON).mkdir(mode=0o555, exist_ok=True)
+            # Only this user can pass through the folder, so a container that runs as another user can't act as its.
+            if os.stat(folder).st_uid != user:
+                os.chown(folder, user, -1)
+        leases = self._leases / record.uid
+        leases.mkdir(mode=0o755, exist_ok=True)
+        for number, device in enumerate(record.devices):
+            if device.lease_id:
+                text = indented_json(_lease_file(record, device))
+                replace_file(leases / f"{number}.json", text.encode(), 0o444)
+        spec = cdi_spec(record, daemon_socket, self._users, leases)
         replace_file(self._spec_path(record.uid), indented_json(spec).encode(), 0o644)
 
     def _spec_path(self, uid: str) -> Path:
         return self._cdi / f"gpulease-{uid}.json"
 
 
+def _lease_file(record: PreparedClaim, device: HeldDevice) -> dict[str, Any]:
+    return {
+        "lease_id": device.lease_id,
+        "claim": record.claim,
+        "request": device.main_request,
+        "number": device.number,
+        "device": device.device,
+        "size_bytes": device.size_bytes,
+    }
+
+
+def _of_tokens(found: dict[str, Any]) -> dict[str, Any]:
+    """Convert a record of the version whose pods had tokens: its leases are ended, and the claim is prepared again."""
+    user = found["user"]
+    rest = {"number": 0, "user": user, "size_bytes": 0, "until_s": None}
+    devices = [{name: lease[name] for name in _LEASE_MEMBERS_1} | rest for lease in found["leases"]]
+    names = dict.fromkeys(("namespace", "name", "claim"), "")
+    return names | {"uid": found["uid"], "boot_id": found["boot_id"], "users": [user], "devices": devices}
+
+
 def _check(record: PreparedClaim) -> None:
     """Raises ValueError or TypeError for a record that this driver can't have written, before its parts are used."""
-    if type(record.user) is not int or not 0 < record.user <= MAX_USER or type(record.is_ready) is not bool:
-        raise ValueError("its user is missing, or its readiness is")
-    if not isinstance(record.boot_id, str):
-        raise ValueError("its boot id must be a string")
-    # Raises ValueError for anything but hex digits.
-    bytes.fromhex(record.audience)
-    for lease in record.leases:
-        lease_id_of(lease.lease_id)
-        if not all(isinstance(text, str) for text in (lease.request, lease.pool, lease.device, lease.share_id)):
-            raise ValueError(f"the request of {lease.lease_id} must be a string")
+    if not all(type(user) is int and 0 <= user <= MAX_USER for user in record.users):
+        raise ValueError("its users must be user ids")
+    if type(record.is_ready) is not bool:
+        raise ValueError("its readiness is missing")
+    if not all(isinstance(text, str) for text in (record.boot_id, record.namespace, record.name, record.claim)):
+        raise ValueError("its names must be strings")
+    for device in record.devices:
+        if device.lease_id:
+            lease_id_of(device.lease_id)
+        texts = device.request, device.pool, device.device, device.share_id, device.lease_id
+        if not all(isinstance(text, str) for text in texts) or device.user not in record.users:
+            raise ValueError(f"the request of {device.lease_id} must be a string, its user one of the claim's")
+        if type(device.number) is not int or type(device.size_bytes) is not int:
+            raise ValueError(f"the size of {device.lease_id} must be a number")
+        if device.until_s is not None and not isinstance(device.until_s, int | float):
+            raise ValueError(f"the end of {device.lease_id} must be a number of seconds")
 
 
 def boot_id() -> str:
@@ -177,27 +284,26 @@ def cdi_id(uid: str, number: int) -> str:
     return f"{CDI_KIND}={uid}-{number}"
 
 
-def cdi_spec(record: PreparedClaim, daemon_socket: Path, tokens: Path) -> dict[str, Any]:
-    """Return the specification of what a container gets: the daemon's socket, its tokens and environment variables.
+def cdi_spec(record: PreparedClaim, daemon_socket: Path, users: Path, leases: Path) -> dict[str, Any]:
+    """Return the specification of what a container gets: the daemon's socket and a file for each of its leases.
 
-    It gets no device node of a GPU, with which it could bypass the daemon.
+    A runtime merges what a container's devices say, so whatever two devices of one container both say is the same.
+    The container gets no device node of a GPU, with which it could bypass the daemon.
     """
-    folder = f"{POD_FOLDER}/claims/{record.uid}"
-    common = {
-        "env": [f"GPULEASE_ADDRESS=unix:{POD_FOLDER}/{daemon_socket.name}"],
-        "mounts": [
-            _mount(str(daemon_socket), f"{POD_FOLDER}/{daemon_socket.name}"),
-            _mount(str(tokens), folder),
-        ],
-    }
     devices = []
-    for number, lease in enumerate(record.leases):
-        # A request's name is a DNS label, which may have dashes; a variable's name may not.
-        of_request = "".join(mark if mark.isalnum() else "_" for mark in lease.request.upper())
-        path = f"{folder}/token-{number}"
-        env = [f"{TOKEN_VARIABLE}={path}", f"{TOKEN_VARIABLE}_{of_request}={path}"]
-        devices.append({"name": f"{record.uid}-{number}", "containerEdits": {"env": env}})
-    return {"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "containerEdits": common, "devices": devices}
+    for number, device in enumerate(record.devices):
+        of_user = f"{POD_FOLDER}/users/{device.user}"
+        env = [f"{ADDRESS_VARIABLE}=unix:{of_user}/{_DAEMON}/{daemon_socket.name}"]
+        mounts = [
+            _mount(str(users / str(device.user)), of_user),
+            # The folder, not the socket: a daemon that starts again makes another socket.
+            _mount(str(daemon_socket.parent), f"{of_user}/{_DAEMON}"),
+        ]
+        if device.lease_id:
+            env.append(f"{FOLDER_VARIABLE}={POD_FOLDER}/leases")
+            mounts.append(_mount(str(leases / f"{number}.json"), f"{POD_FOLDER}/leases/{record.uid}-{number}.json"))
+        devices.append({"name": f"{record.uid}-{number}", "containerEdits": {"env": env, "mounts": mounts}})
+    return {"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "devices": devices}
 
 
 def _mount(host: str, container: str) -> Mapping[str, Any]:

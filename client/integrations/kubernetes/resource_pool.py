@@ -57,7 +57,7 @@ class Trouble(Enum):
     @property
     def is_unhealthy(self) -> bool:
         """Whether leases on the card are affected, too, not only new claims."""
-        return self in (Trouble.SICK, Trouble.UNREACHABLE)
+        return self in (Trouble.SICK, Trouble.FENCED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.integrations.kubernetes.cluster import ClusterRefused
+from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
 from gpulease.client.integrations.kubernetes.resource_pool import (
     Owner,
     Verb,

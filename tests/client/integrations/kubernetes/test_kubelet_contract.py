@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,12 +20,15 @@ from typing import Any
 import pytest
 
 from gpulease.client import Busy
+from gpulease.client.integrations.kubernetes.kubelet_plugin import message
 from gpulease.client.integrations.kubernetes.resource_pool import device_name
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty, FenceClear, LeaseRef
+from helpers.containers import merged
 from helpers.daemon import Daemon, Faults, python_environment
-from helpers.kubelet import NODE, POD_USER, CallFailed, Claim, Device, Node, encode
+from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
+from helpers.kubernetes_api import cluster_rules
 from helpers.waiting import wait_until
 
 CARD_BYTES = 64 << 20
@@ -32,19 +37,11 @@ OPEN_SOCKET = 'socket_mode = "0666"\n'
 TROUBLE = ["the test withholds the proof", "fenced", "fence"]
 
 POD = """
-import os, sys
 from gpulease.client import GpuSession
-user, path, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-token = open(path).read()
-if user != os.geteuid():
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-session = GpuSession.attach(token, address)
-buffer = session.mem_alloc(64)
-session.mem_write(buffer, 0, b"from a pod")
-print(bytes(session.mem_read(buffer, 0, 10)).decode())
-session.close()
+with GpuSession.attach(name=NAME) as session:
+    buffer = session.mem_alloc(64)
+    session.mem_write(buffer, 0, b"from a pod")
+    print(bytes(session.mem_read(buffer, 0, 10)).decode())
 """
 
 
@@ -87,14 +84,13 @@ def claim_of(node: Node, size: str | None = "16Mi", **more: Any) -> Claim:
     return claim
 
 
-def run_pod(node: Node, claim: Claim) -> str:
-    token = node.state / "tokens" / claim.uid / "token-0"
-    command = [sys.executable, "-P", "-c", POD, str(POD_USER), str(token), node.daemon.address]
-    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=False)
+def run_pod(node: Node, claim: Claim, name: str | None = None) -> str:
+    prepared = node.kubelet.prepare(claim)
+    done = node.run(f"NAME = {name!r}{POD}", (claim, prepared_devices(prepared)))
     return done.stdout + done.stderr
 
 
-def test_a_prepared_claim_is_a_lease_that_its_pod_uses_by_a_token(node: Node) -> None:
+def test_a_prepared_claim_is_a_lease_of_its_pod_s_user(node: Node) -> None:
     claim = claim_of(node)
     prepared = node.kubelet.prepare(claim)
     assert isinstance(prepared, list)
@@ -104,13 +100,15 @@ def test_a_prepared_claim_is_a_lease_that_its_pod_uses_by_a_token(node: Node) ->
     (lease_id,) = node.lease_ids(claim)
     report = node.daemon.query(lease_id)
     assert (report["state"], report["size_bytes"]) == ("active", 16 << 20)
+    assert report["tenant"] == f"uid:{POD_USER}"
     assert 500_000 < report["remaining_ms"] <= 600_000
     assert run_pod(node, claim) == "from a pod\n"
     assert node.kubelet.unprepare(claim) == ""
     assert node.daemon.query(lease_id)["state"] == "torndown"
     assert node.daemon.available_bytes() == CARD_BYTES
     assert not list(node.cdi.iterdir())
-    assert not list((node.state / "tokens").iterdir())
+    assert not list((node.state / "leases").iterdir())
+    assert not list((node.state / "locks").iterdir())
 
 
 def claim_share(node: Node, claim: Claim) -> str:
@@ -118,22 +116,127 @@ def claim_share(node: Node, claim: Claim) -> str:
     return str(found["status"]["allocation"]["devices"]["results"][0]["shareID"])
 
 
-def test_a_container_gets_the_socket_a_token_and_no_device_node(node: Node) -> None:
-    claim = claim_of(node)
+def test_a_container_gets_the_socket_its_leases_and_no_device_node(node: Node) -> None:
+    claim = claim_of(node, pod_claim="slice")
     (device,) = prepared_devices(node.kubelet.prepare(claim))
     spec = node.spec(claim)
     assert device.cdi_ids == [f"{spec['kind']}={spec['devices'][0]['name']}"]
-    socket, tokens = spec["containerEdits"]["mounts"]
-    assert spec["containerEdits"]["env"] == ["GPULEASE_ADDRESS=unix:/run/gpulease/d.sock"]
-    assert (socket["hostPath"], socket["containerPath"]) == (str(node.daemon.socket_path), "/run/gpulease/d.sock")
-    assert all("ro" in mount["options"] for mount in (socket, tokens))
-    env = spec["devices"][0]["containerEdits"]["env"]
-    inside = f"{tokens['containerPath']}/token-0"
-    assert env == [f"GPULEASE_TOKEN_FILE={inside}", f"GPULEASE_TOKEN_FILE_GPU={inside}"]
-    token = Path(tokens["hostPath"]) / "token-0"
-    assert (token.stat().st_uid, token.stat().st_mode & 0o777) == (POD_USER, 0o400)
+    environment, mounts = merged([spec], device.cdi_ids)
+    assert environment == {
+        "GPULEASE_ADDRESS": f"unix:/run/gpulease/users/{POD_USER}/daemon/d.sock",
+        "GPULEASE_LEASES": "/run/gpulease/leases",
+    }
+    of_user = f"/run/gpulease/users/{POD_USER}"
+    assert mounts[f"{of_user}/daemon"] == str(node.daemon.socket_path.parent)
+    folder = Path(mounts[of_user])
+    assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (POD_USER, 0o500)
+    lease = json.loads(Path(mounts[f"/run/gpulease/leases/{claim.uid}-0.json"]).read_text())
+    assert (lease["claim"], lease["request"], lease["size_bytes"]) == ("slice", "gpu", 16 << 20)
+    assert int(lease["lease_id"], 16) == node.lease_ids(claim)[0]
+    assert all("ro" in mount["options"] for mount in spec["devices"][0]["containerEdits"]["mounts"])
     assert "deviceNodes" not in json.dumps(spec)
     assert "/dev" not in json.dumps(spec)
+
+
+def test_a_container_of_another_user_does_not_reach_the_daemon(node: Node) -> None:
+    """Otherwise a pod could name its own namespace's user in its claim, and run as that of another namespace."""
+    claim = claim_of(node)
+    devices = prepared_devices(node.kubelet.prepare(claim))
+    done = node.run("NAME = None" + POD, (claim, devices), user=POD_USER + 1)
+    assert "Permission denied" in done.stderr, done.stdout + done.stderr
+    assert "from a pod" not in done.stdout
+
+
+SEVERAL = """
+from gpulease.client import GpuSession, InvalidRequest
+from gpulease.client.core.assigned_leases import assigned_lease_id
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseRef
+try:
+    GpuSession.attach()
+except InvalidRequest as error:
+    print(str(error).split("There are: ")[1])
+for name in NAMES:
+    with GpuSession.attach(name=name) as session:
+        session.mem_alloc(64)
+    print(name, ask(Opcode.LEASE_QUERY, LeaseRef(assigned_lease_id(name))).report["size_bytes"] >> 20)
+"""
+
+
+def sizes(node: Node, names: list[str], *claims: Claim) -> str:
+    parts = [(claim, prepared_devices(node.kubelet.prepare(claim))) for claim in claims]
+    done = node.run(f"NAMES = {names!r}{SEVERAL}", *parts)
+    return done.stdout + done.stderr
+
+
+def test_each_device_of_a_container_is_found_by_its_name(node: Node) -> None:
+    device = device_of(node.daemon)
+    # Names that differ only in a mark, two devices of one request, and two claims of one container.
+    claim = Claim({"a-b": (device, "1Mi"), "a.b": [(device, "2Mi"), (device, "3Mi")]}, pod_claim="one")
+    other = Claim({"a-b": (device, "4Mi")}, name="other", pod_claim="two")
+    for added in (claim, other):
+        node.api.add_claim(added.as_object())
+    names = ["one/a-b", "one/a.b/0", "one/a.b/1", "two/a-b"]
+    said = sizes(node, names, claim, other)
+    assert said == "one/a-b/0, one/a.b/0, one/a.b/1, two/a-b/0\none/a-b 1\none/a.b/0 2\none/a.b/1 3\ntwo/a-b 4\n"
+    (_, second, third) = prepared_devices(node.kubelet.prepare(claim))
+    assert (second.requests, third.requests) == (["a.b"], ["a.b"])
+    assert second.cdi_ids != third.cdi_ids
+
+
+def test_an_alternative_that_the_scheduler_chose_goes_by_the_request_s_name(node: Node) -> None:
+    claim = Claim({"gpu/large": (device_of(node.daemon), "8Mi")}, pod_claim="c")
+    node.api.add_claim(claim.as_object())
+    (device,) = prepared_devices(node.kubelet.prepare(claim))
+    # The kubelet looks for the name that the pod's container gives.
+    assert device.requests == ["gpu"]
+    assert run_pod(node, claim, "c/gpu") == run_pod(node, claim, "gpu") == "from a pod\n"
+
+
+def test_each_request_has_the_parameters_that_are_for_it(node: Node) -> None:
+    device = device_of(node.daemon)
+    configs = ((["b"], {"user": POD_USER + 1}), (["c"], {"leaseSeconds": 60}), (["c/x"], {"leaseSeconds": 100}))
+    if os.geteuid() != 0:
+        pytest.skip("two users need root")
+    claim = Claim({"a": (device, "1Mi"), "b": (device, "1Mi"), "c/x": (device, "1Mi")}, configs=configs)
+    node.api.add_claim(claim.as_object())
+    prepared_devices(node.kubelet.prepare(claim))
+    reports = [node.daemon.query(lease_id) for lease_id in node.lease_ids(claim)]
+    users = [f"uid:{POD_USER}", f"uid:{POD_USER + 1}", f"uid:{POD_USER}"]
+    assert [report["tenant"] for report in reports] == users
+    assert [report["remaining_ms"] > 101_000 for report in reports] == [True, True, False]
+
+
+def test_an_administrator_s_access_has_the_socket_and_no_memory(node: Node) -> None:
+    claim = Claim({"gpu": (device_of(node.daemon), None)}, admin=("gpu",), parameters={"user": 0})
+    node.api.add_claim(claim.as_object())
+    (device,) = prepared_devices(node.kubelet.prepare(claim))
+    assert node.daemon.leases() == []
+    environment, _ = merged([node.spec(claim)], device.cdi_ids)
+    assert environment == {"GPULEASE_ADDRESS": "unix:/run/gpulease/users/0/daemon/d.sock"}
+    program = """
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
+print(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)
+"""
+    assert node.run(program, (claim, [device]), user=0).stdout == "[]\n"
+    assert node.kubelet.unprepare(claim) == ""
+
+
+def test_a_user_of_one_namespace_is_refused_to_another(node: Node) -> None:
+    first, second = claim_of(node, namespace="ann"), claim_of(node, namespace="bob")
+    assert isinstance(node.kubelet.prepare(first), list)
+    assert "is used by claims of another namespace" in str(node.kubelet.prepare(second))
+    assert isinstance(node.kubelet.prepare(claim_of(node, namespace="ann", name="next")), list)
+    for claim in (first, replace(first, uid=next(uid for uid in uids(node) if uid != first.uid))):
+        assert node.kubelet.unprepare(claim) == ""
+    assert isinstance(node.kubelet.prepare(second), list)
+
+
+def uids(node: Node) -> list[str]:
+    return [path.stem for path in (node.state / "claims").glob("*.json")]
 
 
 def prepared_devices(prepared: list[Device] | str) -> list[Device]:
@@ -207,7 +310,7 @@ def begin_to_prepare(node: Node, claim: Claim) -> threading.Thread:
     call = threading.Thread(target=prepare)
     call.start()
     wait_until(node.stuck.read_text, "the record waits for the disk", seen=node.log)
-    assert not (node.state / "claims" / f"{claim.uid}.json").exists()
+    assert node.lease_ids(claim) == []
     return call
 
 
@@ -265,21 +368,20 @@ def test_a_claim_that_is_not_ready_is_prepared_anew(own_node: Node) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_tokens(own_node: Node) -> None:
+def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_lease(own_node: Node) -> None:
     claim = claim_of(own_node)
     assert isinstance(own_node.kubelet.prepare(claim), list)
     own_node.stop(kill=True)
     records = own_node.state / "claims"
     good = json.loads((records / f"{claim.uid}.json").read_text())
     nested = "[" * 100_000
-    texts = ("", "{}", nested, json.dumps(good | {"user": "root"}), json.dumps(good | {"audience": "no digits"}))
+    texts = ("", "{}", nested, json.dumps(good | {"users": ["root"]}), json.dumps(good | {"name": 3}))
     bad = [Claim({}, uid=str(uuid.UUID(int=number))) for number in range(len(texts))]
     for one, text in zip(bad, texts, strict=True):
         (records / f"{one.uid}.json").write_text(text.replace(claim.uid, one.uid))
-    token = own_node.state / "tokens" / claim.uid / "token-0"
-    token.unlink()
+    own_node.cdi_spec_of(claim).unlink()
     own_node.start()
-    assert token.exists()
+    assert own_node.spec(claim)
     for one in bad:
         path = records / f"{one.uid}.json"
         assert str(path) in own_node.log()
@@ -289,29 +391,47 @@ def test_a_record_that_can_t_be_read_keeps_no_other_pod_from_its_tokens(own_node
 
 
 @pytest.mark.exhaustive
-def test_a_token_that_can_t_be_written_keeps_no_other_pod_from_its_own(own_node: Node) -> None:
+def test_a_record_of_the_version_with_tokens_is_prepared_anew(own_node: Node) -> None:
+    claim = claim_of(own_node, None)
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    (early,) = own_node.lease_ids(claim)
+    own_node.stop(kill=True)
+    path = own_node.state / "claims" / f"{claim.uid}.json"
+    found = json.loads(path.read_text())
+    members = ("request", "pool", "device", "share_id", "lease_id")
+    leases = [{name: device[name] for name in members} for device in found["devices"]]
+    old = {"version": 1, "uid": claim.uid, "boot_id": found["boot_id"], "user": POD_USER, "audience": "00" * 32}
+    path.write_text(json.dumps(old | {"leases": leases, "is_ready": True}))
+    own_node.start()
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    assert own_node.daemon.query(early)["state"] == "torndown"
+    assert run_pod(own_node, claim) == "from a pod\n"
+
+
+@pytest.mark.exhaustive
+def test_files_that_can_t_be_written_keep_no_other_pod_from_its_own(own_node: Node) -> None:
     claims = [claim_of(own_node, name=name) for name in ("one", "two")]
     for claim in claims:
         assert isinstance(own_node.kubelet.prepare(claim), list)
     first, second = sorted(claims, key=lambda claim: claim.uid)
     own_node.stop()
-    tokens = own_node.state / "tokens"
-    shutil.rmtree(tokens / first.uid)
-    (tokens / first.uid).write_text("a file where a folder belongs")
-    (tokens / second.uid / "token-0").unlink()
+    leases = own_node.state / "leases"
+    shutil.rmtree(leases / first.uid)
+    (leases / first.uid).write_text("a file where a folder belongs")
+    own_node.cdi_spec_of(second).unlink()
     own_node.start()
-    assert (tokens / second.uid / "token-0").exists()
-    assert f"claim {first.uid}: no new token" in own_node.log()
-    # A token that stays is told, too, and the claim is not forgotten.
+    assert own_node.spec(second)
+    assert f"claim {first.uid}: can't be restored" in own_node.log()
+    # What stays is reported, too, and the claim is not forgotten.
     assert "Not a directory" in own_node.kubelet.unprepare(first)
     assert (own_node.state / "claims" / f"{first.uid}.json").exists()
-    (tokens / first.uid).unlink()
+    (leases / first.uid).unlink()
     for claim in claims:
         assert own_node.kubelet.unprepare(claim) == ""
 
 
 @pytest.mark.exhaustive
-def test_a_busy_daemon_costs_no_pod_its_token(start_daemon: Callable[..., Daemon]) -> None:
+def test_a_busy_daemon_costs_no_pod_its_lease(start_daemon: Callable[..., Daemon]) -> None:
     most = 3
     few = Faults(constants={"gpulease.daemon.broker.connection_limiter:OPERATOR_CONNECTIONS": 0})
     config = f"max_connections = {most}\n{OPEN_SOCKET}"
@@ -319,13 +439,10 @@ def test_a_busy_daemon_costs_no_pod_its_token(start_daemon: Callable[..., Daemon
         claim = claim_of(node)
         assert isinstance(node.kubelet.prepare(claim), list)
         node.stop()
-        token = node.state / "tokens" / claim.uid / "token-0"
-        before = token.read_text()
         for _ in range(most):
             wait_until(partial(has_room, node.daemon, held), "a connection is free")
         node.start()
-        assert "no new token for lease" in node.log()
-        assert token.read_text() == before
+        assert "is not renewed" in node.log() or f"claim {claim.uid}: " in node.log()
         held.close()
         assert run_pod(node, claim) == "from a pod\n"
         wait_until(lambda: node.kubelet.unprepare(claim) == "", "a connection is free")
@@ -443,7 +560,6 @@ def test_parameters_that_make_no_sense_are_refused_by_name(node: Node) -> None:
         ({"user": True}, "user"),
         ({"user": 2**32 - 1}, "user"),
         ({"user": POD_USER, "leaseSeconds": 0}, "leaseSeconds"),
-        ({"user": POD_USER, "leaseSeconds": 10**9}, "leaseSeconds"),
         ({"user": POD_USER, "root": True}, "root"),
     ):
         told = node.kubelet.prepare(claim_of(node, parameters=parameters))
@@ -549,3 +665,192 @@ def test_a_drained_node_s_cards_are_tainted(node: Node) -> None:
     wait_until(lambda: taints() == {"gpulease.internal/drained"}, "the taint is there", seen=node.log)
     ask(Opcode.DRAIN_CANCEL, Empty(), node.daemon.address)
     wait_until(lambda: not taints(), "it is gone", seen=node.log)
+
+
+# --- the life of a claim's lease ---
+
+CRASHING = """
+import os, signal
+from gpulease.client import GpuSession
+session = GpuSession.attach()
+buffer = session.mem_alloc(40 << 20)
+session.mem_write(buffer, 0, b"x" * 64)
+print("allocated", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_container_in_a_crash_loop_finds_its_memory_free_at_each_start(node: Node) -> None:
+    claim = claim_of(node, "48Mi")
+    devices = prepared_devices(node.kubelet.prepare(claim))
+    for _ in range(4):
+        # The kubelet starts the container again without preparing the claim again.
+        done = node.run(CRASHING, (claim, devices))
+        assert done.stdout == "allocated\n", done.stderr
+
+
+def test_a_claim_s_lease_is_renewed_while_it_is_prepared(start_daemon: Callable[..., Daemon]) -> None:
+    seconds = 10
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", str(seconds)) as node:
+        claim = claim_of(node)
+        node.kubelet.prepare(claim)
+        (lease_id,) = node.lease_ids(claim)
+        until = time.monotonic() + 1.5 * seconds
+        wait_until(lambda: time.monotonic() > until, "longer than a lease")
+        assert node.daemon.query(lease_id)["state"] == "active"
+        # Without its driver a lease ends, as after the loss of the node.
+        node.stop(kill=True)
+        wait_until(lambda: node.daemon.query(lease_id)["cause"] == "expired", "it ends by itself")
+
+
+def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(start_daemon: Callable[..., Daemon]) -> None:
+    """Its pod runs elsewhere; the kubelet of this node is cut off, and ends nothing."""
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as node:
+        gone, remains = claim_of(node, name="gone"), claim_of(node, name="remains")
+        for claim in (gone, remains):
+            assert isinstance(node.kubelet.prepare(claim), list)
+        (first,), (second,) = node.lease_ids(gone), node.lease_ids(remains)
+        node.api.delete_claim(gone.namespace, gone.name)
+        wait_until(lambda: node.daemon.query(first)["cause"] == "expired", "it ends", seen=node.log)
+        assert node.daemon.query(second)["state"] == "active"
+        # An API server that does not answer ends no lease.
+        node.api.is_down = True
+        until = time.monotonic() + 15
+        wait_until(lambda: time.monotonic() > until, "longer than a lease")
+        assert node.daemon.query(second)["state"] == "active", node.log()
+
+
+def test_a_pod_of_a_lost_node_gets_another_lease_elsewhere(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    with (
+        Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as lost,
+        Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), name="node-b") as other,
+    ):
+        before = claim_of(lost, None)
+        assert isinstance(lost.kubelet.prepare(before), list)
+        (lease_id,) = lost.lease_ids(before)
+        lost.stop(kill=True)
+        # The claim of the next pod has the template's name, and another uid.
+        after = replace(before, uid=str(uuid.uuid4()), pool="node-b", parts={"gpu": (device_of(other.daemon), None)})
+        other.api.add_claim(after.as_object())
+        assert isinstance(other.kubelet.prepare(after), list)
+        assert run_pod(other, after) == "from a pod\n"
+        # The node comes back with its daemon: nothing of the old pod holds the card.
+        wait_until(lambda: lost.daemon.query(lease_id)["cause"] == "expired", "the old lease ends")
+        wait_until(lambda: lost.daemon.available_bytes() == CARD_BYTES, "its memory is proved free")
+
+
+@pytest.mark.exhaustive
+def test_the_driver_is_updated_without_a_gap(own_node: Node) -> None:
+    claims = [claim_of(own_node, name=name) for name in ("one", "two")]
+    first = own_node.kubelet.prepare(claims[0])
+    own_node.stop()
+    with Node.instance(own_node, "uid-a") as old, Node.instance(own_node, "uid-b") as new:
+        # Two drivers serve at a time; the kubelet asks the newer one.
+        assert old.kubelet.prepare(claims[0]) == new.kubelet.prepare(claims[0]) == first
+        assert isinstance(new.kubelet.prepare(claims[1]), list)
+        old.stop()
+        assert new.kubelet.prepare(claims[0]) == first
+        assert all(path.exists() for path in new.sockets)
+        for claim in claims:
+            assert new.kubelet.unprepare(claim) == ""
+    own_node.start()
+
+
+def test_a_container_reaches_a_daemon_that_was_started_again(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    config = f'{OPEN_SOCKET}state = "{tmp_path}/state"\n'
+    (tmp_path / "state").mkdir(mode=0o700)
+    with Node(start_daemon(vram=["64MiB"], config=config)) as node:
+        claim = claim_of(node)
+        devices = prepared_devices(node.kubelet.prepare(claim))
+        before = node.daemon.socket_path.stat().st_mtime_ns
+        program = f"""
+import os, sys, time
+address = os.environ["GPULEASE_ADDRESS"].removeprefix("unix:")
+before = os.stat(address).st_mtime_ns
+print("before", flush=True)
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    try:
+        if os.stat(address).st_mtime_ns != before: break
+    except FileNotFoundError: pass
+    time.sleep(0.05)
+NAME = None
+for _ in range(100):
+    try:
+        exec('''{POD}''')
+        break
+    except Exception as error:
+        time.sleep(0.1)
+else:
+    raise error
+"""
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(node.run, program, (claim, devices))
+            time.sleep(1.5)
+            node.daemon.process.kill()
+            node.daemon.process.wait()
+            node.daemon._was_killed = True
+            node.daemon = start_daemon(vram=["64MiB"], config=config, folder=node.daemon.folder)
+            assert node.daemon.socket_path.stat().st_mtime_ns != before
+            done = running.result()
+        assert done.stdout == "before\nfrom a pod\n", done.stderr
+
+
+# --- what the cluster is told ---
+
+
+def test_a_claim_s_status_has_the_lease_of_each_device(node: Node) -> None:
+    claim = claim_of(node, pod_claim="slice")
+    node.kubelet.prepare(claim)
+    (lease_id,) = node.lease_ids(claim)
+
+    def entries() -> list[dict[str, Any]]:
+        return list(node.api.claim(claim.namespace, claim.name)["status"].get("devices", []))
+
+    wait_until(entries, "the status has the device", seen=node.log)
+    (entry,) = entries()
+    assert (entry["driver"], entry["pool"], entry["shareID"]) == (DRIVER, NODE, claim_share(node, claim))
+    assert int(entry["data"]["leaseId"], 16) == lease_id
+    (condition,) = entry["conditions"]
+    assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "True", "LeaseActive")
+
+
+def health(node: Node, version: str) -> list[tuple[str, int, str]]:
+    """The first report of devices' health: (device, 1 healthy or 2 not or 0 unknown, message)."""
+    stream = node.kubelet.call(f"stream:/{version}.DRAResourceHealth/NodeWatchResources")
+    found = message(f"{version}.NodeWatchResourcesResponse").FromString(stream)
+    assert all(device.device.pool_name == node.name for device in found.devices)
+    return [(device.device.device_name, device.health, device.message) for device in found.devices]
+
+
+def test_the_kubelet_is_told_each_device_s_health(node: Node) -> None:
+    for version in ("v1", "v1alpha1"):
+        assert health(node, version) == [(device_of(node.daemon), 1, "")]
+    ask(Opcode.DRAIN, Drain(600_000), node.daemon.address)
+    assert health(node, "v1") == [(device_of(node.daemon), 1, "drained")]
+    ask(Opcode.DRAIN_CANCEL, Empty(), node.daemon.address)
+
+
+def test_a_probe_says_whether_the_driver_answers(own_node: Node) -> None:
+    command = [sys.executable, "-P", "-m", "gpulease.client.integrations.kubernetes", "probe"]
+    command += ["--kubelet", str(own_node.folder)]
+
+    def probe() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=False)
+
+    assert probe().returncode == 0
+    own_node.process.send_signal(signal.SIGSTOP)
+    assert "does not answer" in probe().stderr
+    own_node.process.send_signal(signal.SIGCONT)
+
+
+def test_the_driver_needs_its_role_and_no_more(own_node: Node) -> None:
+    """Every rule of the role is used by a driver that publishes, prepares and reports."""
+    claim = claim_of(own_node)
+    assert isinstance(own_node.kubelet.prepare(claim), list)
+    wait_until(own_node.api.slices, "it publishes")
+    own_node.api.add_slice(own_node.api.slices()[0] | {"metadata": {"name": "obsolete"}})
+    granted = {(verb, kind) for rule in cluster_rules() for kind in rule["resources"] for verb in rule["verbs"]}
+    wait_until(lambda: own_node.api.used == granted, "all of it is used", seen=lambda: granted - own_node.api.used)

@@ -54,7 +54,7 @@ def test_another_driver_s_devices_are_not_looked_at() -> None:
     found["status"]["allocation"]["devices"]["config"].append({"opaque": {"driver": "nic.example", "parameters": 3}})
     want = parse_claim(found, REF, DRIVER, NODE)
     assert [(device.request, device.size_bytes) for device in want.devices] == [("gpu", 4 << 30)]
-    assert want.user == POD_USER
+    assert [device.user for device in want.devices] == [POD_USER]
 
 
 def test_a_claim_s_own_parameters_come_after_its_class_s() -> None:
@@ -63,7 +63,7 @@ def test_a_claim_s_own_parameters_come_after_its_class_s() -> None:
     configs = [one["status"]["allocation"]["devices"]["config"] for one in (of_class, found)]
     found["status"]["allocation"]["devices"]["config"] = [*configs[0], *configs[1]]
     want = parse_claim(found, REF, DRIVER, NODE)
-    assert (want.user, want.lease_s) == (7, 5)
+    assert [(device.user, device.lease_s) for device in want.devices] == [(7, 5)]
 
 
 def test_devices_of_another_node_and_too_many_are_refused() -> None:

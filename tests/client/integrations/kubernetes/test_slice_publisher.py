@@ -9,7 +9,8 @@ import pytest
 
 from gpulease.client.errors import Disconnected
 from gpulease.client.integrations.kubernetes import slice_publisher
-from gpulease.client.integrations.kubernetes.cluster import ClusterRefused, KubernetesCluster
+from gpulease.client.integrations.kubernetes.cluster import KubernetesCluster
+from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
 from gpulease.client.integrations.kubernetes.resource_pool import Card, Trouble, device_of
 from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
 from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi

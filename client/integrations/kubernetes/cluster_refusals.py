@@ -1,0 +1,20 @@
+"""Why the API server did not do what was asked."""
+
+from gpulease.client.errors import GpuLeaseError
+
+
+class ClusterRefused(GpuLeaseError):
+    """The API server refused a request, or did not answer.
+
+    Attributes:
+        code: The HTTP status of the refusal; 0 without an answer.
+    """
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        hints = {
+            0: "The request is repeated",
+            403: "Apply the driver's ClusterRole: client/integrations/kubernetes/manifests/driver.yaml",
+            404: "resource.k8s.io/v1 needs Kubernetes 1.34; an object that was there is deleted",
+        }
+        super().__init__(message, hints.get(code, ""))
+        self.code = code

@@ -1,0 +1,33 @@
+"""Whether a running driver answers, for the probes of its pod."""
+
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from gpulease.client.integrations.kubernetes.kubelet_plugin import dra_message, message, registration_socket
+
+PROBE_LIMIT_S: Final = 5.0
+"""Seconds for each of the two calls."""
+
+
+def problem_of(driver: str, registry: Path, instance: str) -> str:
+    """Return what is wrong with the driver of a pod, "" if it answers as it answers the kubelet."""
+    path = registration_socket(driver, registry, instance)
+    try:
+        # Step 1: the registration, which says where the driver serves.
+        info = message("pluginregistration.PluginInfo").FromString(
+            _call(str(path), "/pluginregistration.Registration/GetInfo")
+        )
+        # Step 2: a request for no claims, which a driver whose threads all hang does not answer.
+        reply = _call(info.endpoint, "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources")
+        dra_message("v1", "NodeUnprepareResourcesResponse").FromString(reply)
+    except grpc.RpcError as error:
+        return f"the driver does not answer at {path}: {error.code().name}: {error.details()}"
+    return ""
+
+
+def _call(path: str, method: str) -> bytes:
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
+        return bytes(call(b"", timeout=PROBE_LIMIT_S))

@@ -1,0 +1,186 @@
+"""A process that acquires leases as a pod's user: the daemon knows tenants by the kernel's credentials of their peers.
+
+The driver runs threads of gRPC, so it may not fork: it starts another Python, which becomes the user and takes one
+request for each line of its input. With each request the driver hands on a node's token that permits LEASE_ALLOC, so a
+site can require such tokens (`require_token = ["alloc"]`), and pods lease nothing besides their claims.
+"""
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final, Self
+
+from gpulease.client.core.exchange import TimeLimit, ask, dial
+from gpulease.client.core.lease_request import address_of
+from gpulease.client.core.tokens import issue_request
+from gpulease.client.core.waits import Procedure
+from gpulease.client.errors import Disconnected, GpuLeaseError
+from gpulease.client.sync.driver import ask as ask_once
+from gpulease.client.sync.driver import drive
+from gpulease.protocol import Exclusivity, Failure, Opcode, Status
+from gpulease.protocol.address import Address
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.lease_options import EXCLUSIVITY, ORPHAN, REQUEST_ID
+from gpulease.protocol.messages import CapabilityPresent, Empty, LeaseAlloc
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+
+PROCESS_LIMIT_S: Final = 30.0
+"""Seconds for all leases of one claim. The kubelet's limit for the whole request is 45 s."""
+
+REQUEST_LIMIT_S: Final = 10.0
+"""Seconds for one lease. The daemon does not queue it: the kubelet retries."""
+
+ALLOC_TOKEN_S: Final = 60.0
+"""Seconds of the token that permits to acquire one lease."""
+
+MAX_ERROR_CHARS: Final = 1024
+"""Most characters of an error that the process passes on, for the pod's events."""
+
+
+class NoUserProcess(GpuLeaseError):
+    """No process could be started as the pod's user, or it could not reach the daemon."""
+
+    default_hint = "The user must be able to connect to the daemon's socket; the driver must be root, or that user"
+
+
+class RefusedForUser(GpuLeaseError):
+    """The daemon refused a lease to the pod's user."""
+
+
+class UserProcess:
+    """The process, from the start to the end of a `with` block. `acquire` may be called from one thread."""
+
+    def __init__(self, user: int, address: str, socket: Path) -> None:
+        """Remember whom and what to ask: `socket` is the file of the daemon's `address`."""
+        self._user, self._address, self._socket = user, address, socket
+
+    def __enter__(self) -> Self:
+        """Start it. Raises NoUserProcess."""
+        # The group of the socket, which pods have as a supplemental group, too.
+        group = self._socket.stat().st_gid
+        command = [sys.executable, "-P", "-m", __name__, str(self._user), str(group), self._address]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        # A daemon that hangs must not hold up the kubelet's other requests about this claim for ever.
+        self._watchdog = threading.Timer(PROCESS_LIMIT_S, self._process.kill)
+        self._watchdog.start()
+        try:
+            self._audience = self._read_audience()
+            return self
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        # The process ends at the end of its input; the watchdog kills one that does not.
+        self._process.communicate()
+        self._watchdog.cancel()
+        self._watchdog.join()
+
+    def acquire(self, size_bytes: int, first_ms: int, card_uuid: str, request_id: bytes) -> LeaseId:
+        """Acquire a shared lease of the user's on one card, without waiting for room.
+
+        Args:
+            size_bytes: The lease's size.
+            first_ms: Its time, until it is renewed.
+            card_uuid: The card.
+            request_id: 16 bytes by which the daemon recognises a repeated request.
+
+        Raises RefusedForUser, NoUserProcess, and what issuing a token raises.
+        """
+        request = issue_request(0, Permission.LEASE_ALLOC, self._audience, ALLOC_TOKEN_S, 0)
+        token = ask_once(Opcode.CAPABILITY_ISSUE, request, self._address).token
+        wanted = {
+            "token": base64.b64encode(token).decode(),
+            "size_bytes": size_bytes,
+            "first_ms": first_ms,
+            "card_uuid": card_uuid,
+            "request_id": request_id.hex(),
+        }
+        reply = json.loads(self._exchange(json.dumps(wanted)))
+        if "lease_id" in reply:
+            return LeaseId(int(reply["lease_id"], 16))
+        raise RefusedForUser(
+            str(reply["error"]),
+            str(reply["hint"]),
+            Failure(Status(int(reply["status"])), str(reply["error"]), hint=str(reply["hint"])),
+        )
+
+    def _read_audience(self) -> bytes:
+        line = self._exchange("")
+        if not re.fullmatch("[0-9a-f]{64}", line):
+            raise self._failure(line)
+        return bytes.fromhex(line)
+
+    def _exchange(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("") from None
+        if not (answer := self._process.stdout.readline()):
+            raise self._failure("")
+        return answer.rstrip("\n")
+
+    def _failure(self, line: str) -> NoUserProcess:
+        # It has ended, or ends at the end of its input.
+        _, said = self._process.communicate()
+        return NoUserProcess(f"user {self._user} got no answer from the node: {(line or said).strip()[-300:]}")
+
+
+# --- in the process ---
+
+
+def _serve(user: int, group: int, address: str) -> None:
+    """Become the user and answer requests. Everything is imported before: the user may not be able to read files."""
+    if os.geteuid() != user:
+        os.setgroups([])
+        # Groups before the user, because only root may change groups.
+        os.setresgid(group, group, group)
+        os.setresuid(user, user, user)
+    for line in sys.stdin:
+        if not line.strip():
+            print(ask_once(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience.hex(), flush=True)
+            continue
+        try:
+            lease_id = drive(_acquire(address_of(address), json.loads(line)))
+            answer: dict[str, Any] = {"lease_id": str(lease_id)}
+        except Disconnected:
+            raise
+        except GpuLeaseError as error:
+            answer = {"error": error.message[:MAX_ERROR_CHARS], "hint": error.hint, "status": int(error.status)}
+        print(json.dumps(answer), flush=True)
+
+
+def _acquire(address: Address, wanted: dict[str, Any]) -> Procedure[LeaseId]:
+    limit = TimeLimit(REQUEST_LIMIT_S, "acquire", address)
+    channel, _ = yield from dial(address, limit)
+    try:
+        # The token applies to this connection.
+        token = base64.b64decode(wanted["token"])
+        yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(token), limit)
+        parameters = (
+            EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers and pods may share a claim
+            ORPHAN.parameter(0),  # the lease must survive times without any connection
+            REQUEST_ID.parameter(wanted["request_id"]),
+        )
+        body = LeaseAlloc(
+            GPU_RESOURCE_TYPE, wanted["size_bytes"], wanted["first_ms"], 0, wanted["card_uuid"], parameters
+        )
+        granted = yield from ask(channel, Opcode.LEASE_ALLOC, body, limit)
+        return LeaseId(granted.lease_id)
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,82 @@
+"""Containers as a runtime makes them of CDI devices: their environment, and their mounts in a mount namespace.
+
+`python -m helpers.containers`, run by `unshare --mount`, is the container's first process: it mounts, imports what the
+program needs, becomes the container's user, and runs the program.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.daemon import python_environment
+
+
+def merged(specs: Iterable[Mapping[str, Any]], cdi_ids: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """(environment, mounts: host paths by container paths) of these devices. The last one of a name or a path wins."""
+    devices = {
+        f"{spec['kind']}={device['name']}": (spec.get("containerEdits", {}), device["containerEdits"])
+        for spec in specs
+        for device in spec["devices"]
+    }
+    environment: dict[str, str] = {}
+    mounts: dict[str, str] = {}
+    for cdi_id in cdi_ids:
+        for edits in devices[cdi_id]:
+            environment |= dict(pair.split("=", 1) for pair in edits.get("env", []))
+            mounts |= {mount["containerPath"]: mount["hostPath"] for mount in edits.get("mounts", [])}
+    return environment, mounts
+
+
+def run_container(
+    specs: Iterable[Mapping[str, Any]], cdi_ids: Iterable[str], program: str, user: int, group: int
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a container with these devices. Skips the test where nobody may make a mount namespace."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0:
+        pytest.skip("a container needs root, and mount namespaces")
+    environment, mounts = merged(specs, cdi_ids)
+    command = ["unshare", "--mount", sys.executable, "-P", "-m", "helpers.containers"]
+    what = {"environment": environment, "mounts": mounts, "program": program, "user": user, "group": group}
+    return subprocess.run(
+        command, input=json.dumps(what), capture_output=True, text=True, env=python_environment(), check=False
+    )
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def main() -> None:
+    what = json.load(sys.stdin)
+    # Nothing reaches the host, and the host's own /run/gpulease is not seen.
+    _mount("--make-rprivate", "/")
+    _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
+    # The outer ones first, as runtimes order them; each read-only, so an inner one needs its place in the outer one.
+    for place in sorted(what["mounts"], key=lambda place: place.count("/")):
+        host = Path(what["mounts"][place])
+        if not os.path.lexists(place):
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+            Path(place).mkdir() if host.is_dir() else Path(place).touch()
+        _mount("--bind", str(host), place)
+        _mount("-o", "remount,bind,ro,nosuid,nodev,noexec", place)
+    import numpy  # noqa: F401
+
+    import gpulease.client.core.attachment
+    import gpulease.client.sync.session  # noqa: F401
+
+    for name in [name for name in os.environ if name.startswith("GPULEASE")]:
+        del os.environ[name]
+    os.environ |= what["environment"]
+    os.setgroups([what["group"]])
+    os.setresgid(what["user"], what["user"], what["user"])
+    os.setresuid(what["user"], what["user"], what["user"])
+    exec(what["program"], {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()
