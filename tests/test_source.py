@@ -45,7 +45,10 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
         "daemon/fleet/etcd/client.py",
         "daemon/fleet/etcd/etcd_messages.py",
         "client/integrations/kubernetes/kubelet_plugin.py",
+        "client/integrations/kubernetes/driver_probe.py",
     ),
+    # The cluster's API server: one place knows the client library.
+    "lightkube": "client/integrations/kubernetes/cluster.py",
     # Models' files, and their text; the program that made the tiny model.
     "gguf": "client/decode/checkpoint/",
     "safetensors": ("client/decode/checkpoint/", "client/decode/tiny/train.py"),
