@@ -361,10 +361,10 @@ class DriverGraph(Protocol):
     def bind(self, step: int, params: bytes) -> None:
         """Give a KernelStep another parameter buffer; replays queued before keep theirs."""
 
-    def replay(self, tag: int, poll: Poll) -> None:
-        """Queue all steps in order, calling `poll` before each segment but the first.
+    def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
+        """Queue all steps in order, calling `poll` and then `next_segment` before each segment but the first.
 
-        `poll` may raise to end the replay. A fault of one of its kernels has this `tag`. A driver may have to wait
+        Both may raise to end the replay. A fault of one of its kernels has this `tag`. A driver may have to wait
         before a copy, and calls `poll` meanwhile. Raises LaunchRejected, or KernelFault for an earlier launch; some
         steps may have been queued then.
         """

@@ -152,13 +152,14 @@ class CpuGraph:
             raise TypeError("only launches have parameters")
         self._replays[step] = self._replay_of(replace(kernel_step, params=params))
 
-    def replay(self, tag: int, poll: Poll) -> None:
+    def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
         # The tag differs in each replay; everything else was packed when the graph was made.
         packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
         for number, step in enumerate(self._replays):
             # Between segments the caller may end a replay that takes too long.
             if number and number % SEGMENT_STEPS == 0:
                 poll()
+                next_segment()
             step(packed, poll)
 
     def close(self) -> None:

@@ -213,7 +213,7 @@ class GraphOperations(OperationHandler):
             self._ledger.check_allocation(handle)
         # Remembered before the replay, as a fault may name it at once.
         self.recent_replays.append(frame.request_id)
-        made.graph.replay(frame.request_id, self._check_lease)
+        made.graph.replay(frame.request_id, self._check_lease, self._resources.admit_next)
         steps = made.steps
         self._counters[Counter.LAUNCHES] += len(steps.launches)
         self._counters[Counter.COPIES] += steps.copies

@@ -49,6 +49,7 @@ class SessionResources:
         keep_fault: Called with a kernel's fault that a call met without a tenant's request, to report it to the tenant.
         admit_work: Waits until the limits of time admit work of an operation, and counts it as outstanding; for
           operations that put work on the card only after a while.
+        admit_next: The same for the next part of such work, before the driver gets it.
         may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
           `Session.take_growth` resets it.
     """
@@ -65,6 +66,7 @@ class SessionResources:
     check_sync: Callable[[], None] = keep_waiting
     keep_fault: Callable[[KernelFault], None] = lambda _fault: None
     admit_work: Callable[[int], None] = lambda _kind: None
+    admit_next: Callable[[], None] = keep_waiting
 
     def aside(self, ask: Callable[[], _Result]) -> _Result:
         """Call the driver for something that the tenant did not request. A fault of its kernels is kept for it."""

@@ -144,7 +144,7 @@ class Session:
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters, options)
         resources.check_sync, resources.keep_fault = self._check_sync, self._keep_fault
-        resources.admit_work = self._admit_work
+        resources.admit_work, resources.admit_next = self._admit_work, self._admit_next
         # One object per kind of operation; they share the resources.
         self._planner = planner = Planner(ledger, lease_id, resources.compile_kernel)
         self._memory = MemoryOperations(resources)
@@ -347,7 +347,8 @@ class Session:
         """Serve a request that has been checked; work for the card once the limits of time admit it."""
         operation = self._operation(frame)
         if frame.op in _CARD_WORK:
-            self._admit_work(frame.op)
+            # A kind is an operation and the handle that its body begins with: a module, a graph, an allocation.
+            self._admit_work(frame.op + int.from_bytes(frame.payload[:8], "big"))
             reply = operation(frame)
             self.pacer.begun()
             return reply
@@ -360,6 +361,9 @@ class Session:
 
     def _admit_work(self, kind: int) -> None:
         self.pacer.admit(self.pacer.mean_of(kind), self._check_held)
+
+    def _admit_next(self) -> None:
+        self.pacer.admit_next(self._check_held)
 
     def _operation(self, frame: Frame) -> Operation:
         operation = self._operations.get(frame.op)

@@ -54,7 +54,7 @@ from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.sandbox_entry import SandboxPlan
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.session.main import run_lease_worker, run_warm_worker
-from gpulease.daemon.session.native.launch_fast_path import serving_code
+from gpulease.daemon.session.native.pacing import session_code
 from gpulease.daemon.zygote.driver_registry import driver_named
 from gpulease.daemon.zygote.worker_output import WorkerOutput, redirect_output
 from gpulease.daemon.zygote.worker_table import WorkerTable
@@ -110,7 +110,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
         # Step 1: everything slow is done once, here, before any fork.
         driver = driver_named(driver_name)
         driver.preload()
-        serving_code()
+        session_code()
         plan, findings = prepare(SandboxSettings.from_text(sandbox), driver.needs(), driver.keep_for)
     except (DriverError, SandboxBroken) as error:
         send_message(channel, HelperBroken(str(error), error.hint).to_map())

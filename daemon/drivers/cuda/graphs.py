@@ -26,6 +26,7 @@ from gpulease.daemon.drivers.interface import (
     Poll,
     Step,
     cooperative_refused,
+    keep_waiting,
 )
 
 SEGMENT_BYTES: Final = 144 << 10
@@ -138,16 +139,17 @@ class CudaGraph:
         ctypes.memmove(launch.params, params, len(params))
         self._check(api.cuGraphExecKernelNodeSetParams(segment.executable, launch.node, launch.node_params))
 
-    def replay(self, tag: int, poll: Poll) -> None:
+    def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
         """Queue one CUDA graph after another; step by step if the context is watched."""
         if self._context.is_watched:
-            self._replay_one_by_one(tag, poll)
+            self._replay_one_by_one(tag, poll, next_segment)
             return
         # One launch per segment; between segments the lease is checked.
         stream = self._context.stream
         for number, segment in enumerate(self._segments):
             if number:
                 poll()
+                next_segment()
             self._check(api.cuGraphLaunch(segment.executable, stream))
         self._context.replayed(tag, self._kernels)
 
@@ -164,11 +166,12 @@ class CudaGraph:
             self._context.retire(self._pinned)
             self._pinned = None
 
-    def _replay_one_by_one(self, tag: int, poll: Poll) -> None:
+    def _replay_one_by_one(self, tag: int, poll: Poll, next_segment: Poll) -> None:
         context = self._context
         for number, step in enumerate(self._steps):
             if number and number % SEGMENT_STEPS == 0:
                 poll()
+                next_segment()
             if isinstance(step, KernelStep):
                 params = self._bound.get(number, step.params)
                 context.launch(step.kernel, step.grid, step.block, step.shared_bytes, params, tag)

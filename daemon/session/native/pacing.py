@@ -42,6 +42,8 @@ NAPS_PER_INTERVAL: Final = 16
 """Such sleeps are this part of the time for which work is outstanding. Its end is taken to be in the middle of a
 sleep, so an interval is wrong by at most half of it: a 32nd, in either direction."""
 
+# Spreads kinds that are addresses over the means.
+_SPREAD: Final = 0x9E3779B97F4A7C15
 _BUSY_SINCE_NS: Final = int(Counter.BUSY_SINCE_NS)
 _IS_MARKED: Final = PacingState.is_marked.offset // 8
 _SEEN_NS: Final = PacingState.seen_ns.offset // 8
@@ -115,15 +117,15 @@ class Pacer:
         )
         self._state_words = memoryview(self._state).cast("B").cast("Q")
         self.address = ctypes.addressof(self._state)
-        # The mean of what was admitted under a limit and is not marked yet; 0 for nothing.
-        self._admitted = 0
+        # The mean of what was admitted last; of what was admitted under a limit and has no mark yet, 0 for nothing.
+        self._mean = self._admitted = 0
         # When a wait last saw work outstanding; 0 if it did not poll yet.
         self._looked_ns = 0
         page.keep_time()
 
     def mean_of(self, kind: int) -> int:
         """Return the address of the running mean time of one kind of work; kinds are numbers."""
-        return ctypes.addressof(self._means) + 8 * (kind % MEANS)
+        return ctypes.addressof(self._means) + 8 * ((kind * _SPREAD >> 32) % MEANS)
 
     # --- the account ---
 
@@ -134,13 +136,17 @@ class Pacer:
             mean: The address of the running mean time of such work.
             poll: Called about every half millisecond meanwhile; what it raises ends the wait.
         """
-        # The usual case: no limits.
-        self._admitted = 0
+        self._admitted, self._mean = 0, mean
         if self._page.is_time_limited:
             self._hold(mean, poll)
         self._state_words[_IS_MARKED] = 0
         if not self._counters[_BUSY_SINCE_NS]:
             self._code.begin_work(self.address, time.monotonic_ns())
+
+    def admit_next(self, poll: Poll) -> None:
+        """Admit another part of what was admitted last; the driver has the part before."""
+        self.begun()
+        self.admit(self._mean, poll)
 
     def begun(self) -> None:
         """Mark what was admitted last, now that the driver has it; only under limits."""

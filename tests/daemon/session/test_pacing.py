@@ -16,10 +16,12 @@ from gpulease.daemon.contract.control_page import (
     for_reading,
     latency_memory,
 )
+from gpulease.daemon.drivers.interface import SEGMENT_STEPS
 from gpulease.daemon.session.native.pacing import NAPS_PER_INTERVAL
 from gpulease.protocol.framing import build_frame, parse_header
 from gpulease.protocol.messages import Launch
 from gpulease.protocol.opcodes import Opcode, Status
+from helpers.graph_rig import rigged
 from helpers.ring_pair import Pair, pair
 from helpers.session_rig import LEASE, Rig, quiet, read, reuse, rig, sync, write
 
@@ -350,3 +352,27 @@ def test_a_ring_is_served_on_when_the_limits_go() -> None:
         ring.turn()
         assert len(ring.made.context.launches) == launched + 5
         assert timed.claims().busy_since_ns == 0
+
+
+def test_a_graph_waits_between_its_segments() -> None:
+    with rigged() as made:
+        graph = made.graph(*[made.launch("scale", 1.0)] * (2 * SEGMENT_STEPS))
+        before, _ = made.context._stream.progress()
+        seen: list[int] = []
+
+        def lift() -> None:
+            seen.append(made.context._stream.progress()[0] - before)
+            made.page.set_time_limits(TimeLimits())
+
+        # The session is idle, so its busy time stands still: the first segment is admitted and overruns.
+        assert not made.session.pacer.poll()
+        claims = made.page.time_claims()
+        assert claims is not None
+        made.page.set_time_limits(TimeLimits(allowance_ns=claims.busy_ns + 1, until_ns=FAR))
+        with later(lift):
+            made.replay(graph)
+        assert seen == [SEGMENT_STEPS]
+        assert made.context._stream.progress()[0] - before == 2 * SEGMENT_STEPS
+        claims = made.page.time_claims()
+        assert claims is not None
+        assert claims.held_back_ns > 50 * MS
