@@ -153,6 +153,10 @@ class LeaseReport(TypedDict):
         sync_errors: Number of waits for the card that ended with a failure.
         copies: Number of copies to and from the card.
         copied_bytes: Bytes of these copies.
+        gpu_seconds: Time of the card that it has used: while k sessions of a card are busy, each gets a k-th. Absent
+            like the next two with an older daemon, and until its session has a context.
+        busy_seconds: Time in which its session had work outstanding.
+        held_back_seconds: Time in which its launches waited for others' work, by weights, a cap or the latency class.
         connections: The session's connections; absent with a daemon that is too old.
         kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent together with `connections`.
         unheld_bytes: Bytes of buffers that no open session holds: of a session that has ended while its kernels run, or
@@ -188,6 +192,9 @@ class LeaseReport(TypedDict):
     ended_after_deadline_us: NotRequired[int]
     orphan_ms: NotRequired[int]
     orphaned_in_ms: NotRequired[int | None]
+    gpu_seconds: NotRequired[float]
+    busy_seconds: NotRequired[float]
+    held_back_seconds: NotRequired[float]
     allocated_bytes: NotRequired[int]
     most_allocated_bytes: NotRequired[int]
     launches: NotRequired[int]

@@ -25,6 +25,7 @@ from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeCollector, chunks
 from gpulease.daemon.record.metrics.gauges import AuditFacts, FleetFacts, NodeFacts, TenantTotals, gauges
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
+from gpulease.daemon.workers.card_time import CardTimes
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker, counter_increments, held_bytes, skip_counts
 from gpulease.protocol.failures import Failure
@@ -53,7 +54,13 @@ class NodeMetrics:
     """
 
     def __init__(
-        self, table: LeaseTable, source: CardSource, workers: Workers, recorder: FactRecorder, health: Health
+        self,
+        table: LeaseTable,
+        source: CardSource,
+        workers: Workers,
+        recorder: FactRecorder,
+        health: Health,
+        card_times: CardTimes,
     ) -> None:
         self.fleet: Callable[[], FleetFacts] | None = None
         self._table = table
@@ -61,6 +68,7 @@ class NodeMetrics:
         self._workers = workers
         self._recorder = recorder
         self._health = health
+        self._card_times = card_times
         self._cards = [card.uuid for card in table.cards()]
         self._counters = LeaseCounters(self._cards)
         # A registry of its own: the library's global one has collectors that others register.
@@ -113,6 +121,7 @@ class NodeMetrics:
 
     def _on_worker_end(self, worker: Worker) -> None:
         # Its page shows for the last time what it did, however it ended.
+        self._card_times.on_worker_end(worker)
         lease = self._table.get(worker.spec.submit_of or worker.spec.lease_id)
         if lease is not None:
             self._counters.worked(self._counters.pair(lease), counter_increments(worker))
@@ -203,6 +212,8 @@ class NodeMetrics:
         return totals
 
     def _content(self) -> Content:
+        for (card_uuid, tenant), use in self._card_times.take_uncounted().items():
+            self._counters.used(card_uuid, tenant, use)
         # All gauges of one scrape in one turn of the loop, so that they agree with each other.
         facts = NodeFacts(
             now_ns=time.monotonic_ns(),
@@ -213,6 +224,7 @@ class NodeMetrics:
             pairs=self._counters.pairs,
             booked_bytes=self._table.booked_bytes(),
             stray_bytes=self._stray_bytes,
+            busy_ratios=self._card_times.busy_ratios(),
             checks={check.name: check.is_met for check in self._health.checks()},
             is_draining=self._table.drain_ns is not None,
             audit=self._audit(),

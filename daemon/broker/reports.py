@@ -17,22 +17,26 @@ from gpulease.daemon.leases import (
     SubmitSnapshot,
     ends_ns,
 )
+from gpulease.daemon.leases.time_account import LeaseUse
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.messages import DrainStatus, Inventory, InventoryEntry
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
-from gpulease.protocol.time_units import NS_PER_MS
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_LISTED_REGIONS: Final = 1024
 """Most regions that a list of leases describes; each lease names its own in any case. Stops tenants that fill their
 leases with small regions from delaying the broker's loop: 4,096 took half a second."""
 
 
-def full_report(lease: LeaseSnapshot, table: LeaseTable, workers: Workers) -> dict[str, Any]:
-    """Report one lease with its connections and submits."""
+def full_report(
+    lease: LeaseSnapshot, table: LeaseTable, workers: Workers, use: LeaseUse | None = None
+) -> dict[str, Any]:
+    """Report one lease with its connections and submits. `use`: what it used of its card's time, if that is known."""
     # One moment for all times of the report.
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns)
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
+    report |= {} if use is None else use_report(use)
     # A region reports its place; a lease reports the regions in it.
     if (region := table.regions.get(lease_id)) is not None:
         report |= region_report(region)
@@ -98,6 +102,15 @@ def lease_report(
             "connections": [one._asdict() for one in page.connections()],
         }
     return report
+
+
+def use_report(use: LeaseUse) -> dict[str, Any]:
+    """Report what a lease has used of its card's time."""
+    return {
+        "gpu_seconds": round(use.gpu_ns / NS_PER_S, 6),
+        "busy_seconds": round(use.busy_ns / NS_PER_S, 6),
+        "held_back_seconds": round(use.held_ns / NS_PER_S, 6),
+    }
 
 
 def region_report(region: RegionRow) -> dict[str, Any]:

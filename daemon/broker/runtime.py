@@ -65,6 +65,7 @@ from gpulease.daemon.leases import (
     SpawnWorker,
     SubmitEnded,
     SubmitFenced,
+    TenantRulesChanged,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -79,9 +80,10 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
-from gpulease.daemon.record.lease_facts import LeaseHistory
+from gpulease.daemon.record.lease_facts import FactKind, LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
+from gpulease.daemon.workers.card_time import CardTimes
 from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler, RegionProver
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
@@ -92,6 +94,9 @@ from gpulease.protocol.messages import RegionEvent
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)
+
+_NEW_SESSIONS: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.SUBMIT_READY})
+"""Facts after which another worker uses its card's time."""
 
 Result = Outcome | Failure
 """The answer to a request: the lease table's outcome, or why the request does not get one."""
@@ -147,7 +152,8 @@ class Runtime:
         self.tokens = tokens
         self.workers = workers
         self.journal = journal or Journal()
-        self.history = LeaseHistory(table.get, table.submits.lease_of)
+        self.card_times = CardTimes(table, workers)
+        self.history = LeaseHistory(table.get, table.submits.lease_of, self.card_times.known_use)
         self.recorder = LeaseLog(recorder, table.get, workers.pid)
         self.publisher = Publisher(table, self._on_warning)
         self.fair_queue = FairQueue()
@@ -155,7 +161,7 @@ class Runtime:
         self.memory_reserve = MemoryReserve()
         self.timers = Timers(self.post, self.memory_reserve.secure)
         self.health = Health(table, workers, self.journal, recorder, self.memory_reserve)
-        self.metrics = NodeMetrics(table, source, workers, recorder, self.health)
+        self.metrics = NodeMetrics(table, source, workers, recorder, self.health, self.card_times)
         self.connections = ConnectionTracker(table, workers, self.post)
         self.card_watch = CardWatch(source, [card.uuid for card in table.cards()], workers, self.post)
         # The monitors, which execute effects that take time and post their results as events.
@@ -209,6 +215,7 @@ class Runtime:
         if self.table.drain_ns is not None:
             log_event(LogEvent.DRAIN_GOES_ON)
             self.post(DrainTimerFired())
+        self.card_times.members_changed()
         # Step 4: watch the workers that were taken over. Those started later start the watch themselves.
         if self.workers.serving():
             self._watchdog.start()
@@ -234,6 +241,7 @@ class Runtime:
         # Timers first: nothing may post an event to a table that is given up.
         self.timers.stop()
         self.publisher.stop()
+        self.card_times.stop()
         await self.metrics.stop()
         await self._watchdog.stop()
         await self._memory_monitor.stop()
@@ -322,6 +330,8 @@ class Runtime:
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)
             self.metrics.on_facts(facts)
+        if isinstance(event, TenantRulesChanged) or any(fact.kind in _NEW_SESSIONS for fact in facts):
+            self.card_times.members_changed()
         # In order: a refusal comes before its kill, and a deadline before the grant that it is for.
         for effect in effects:
             self._execute(effect)
@@ -499,6 +509,7 @@ class Runtime:
         # Proofs and orders inside the lease end with it.
         self._region_prover.give_up(lease.lease_id)
         self._regions.forget(lease.lease_id)
+        self.card_times.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
         # The claim ends with the proof of the memory; a fenced lease keeps its name until an operator clears the fence.
         if lease.state is not LeaseState.FENCED:

@@ -48,6 +48,12 @@ or a new value, never half of one.
          obeyed, ns
    3848  when these limits lapse,
          monotonic ns
+   3904  for the next broker: the lease's
+         GPU time so far, ns; its busy
+         time and its time held back, by
+         the claims, when the broker took
+         the last sample; when that was,
+         monotonic ns, 0 for never
 
 The revocation word is 0 while the lease lives. Then it is the (positive) number of the status that answers every
 operation. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -141,6 +147,9 @@ _HORIZON: Final = (_CAUSE_AT + _CAUSE_BYTES) // 8
 # Words about the time on the card; native code repeats their offsets.
 _TIME_LIMITS: Final = _HORIZON + 1
 
+_TIME_ACCOUNT: Final = 488
+"""The broker's account of the lease's time, apart from the limits, which may grow."""
+
 MAX_LATENCY_WORDS: Final = 8
 """Most sessions of a card with the latency option at a time: a worker reads all their words before each launch."""
 
@@ -211,6 +220,9 @@ class ShownConnection(NamedTuple):
     held_bytes: int
 
 
+_TIME_CLAIMS: Final = slice(8 * Counter.BUSY_NS, 8 * (Counter.LAST_BUSY_UNTIL_NS + 1))
+
+
 class TimeLimits(NamedTuple):
     """How much of the card's time a session may use, by its lease's page. A value of 0 limits nothing.
 
@@ -227,6 +239,22 @@ class TimeLimits(NamedTuple):
     latency_mask: int = 0
     latency_patience_ns: int = 0
     until_ns: int = 0
+
+
+class TimeAccounted(NamedTuple):
+    """The broker's account of a lease's time, with which the next broker continues.
+
+    Attributes:
+        gpu_ns: Its GPU time: its part of the time in which it was busy.
+        busy_ns: The busy time that its worker claimed at the last sample.
+        held_back_ns: The time held back that it claimed then.
+        sampled_ns: When the sample was taken, on the monotonic clock; 0 for never.
+    """
+
+    gpu_ns: int = 0
+    busy_ns: int = 0
+    held_back_ns: int = 0
+    sampled_ns: int = 0
 
 
 class TimeClaims(NamedTuple):
@@ -479,6 +507,19 @@ class BrokerPage:
         # The last field first: a worker that sees a new mask must have its patience.
         for at, value in reversed(tuple(enumerate(limits, _TIME_LIMITS))):
             self._words[at] = value
+
+    def set_time_account(self, account: TimeAccounted) -> None:
+        """Write the account of the lease's time for the next broker."""
+        for at, value in enumerate(account, _TIME_ACCOUNT):
+            self._words[at] = value
+
+    def time_account(self) -> TimeAccounted:
+        """Return the account of an earlier broker; zeros without one."""
+        return TimeAccounted(*self._words[_TIME_ACCOUNT : _TIME_ACCOUNT + len(TimeAccounted._fields)])
+
+    def time_bytes(self) -> bytes:
+        """Return the claims of time as bytes: while they are equal and nothing is under way, nothing has happened."""
+        return self._claims_map[_TIME_CLAIMS]
 
     def time_claims(self) -> TimeClaims | None:
         """Return the use of the card's time that the worker claims; None from an older worker, which keeps no account.

@@ -301,6 +301,15 @@ class CoreLimits:
             is_later=True,
         ),
     ] = 1000
+    # A tenant with many leases would get many parts of a card's time.
+    shares_time: Annotated[
+        bool,
+        Setting(
+            "Share each card's time between tenants by the weights of their leases even if every weight is 1. Without"
+            " it, the time of a card is shared while one of its leases has another weight.",
+            is_later=True,
+        ),
+    ] = False
     # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Annotated[
         Mapping[Cause, int],

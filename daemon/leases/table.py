@@ -186,6 +186,11 @@ class LeaseTable:
         """Return a live lease or region, or an ended one that is still remembered; None otherwise."""
         return self._store.get(lease_id)
 
+    @property
+    def limits(self) -> CoreLimits:
+        """The bounds of the node and its tenants, as they are now."""
+        return self._store.limits
+
     def charge_bytes(self, lease_id: int) -> int:
         """Return the bytes that a live lease holds on its card, with its contexts' overhead; 0 if there is none."""
         lease = self._store.live.get(lease_id)

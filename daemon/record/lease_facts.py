@@ -67,6 +67,7 @@ from gpulease.daemon.leases import (
     WorkerScrubbed,
     kind_of,
 )
+from gpulease.daemon.leases.time_account import LeaseUse
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import RecordKind
@@ -333,6 +334,7 @@ class Fact(NamedTuple):
         times: The life of the lease, this fact included.
         card: The GPU of a warm context.
         is_warm: Whether a placed lease took a warm context.
+        use: What an ended lease used of its card's time; None if that is not known.
     """
 
     kind: FactKind
@@ -344,6 +346,7 @@ class Fact(NamedTuple):
     times: Times = NO_TIMES
     card: str = ""
     is_warm: bool = False
+    use: LeaseUse | None = None
 
 
 class LeaseHistory:
@@ -354,11 +357,18 @@ class LeaseHistory:
     Args:
         lookup: Returns a lease in its state after the event.
         lease_of_submit: Returns the lease of a submit by the submit's number, 0 for any other number.
+        use_of: Returns what a lease has used of its card's time; None if that is not known.
     """
 
-    def __init__(self, lookup: Lookup, lease_of_submit: Callable[[int], int] = lambda _: 0) -> None:
+    def __init__(
+        self,
+        lookup: Lookup,
+        lease_of_submit: Callable[[int], int] = lambda _: 0,
+        use_of: Callable[[int], LeaseUse | None] = lambda _: None,
+    ) -> None:
         self._lookup = lookup
         self._lease_of_submit = lease_of_submit
+        self._use_of = use_of
         self._asked: dict[int, Asked] = {}
         self._askers: dict[int, str] = {}
         self._times: dict[int, Times] = {}
@@ -607,7 +617,7 @@ class LeaseHistory:
     def _ended(self, effect: LeaseEnded, now_ns: int) -> Fact:
         lease_id = effect.lease.lease_id
         self._faulted.discard(lease_id)
-        return _end_of(effect.lease, effect, now_ns, self._times.pop(lease_id, NO_TIMES))
+        return _end_of(effect.lease, effect, now_ns, self._times.pop(lease_id, NO_TIMES), self._use_of(lease_id))
 
     def _submit_ended(self, effect: SubmitEnded, now_ns: int) -> Fact:
         self._faulted.discard(effect.submit_id)
@@ -649,6 +659,8 @@ def end_under_earlier_daemon(lease: LeaseSnapshot, now_ns: int) -> Fact:
     return _end_of(lease, None, lease.ended_ns or now_ns, NO_TIMES)
 
 
-def _end_of(lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times: Times) -> Fact:
+def _end_of(
+    lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times: Times, use: LeaseUse | None = None
+) -> Fact:
     kind = FactKind.FENCED if lease.state is LeaseState.FENCED else FactKind.ENDED
-    return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times)
+    return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times, use=use)

@@ -1,7 +1,7 @@
 """Read-only requests: PING, GET_INVENTORY, LEASE_QUERY, LEASE_LIST_ACTIVE, subscriptions, METRICS and HEALTH."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.health import Health
@@ -56,11 +56,11 @@ class QueryHandler:
         # A query shows that the tenant is alive, so the lease does not count as orphaned while this connection lives.
         if self._acts_for(lease) and not self._peer.is_reader:
             self._caller.hold(lease.lease_id)
-        self._caller.answer(request, messages.Report(full_report(lease, self._runtime.table, self._runtime.workers)))
+        self._caller.answer(request, messages.Report(self._report(lease)))
 
     def lease_list_active(self, request: Request, body: messages.Empty) -> None:
         """Serve LEASE_LIST_ACTIVE: each lease, followed by its regions."""
-        table, workers = self._runtime.table, self._runtime.workers
+        table = self._runtime.table
         reports, room = [], MAX_LISTED_REGIONS
         for lease in table.snapshots():
             # Leases are always listed; the regions of all leases together are bounded.
@@ -68,8 +68,12 @@ class QueryHandler:
             room -= len(regions)
             # A region may belong to another tenant than its lease, so each is checked on its own.
             own = (lease,) if self._may_see(lease) else ()
-            reports += [full_report(one, table, workers) for one in (*own, *regions)]
+            reports += [self._report(one) for one in (*own, *regions)]
         self._caller.answer(request, messages.Report(reports))
+
+    def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:
+        use = self._runtime.card_times.use_of(lease.lease_id, lease.card_uuid)
+        return full_report(lease, self._runtime.table, self._runtime.workers, use)
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
         """Serve LEASE_SUBSCRIBE. The first event follows the reply."""

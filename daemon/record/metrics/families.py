@@ -105,6 +105,18 @@ SESSION_COPIED_BYTES: Final = _counter("gpu_session_copied_bytes", "Bytes of the
 SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions accepted, of every kind.")
 SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Requests of sessions that failed.")
 SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts lost to a fault, including those of submits.")
+SESSION_BUSY_SECONDS: Final = _counter(
+    "gpu_session_busy_seconds",
+    "Seconds in which sessions had work outstanding, by their workers, summed over sessions.",
+)
+SESSION_GPU_SECONDS: Final = _counter(
+    "gpu_session_gpu_seconds",
+    "The sessions' part of these: while k sessions of a card are busy, each gets a k-th of the time.",
+)
+SESSION_HELD_BACK_SECONDS: Final = _counter(
+    "gpu_session_held_back_seconds",
+    "Seconds in which sessions' launches waited for others, by weights, a cap or the latency class.",
+)
 
 # --- leases ---
 
@@ -203,6 +215,9 @@ CARD_OTHERS_BYTES: Final = _gauge(
     "Bytes that the driver (`unowned`) or other programs (`outside`) took since the card was measured.",
     ("UUID", "holder"),
 )
+CARD_BUSY_RATIO: Final = _gauge(
+    "gpu_card_busy_ratio", "The part of the last second in which sessions had work outstanding on the card, 0 to 1."
+)
 WARM_CONTEXTS: Final = _gauge(
     "gpulease_warm_contexts", "Contexts made ahead, and recycled ones that wait for their tenant.", ("UUID", "state")
 )
@@ -266,7 +281,7 @@ MAX_PAIR_SERIES: Final = 512
 """Combinations of cards and tenants: a host of more than 8 cards gives fewer tenants a label. All combinations in all
 families make an exposition of 1 MB."""
 
-MAX_LABEL_CHARS: Final = 128
+MAX_LABEL_CHARS: Final = 112
 """Characters of a tenant's name in a label. Whoever writes certificates chooses the name."""
 
 

@@ -58,6 +58,7 @@ class NodeFacts:
         pairs: Every card and tenant that had a lease at any time: their gauges are 0 when they have none.
         booked_bytes: Bytes that the lease table has booked for live leases, by card, of the same moment as `cards`.
         stray_bytes: Bytes that no process holds and nothing has booked, by card, without cards that gave no answer.
+        busy_ratios: The part of the last second in which sessions used a card, without cards that have no session.
         checks: The readiness checks, by name.
         audit: The audit log's figures; None if none is kept.
         fleet: The figures of the node's fleet; None if it belongs to none.
@@ -71,6 +72,7 @@ class NodeFacts:
     pairs: Iterable[Labels]
     booked_bytes: Mapping[str, int]
     stray_bytes: Mapping[str, int]
+    busy_ratios: Mapping[str, float]
     checks: Mapping[str, bool]
     is_draining: bool
     audit: "AuditFacts | None"
@@ -161,6 +163,7 @@ def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
             for card in cards
             if card.uuid in facts.stray_bytes
         },
+        families.CARD_BUSY_RATIO: {(card.uuid,): facts.busy_ratios.get(card.uuid, 0.0) for card in cards},
         families.WARM_WANTED: {(card.uuid,): card.warm_wanted for card in cards},
     }
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from gpulease.daemon.leases import Cause, LeaseSnapshot
+from gpulease.daemon.leases.time_account import LeaseUse
 from gpulease.daemon.record.lease_facts import REQUESTS, Fact, FactKind
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
@@ -26,6 +27,9 @@ _OF_SESSIONS: Final = (
     families.SESSION_COPIED_BYTES,
     families.SESSION_OPERATIONS,
     families.SESSION_OPERATION_ERRORS,
+    families.SESSION_BUSY_SECONDS,
+    families.SESSION_GPU_SECONDS,
+    families.SESSION_HELD_BACK_SECONDS,
 )
 """What workers count on their control pages."""
 
@@ -118,7 +122,19 @@ class LeaseCounters:
 
     def pair(self, lease: LeaseSnapshot) -> Labels:
         """Return the labels of a lease's GPU and tenant."""
-        labels = (lease.card_uuid, self._tenants.of(lease.tenant))
+        return self._pair(lease.card_uuid, lease.tenant)
+
+    def used(self, card_uuid: str, tenant: str, use: LeaseUse) -> None:
+        """Add what a tenant used of a GPU's time."""
+        spent = (
+            (families.SESSION_BUSY_SECONDS, use.busy_ns / NS_PER_S),
+            (families.SESSION_GPU_SECONDS, use.gpu_ns / NS_PER_S),
+            (families.SESSION_HELD_BACK_SECONDS, use.held_ns / NS_PER_S),
+        )
+        self.worked(self._pair(card_uuid, tenant), spent)
+
+    def _pair(self, card_uuid: str, tenant: str) -> Labels:
+        labels = (card_uuid, self._tenants.of(tenant))
         if labels not in self.pairs:
             self.pairs[labels] = None
             # A rate needs a value from before the first thing happened.

@@ -21,6 +21,7 @@ from gpulease.daemon.leases import AcquireRequested, Card, CoreLimits, LeaseTabl
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.workers.card_time import CardTimes
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused
@@ -49,7 +50,7 @@ class Scene:
         self.health = Health(table, workers, Journal(), FactRecorder(), reserve)
         source = EmbeddedCards([100])
         source.read = lambda card_uuid: CardReading(look(), {})  # type: ignore[method-assign]
-        self.metrics = NodeMetrics(table, source, workers, FactRecorder(), self.health)
+        self.metrics = NodeMetrics(table, source, workers, FactRecorder(), self.health, CardTimes(table, workers))
         self.answers: list[Any] = []
 
     def handler_for(self, peer: Peer) -> NodeHandler:

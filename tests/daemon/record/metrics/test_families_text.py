@@ -64,7 +64,7 @@ def test_names_are_used_once_and_say_their_units() -> None:
     names = [name for family in FAMILIES for name in family.series_names]
     assert len(set(names)) == len(names)
     for family in FAMILIES:
-        assert re.fullmatch(r"gpu(_lease|_region|_session|_fleet|lease)_[a-z_]+", family.name), family.name
+        assert re.fullmatch(r"gpu(_lease|_region|_session|_fleet|_card|lease)_[a-z_]+", family.name), family.name
         assert family.meaning.endswith("."), family.name
         assert not re.search("lease_id|_ms$|_ns$|_total$", family.name), family.name
         assert "lease" not in family.labels, "the number of leases has no bound"

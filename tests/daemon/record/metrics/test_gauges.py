@@ -28,6 +28,7 @@ def facts_of(s: Scenario) -> NodeFacts:
         pairs=[ANN, BOB, CID],
         booked_bytes=s.table.booked_bytes(),
         stray_bytes={"GPU-a": 0},
+        busy_ratios={"GPU-a": 0.5},
         checks={"journal": True, "zygote": False},
         is_draining=s.table.drain_ns is not None,
         audit=None,

@@ -1,0 +1,235 @@
+"""The account of one card's time: busy times of its sessions in, GPU time of each out. Pure: the clock is an argument.
+
+A session is busy while it has work outstanding. The driver gives each of k busy contexts a k-th of the card (its round
+robin). So the GPU time of a session is the integral of 1/k over the time in which it was busy, and the GPU times of all
+sessions together are the wall time in which any of them was.
+
+A sample has each session's busy time so far, and the begin and end of its latest busy interval. Within the time between
+two samples, the place of that interval is known; the rest of the session's busy time is taken to be spread evenly, and
+independent of the others; but while others hold back for a latency session, they are taken to be busy when it is not.
+So the account is exact for sessions that were busy throughout, for any number of them beside one that was not, and for
+sessions with one interval in each sample.
+
+What a worker says of itself may be a lie. Its busy time never goes back and never grows faster than the clock. A worker
+that claims too much pays for it, and claims at most a share of the time of the others' intervals.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from gpulease.daemon.contract.control_page import TimeClaims
+
+Span = tuple[float, float, float]
+"""A piece of time: its begin and end in monotonic nanoseconds, and the part of it in which a session was busy."""
+
+
+@dataclass(slots=True)
+class LeaseUse:
+    """What a lease has used of its card's time, its submits included; in nanoseconds.
+
+    Attributes:
+        gpu_ns: GPU time: its part of the time in which it was busy.
+        busy_ns: Time in which it had work outstanding.
+        held_ns: Time in which its work was held back for others, or by its tenant's cap.
+    """
+
+    gpu_ns: float = 0.0
+    busy_ns: int = 0
+    held_ns: int = 0
+
+    def add(self, other: "LeaseUse") -> None:
+        self.gpu_ns += other.gpu_ns
+        self.busy_ns += other.busy_ns
+        self.held_ns += other.held_ns
+
+
+@dataclass(slots=True)
+class SessionTime:
+    """The account of one session.
+
+    Attributes:
+        gpu_ns: Its GPU time.
+        busy_ns: Its busy time, by its worker; never goes back.
+        held_ns: Time in which a launch of it was held back.
+        more_gpu_ns: Its GPU time between the last two samples.
+        more_busy_ns: Its busy time between them.
+        more_held_ns: Its time held back between them.
+        is_busy: Work was outstanding at the last sample.
+        is_held: A launch was held back at the last sample.
+    """
+
+    gpu_ns: float = 0.0
+    busy_ns: int = 0
+    held_ns: int = 0
+    more_gpu_ns: float = 0.0
+    more_busy_ns: int = 0
+    more_held_ns: int = 0
+    is_busy: bool = False
+    is_held: bool = False
+
+
+class TimeAccount:
+    """The account of one card.
+
+    Attributes:
+        sessions: The account of each session.
+        active: The sessions in the last sample.
+        busy_ns: Wall time in which any session was busy.
+        more_ns: Wall time between the last two samples.
+        more_busy_ns: The part of it in which any session was busy.
+        partly_busy: Number of sessions that were busy in a part of it only. With two or more the account is an
+            estimate, which shorter times between samples improve.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: dict[int, SessionTime] = {}
+        self.active: tuple[int, ...] = ()
+        self.busy_ns = 0.0
+        self.more_ns = 0
+        self.more_busy_ns = 0.0
+        self.partly_busy = 0
+        self._sampled_ns = 0
+
+    def resume(self, session: int, busy_ns: int, held_ns: int, sampled_ns: int) -> None:
+        """Continue the account of a session that an earlier broker sampled last at `sampled_ns`, before a sample."""
+        self.sessions[session] = SessionTime(busy_ns=busy_ns, held_ns=held_ns)
+        self._sampled_ns = max(self._sampled_ns, sampled_ns)
+
+    def end(self, session: int) -> None:
+        """Forget a session that has ended, after a last sample."""
+        self.sessions.pop(session, None)
+        self.active = tuple(one for one in self.active if one != session)
+
+    def sample(self, now_ns: int, claims: Mapping[int, TimeClaims], first: Collection[int] = ()) -> None:
+        """Take the claims of the sessions of the card at one moment.
+
+        Args:
+            now_ns: The moment, on the monotonic clock.
+            claims: The claims by session. Sessions that are not in it are idle, and were since the last sample.
+            first: The sessions for which all others have held back since the last sample.
+        """
+        before_ns = self._sampled_ns or now_ns
+        self.more_ns, self._sampled_ns = max(0, now_ns - before_ns), now_ns
+        for session in self.active:
+            if session not in claims:
+                idle = self.sessions[session]
+                idle.more_busy_ns = idle.more_held_ns = 0
+                idle.more_gpu_ns, idle.is_busy, idle.is_held = 0.0, False, False
+        self.active = tuple(claims)
+        # Step 1: by how much each session's busy time has grown, and where that time lies.
+        pieces: dict[int, list[Span]] = {}
+        self.partly_busy = 0
+        for session, claim in claims.items():
+            busy_ns, held_ns = claim.busy_until(now_ns), claim.held_back_until(now_ns)
+            if (time := self.sessions.get(session)) is None:
+                # Seen for the first time: what it had before was another daemon's to count, or nothing. Of an interval
+                # that has begun since the last sample, all counts.
+                begun_ns = now_ns - max(claim.busy_since_ns, before_ns) if claim.busy_since_ns else 0
+                time = self.sessions[session] = SessionTime(busy_ns=busy_ns - max(0, begun_ns), held_ns=held_ns)
+            time.more_busy_ns = min(max(0, busy_ns - time.busy_ns), self.more_ns)
+            time.more_held_ns = min(max(0, held_ns - time.held_ns), self.more_ns)
+            time.busy_ns, time.held_ns = max(time.busy_ns, busy_ns), max(time.held_ns, held_ns)
+            time.is_busy, time.is_held = bool(claim.busy_since_ns), bool(claim.held_back_since_ns)
+            time.more_gpu_ns = 0.0
+            if time.more_busy_ns:
+                self.partly_busy += time.more_busy_ns < self.more_ns
+                pieces[session] = list(_pieces(claim, time.more_busy_ns, before_ns, now_ns))
+        # Step 2: share each stretch of time among those who were busy in it.
+        self.more_busy_ns = 0.0
+        for session, gpu_ns in _shared(pieces, first):
+            self.sessions[session].more_gpu_ns += gpu_ns
+            self.sessions[session].gpu_ns += gpu_ns
+            self.more_busy_ns += gpu_ns
+        self.busy_ns += self.more_busy_ns
+
+
+def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Iterator[Span]:
+    """Yield where `busy_ns` of busy time lie between two samples, latest first."""
+    if busy_ns >= until_ns - from_ns:
+        yield from_ns, until_ns, 1.0
+        return
+    # The two intervals whose place is known: the present one, and the one before. A worker may lie about both, so each
+    # is cut to the time that is left.
+    end_ns, rest_ns = until_ns, busy_ns
+    known = ((claim.busy_since_ns, until_ns), (claim.last_busy_from_ns, claim.last_busy_until_ns))
+    for begin_ns, finish_ns in known:
+        if not begin_ns or not rest_ns:
+            continue
+        finish_ns = min(finish_ns, end_ns)
+        begin_ns = max(begin_ns, from_ns, finish_ns - rest_ns)
+        if begin_ns < finish_ns:
+            yield begin_ns, finish_ns, 1.0
+            end_ns, rest_ns = begin_ns, rest_ns - (finish_ns - begin_ns)
+    # The rest is somewhere before these.
+    if rest_ns:
+        if end_ns - from_ns < rest_ns:
+            # Its intervals contradict its busy time: the time that it claims counts.
+            yield from_ns, until_ns, rest_ns / (until_ns - from_ns)
+        else:
+            yield from_ns, end_ns, rest_ns / (end_ns - from_ns)
+
+
+def _shared(pieces: Mapping[int, list[Span]], first: Collection[int]) -> Iterator[tuple[int, float]]:
+    """Yield the GPU time of each session, piece by piece."""
+    edges = sorted({edge for spans in pieces.values() for span in spans for edge in span[:2]})
+    for begin_ns, end_ns in pairwise(edges):
+        wall_ns = end_ns - begin_ns
+        parts = {
+            session: min(1.0, sum(part for start, finish, part in spans if start <= begin_ns and end_ns <= finish))
+            for session, spans in pieces.items()
+        }
+        ahead = {one: part for one, part in parts.items() if part and one in first}
+        others = {one: part for one, part in parts.items() if part and one not in first}
+        if not (ahead and others):
+            yield from shares_of(ahead or others, wall_ns).items()
+            continue
+        # The others hold back while one of `first` is busy: they have what is left of the time, and of that part only
+        # what does not fit there.
+        idle = 1.0
+        for part in ahead.values():
+            idle *= 1.0 - part
+        behind = {one: min(1.0, part / idle) if idle else 0.0 for one, part in others.items()}
+        beside = {one: (part - behind[one] * idle) / (1.0 - idle) for one, part in others.items()}
+        yield from shares_of(behind, wall_ns * idle).items()
+        together = {one: min(1.0, part / (1.0 - idle)) for one, part in ahead.items()} | beside
+        yield from shares_of(together, wall_ns * (1.0 - idle)).items()
+
+
+# Gauss-Legendre nodes and weights on (0, 1), of 8 points: exact for polynomials up to degree 15.
+_NODES: Final = tuple(
+    (0.5 + half * node, weight / 2)
+    for node, weight in (
+        (0.1834346424956498, 0.3626837833783620),
+        (0.5255324099163290, 0.3137066458778873),
+        (0.7966664774136267, 0.2223810344533745),
+        (0.9602898564975363, 0.1012285362903763),
+    )
+    for half in (0.5, -0.5)
+)
+
+
+def shares_of(busy: Mapping[int, float], wall_ns: float) -> dict[int, float]:
+    """Share a stretch of time among sessions that were busy in parts of it, each independent of the others.
+
+    A session's share is p * E[1 / (1 + B)], where B is how many of the others are busy. With F(x) = product of
+    (1 - p + p x) over all sessions, that is the integral of p * F(x) / (1 - p + p x) over x from 0 to 1, and the sum
+    over all sessions is that of F'(x): F(1) - F(0), the probability that anyone is busy.
+    """
+    if len(busy) < 2 or all(part >= 1.0 for part in busy.values()):
+        return {one: wall_ns * part / len(busy) for one, part in busy.items()}
+    found = dict.fromkeys(busy, 0.0)
+    for node, weight in _NODES:
+        product = weight * wall_ns
+        for part in busy.values():
+            product *= 1.0 - part + part * node
+        for one, part in busy.items():
+            found[one] += product * part / (1.0 - part + part * node)
+    # Beyond 16 sessions the integral is an approximation, so its sum is made to agree.
+    nobody = 1.0
+    for part in busy.values():
+        nobody *= 1.0 - part
+    total_ns = sum(found.values())
+    scale = wall_ns * (1.0 - nobody) / total_ns if total_ns else 0.0
+    return {one: share * scale for one, share in found.items()}

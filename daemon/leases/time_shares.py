@@ -1,0 +1,345 @@
+"""How much of a card's time each session may use next. Pure: use so far in, limits for the pages out.
+
+A card is shared where somebody asked for it: a lease with a weight, a tenant with `max_share`, a lease of the latency
+class, or `[limits] shares_time` for all. Elsewhere nothing is limited. The rules, in every round:
+
+1. A tenant's demand is the time in which its sessions were busy in the last round, and a little more; all of the card
+   while one of them is held back by its allowance. The card is filled up by weights: who wants less than its part gets
+   what it wants, and the rest is for the others. What is idle all the same, because somebody pauses, is given away too.
+   So nobody is limited while the card is idle, caps apart, and every tenant that wants the card gets its part.
+2. Weights are the tenant's: the largest of its leases on the card. Its sessions share the tenant's part by their own
+   weights. More leases, streams or launches get no more.
+3. What a tenant used beyond its part is taken from its next rounds, within MAX_DEBT_NS; what it got too little is
+   added, within MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are not cut.
+4. A part is GPU time; a worker counts busy time. Sessions that are busy together share the card equally, so a session
+   with a part g is busy until it has got g. The session that is the last to finish needs no limit.
+5. While a latency session has work outstanding, others hold back. It is obeyed as long as its tenant stays within its
+   part by weights; beyond that it is an ordinary session until it is within it again.
+
+A worker's claims may be lies. Claiming more busy time than is true costs the tenant its own part. Claiming to be held
+back counts only while the busy time has reached the allowance.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from gpulease.daemon.contract.control_page import TimeLimits
+from gpulease.daemon.leases.time_account import SessionTime
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
+
+Key = int | str
+"""A session's number, or a tenant's name."""
+
+AnyKey = TypeVar("AnyKey", bound=Key)
+
+ROUND_NS: Final = 10 * NS_PER_MS
+"""Time between two rounds: long against the driver's slice of 1.35 ms, short against a person's patience."""
+
+LAPSE_NS: Final = 10 * ROUND_NS
+"""How long limits hold without another round. A broker that hangs or restarts must not leave sessions held back."""
+
+LATENCY_QUEUE_NS: Final = 50 * NS_PER_US
+"""Work that other sessions may have outstanding on a card with an open latency session: what it waits for at least.
+Two kernels of 20 us, or one of 100 us and the next as soon as half of it is done."""
+
+LATENCY_PATIENCE_NS: Final = 20 * NS_PER_MS
+"""Longest time for which others hold back for one piece of a latency session's work. A worker that died with its word
+set holds up nobody for longer, until the broker takes its word away."""
+
+MAX_DEBT_NS: Final = NS_PER_S
+"""Most GPU time beyond its part that a tenant pays back. A longer kernel is `max_kernel`'s business."""
+
+MAX_CREDIT_NS: Final = 50 * NS_PER_MS
+"""Most GPU time that a tenant can be owed: a burst of that length at most."""
+
+_MAX_CAP_CREDIT_NS: Final = 3 * NS_PER_MS
+"""Most GPU time that a tenant is owed that may use only a part of the card: what a late round costs it, and no burst
+beyond its cap."""
+
+_HEADROOM: Final = 1.1
+_LEAST_DEMAND_NS: Final = NS_PER_MS // 5
+"""How far above its last use a session's demand is: it can grow by a tenth, or begin, without a limit."""
+
+_CORRECTION_ROUNDS: Final = 10
+"""Rounds over which a debt or credit is evened out. Fewer would follow the noise of single rounds."""
+
+_LATE: Final = 0.98
+"""A session that would finish its part this late in a round is not limited: it could not take more."""
+
+_ALL: Final = 0.999
+"""A part that is this much of what was wanted is all of it; the rest is rounding."""
+
+_IDLE_PART: Final = 0.01
+"""Part of a round that may be idle: kernels begin and end within a round, and nobody can fill the gaps."""
+
+MAX_SLACK_ROUNDS: Final = 2
+_SLACK_KEPT: Final = 0.9
+"""How many rounds can be given away in addition, and how much of that remains after a round without idle time."""
+
+_OVERDRAWN_NS: Final = -20 * NS_PER_MS
+"""A latency session is not obeyed from here on, until its tenant owes nothing."""
+
+
+class SharedSession(NamedTuple):
+    """A session of a card, for one round.
+
+    Attributes:
+        session: Its number.
+        tenant: Its tenant.
+        weight: Its weight, within the tenant's `max_weight`.
+        latency_word: The number of its latency word; None if it is of the ordinary class.
+        time: Its account.
+    """
+
+    session: int
+    tenant: str
+    weight: int
+    latency_word: int | None
+    time: SessionTime
+
+
+class TimeShares:
+    """The shares of one card.
+
+    Balances are in GPU nanoseconds: what somebody is owed, negative for a debt.
+    """
+
+    def __init__(self) -> None:
+        # Of tenants by their names, of sessions by their numbers.
+        self._owed: dict[Key, float] = {}
+        # The parts of the last round, of those who got less than they wanted, or who have a cap.
+        self._parts: dict[Key, float] = {}
+        self._at_cap: set[str] = set()
+        # Whether somebody got less than it wanted for others' sake, and what more can be given because they pause.
+        self._is_short = False
+        self._slack_ns = 0.0
+        self._allowances: dict[int, int] = {}
+        # Of tenants with latency sessions.
+        self._latency_owed: dict[str, float] = {}
+        self._obeyed: set[str] = set()
+        self._mask = 0
+        self._is_bounded = False
+
+    @property
+    def obeyed(self) -> frozenset[str]:
+        """The tenants whose latency sessions all others hold back for since the last round."""
+        return frozenset(self._obeyed)
+
+    def limits(
+        self,
+        now_ns: int,
+        more_ns: int,
+        sessions: Sequence[SharedSession],
+        weights: Mapping[str, int],
+        caps: Mapping[str, float],
+        used_ns: float,
+        *,
+        shares: bool = True,
+    ) -> dict[int, TimeLimits]:
+        """Return the limits of each session until the next round.
+
+        Args:
+            now_ns: The present time.
+            more_ns: Time since the last round.
+            sessions: The latency sessions of the card, and all others that are not idle, after a sample at `now_ns`.
+                Idle ones have `idle_limits`.
+            weights: The weight of each tenant: the largest of its sessions on the card, idle ones included.
+            caps: The largest part of the card, above 0 and at most 1, of each tenant that has one.
+            used_ns: Time since the last round in which the card was used.
+            shares: Whether the card's time is shared by weights; False: caps and the latency class alone.
+        """
+        by_tenant: dict[str, list[SharedSession]] = {}
+        for one in sessions:
+            by_tenant.setdefault(one.tenant, []).append(one)
+        # Step 1: what everyone wants, and what everyone owes after the last round. A round that was late is followed by
+        # another that is as late.
+        round_ns = min(max(more_ns, ROUND_NS), LAPSE_NS)
+        demands = {one.session: self._demand_ns(one, more_ns, round_ns) for one in sessions}
+        wanted = {tenant: sum(demands[one.session] for one in own) for tenant, own in by_tenant.items()}
+        self._settle(more_ns, by_tenant, caps)
+        self._settle_latency(more_ns, by_tenant, weights, wanted)
+        # Step 2: the parts of the next round. Without weights, everyone may have all that its cap allows.
+        bounds = {
+            tenant: min(wanted[tenant], round_ns * caps[tenant]) if tenant in caps else wanted[tenant]
+            for tenant in by_tenant
+        }
+        self._find_slack(more_ns, used_ns)
+        parts = fill(round_ns + self._slack_ns, bounds, weights) if shares else bounds
+        self._parts, self._at_cap, self._is_short = {}, set(), False
+        targets: dict[int, float] = {}
+        for tenant, own in by_tenant.items():
+            targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns)
+        # Step 3: from GPU time to busy time. Who is not limited shares the card with the others as it likes.
+        due = {one.session: targets.get(one.session, demands[one.session]) for one in sessions if demands[one.session]}
+        busy = busy_times(due)
+        allowances = {
+            # 0 would be no limit.
+            one.session: max(1, one.time.busy_ns + int(busy.get(one.session, targets[one.session])))
+            for one in sessions
+            if one.session in targets and busy.get(one.session, targets[one.session]) < round_ns * _LATE
+        }
+        self._allowances = allowances
+        # Step 4: the pages' fields.
+        words = {one.session: 1 << one.latency_word for one in sessions if one.latency_word is not None}
+        mask = sum(words[one.session] for one in sessions if one.session in words and one.tenant in self._obeyed)
+        self._mask, self._is_bounded = mask, bool(words)
+        found: dict[int, TimeLimits] = {}
+        for one in sessions:
+            own_word = words.get(one.session, 0)
+            found[one.session] = self._limits(now_ns, allowances.get(one.session, 0), own_word)
+        return found
+
+    def idle_limits(self, now_ns: int) -> TimeLimits:
+        """Return the limits of a session that was idle in the last round: it may wake up at any time."""
+        return self._limits(now_ns, 0, 0)
+
+    def _limits(self, now_ns: int, allowance_ns: int, own_word: int) -> TimeLimits:
+        mask = self._mask & ~own_word
+        queue_bound_ns = LATENCY_QUEUE_NS if self._is_bounded and not own_word else 0
+        if not (allowance_ns or mask or queue_bound_ns):
+            return TimeLimits()
+        patience_ns = LATENCY_PATIENCE_NS if mask else 0
+        return TimeLimits(allowance_ns, queue_bound_ns, mask, patience_ns, now_ns + LAPSE_NS)
+
+    def _targets(
+        self,
+        own: Sequence[SharedSession],
+        part_ns: float,
+        bound_ns: float,
+        demands: Mapping[int, float],
+        cap: float | None,
+        round_ns: int,
+    ) -> dict[int, float]:
+        """Return the GPU time until the next round of those sessions of a tenant that are limited."""
+        tenant = own[0].tenant
+        # The tenant gets less than it wants, or may never have more than its cap, or all that it wants.
+        if part_ns < bound_ns * _ALL:
+            self._parts[tenant] = part_ns
+            self._is_short = True
+        elif cap is not None:
+            self._parts[tenant] = part_ns = round_ns * cap
+            self._at_cap.add(tenant)
+        else:
+            # Others that want the card have what they want, so what it took from them earlier is forgiven in time.
+            self._owed[tenant] = min(0.0, self._owed.get(tenant, 0.0) + round_ns)
+        is_limited = tenant in self._parts
+        if is_limited:
+            part_ns = max(0.0, part_ns + self._owed.get(tenant, 0.0) / _CORRECTION_ROUNDS)
+        # Its sessions share that by their own weights.
+        shares = fill(part_ns, {one.session: demands[one.session] for one in own}, _weights(own))
+        targets: dict[int, float] = {}
+        for one in own:
+            share_ns, demand_ns = shares[one.session], demands[one.session]
+            if not demand_ns:
+                # It may wake up during the round. What it uses then is the tenant's, and paid back.
+                if is_limited:
+                    targets[one.session] = part_ns
+            elif share_ns < demand_ns * _ALL:
+                self._parts[one.session] = share_ns
+                self._is_short = self._is_short or cap is None
+                owed_ns = self._owed.get(one.session, 0.0) if len(own) > 1 else 0.0
+                targets[one.session] = max(0.0, share_ns + owed_ns / _CORRECTION_ROUNDS)
+            elif cap is not None:
+                targets[one.session] = part_ns
+        return targets
+
+    def _demand_ns(self, one: SharedSession, more_ns: int, round_ns: int) -> float:
+        """Return the most GPU time that a session could use in the next round."""
+        time = one.time
+        # Held back: by its allowance, if that is used up; by a latency session, if one is obeyed.
+        if (time.is_held or time.more_held_ns) and (self._is_spent(one) or self._obeyed):
+            return round_ns
+        if not time.more_busy_ns or not more_ns:
+            return round_ns if time.is_busy else 0.0
+        return min(round_ns, _HEADROOM * time.more_busy_ns * round_ns / more_ns + _LEAST_DEMAND_NS)
+
+    def _is_spent(self, one: SharedSession) -> bool:
+        """Return whether a session has used its allowance up, but for what a kernel's estimate may be wrong."""
+        allowance_ns = self._allowances.get(one.session)
+        return allowance_ns is not None and one.time.busy_ns >= allowance_ns - NS_PER_MS
+
+    def _find_slack(self, more_ns: int, used_ns: float) -> None:
+        """Give more away while the card is idle although somebody waits: those with demand pause between launches."""
+        idle_ns = more_ns * (1.0 - _IDLE_PART) - used_ns
+        if idle_ns > 0.0 and self._is_short:
+            self._slack_ns = min(self._slack_ns + idle_ns / 2, MAX_SLACK_ROUNDS * more_ns)
+        else:
+            self._slack_ns *= _SLACK_KEPT
+
+    def _settle(
+        self, more_ns: int, by_tenant: Mapping[str, Sequence[SharedSession]], caps: Mapping[str, float]
+    ) -> None:
+        """Add to each balance what its part of the last round was, less what was used of the card."""
+        used = {tenant: sum((one.time.more_gpu_ns for one in own), 0.0) for tenant, own in by_tenant.items()}
+        # A tenant whose part was its cap gets that part of the clock's time. The others share what was used.
+        owed: dict[Key, float] = {}
+        for tenant in by_tenant:
+            owed[tenant] = self._owed.get(tenant, 0.0)
+            if tenant in self._at_cap and tenant in caps:
+                owed[tenant] += more_ns * caps[tenant] - used[tenant]
+                owed[tenant] = min(max(owed[tenant], -MAX_DEBT_NS), _MAX_CAP_CREDIT_NS)
+        short = [tenant for tenant in by_tenant if tenant in self._parts and tenant not in self._at_cap]
+        self._even_out(owed, {tenant: used[tenant] for tenant in short})
+        for own in by_tenant.values():
+            for one in own:
+                owed[one.session] = self._owed.get(one.session, 0.0)
+            self._even_out(owed, {one.session: one.time.more_gpu_ns for one in own if one.session in self._parts})
+        # Only those of this round are remembered.
+        self._owed = owed
+
+    def _even_out(self, owed: dict[Key, float], used: Mapping[Key, float]) -> None:
+        """Settle between some: their parts of what they used together, less what each used."""
+        parts_ns, used_ns = sum(self._parts[one] for one in used), sum(used.values())
+        for one, own_ns in used.items():
+            due_ns = used_ns * self._parts[one] / parts_ns if parts_ns else own_ns
+            owed[one] = min(max(owed[one] + due_ns - own_ns, -MAX_DEBT_NS), MAX_CREDIT_NS)
+
+    def _settle_latency(
+        self,
+        more_ns: int,
+        by_tenant: Mapping[str, Sequence[SharedSession]],
+        weights: Mapping[str, int],
+        wanted: Mapping[str, float],
+    ) -> None:
+        """Decide whose latency sessions are obeyed in the next round."""
+        before, obeyed = self._latency_owed, set()
+        self._latency_owed = {}
+        for tenant, own in by_tenant.items():
+            if all(one.latency_word is None for one in own):
+                continue
+            # Its part by weights among those who want the card, all of it if nobody else does.
+            others = sum(weights[other] for other in by_tenant if other != tenant and wanted[other])
+            due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
+            owed_ns = before.get(tenant, 0.0) + due_ns - sum(one.time.more_gpu_ns for one in own)
+            self._latency_owed[tenant] = owed_ns = min(max(owed_ns, -MAX_CREDIT_NS), MAX_CREDIT_NS)
+            # Two bounds, so that the class does not change with every round. One that is new is obeyed.
+            if owed_ns >= (_OVERDRAWN_NS if tenant in self._obeyed or tenant not in before else 0.0):
+                obeyed.add(tenant)
+        self._obeyed = obeyed
+
+
+def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
+    return {one.session: one.weight for one in sessions}
+
+
+def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKey, int]) -> dict[AnyKey, float]:
+    """Share a total by weights, nobody more than its bound; what one does not take is shared among the others."""
+    parts: dict[AnyKey, float] = {}
+    rest_ns, rest_weight = total_ns, sum(weights[one] for one in bounds)
+    # In the order in which they are full, were each to get the same for each unit of weight.
+    for one in sorted(bounds, key=lambda one: bounds[one] / weights[one]):
+        parts[one] = min(bounds[one], rest_ns * weights[one] / rest_weight)
+        rest_ns -= parts[one]
+        rest_weight -= weights[one]
+    return parts
+
+
+def busy_times(parts: Mapping[int, float]) -> dict[int, float]:
+    """Return for how long sessions are busy until each has its part, if all begin now and share the card equally."""
+    found: dict[int, float] = {}
+    elapsed_ns = done_ns = 0.0
+    for number, (session, part_ns) in enumerate(sorted(parts.items(), key=lambda item: item[1])):
+        elapsed_ns += (part_ns - done_ns) * (len(parts) - number)
+        found[session] = elapsed_ns
+        done_ns = part_ns
+    return found

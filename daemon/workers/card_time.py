@@ -1,0 +1,416 @@
+"""The time of the cards: samples of what workers claim, the account of each lease, and limits on the control pages.
+
+Each card is sampled by itself. Every 10 ms while its time is shared: while a lease there has a weight or is of the
+latency class, or its tenant has `max_share`. Otherwise only for the account: once a second, and 20 times a second while
+two or more sessions are busy in parts of the time. A card without sessions is not sampled at all.
+
+What the account misses: the time of older workers, which keep no account, and a kernel that runs on after its worker
+was last sampled. The account of a lease is on its control page too, so the next broker continues it; how the sessions
+overlapped while no broker ran is then an estimate.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpulease.daemon.contract.control_page import (
+    MAX_LATENCY_WORDS,
+    TimeAccounted,
+    TimeClaims,
+    TimeLimits,
+    for_reading,
+    latency_memory,
+)
+from gpulease.daemon.contract.messages import LatencyWord
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
+from gpulease.daemon.leases import CoreLimits, LeaseTable
+from gpulease.daemon.leases.time_account import LeaseUse, TimeAccount
+from gpulease.daemon.leases.time_shares import LAPSE_NS, ROUND_NS, SharedSession, TimeShares
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.worker import Worker
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
+
+SLOW_NS: Final = NS_PER_S
+"""Time between two samples of a card for the account alone. Sessions that are busy all the time, or not at all, and one
+more, are accounted exactly, however long that is."""
+
+FAST_NS: Final = 50 * NS_PER_MS
+"""The same while two or more sessions are busy in parts of the time: their overlap is estimated within a sample."""
+
+LEAST_NS: Final = 10 * NS_PER_MS
+"""Least time between two samples that queries and ends of workers cause. Stops a tenant that queries in a loop, or ends
+lease after lease, from making the broker sample all the time; that much of a lease's last moments may be missing."""
+
+LOOP_PART: Final = 10
+"""A sample takes at most a tenth of the loop's time: a card with a thousand busy sessions is sampled less often."""
+
+Pair = tuple[str, str]
+"""A card and a tenant."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker with a lease or submit, on one card.
+
+    Attributes:
+        words: The latency words that it has, by number, with each word's serial.
+        limits: What its page says now.
+        seen: Its claims, as bytes, when nothing was under way at the last sample; b"" if something was.
+    """
+
+    worker: Worker
+    lease_id: int
+    tenant: str
+    asked_weight: int
+    is_latency: bool
+    weight: int = 1
+    words: dict[int, int] = field(default_factory=dict)
+    limits: TimeLimits = TimeLimits()
+    seen: bytes = b""
+
+
+@dataclass(slots=True)
+class _Word:
+    """A latency word. `serial` distinguishes it from others that had its number."""
+
+    serial: int
+    fd: int
+    reading_fd: int
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self.reading_fd)
+
+
+@dataclass(slots=True)
+class _Card:
+    """A card with at least one member.
+
+    Attributes:
+        words: The word of each latency session, and its number.
+        is_shared: Somebody asked for its time to be shared, so it is sampled every 10 ms.
+        by_weights: It is shared by weights, and not by caps and the latency class alone.
+        weights: The weight of each tenant.
+        caps: The largest part of the card of each tenant that has a bound.
+        active: Members that were not idle at the last sample.
+        since_ns: When the time of `ratio` began; `busy_ns` is the account's then.
+    """
+
+    account: TimeAccount = field(default_factory=TimeAccount)
+    members: dict[int, _Member] = field(default_factory=dict)
+    words: dict[int, tuple[int, _Word]] = field(default_factory=dict)
+    sampled_ns: int = 0
+    due_ns: int = 0
+    is_shared: bool = False
+    weights: dict[str, int] = field(default_factory=dict)
+    shares: TimeShares = field(default_factory=TimeShares)
+    by_weights: bool = False
+    caps: dict[str, float] = field(default_factory=dict)
+    idle_due_ns: int = 0
+    active: set[int] = field(default_factory=set)
+    busy_ns: float = 0.0
+    since_ns: int = 0
+    ratio: float = 0.0
+
+
+class CardTimes:
+    """The time of all cards of the node.
+
+    Attributes:
+        rounds: Number of samples so far.
+    """
+
+    def __init__(self, table: LeaseTable, workers: Workers) -> None:
+        self.rounds = 0
+        self._table = table
+        self._workers = workers
+        self._cards: dict[str, _Card] = {}
+        self._uses: dict[int, LeaseUse] = {}
+        # What has not been counted in metrics yet.
+        self._uncounted: dict[Pair, LeaseUse] = {}
+        self._last_serial = 0
+        self._is_stale = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+
+    # --- what others ask ---
+
+    def use_of(self, lease_id: int, card_uuid: str) -> LeaseUse | None:
+        """Return what a live lease has used until now; None if nothing is known of it."""
+        self._sample_soon_enough(card_uuid)
+        return self._uses.get(lease_id)
+
+    def known_use(self, lease_id: int) -> LeaseUse | None:
+        """Return what a lease had used at the last sample; None if nothing is known of it."""
+        return self._uses.get(lease_id)
+
+    def take_uncounted(self) -> dict[Pair, LeaseUse]:
+        """Return what the tenants have used of each card since the last call."""
+        found, self._uncounted = self._uncounted, {}
+        return found
+
+    def busy_ratios(self) -> dict[str, float]:
+        """Return the part of the last second or more in which any session was busy, by card with sessions."""
+        return {uuid: card.ratio for uuid, card in self._cards.items()}
+
+    # --- what changes ---
+
+    def members_changed(self) -> None:
+        """Read again which workers have a lease, and the rules, at the next round, which is soon."""
+        self._is_stale = True
+        self._arm(time.monotonic_ns() + ROUND_NS)
+
+    def on_worker_end(self, worker: Worker) -> None:
+        """Take the last sample of a worker that has ended, while its page can still be read."""
+        card = self._cards.get(worker.spec.card_uuid)
+        if card is not None and worker.spec.lease_id in card.members:
+            self._sample_soon_enough(worker.spec.card_uuid)
+            card.members.pop(worker.spec.lease_id, None)
+            card.account.end(worker.spec.lease_id)
+        self.members_changed()
+
+    def forget(self, lease_id: int) -> None:
+        """Forget a lease whose end is recorded."""
+        self._uses.pop(lease_id, None)
+
+    def stop(self) -> None:
+        """Take no further samples."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for card in self._cards.values():
+            for _, word in card.words.values():
+                word.close()
+            card.words.clear()
+
+    # --- rounds ---
+
+    def _arm(self, due_ns: int) -> None:
+        """See to it that the next round begins at `due_ns` at the latest."""
+        if self._timer is not None:
+            if self._timer_ns <= due_ns:
+                return
+            self._timer.cancel()
+        delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S
+        self._timer_ns = due_ns
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        now_ns = time.monotonic_ns()
+        try:
+            self.look(now_ns)
+        except Exception:
+            # A bug of ours: limits lapse by themselves, and no lease depends on the account.
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="sampling the time of the cards")
+        if self._cards:
+            self._arm(max(min(card.due_ns for card in self._cards.values()), now_ns + ROUND_NS // 2))
+
+    def look(self, now_ns: int) -> None:
+        """Sample the cards that are due."""
+        if self._is_stale:
+            self._update_members()
+        for uuid, card in self._cards.items():
+            if card.due_ns <= now_ns:
+                self._sample(uuid, card, now_ns)
+
+    def _sample_soon_enough(self, card_uuid: str) -> None:
+        card, now_ns = self._cards.get(card_uuid), time.monotonic_ns()
+        if card is not None and now_ns - card.sampled_ns >= LEAST_NS:
+            self._sample(card_uuid, card, now_ns)
+
+    def _update_members(self) -> None:
+        """Find the workers that have a lease, and how the time of each card is shared."""
+        self._is_stale = False
+        found: dict[str, dict[int, _Member]] = {}
+        for worker in self._workers.serving():
+            spec = worker.spec
+            card = self._cards.get(spec.card_uuid)
+            member = None if card is None else card.members.get(spec.lease_id)
+            if member is None or member.worker is not worker or member.lease_id != spec.of_lease:
+                member = self._new_member(worker)
+            if member is not None:
+                found.setdefault(spec.card_uuid, {})[spec.lease_id] = member
+        limits = self._table.limits
+        for uuid in self._cards.keys() - found.keys():
+            self._close_words(self._cards.pop(uuid))
+        for uuid, members in found.items():
+            card = self._cards.setdefault(uuid, _Card())
+            # A worker that is new on the card may come from an earlier broker, which left its account.
+            for number, member in members.items():
+                if number not in card.members and (before := member.worker.page.time_account()).sampled_ns:
+                    card.account.resume(number, before.busy_ns, before.held_back_ns, before.sampled_ns)
+                    if member.lease_id not in self._uses:
+                        self._uses[member.lease_id] = LeaseUse(before.gpu_ns, before.busy_ns, before.held_back_ns)
+            for number in card.members.keys() - members.keys():
+                card.account.end(number)
+            card.members = members
+            for member in members.values():
+                self._uses.setdefault(member.lease_id, LeaseUse())
+            self._update_rules(card, limits)
+            card.due_ns = 0
+
+    def _update_rules(self, card: _Card, limits: CoreLimits) -> None:
+        """Find how the time of a card is shared, by its members and their tenants' bounds."""
+        rules = {member.tenant: limits.tenants.of(member.tenant) for member in card.members.values()}
+        card.weights = dict.fromkeys(rules, 1)
+        for member in card.members.values():
+            # A reload may have lowered the bound.
+            member.weight = min(member.asked_weight, rules[member.tenant].max_weight)
+            card.weights[member.tenant] = max(card.weights[member.tenant], member.weight)
+        card.caps = {tenant: rule.max_share / 100 for tenant, rule in rules.items() if rule.max_share is not None}
+        card.by_weights = limits.shares_time or any(member.weight != 1 for member in card.members.values())
+        self._update_words(card, {tenant for tenant, rule in rules.items() if rule.may_latency})
+        was_shared, card.is_shared = card.is_shared, bool(card.by_weights or card.caps or card.words)
+        if was_shared and not card.is_shared:
+            # What was shared until now is not owed any more.
+            card.shares = TimeShares()
+            for member in card.members.values():
+                self._write_limits(member, TimeLimits())
+
+    def _new_member(self, worker: Worker) -> _Member | None:
+        lease = self._table.get(worker.spec.of_lease) if worker.spec.of_lease else None
+        if lease is None:
+            return None
+        # A submit is one job: nobody waits for it, so it is of the ordinary class.
+        is_latency = lease.latency and not worker.spec.submit_of
+        return _Member(worker, lease.lease_id, lease.tenant, lease.weight, is_latency)
+
+    def _sample(self, uuid: str, card: _Card, now_ns: int) -> None:
+        self.rounds += 1
+        began_ns = time.monotonic_ns()
+        claims: dict[int, TimeClaims] = {}
+        for number, member in card.members.items():
+            page = member.worker.page
+            # Most sessions are idle most of the time: their claims are as they were.
+            if member.seen and number not in card.words and page.time_bytes() == member.seen:
+                continue
+            seen, claim = page.time_bytes(), page.time_claims()
+            # An older worker keeps no account: it counts as neither busy nor idle.
+            if claim is not None:
+                claims[number] = claim
+                member.seen = b"" if claim.busy_since_ns or claim.held_back_since_ns else seen
+        # Those for whom the others have held back since the last sample.
+        obeyed = card.shares.obeyed
+        first = [one for one in card.words if one in card.members and card.members[one].tenant in obeyed]
+        account = card.account
+        account.sample(now_ns, claims, first)
+        card.sampled_ns = now_ns
+        for number in claims:
+            self._add_use(uuid, card, number, now_ns)
+        if now_ns - card.since_ns >= NS_PER_S:
+            if card.since_ns:
+                card.ratio = min(1.0, (account.busy_ns - card.busy_ns) / (now_ns - card.since_ns))
+            card.since_ns, card.busy_ns = now_ns, account.busy_ns
+        if card.is_shared:
+            self._set_limits(card, now_ns)
+        pause_ns = ROUND_NS if card.is_shared else FAST_NS if account.partly_busy >= 2 else SLOW_NS
+        # With very many sessions a sample takes long: the loop has other work to do.
+        card.due_ns = now_ns + max(pause_ns, LOOP_PART * (time.monotonic_ns() - began_ns))
+
+    def _add_use(self, uuid: str, card: _Card, number: int, now_ns: int) -> None:
+        spent, member = card.account.sessions[number], card.members[number]
+        if not (spent.more_busy_ns or spent.more_held_ns):
+            return
+        more = LeaseUse(spent.more_gpu_ns, spent.more_busy_ns, spent.more_held_ns)
+        use = self._uses.setdefault(member.lease_id, LeaseUse())
+        use.add(more)
+        self._uncounted.setdefault((uuid, member.tenant), LeaseUse()).add(more)
+        page = member.worker.page
+        page.set_time_account(TimeAccounted(int(use.gpu_ns), spent.busy_ns, spent.held_ns, now_ns))
+
+    def _set_limits(self, card: _Card, now_ns: int) -> None:
+        account, members = card.account, card.members
+        sessions = [
+            SharedSession(
+                number,
+                members[number].tenant,
+                members[number].weight,
+                card.words[number][0] if number in card.words else None,
+                account.sessions[number],
+            )
+            for number in account.active
+        ]
+        limits = card.shares.limits(
+            now_ns,
+            account.more_ns,
+            sessions,
+            card.weights,
+            card.caps,
+            account.more_busy_ns,
+            shares=card.by_weights,
+        )
+        active = set(account.active)
+        for number, wanted in limits.items():
+            self._write_limits(members[number], wanted)
+        # Idle sessions: only latency sessions concern them. Those that were not idle before get this at once, all of
+        # them in time, before it lapses.
+        idle = card.shares.idle_limits(now_ns)
+        is_due = bool(card.words) and now_ns >= card.idle_due_ns
+        if is_due:
+            card.idle_due_ns = now_ns + LAPSE_NS // 2
+        for number in members if is_due else card.active - active:
+            if number in members and number not in active:
+                self._write_limits(members[number], idle)
+        card.active = active
+        if card.words:
+            self._send_words(card)
+
+    def _write_limits(self, member: _Member, wanted: TimeLimits) -> None:
+        # A word that could not be sent yet is not obeyed yet.
+        if wanted.latency_mask:
+            mask = sum(1 << word for word in member.words) & wanted.latency_mask
+            wanted = wanted._replace(latency_mask=mask)
+        if wanted != member.limits:
+            member.worker.page.set_time_limits(wanted)
+            member.limits = wanted
+
+    # --- latency words ---
+
+    def _update_words(self, card: _Card, permitted: set[str]) -> None:
+        """Give each session of the latency class a word, and take away those of sessions that have ended."""
+        wanted = {one for one, member in card.members.items() if member.is_latency and member.tenant in permitted}
+        for session in card.words.keys() - wanted:
+            number, word = card.words.pop(session)
+            word.close()
+            for member in card.members.values():
+                member.words.pop(number, None)
+        free = _free_numbers({number for number, _ in card.words.values()})
+        for session in [one for one in wanted if one not in card.words]:
+            # Without a number or a descriptor it is of the ordinary class for now.
+            with contextlib.suppress(OSError, StopIteration):
+                number = next(free)
+                self._last_serial += 1
+                fd = latency_memory()
+                try:
+                    card.words[session] = number, _Word(self._last_serial, fd, for_reading(fd))
+                except OSError:
+                    os.close(fd)
+                    raise
+        self._send_words(card)
+
+    def _send_words(self, card: _Card) -> None:
+        """Send each worker the words that it lacks; it may be too busy to take them now."""
+        for session, (number, word) in card.words.items():
+            for one, member in card.members.items():
+                # Not to an older worker, which keeps no account either.
+                if member.words.get(number) == word.serial or member.worker.page.time_claims() is None:
+                    continue
+                message = LatencyWord(number, is_own=one == session)
+                fd = word.fd if one == session else word.reading_fd
+                with contextlib.suppress(ChannelClosed, OSError):
+                    send_message(member.worker.channel, message.to_map(), (fd,))
+                    member.words[number] = word.serial
+
+    def _close_words(self, card: _Card) -> None:
+        for _, word in card.words.values():
+            word.close()
+
+
+def _free_numbers(taken: set[int]) -> Iterator[int]:
+    return (number for number in range(MAX_LATENCY_WORDS) if number not in taken)

@@ -1,0 +1,156 @@
+"""A card in virtual time: sessions with kernels of known length, the driver's equal shares, obedient workers."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from gpulease.daemon.contract.control_page import TimeClaims, TimeLimits
+from gpulease.daemon.leases.time_account import TimeAccount
+from gpulease.daemon.leases.time_shares import ROUND_NS, SharedSession, TimeShares
+
+US = 1000
+MS = 1000 * US
+S = 1000 * MS
+TICK = 100 * US
+
+
+@dataclass(slots=True)
+class SimulatedSession:
+    """A session that runs kernels of one length, one after the other or with a pause after each.
+
+    Attributes:
+        kernel_ns: GPU time of a kernel.
+        pause_ns: Time from a kernel's end to the next launch; 0: there is always a next one in the queue.
+        done_ns: GPU time that it really got.
+        lie: Changes what its worker claims.
+    """
+
+    tenant: str = "ann"
+    weight: int = 1
+    kernel_ns: int = 20 * US
+    pause_ns: int = 0
+    latency_word: int | None = None
+    starts_ns: int = 0
+    stops_ns: int = 1 << 62
+    lie: Callable[[TimeClaims], TimeClaims] | None = None
+    done_ns: float = 0.0
+    work_ns: float = 0.0
+    next_ns: int = 0
+    claims: TimeClaims = TimeClaims(0, 0, 0, 0)
+    limits: TimeLimits = TimeLimits()
+
+    def begin(self, now_ns: int, words: int) -> None:
+        """Launch what may be launched in the tick that begins."""
+        wants = self.starts_ns <= now_ns < self.stops_ns and now_ns >= self.next_ns
+        held = False
+        if wants and self.work_ns < (TICK if not self.pause_ns else 1):
+            held = self._is_held(now_ns, words)
+            if not held:
+                # As many as fill the tick at once; with pauses, one after the other.
+                kernels = 1 if self.pause_ns else math.ceil((TICK - self.work_ns) / self.kernel_ns)
+                self.work_ns += kernels * self.kernel_ns
+        self._note(now_ns, self.work_ns > 0, held)
+
+    def run(self, gpu_ns: float, now_ns: int) -> None:
+        self.work_ns -= gpu_ns
+        self.done_ns += gpu_ns
+        if self.work_ns < 1:
+            self.work_ns = 0.0
+            self.next_ns = now_ns + self.pause_ns
+
+    def _is_held(self, now_ns: int, words: int) -> bool:
+        limits = self.limits
+        if now_ns >= limits.until_ns:
+            return False
+        if limits.latency_mask & words:
+            return True
+        # A bound of less than a tick can't be seen here.
+        if limits.queue_bound_ns and self.work_ns > max(limits.queue_bound_ns, TICK):
+            return True
+        return bool(limits.allowance_ns) and self.claims.busy_until(now_ns) + self.work_ns >= limits.allowance_ns
+
+    def _note(self, now_ns: int, is_busy: bool, is_held: bool) -> None:
+        claims = self.claims
+        if is_busy and not claims.busy_since_ns:
+            claims = claims._replace(busy_since_ns=now_ns)
+        elif not is_busy and claims.busy_since_ns:
+            since_ns = claims.busy_since_ns
+            claims = claims._replace(
+                busy_ns=claims.busy_until(now_ns),
+                busy_since_ns=0,
+                last_busy_from_ns=since_ns,
+                last_busy_until_ns=now_ns,
+            )
+        if is_held and not claims.held_back_since_ns:
+            claims = claims._replace(held_back_since_ns=now_ns)
+        elif not is_held and claims.held_back_since_ns:
+            claims = claims._replace(held_back_ns=claims.held_back_until(now_ns), held_back_since_ns=0)
+        self.claims = claims
+
+    @property
+    def shown(self) -> TimeClaims:
+        return self.claims if self.lie is None else self.lie(self.claims)
+
+
+class SimulatedCard:
+    """Sessions on one card, sampled and limited in rounds of about 10 ms.
+
+    Attributes:
+        used_ns: Time in which the card computed.
+    """
+
+    def __init__(self, *sessions: SimulatedSession, caps: Mapping[str, float] | None = None, seed: int = 1) -> None:
+        self.sessions = list(sessions)
+        self.account, self.shares = TimeAccount(), TimeShares()
+        self.caps = caps or {}
+        self.now_ns = S
+        self.used_ns = 0.0
+        self._round_ns = self.now_ns
+        self._before_ns = self.now_ns
+        self._random = Random(seed)
+
+    def run(self, seconds: float, *, limits: bool = True, every_ns: int = ROUND_NS) -> list[float]:
+        """Let time pass, and return the GPU time that each session really got."""
+        before = [one.done_ns for one in self.sessions]
+        end_ns = self.now_ns + int(seconds * S)
+        while self.now_ns < end_ns:
+            if self.now_ns >= self._round_ns:
+                self._round(limits)
+                # The broker's loop is never exactly on time.
+                self._round_ns = self.now_ns + every_ns + self._random.randrange(every_ns // 10)
+            self._tick()
+        return [one.done_ns - earlier for one, earlier in zip(self.sessions, before, strict=True)]
+
+    def _tick(self) -> None:
+        words = sum(1 << one.latency_word for one in self.sessions if one.latency_word is not None and one.work_ns > 0)
+        for one in self.sessions:
+            one.begin(self.now_ns, words)
+        self.now_ns += TICK
+        # The driver gives everyone who has work the same.
+        left = float(TICK)
+        busy = sorted((one for one in self.sessions if one.work_ns), key=lambda one: one.work_ns)
+        for number, one in enumerate(busy):
+            got = min(one.work_ns, left / (len(busy) - number))
+            one.run(got, self.now_ns)
+            left -= got
+        self.used_ns += TICK - left
+
+    def _round(self, limits: bool) -> None:
+        more_ns, self._before_ns = self.now_ns - self._before_ns, self.now_ns
+        first = {
+            number
+            for number, one in enumerate(self.sessions)
+            if one.latency_word is not None and one.tenant in self.shares.obeyed
+        }
+        self.account.sample(self.now_ns, {number: one.shown for number, one in enumerate(self.sessions)}, first)
+        if not limits:
+            return
+        shared = [
+            SharedSession(number, one.tenant, one.weight, one.latency_word, self.account.sessions[number])
+            for number, one in enumerate(self.sessions)
+        ]
+        weights = {one.tenant: max(other.weight for other in shared if other.tenant == one.tenant) for one in shared}
+        found = self.shares.limits(self.now_ns, more_ns, shared, weights, self.caps, self.account.more_busy_ns)
+        for number, one in enumerate(self.sessions):
+            one.limits = found[number]

@@ -1,0 +1,198 @@
+"""The shares of a card's time, on a simulated card that gives every busy session the same."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from gpulease.daemon.contract.control_page import TimeClaims, TimeLimits
+from gpulease.daemon.leases.time_account import SessionTime
+from gpulease.daemon.leases.time_shares import LAPSE_NS, ROUND_NS, SharedSession, TimeShares, busy_times, fill
+
+from .simulated_card import MS, US, S, SimulatedCard, SimulatedSession
+
+WARM_UP_S = 0.3
+
+
+def shares_of(*sessions: SimulatedSession, caps: dict[str, float] | None = None, seconds: float = 1.0) -> list[float]:
+    """Return the part of the card that each session gets, after a moment to settle."""
+    card = SimulatedCard(*sessions, caps=caps)
+    card.run(WARM_UP_S)
+    return [got / S / seconds for got in card.run(seconds)]
+
+
+@pytest.mark.parametrize("kernel_ns", [20 * US, 200 * US, 2 * MS])
+def test_two_saturating_tenants_share_by_their_weights(kernel_ns: int) -> None:
+    found = shares_of(SimulatedSession("ann", 1, kernel_ns), SimulatedSession("bob", 3, kernel_ns), seconds=1.0)
+    assert found == pytest.approx([0.25, 0.75], rel=0.05)
+
+
+def test_a_kernel_that_is_longer_than_its_part_is_paid_back() -> None:
+    found = shares_of(SimulatedSession("ann", 1, 300 * MS), SimulatedSession("bob", 1), seconds=5.0)
+    assert found == pytest.approx([0.5, 0.5], rel=0.07)
+
+
+def test_a_cap_holds_alone_and_beside_another() -> None:
+    assert shares_of(SimulatedSession("ann"), caps={"ann": 0.3}) == pytest.approx([0.3], rel=0.03)
+    both = shares_of(SimulatedSession("ann"), SimulatedSession("bob"), caps={"ann": 0.3})
+    assert both == pytest.approx([0.3, 0.7], rel=0.03)
+
+
+def test_six_tenants_with_kernels_of_all_lengths_get_the_same() -> None:
+    lengths = (20 * US, 50 * US, 200 * US, 1 * MS, 2 * MS, 5 * MS)
+    found = shares_of(*(SimulatedSession(f"t{length}", 1, length) for length in lengths), seconds=2.0)
+    jain = sum(found) ** 2 / (len(found) * sum(share**2 for share in found))
+    assert jain >= 0.98
+
+
+def test_a_tenant_that_splits_its_work_gets_no_more() -> None:
+    ann = [SimulatedSession("ann", kernel_ns=10 * US) for _ in range(7)]
+    found = shares_of(*ann, SimulatedSession("bob", kernel_ns=200 * US))
+    assert sum(found[:7]) == pytest.approx(0.5, rel=0.05)
+    # It may divide its own part by weights, which its other leases pay for.
+    found = shares_of(SimulatedSession("ann", 3), SimulatedSession("ann", 1), SimulatedSession("bob", 3))
+    assert found == pytest.approx([0.375, 0.125, 0.5], rel=0.06)
+
+
+def test_one_tenant_s_leases_share_by_weight_while_it_is_alone() -> None:
+    assert shares_of(SimulatedSession("ann", 1), SimulatedSession("ann", 3)) == pytest.approx([0.25, 0.75], rel=0.05)
+
+
+def test_a_session_alone_with_a_weight_has_no_limit() -> None:
+    card = SimulatedCard(SimulatedSession("ann", 5))
+    card.run(WARM_UP_S)
+    assert card.sessions[0].limits == TimeLimits()
+
+
+def test_what_one_does_not_want_is_the_others() -> None:
+    # Alone, the second one would use a fifth of the card.
+    found = shares_of(SimulatedSession("ann", 1), SimulatedSession("bob", 3, 1 * MS, pause_ns=4 * MS))
+    assert sum(found) >= 0.98
+    assert found[1] >= 0.16
+
+
+def test_a_latency_session_goes_first_within_its_part() -> None:
+    latency = SimulatedSession("bob", 1, 1 * MS, pause_ns=1 * MS, latency_word=0)
+    found = shares_of(SimulatedSession("ann", 1), latency)
+    # It gets what it gets alone, and the other has the rest.
+    assert found[1] == pytest.approx(0.5, rel=0.06)
+    assert sum(found) >= 0.95
+    saturating = SimulatedSession("bob", 1, 1 * MS, latency_word=0)
+    assert shares_of(SimulatedSession("ann", 1), saturating, seconds=2.0) == pytest.approx([0.5, 0.5], rel=0.05)
+
+
+def test_while_a_latency_session_is_open_the_others_queues_are_bounded() -> None:
+    card = SimulatedCard(SimulatedSession("ann"), SimulatedSession("bob", latency_word=2, starts_ns=1 << 62))
+    card.run(WARM_UP_S)
+    ordinary, latency = (one.limits for one in card.sessions)
+    assert ordinary.latency_mask == 0b100
+    assert ordinary.queue_bound_ns
+    assert ordinary.latency_patience_ns
+    assert not ordinary.allowance_ns
+    # It does not wait for itself.
+    assert latency == TimeLimits()
+
+
+def test_limits_lapse_without_another_round() -> None:
+    shares, time = TimeShares(), SessionTime(busy_ns=S, more_busy_ns=ROUND_NS, more_gpu_ns=ROUND_NS, is_busy=True)
+    (limits,) = shares.limits(
+        5 * S, ROUND_NS, [SharedSession(1, "ann", 1, None, time)], {"ann": 1}, {"ann": 0.1}, ROUND_NS
+    ).values()
+    assert limits.allowance_ns > S
+    assert limits.until_ns == 5 * S + LAPSE_NS
+
+
+# --- workers that lie, and workers that are dead ---
+
+
+def hoard(claims: TimeClaims) -> TimeClaims:
+    """Claim to be held back all the time, without ever using the card."""
+    return TimeClaims(0, 0, 0, 1)
+
+
+def never_busy(claims: TimeClaims) -> TimeClaims:
+    return claims._replace(busy_ns=0, busy_since_ns=0, last_busy_from_ns=0, last_busy_until_ns=0)
+
+
+def always_busy(claims: TimeClaims) -> TimeClaims:
+    return claims._replace(busy_since_ns=1)
+
+
+@pytest.mark.parametrize("lie", [hoard, always_busy])
+def test_a_worker_that_wants_what_it_does_not_use_takes_no_more_than_its_part(lie: object) -> None:
+    liar = SimulatedSession("eve", 1, starts_ns=1 << 62, lie=lie)  # type: ignore[arg-type]
+    found = shares_of(liar, SimulatedSession("ann", 1), SimulatedSession("bob", 1))
+    assert all(share >= 1 / 3 * 0.95 for share in found[1:])
+
+
+def test_a_worker_that_only_claims_to_be_held_back_takes_nothing() -> None:
+    liar = SimulatedSession("eve", 3, starts_ns=1 << 62, lie=hoard)
+    assert shares_of(liar, SimulatedSession("ann", 1)) == pytest.approx([0, 1.0], abs=0.02)
+
+
+def test_a_worker_that_claims_to_be_idle_gets_what_the_driver_gives_it_and_no_more() -> None:
+    liar = SimulatedSession("eve", 1, lie=never_busy)
+    found = shares_of(liar, SimulatedSession("ann", 1), SimulatedSession("bob", 1))
+    # Without limits it would have a third, too.
+    assert found == pytest.approx([1 / 3] * 3, rel=0.05)
+
+
+# --- any sessions ---
+
+
+SESSIONS = st.builds(
+    SimulatedSession,
+    st.sampled_from(["ann", "bob", "eve"]),
+    st.integers(1, 5),
+    st.sampled_from([20 * US, 200 * US, 1 * MS, 3 * MS]),
+    pause_ns=st.sampled_from([0, 0, 1 * MS, 7 * MS]),
+)
+MIXES = st.lists(SESSIONS, min_size=1, max_size=5)
+
+
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+@given(MIXES)
+def test_the_card_is_never_idle_while_somebody_wants_it(mix: list[SimulatedSession]) -> None:
+    limited = sum(shares_of(*(replace(one) for one in mix)))
+    free = SimulatedCard(*(replace(one) for one in mix))
+    free.run(WARM_UP_S, limits=False)
+    assert limited >= sum(free.run(1.0, limits=False)) / S * 0.9
+
+
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+@given(MIXES)
+def test_every_tenant_gets_its_part_or_what_it_wants(mix: list[SimulatedSession]) -> None:
+    found = shares_of(*(replace(one) for one in mix), seconds=1.0)
+    tenants = {one.tenant: max(other.weight for other in mix if other.tenant == one.tenant) for one in mix}
+    for tenant, weight in tenants.items():
+        own = [one for one in mix if one.tenant == tenant]
+        got = sum(share for one, share in zip(mix, found, strict=True) if one.tenant == tenant)
+        part = weight / sum(tenants.values())
+        # A session that pauses gets less than alone, however the card is shared: each kernel waits for the others'.
+        alone = min(1.0, sum(one.kernel_ns / (one.kernel_ns * len(mix) + one.pause_ns) for one in own))
+        assert got >= min(part, alone) * 0.85
+
+
+@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.sampled_from([20 * US, 200 * US]))
+def test_saturating_tenants_converge_to_their_weights(weights: list[int], kernel_ns: int) -> None:
+    found = shares_of(*(SimulatedSession(f"t{n}", weight, kernel_ns) for n, weight in enumerate(weights)), seconds=2.0)
+    assert found == pytest.approx([weight / sum(weights) for weight in weights], rel=0.05)
+
+
+@given(
+    st.floats(0, 1e9),
+    st.dictionaries(st.integers(0, 9), st.tuples(st.floats(0, 1e8), st.integers(1, 1000)), min_size=1),
+)
+def test_a_fill_wastes_nothing_and_exceeds_nothing(total: float, wants: dict[int, tuple[float, int]]) -> None:
+    bounds = {one: bound for one, (bound, _) in wants.items()}
+    parts = fill(total, bounds, {one: weight for one, (_, weight) in wants.items()})
+    assert sum(parts.values()) == pytest.approx(min(total, sum(bounds.values())), abs=1)
+    assert all(parts[one] <= bounds[one] for one in bounds)
+
+
+def test_busy_times_of_sessions_that_share_the_card_equally() -> None:
+    assert busy_times({1: 2.5, 2: 7.5}) == {1: 5.0, 2: 10.0}
+    assert busy_times({1: 3.0}) == {1: 3.0}
+    assert busy_times({}) == {}
