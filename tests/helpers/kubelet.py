@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -193,12 +193,20 @@ class Node:
         stuck: While it exists, records of a driver that `may_hang` wait for the disk; it says whether one does.
     """
 
-    def __init__(self, daemon: Daemon, *options: str, may_hang: bool = False, name: str = NODE) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        *options: str,
+        may_hang: bool = False,
+        name: str = NODE,
+        confined: Callable[[Path], list[str]] = lambda _: [],
+    ) -> None:
         self._stack = ExitStack()
         self.daemon = daemon
         self.name = name
         self._options = options
         self._uid = ""
+        self._prefix = confined(daemon.folder / "k")
         self.folder = daemon.folder / "k"
         self.stuck = self.folder / "stuck"
         self._module = (
@@ -235,6 +243,7 @@ class Node:
     @property
     def command(self) -> list[str]:
         return [
+            *self._prefix,
             *(sys.executable, "-P", "-m", *self._module, "serve"),
             *("--node", self.name, "--daemon", self.daemon.address),
             *("--kubelet", str(self.folder), "--cdi", str(self.cdi)),

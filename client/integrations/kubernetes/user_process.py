@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final, Self
 
-from gpulease.client.core.exchange import TimeLimit, ask, dial
+from gpulease.client.core.exchange import FixedDeadline, ask, dial
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.tokens import issue_request
 from gpulease.client.core.waits import Procedure
@@ -162,12 +162,12 @@ def _serve(user: int, group: int, address: str) -> None:
 
 
 def _acquire(address: Address, wanted: dict[str, Any]) -> Procedure[LeaseId]:
-    limit = TimeLimit(REQUEST_LIMIT_S, "acquire", address)
-    channel, _ = yield from dial(address, limit)
+    deadline = FixedDeadline(REQUEST_LIMIT_S, "acquire", address)
+    channel, _ = yield from dial(address, deadline)
     try:
         # The token applies to this connection.
         token = base64.b64decode(wanted["token"])
-        yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(token), limit)
+        yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(token), deadline)
         parameters = (
             EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers and pods may share a claim
             ORPHAN.parameter(0),  # the lease must survive times without any connection
@@ -176,7 +176,7 @@ def _acquire(address: Address, wanted: dict[str, Any]) -> Procedure[LeaseId]:
         body = LeaseAlloc(
             GPU_RESOURCE_TYPE, wanted["size_bytes"], wanted["first_ms"], 0, wanted["card_uuid"], parameters
         )
-        granted = yield from ask(channel, Opcode.LEASE_ALLOC, body, limit)
+        granted = yield from ask(channel, Opcode.LEASE_ALLOC, body, deadline)
         return LeaseId(granted.lease_id)
     finally:
         channel.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gpulease.client import Busy
 from gpulease.client.integrations.kubernetes.kubelet_plugin import message
@@ -28,7 +29,7 @@ from gpulease.protocol.messages import Drain, Empty, FenceClear, LeaseRef
 from helpers.containers import merged
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
-from helpers.kubernetes_api import cluster_rules
+from helpers.kubernetes_api import MANIFESTS, cluster_rules
 from helpers.waiting import wait_until
 
 CARD_BYTES = 64 << 20
@@ -854,3 +855,31 @@ def test_the_driver_needs_its_role_and_no_more(own_node: Node) -> None:
     own_node.api.add_slice(own_node.api.slices()[0] | {"metadata": {"name": "obsolete"}})
     granted = {(verb, kind) for rule in cluster_rules() for kind in rule["resources"] for verb in rule["verbs"]}
     wait_until(lambda: own_node.api.used == granted, "all of it is used", seen=lambda: granted - own_node.api.used)
+
+
+def confined(folder: Path) -> list[str]:
+    """The beginning of a command that confines the driver as its DaemonSet does: in capabilities, and in its root."""
+    (daemon_set,) = [
+        found for found in yaml.safe_load_all((MANIFESTS / "driver.yaml").read_text()) if found["kind"] == "DaemonSet"
+    ]
+    (container,) = daemon_set["spec"]["template"]["spec"]["containers"]
+    context = container["securityContext"]
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    capabilities = ",".join(f"+{name.lower()}" for name in context["capabilities"]["add"])
+    mounts = f"mount --bind {folder} {folder} && mount -o remount,bind,ro /"
+    # A container's /tmp is part of its root, too.
+    confine = f'{mounts} && exec setpriv --no-new-privs --bounding-set=-all,{capabilities} -- "$@"'
+    return ["unshare", "--mount", "sh", "-c", confine, "sh"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be confined like a container")
+def test_the_driver_needs_no_more_than_its_container_has(start_daemon: Callable[..., Daemon]) -> None:
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0:
+        pytest.skip("this host permits no mount namespaces")
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), confined=confined) as node:
+        claim = claim_of(node)
+        assert run_pod(node, claim) == "from a pod\n"
+        capabilities = Path(f"/proc/{node.process.pid}/status").read_text()
+        assert "CapBnd:\t00000000000000eb" in capabilities
+        assert node.kubelet.unprepare(claim) == ""
