@@ -294,6 +294,8 @@ class SessionServer:
                 parking.park(message)
             case ReturnOrder():
                 parking.bring_back(message)
+                # The broker first: a client that has its reply may ask for another park at once.
+                self._tell_of_session()
                 if not parking.is_parked:
                     self._release_held()
             case RefuseReturn():
