@@ -5,7 +5,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,13 +16,26 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.daemon.session.native.launch_fast_path import COPIED_BYTES, serving_code
-from gpulease.daemon.session.native.layout import Move, Outcome, PacingState, PlanRecord, RingEnds, ServingState
+from gpulease.daemon.session.native.layout import (
+    Move,
+    Outcome,
+    PacingState,
+    PlanRecord,
+    RegionRefusal,
+    RingEnds,
+    ServingState,
+)
+from gpulease.daemon.session.native.region_refusals import kernel_part, record_of, refusal_front
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import region_refusal as refusal_of_region
 from gpulease.protocol.fastpath import SMALL_FRONTS, LaunchPattern, split_launch
-from gpulease.protocol.framing import HEADER_BYTES, build_frame
+from gpulease.protocol.framing import HEADER_BYTES, FrameReader, build_frame
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, Handle, Launch, MemRead, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
+from gpulease.protocol.session_words import RegionWord, word_of
 
 LEASE = 0x55
 RING_BYTES = mmap.PAGESIZE
@@ -32,6 +45,7 @@ BODY = build_body(Launch(1, "k", 1, 1, 1, 32, 1, 1, 0, bytes(range(13)), (4, 8, 
 REGION_SET = (0x123456789).to_bytes(8, "big")
 TRAILER = REGION_SET + bytes(range(8))
 EPOCH = 41
+REGIONS = 3
 MOVES = ((0, 0, 4), (4, 8, 8), (12, 16, 1))
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64
@@ -67,10 +81,17 @@ class Bench:
     words: "ctypes.Array[ctypes.c_uint64]"
     reply_words: "ctypes.Array[ctypes.c_uint64]"
     data: Guarded
+    replies: Guarded
     launches: list[tuple[int, bytes]] = field(default_factory=list)
     on_query: Callable[[], object] = int
     device: Guarded = field(kw_only=True)
     records: AllocationRecords = field(kw_only=True)
+    refusal: RegionRefusal = field(kw_only=True)
+
+    def flip(self, slot: int, word: int, *, raises: bool = True) -> None:
+        ctypes.c_uint64.from_address(self.refusal.words + 8 * slot).value = word
+        if raises:
+            ctypes.c_uint64.from_address(self.desk.epoch).value += 1
 
     def serve(self) -> Outcome:
         code = serving_code()
@@ -105,6 +126,29 @@ def plan_record(text: Callable[[bytes], int], op: Opcode) -> PlanRecord:
     plan.kept = moves
     plan.follower = ctypes.addressof(plan)
     return plan
+
+
+def region_refusal(guarded: Callable[[int, bytes], Guarded], plan: PlanRecord) -> RegionRefusal:
+    """A set of REGIONS regions, the last of which has the page's last slot; a reply has no byte to spare."""
+    kernel = kernel_part("k")
+    plan.refusal, plan.refusal_bytes = guarded(len(kernel), kernel).at, len(kernel)
+    records = [record_of(0x77 + slot, slot, 1) for slot in range(REGIONS)]
+    words = b"".join(int(record.active).to_bytes(8, sys.byteorder) for record in records)
+    for record in records:
+        record.front = guarded(record.front_bytes, ctypes.string_at(record.front, record.front_bytes)).at
+        record.back = guarded(48, ctypes.string_at(record.back, 48)).at
+    members = b"".join(ctypes.addressof(record).to_bytes(8, sys.byteorder) for record in records)
+    refusal = RegionRefusal(
+        words=guarded(8 * REGIONS, words).at,
+        flipped=guarded(8 * REGIONS, bytes(8 * REGIONS)).at,
+        deadlines=guarded(8 * REGIONS, b"\xff" * 8 * REGIONS).at,
+        members=guarded(8 * REGIONS, members).at,
+        count=REGIONS,
+        front=guarded(12, refusal_front()).at,
+        reply=guarded(HEADER_BYTES + records[0].front_bytes + len(kernel) + 48, b"").at,
+    )
+    refusal.kept = records
+    return refusal
 
 
 def copying() -> dict[str, Any]:
@@ -166,6 +210,7 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
     fronts = map(text, SMALL_FRONTS)
     records = AllocationRecords()
     plan = plan_record(text, op)
+    refusal = region_refusal(guarded, plan)
     sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
     page, counters = guarded(mmap.PAGESIZE, bytes(8) + b"\xff" * 8), guarded(8 * len(Counter))
     data, replies = guarded(4096), guarded(4096)
@@ -194,11 +239,22 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         **dict(zip(("write_front", "read_front", "data_front", "reuse_front"), fronts, strict=True)),
         allocations=records.address,
         copied=guarded(COPIED_BYTES).at,
+        refusal=ctypes.addressof(refusal),
         **{name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in copies.items()},
     )
     ends = ring_ends(words, data, reply_words, replies)
     of_requests, of_replies = ((ctypes.c_uint64 * 32).from_address(memory.at) for memory in (words, reply_words))
-    it = Bench(desk, ends, of_requests, of_replies, data, device=guarded(DEVICE_BYTES), records=records)
+    it = Bench(
+        desk,
+        ends,
+        of_requests,
+        of_replies,
+        data,
+        replies,
+        device=guarded(DEVICE_BYTES),
+        records=records,
+        refusal=refusal,
+    )
     records.show(it.device.at, DEVICE_BYTES, is_reusable=True)
     yield it
     for memory in made:
@@ -362,6 +418,8 @@ def test_a_launch_in_regions_goes_by_its_region_set(
     launches: list[tuple[bytes, bytes, bytes]], turned: int, is_over: str
 ) -> None:
     with bench(Opcode.LAUNCH_IN) as made:
+        # Without the regions, Python compares them.
+        made.refusal.count = 0
         made.ends.head = made.words[0] = turned
         frames = [
             quiet(number, args, Opcode.LAUNCH_IN, named + position)
@@ -388,3 +446,82 @@ def test_each_byte_of_a_region_set_counts_and_none_of_a_position(place: int) -> 
         made.put(quiet(1, bytes(13), Opcode.LAUNCH_IN, bytes(trailer)))
         made.serve()
         assert len(made.launches) == (place >= 8)
+
+
+REFUSED_PIECES = st.lists(
+    st.one_of(
+        st.builds(
+            lambda number, args: quiet(number, args, Opcode.LAUNCH_IN, TRAILER),
+            st.integers(0, 2**64 - 1),
+            st.binary(min_size=13, max_size=13),
+        ),
+        st.integers(0, 2**64 - 1).map(lambda number: build_frame(Opcode.SYNC, request_id=number, session_id=LEASE)),
+        st.binary(max_size=60),
+    ),
+    max_size=6,
+)
+FLIPS = st.tuples(st.integers(0, REGIONS - 1), st.sampled_from([*RegionWord]), st.sampled_from([1, 2]), st.booleans())
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=150, deadline=None)
+@given(
+    rounds=st.lists(st.tuples(REFUSED_PIECES, st.lists(FLIPS, max_size=2), st.lists(WORD, max_size=1)), max_size=5),
+    turned=st.integers(0, 2**64 - 1),
+)
+def test_a_refusal_touches_no_byte_outside_its_memory(
+    rounds: list[tuple[list[bytes], list[tuple[int, RegionWord, int, bool]], list[tuple[bool, int, int]]]], turned: int
+) -> None:
+    with bench(Opcode.LAUNCH_IN) as made:
+        made.ends.head = made.words[0] = turned
+        made.ends.tail = made.ends.reply_head = made.reply_words[8] = turned
+        for pieces, flips, words in rounds:
+            made.put(b"".join(pieces))
+            for slot, state, number, raises in flips:
+                made.flip(slot, word_of(number, state), raises=raises)
+            for is_reply, word, value in words:
+                (made.reply_words if is_reply else made.words)[word] = value
+            began = len(made.launches)
+            is_over = any(
+                ctypes.c_uint64.from_address(made.refusal.words + 8 * slot).value != word_of(1, RegionWord.ACTIVE)
+                for slot in range(REGIONS)
+            )
+            outcome = made.serve()
+            assert 0 <= made.desk.start <= made.desk.end <= BUFFER_BYTES
+            # Behind a raised epoch no launch begins in a set with a region that is not active.
+            if is_over and ctypes.c_uint64.from_address(made.desk.epoch).value != made.desk.set_epoch:
+                assert len(made.launches) == began
+            if outcome is Outcome.REFUSED:
+                assert made.refusal.member < REGIONS
+                assert made.refusal.told_ns == 0 or made.refusal.told_ns >= made.refusal.seen_ns
+            made.desk.start = made.desk.end = 0
+
+
+def test_a_refused_launch_is_answered_with_its_numbers() -> None:
+    with bench(Opcode.LAUNCH_IN) as made:
+        made.put(quiet(7, bytes(13), Opcode.LAUNCH_IN, TRAILER))
+        assert made.serve() is Outcome.IDLE
+        made.flip(REGIONS - 1, word_of(1, RegionWord.REVOKED))
+        sent = quiet(8, bytes(13), Opcode.LAUNCH_IN, TRAILER) + build_frame(Opcode.SYNC, request_id=9, session_id=LEASE)
+        made.put(sent + quiet(10, bytes(13)))
+        assert made.serve() is Outcome.REFUSED
+        assert [number for number, _ in made.launches] == [7]
+        assert made.refusal.member == REGIONS - 1
+        # What came behind the SYNC is Python's.
+        assert made.desk.end - made.desk.start == len(quiet(10, bytes(13)))
+        reader = FrameReader(MAX_PAYLOAD_BYTES)
+        reader.receive_data(bytes(made.replies.bytes[: made.reply_words[0]]))
+        frame = reader.next_frame()
+        assert frame is not None
+        failure = Failure.from_payload(frame.status, frame.payload)
+        expected = refusal_of_region(
+            0x77 + REGIONS - 1,
+            RegionWord.REVOKED,
+            0,
+            is_repeat=False,
+            kernel="k",
+            site=1,
+            position=int.from_bytes(TRAILER[8:], "big"),
+        )
+        assert failure == replace(expected, failed_request_id=8, failed_op=Opcode.LAUNCH_IN)
+        assert (frame.op, frame.request_id, frame.session_id) == (Opcode.SYNC, 9, LEASE)
