@@ -57,8 +57,8 @@ TOLD_WAIT_NS: Final = 1_000_000
 launches one step after another asks within microseconds; watchers must not wait for one that only launches."""
 
 SETTLE_NS: Final = 2_000_000
-"""Time after a change of the regions page for which connections are served in small portions: the broker is about to
-order a region's end, and the region's bytes should be back within two milliseconds."""
+"""Time after a region's word on the page stopped being active for which connections are served in small portions: the
+broker is about to order the region's end, and its bytes should be back within two milliseconds."""
 
 NO_EPOCH: Final = (1 << 64) - 1
 """An epoch that no page reaches: a set that was never compared, or no set at all."""
@@ -339,14 +339,25 @@ class RegionGate:
         return self._repeats <= MAX_REPEATS
 
     def is_moving(self) -> bool:
-        """Return whether the page has just changed or a region opens or ends, so that the worker should poll soon."""
+        """Return whether a region has just ended, or opens or ends now, so that the worker should poll soon."""
         # A session that never had a region has the page only for its lease's word.
         if self.page is None or not self.had_any:
             return False
         now_ns, epoch = time.monotonic_ns(), self.page.epoch
+        # A region that opened, or was renewed, raises the epoch too, and no message follows.
         if epoch != self._seen_epoch:
-            self._seen_epoch, self._moved_ns = epoch, now_ns
+            self._seen_epoch = epoch
+            if not self._are_active():
+                self._moved_ns = now_ns
         return now_ns - self._moved_ns < SETTLE_NS or self.is_ending()
+
+    def _are_active(self) -> bool:
+        """Return whether all regions that have their memory are active, by the page."""
+        page, has_ended = self.page, self._resources.ledger.has_ended
+        return page is None or all(
+            page.words[region.slot] == word_of(region.number, RegionWord.ACTIVE) or has_ended(region.address)
+            for region in self.regions.values()
+        )
 
     # --- streams ---
 

@@ -1288,14 +1288,15 @@ idle:
   %answered.first = call i64 @word(ptr %ends, i64 120)
   %is.awaited = icmp ne i64 %awaited.first, %answered.first
   %spins.had = call i64 @word(ptr %ends, i64 80)
-  %spins.least = zext i1 %is.awaited to i64
+  ; While regions begin or end, Python looks around between two portions: what spins are left are spent, and none more.
+  ; A client that waits by the words is answered all the same.
+  %is.calm = xor i1 %is.moved, true
+  %is.patient = and i1 %is.awaited, %is.calm
+  %spins.least = zext i1 %is.patient to i64
   %spins = call i64 @llvm.umax.i64(i64 %spins.had, i64 %spins.least)
   %is.spent = icmp eq i64 %spins, 0
-  %is.tired = or i1 %is.spent, %is.moved
-  br i1 %is.tired, label %tired, label %spin
+  br i1 %is.spent, label %tired, label %spin
 tired:
-  ; While regions begin or end, Python looks around between two portions and nothing spins here. A client that waits by
-  ; the words is answered all the same.
   br i1 %is.awaited, label %tired.word, label %is.idle
 tired.word:
   %is.answered.once = call i1 @answer_awaited(ptr %state, ptr %ends, i64 %awaited.first)

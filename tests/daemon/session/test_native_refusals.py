@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.contract.messages import ForwardRevokedReport
-from gpulease.daemon.session import connection
+from gpulease.daemon.contract.messages import EndRegionOrder, ForwardRevokedReport
+from gpulease.daemon.session import connection, region_operations
 from gpulease.daemon.session.native.region_refusals import REFUSAL_BYTES, kernel_part, record_of, refusal_front
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES
@@ -191,3 +191,24 @@ def test_a_refusal_fits_with_the_longest_name_of_a_kernel() -> None:
     longest, region = kernel_part("k" * 100_000), record_of((1 << 128) - 1, 255, 1)
     assert len(refusal_front()) == 12
     assert HEADER_BYTES + region.front_bytes + len(longest) + 48 <= REFUSAL_BYTES
+
+
+def test_only_a_region_that_is_not_active_makes_the_worker_look_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_operations, "SETTLE_NS", 1 << 60)
+    with scene(is_native=True) as shown:
+        regions = shown.made.session.regions
+        shown.made.session._gate._moved_ns = -(1 << 61)
+        shown.made.activate(shown.regions[1])
+        assert not regions.is_moving(), "a region was renewed"
+        shown.made.flip(shown.regions[1])
+        # The refusal comes first: the broker's order is still to come.
+        shown.line.put(shown.launch(1) + shown.sync())
+        assert parsed(shown.new_replies()) is not None
+        assert regions.is_moving()
+        shown.made.session._gate._moved_ns = -(1 << 61)
+        regions.end(EndRegionOrder(shown.regions[1].region_id, 1000))
+        while regions.poll_ms(0) is not None:
+            regions.advance()
+            shown.made.told()
+        shown.made.activate(shown.regions[2])
+        assert not regions.is_moving(), "its memory is removed"
