@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 from gpulease.client.core.exchange import doing_of, receive
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import Procedure
+from gpulease.client.errors import GpuLeaseError
 from gpulease.client.transport.channel import AskOutcome
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, mem_read_frame
@@ -61,7 +62,7 @@ _NO_LATE: Final = 0, NO_DATA, None
 
 # Looking up a member of an enum takes several steps; a global takes one.
 _ANSWERED: Final = AskOutcome.ANSWERED
-_UNANSWERED: Final = AskOutcome.UNANSWERED
+_NOT_SENT: Final = AskOutcome.NOT_SENT
 
 
 class _KnownReply:
@@ -92,6 +93,8 @@ class _KnownReply:
     ) -> Outcome[None]:
         """Send by `Channel.ask`, and expect the reply if it is late.
 
+        Raises RegionFailed if the reply is here and is a region's refusal.
+
         Args:
             request_id: The request's id.
             request: Its frame.
@@ -106,7 +109,7 @@ class _KnownReply:
         self._late = request_id, into, late_into
         channel.unfinished = self._expect_late
         asked = channel.ask(request, reply, into, more_ns)
-        if asked is _UNANSWERED:
+        if asked is not _ANSWERED and asked is not _NOT_SENT:
             self._expect_late()
         channel.unfinished = None
         self._late = _NO_LATE
@@ -116,7 +119,22 @@ class _KnownReply:
             if self._op in operations.fences or operations.acknowledged_id == request_id - 1:
                 operations.acknowledged_id = request_id  # as in `RequestPipeline.acknowledge`
             return DONE
-        return NOT_SENT if asked is AskOutcome.NOT_SENT else Pending(self._receive, request_id)
+        if asked is _NOT_SENT:
+            return NOT_SENT
+        if asked is AskOutcome.REFUSED:
+            self._raise_refusal(request_id)
+        return Pending(self._receive, request_id)
+
+    def _raise_refusal(self, request_id: int) -> None:
+        """Raise the reply that is here if it is a region's refusal, which is urgent; anything else is left in place."""
+        channel = self._attachment.channel
+        channel.pump()
+        refusal = channel.link.take_region_refusal(request_id)
+        if refusal is not None:
+            try:
+                self._operations.settle(refusal, doing_of(self._op))
+            except GpuLeaseError as error:
+                raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line
 
     def _expect_late(self) -> None:
         """Make the link expect the reply to the last request, which was sent. Calling it twice is harmless."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.region_sets import RegionSet
-from gpulease.client.core.regions import RegionHandle, RegionView
+from gpulease.client.core.regions import RegionView
 from gpulease.client.core.waits import MaybePending, Procedure
 from gpulease.client.errors import error_of
 from gpulease.protocol import Opcode
@@ -47,7 +47,7 @@ class RefusedRegions:
         if regions.epoch == epoch:
             return True
         # The words have changed since this set was last compared, or it never was.
-        if self._check([region._state for region in regions.regions], kernel, position, doing):
+        if self._check(regions.regions, kernel, position, doing):
             regions.epoch = epoch
             return True
         return False
@@ -56,7 +56,7 @@ class RefusedRegions:
         """Do the same for a copy: RegionFailed is raised here if `buffer` is such a region, or by the worker."""
         # Other buffers end only with their lease.
         if isinstance(buffer, RegionView):
-            self._check([buffer._state], "", None, doing)
+            self._check((buffer,), "", None, doing)
 
     def confirmed(self, launched: MaybePending[int], doing: str) -> Procedure[int]:
         """Wait until the worker has taken or refused a launch that was sent, whose number is the result."""
@@ -66,12 +66,13 @@ class RefusedRegions:
         yield from self._operations.go_on(doing, ping)
         return number
 
-    def _check(self, regions: Iterable[RegionHandle], kernel: str, position: int | None, doing: str) -> bool:
+    def _check(self, regions: Iterable[RegionView], kernel: str, position: int | None, doing: str) -> bool:
         attachment, operations = self._attachment, self._operations
         # Without the page every launch is the worker's to check.
         if attachment.words is None:
             return True
-        for region in regions:
+        for view in regions:
+            region = view._state
             refusing = attachment.words.refusing_word(region.slot, region.number)
             if refusing is not None:
                 break

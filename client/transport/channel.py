@@ -27,6 +27,7 @@ class AskOutcome(Enum):
 
     ANSWERED = "exactly the expected reply came"
     UNANSWERED = "the request was sent; the general way receives its reply"
+    REFUSED = "the request was sent, and another reply than the expected one is here; the general way receives it"
     NOT_SENT = "nothing was sent"
 
 

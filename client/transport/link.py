@@ -180,6 +180,14 @@ class Link:
             raise LinkEnded(self.end)
         return None
 
+    def take_region_refusal(self, request_id: int) -> Failure | None:
+        """Take the result of a request if it has come and is a failure because of a region; else leave it."""
+        result = self._results.get(request_id)
+        if type(result) is not Failure or result.region is None:
+            return None
+        self.claim(request_id)
+        return result
+
     def claim(self, request_id: int) -> None:
         """Drop the result of a request that makes an object: its handle exists now, or the request failed.
 

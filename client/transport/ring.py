@@ -142,8 +142,8 @@ class RingChannel(Channel):
             # If bytes wait already, the next ones are not this request's reply: take the general way.
             if replies.has_bytes or not requests.put_whole(request):
                 return AskOutcome.NOT_SENT
-            if self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into):
-                return AskOutcome.ANSWERED
+            if self._spin(len(reply) + len(into), more_ns):
+                return AskOutcome.ANSWERED if replies.take_if(reply, into) else AskOutcome.REFUSED
         except (OSError, FramingError):
             pass  # the peer is gone: the wait for the reply reports it
         return AskOutcome.UNANSWERED
