@@ -240,7 +240,8 @@ class Launches(LaunchCommands):
     ) -> MaybePending[int]:
         """Send a launch in regions immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
-        # The same fast way as in `launch`, for a set with all regions active at the words' present epoch.
+        # The same fast way as in `launch`, for a set with all regions active. The words are read last: a launch in a
+        # region that has just ended is refused without the general way's checks, which would pass.
         try:
             latest = module.latest_in
             if (
@@ -251,12 +252,15 @@ class Launches(LaunchCommands):
                 and type(position) is int
                 and module.owner is regions.owner is attachment
                 and all([buffer.owner is attachment for buffer in args.buffers])  # type: ignore[union-attr]  # noqa: C419  # a generator costs more
-                and regions.epoch == attachment.regions_epoch[0]
                 and attachment.end is None
                 and attachment.lease.over is None
                 and not attachment.lease_word[0]
                 and not attachment.dropped
                 and not self._streams.selected
+                and (
+                    regions.epoch == attachment.regions_epoch[0]
+                    or self._refused.check_set(regions, position, kernel, f"launch of {quoted(kernel)}")
+                )
             ):
                 connection = attachment.connection
                 number = connection.last_request_id = connection.last_request_id + 1
@@ -264,6 +268,8 @@ class Launches(LaunchCommands):
                     latest.template.frame(number, args.data, regions.handle, position)  # type: ignore[union-attr]
                 ):
                     return number
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # a region's refusal, as below
         except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
             pass  # a wrong type or value, the first launch, or the peer is gone: the general way reports it
         try:

@@ -5,14 +5,17 @@ from typing import Final
 
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.session_words import (
+    NUMBER_SHIFT,
     SESSION_WORDS_BYTES,
     RegionWord,
     cause_of,
     reason_of,
     split_word,
     views_of,
-    word_of,
 )
+
+# A plain integer: an operation on a member of its enum costs more than the rest.
+_ACTIVE: Final = int(RegionWord.ACTIVE)
 
 NO_WORD: Final = memoryview(bytes(8)).cast("Q")
 """A lease word, or an epoch, that never changes, for a session without a page of words."""
@@ -55,7 +58,8 @@ class SessionWords:
         """
         # One load: between two, a cancel may be taken back.
         word = self._regions[slot] if 0 <= slot < MAX_REGIONS else 0
-        if word <= word_of(number, RegionWord.ACTIVE):
+        # As `word_of(number, RegionWord.ACTIVE)`; a launch waits for this.
+        if word <= number << NUMBER_SHIFT | _ACTIVE:
             return None
         seen_number, state = split_word(word)
         if seen_number != number:
