@@ -4,9 +4,10 @@ A region is memory that the broker lets the session use until the region's word 
 until its deadline. Launches name a region set: a list of regions, made once. A set that was compared at an epoch of the
 page stays valid until the epoch changes or the earliest of its deadlines comes. So a launch compares two numbers,
 however many regions the set names, and native code can do that (`native/serve.ll`). It does so for the set in use: the
-one that `RegionGate` admitted last, in the stream selected now. Python gets any other launch, compares the whole set,
-and records that the set's regions are used in that stream: a region's memory is removed only once those launches have
-ended (`region_memory.py`).
+one that `RegionGate` admitted last, in the stream selected now. If the page has changed, native code compares the set's
+regions, too, and refuses a launch for the first that was revoked; `refuse_revoked` records that afterwards. Python gets
+any other launch, compares the whole set, and records that the set's regions are used in that stream: a region's memory
+is removed only once those launches have ended (`region_memory.py`).
 
 The first launch or copy refused for a region reports how the region ended, every later one FENCED. A cancelled region
 has not ended: it is refused as CANCELLED for as long as it is cancelled.

@@ -65,7 +65,7 @@ class LaunchFastPath:
     It checks the control page before each launch, as `Session` does before any request, and the regions page before a
     LAUNCH_IN. It does not repeat the checks that were made for the plan. It leaves a frame where it is if the frame is
     not the expected one, is incomplete, or follows a failure. Native code also leaves to Python a launch in another
-    region set than the one in use, or in one that may have changed.
+    region set than the one in use, and one that is refused for anything but a revoked region.
 
     Args:
         gate: The regions, with the set in use.
