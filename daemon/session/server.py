@@ -535,6 +535,9 @@ class SessionServer:
                     self._serve_frames(connection)
                 elif outcome in (Outcome.WAKE_READER, Outcome.WAKE_WRITER):
                     continue
+                # Native code has spun for requests once: the broker's next message before it spins again.
+                elif outcome is Outcome.IDLE and connection.spins_left and self._session.regions.is_moving():
+                    break
                 elif connection.receive():
                     # A buffer that grew for a large frame counts against the session's bound.
                     if len(connection.reader.buffer) > RETAINED_BUFFER_BYTES:
