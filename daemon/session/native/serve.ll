@@ -1165,6 +1165,9 @@ next:
   ; Another epoch ends the serving, but never before one portion was taken from the ring.
   %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %memory ], [ true, %moved ], [ true, %take ],
     [ true, %word ]
+  ; Whether the portion's client was given a moment to wait for it.
+  %has.lingered = phi i1 [ false, %entry ], [ %has.lingered, %replied ], [ %has.lingered, %memory ],
+    [ %has.lingered, %moved ], [ %lingered.then, %take ], [ %lingered.now, %word ]
   %start = call i64 @word(ptr %state, i64 96)
   %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
@@ -1238,7 +1241,25 @@ pull:
   br label %receive
 
 empty:
-  br i1 %is.time.up, label %quantum.over, label %receive
+  br i1 %is.time.up, label %leave, label %receive
+leave:
+  ; A client that has just launched is about to wait for that, and what Python does next may take long: the end of a
+  ; region. So it is answered first, once, if it comes and all ends within a moment.
+  %may.linger = xor i1 %is.late, true
+  %is.first = xor i1 %has.lingered, true
+  %spins.here = call i64 @word(ptr %ends, i64 80)
+  %is.spinning = icmp ne i64 %spins.here, 0
+  %lingers.once = and i1 %may.linger, %is.first
+  %lingers = and i1 %lingers.once, %is.spinning
+  br i1 %lingers, label %linger, label %quantum.over
+linger:
+  %head.here = call i64 @word(ptr %ends, i64 24)
+  %spin.most = call i64 @word(ptr %ends, i64 104)
+  ; LINGER_NS
+  %linger.ns = call i64 @llvm.umin.i64(i64 %spin.most, i64 20000)
+  %linger.began = call i64 @now()
+  %linger.end = add i64 %linger.began, %linger.ns
+  br label %look
 receive:
   %pending = phi i64 [ %left, %pull ], [ 0, %empty ]
   call void @set(ptr %state, i64 96, i64 0)
@@ -1246,8 +1267,9 @@ receive:
   %tail = call i64 @shown(ptr %words, i64 0)
   br label %arrived
 arrived:
-  %tail.now = phi i64 [ %tail, %receive ], [ %tail.seen, %look ]
-  %pending.now = phi i64 [ %pending, %receive ], [ 0, %look ]
+  %tail.now = phi i64 [ %tail, %receive ], [ %tail.seen, %arrive ]
+  %pending.now = phi i64 [ %pending, %receive ], [ 0, %arrive ]
+  %lingered.then = phi i1 [ %has.lingered, %receive ], [ %lingered.now, %arrive ]
   %head = call i64 @word(ptr %ends, i64 24)
   %there = sub i64 %tail.now, %head
   %is.nothing = icmp eq i64 %there, 0
@@ -1309,10 +1331,19 @@ spin:
   %spin.end = add i64 %spin.began, %spin.ns
   br label %look
 look:
-  %looks = phi i64 [ 0, %spin ], [ %looks.more, %rest ], [ %looks.more, %patience ]
+  %looks = phi i64 [ 0, %spin ], [ 0, %linger ], [ %looks.more, %rest ], [ %looks.more, %patience ]
+  %lingered.now = phi i1 [ %has.lingered, %spin ], [ true, %linger ], [ %lingered.now, %rest ],
+    [ %lingered.now, %patience ]
+  %head.now = phi i64 [ %head, %spin ], [ %head.here, %linger ], [ %head.now, %rest ], [ %head.now, %patience ]
+  %until = phi i64 [ %spin.end, %spin ], [ %linger.end, %linger ], [ %until, %rest ], [ %until, %patience ]
   %tail.seen = call i64 @shown(ptr %words, i64 0)
-  %is.there = icmp ne i64 %tail.seen, %head
-  br i1 %is.there, label %arrived, label %asked.word
+  %is.there = icmp ne i64 %tail.seen, %head.now
+  br i1 %is.there, label %arrive, label %asked.word
+arrive:
+  ; The buffer is empty.
+  call void @set(ptr %state, i64 96, i64 0)
+  call void @set(ptr %state, i64 104, i64 0)
+  br label %arrived
 asked.word:
   %awaited = call i64 @shown(ptr %words, i64 8)
   %answered.last = call i64 @word(ptr %ends, i64 120)
@@ -1331,8 +1362,10 @@ patience:
   %spin.now = call i64 @now()
   %pacing = call ptr @place(ptr %state, i64 280)
   call void @poll_when_due(ptr %pacing, i64 %spin.now)
-  %is.over = icmp ugt i64 %spin.now, %spin.end
-  br i1 %is.over, label %is.idle, label %look
+  %is.over = icmp ugt i64 %spin.now, %until
+  br i1 %is.over, label %give.up, label %look
+give.up:
+  br i1 %lingered.now, label %quantum.over, label %is.idle
 
 is.idle:
   ret i32 0

@@ -395,6 +395,19 @@ def test_a_client_that_waits_anew_without_end_gets_its_quantum() -> None:
         assert made.reply_words[1] == 2 * made.words[1] - 1
 
 
+@pytest.mark.parametrize("spins", [0, 1])
+def test_a_client_that_waits_for_its_launch_is_answered_before_python_looks_around(spins: int) -> None:
+    with bench() as made:
+        made.desk.seen_epoch = EPOCH + 1
+        made.ends.spins_per_byte = made.ends.spins_left = spins
+        made.words[1] = 7
+        made.put(quiet(1, bytes(13)))
+        assert made.serve() is Outcome.QUANTUM_OVER
+        assert len(made.launches) == 1
+        # Without a spin it would cost a core that other processes may need.
+        assert made.reply_words[1] == (15 if spins else 0)
+
+
 def test_a_buffer_smaller_than_the_frame_is_left_to_python() -> None:
     with bench() as made:
         made.ends.buffer_bytes = HEADER_BYTES + 1
