@@ -92,7 +92,7 @@ NOT_PORTABLE = tuple(
 def _forget_trees() -> Iterator[None]:
     """Every later garbage collection of this process would walk some million nodes."""
     yield
-    for kept in (tree_of, imports_of, modules, classes, prose_of):
+    for kept in (tree_of, imports_of, text_of, modules, names_in, class_files, members_of, prose_of):
         kept.cache_clear()
 
 
@@ -182,6 +182,8 @@ NAMED_FILE = re.compile(r"(?<![\w./*-])[\w./-]*\w\.(?:py|ll)\b(?!\]\()")
 NAMED_CODE = re.compile(r"`((?:[A-Za-z_]\w*\.)+\w+|_?[A-Z][A-Z\d]*[a-z]\w*)(?:\(\))?`")
 """A module's or class's name, or two and more names with dots between, alone between backticks."""
 
+CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
+
 NAMING = {".cu", ".html", ".js", ".ll", ".md", ".service", ".socket", ".toml", ".yml"}
 """Endings of texts, beside Python's, that name files of the tree."""
 
@@ -226,53 +228,78 @@ def targets_of(node: ast.AST) -> set[str]:
 
 
 @cache
-def modules() -> dict[str, set[str]]:
-    """The names in each module, by every tail of its dotted name. A package has what it imports and exports."""
-    found: dict[str, set[str]] = {}
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def modules() -> dict[str, list[Path]]:
+    """The files of each module, by every tail of its dotted name."""
+    found: dict[str, list[Path]] = {}
     for path in SOURCES + TESTS:
-        names = {name for node in tree_of(path).body for name in targets_of(node)}
         parts = path.relative_to(ROOT).with_suffix("").parts
         if path.stem == "__init__":
             parts = parts[:-1]
-            names |= {name.rpartition(".")[2] for name in imports_of(path)} | set(exports_of(path) or ())
         for start in range(len(parts)):
-            found.setdefault(".".join(parts[start:]), set()).update(names)
+            found.setdefault(".".join(parts[start:]), []).append(path)
     return found
 
 
 @cache
-def classes() -> dict[str, set[str]]:
-    """The members of each class by its name, those of its bases among them."""
-    found: dict[str, set[str]] = {}
-    bases: dict[str, set[str]] = {}
-    for node in (node for path in SOURCES + TESTS for node in ast.walk(tree_of(path))):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        members = found.setdefault(node.name, set())
-        members.update(*(targets_of(member) for member in node.body))
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self":
-                members.add(inner.attr)
-        names = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
-        bases.setdefault(node.name, set()).update(names)
-    for _ in range(MAX_BASES_DEEP):
-        for name, names in bases.items():
-            found[name].update(*(found.get(base, ()) for base in names))
+def names_in(path: Path) -> set[str]:
+    """The names in a module. A package has what it imports and exports."""
+    names = {name for node in tree_of(path).body for name in targets_of(node)}
+    if path.stem == "__init__":
+        names |= {name.rpartition(".")[2] for name in imports_of(path)} | set(exports_of(path) or ())
+    return names
+
+
+def is_in_module(module: str, name: str) -> bool:
+    return any(name in names_in(path) for path in modules().get(module, ()))
+
+
+@cache
+def class_files() -> dict[str, list[Path]]:
+    """The files that define each class, found in their texts: to parse all files takes ten times as long."""
+    found: dict[str, list[Path]] = {}
+    for path in SOURCES + TESTS:
+        for name in CLASS.findall(text_of(path)):
+            found.setdefault(name, []).append(path)
     return found
+
+
+@cache
+def members_of(name: str, bases_deep: int = MAX_BASES_DEEP) -> set[str]:
+    """The members of the classes of that name, those of their bases among them."""
+    members: set[str] = set()
+    for path in class_files().get(name, ()):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ClassDef) or node.name != name:
+                continue
+            members.update(*(targets_of(member) for member in node.body))
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+                    members.add(inner.attr)
+            for base in node.bases if bases_deep else ():
+                members |= members_of(ast.unparse(base).partition("[")[0].rpartition(".")[2], bases_deep - 1)
+    return members
 
 
 def is_ours(named: str) -> bool:
     """Return whether a module, a class or a variable named for its class has what the dotted name says."""
-    *owner, member = named.removeprefix("gpulease.").split(".")
+    named = named.removeprefix("gpulease.")
+    *owner, member = named.split(".")
     if not owner:
-        return member in classes() or any(member in names for names in modules().values())
-    if named.removeprefix("gpulease.") in modules() or member in modules().get(".".join(owner), ()):
+        if member in class_files():
+            return True
+        return any(member in text_of(path) and member in names_in(path) for path in SOURCES + TESTS)
+    if named in modules() or is_in_module(".".join(owner), member):
         return True
     *package, last = owner
     if package:
-        return last in modules().get(".".join(package), ()) and member in classes().get(last, ())
-    alike = (name for name in classes() if name == last or name.lower().endswith(last))
-    return any(member in classes()[name] for name in alike)
+        return is_in_module(".".join(package), last) and member in members_of(last)
+    alike = (name for name in class_files() if name == last or name.lower().endswith(last))
+    return any(member in members_of(name) for name in alike)
 
 
 def is_of_python(path: Path, named: str) -> bool:
@@ -321,6 +348,7 @@ def test_what_docstrings_and_comments_name_exists() -> None:
     wrong = [
         f"{name_of(path)}:{line}: {named}"
         for path in SOURCES + TESTS
+        if NAMED_CODE.search(text_of(path))
         for line, text in prose_of(path)
         for named in NAMED_CODE.findall(text)
         if named.partition(".")[0] not in NOT_OURS
