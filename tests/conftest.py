@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 
 from gpulease.client import GpuSession
-from helpers.daemon import Daemon, Faults
+from helpers.daemon import Daemon, Faults, running
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
@@ -202,14 +202,8 @@ def _no_leaks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared_daemon() -> Iterator[Daemon]:
     """One daemon for all tests that leave it as they found it: a card of 6 GiB, a Unix socket and TCP."""
-    daemon = Daemon(tcp=True)
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(tcp=True)) as daemon:
+        yield daemon
 
 
 @pytest.fixture

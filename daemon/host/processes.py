@@ -5,6 +5,7 @@ RLIMIT_NPROC; a control group's pids.max). During leases the daemon could then n
 session's memory and prove no memory free.
 """
 
+import contextlib
 import ctypes
 import io
 import os
@@ -13,6 +14,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
@@ -81,6 +83,16 @@ def exit_text(status: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def reaped_children() -> Iterator[tuple[int, int]]:
+    """Reap all children that have ended: yields each one's process id and wait(2) status.
+
+    One SIGCHLD may stand for several children, so this ends only when no further child has ended.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def has_ended(pidfd: int, within_s: float = 0.0) -> bool:

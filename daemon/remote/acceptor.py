@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, assert_never
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, expect_message
 from gpulease.daemon.contract.messages import LivenessPing, Pong
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
-from gpulease.daemon.host.processes import exit_text
+from gpulease.daemon.host.processes import exit_text, reaped_children
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.rate_limit import RateLimitedLog
@@ -517,13 +517,7 @@ class TlsAcceptor:
         handshake.inner.close()
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reaped_children():
             self._relays.pop(pid, None)
             self._forget_spare(pid)
             if status:

@@ -44,7 +44,7 @@ from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.host.heap_wipe import is_told_to_wipe
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, close_all, receive_message, send_message
-from gpulease.daemon.host.processes import die_with_parent, exit_text, set_name, survive_stderr
+from gpulease.daemon.host.processes import die_with_parent, exit_text, reaped_children, set_name, survive_stderr
 from gpulease.daemon.host.unix_place import LOOK_S, file_at
 from gpulease.daemon.host.unsolicited_fds import interrupting_closes
 from gpulease.daemon.host.version import VERSION, own_build
@@ -466,14 +466,7 @@ class Zygote:
             return
 
     def _reap(self) -> None:
-        # One signal may stand for several children, so reap until none is left.
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reaped_children():
             reason = exit_text(status)
             worker = self._workers.reap(pid, reason, remember=self._listener is not None)
             if worker is not None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from gpulease.client import CapacityExceeded, GpuExclusivityClass, GpuSession, InvalidRequest
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.kernels import check_main_job
 
 GIB = 1 << 30
@@ -14,10 +14,8 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def two_cards() -> Iterator[Daemon]:
-    daemon = Daemon(vram=("2GiB", "1GiB"))
-    daemon.wait_until_it_answers()
-    yield daemon
-    daemon.stop()
+    with running(Daemon(vram=("2GiB", "1GiB"))) as daemon:
+        yield daemon
 
 
 @pytest.fixture

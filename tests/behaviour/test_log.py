@@ -5,14 +5,14 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession
 from gpulease.client.sync.lease import my_audience
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.lasting import LastingDaemon
 from helpers.log_story import Record, records_of, story_of
 from helpers.waiting import wait_until
@@ -22,16 +22,9 @@ END = ["lease.ending", "worker.exited", "lease.reclaimed"]
 
 
 @pytest.fixture(scope="module")
-def logging_daemon() -> Daemon:
-    daemon = Daemon(log_format="json")
-    daemon.wait_until_it_answers()
-    return daemon
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _stop(logging_daemon: Daemon) -> object:
-    yield
-    logging_daemon.stop()
+def logging_daemon() -> Iterator[Daemon]:
+    with running(Daemon(log_format="json")) as daemon:
+        yield daemon
 
 
 def whole_story(daemon: Daemon, lease_id: int) -> list[Record]:

@@ -13,7 +13,7 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Empty
-from helpers.daemon import Daemon, Faults
+from helpers.daemon import Daemon, Faults, running
 from helpers.log_story import records_of
 from helpers.waiting import wait_until
 
@@ -37,10 +37,10 @@ def daemon(others: Path) -> Iterator[Daemon]:
         "gpulease.daemon.workers.monitors:ROUND_S": LOOK_S,
     }
     faults = Faults(constants=constants, others_in=others)
-    daemon = Daemon(vram=(f"{CARD_MIB}MiB",), config=f"warm_contexts = {WARM}\n", faults=faults, log_format="json")
-    daemon.wait_until_it_answers()
-    yield daemon
-    daemon.stop()
+    with running(
+        Daemon(vram=(f"{CARD_MIB}MiB",), config=f"warm_contexts = {WARM}\n", faults=faults, log_format="json")
+    ) as daemon:
+        yield daemon
 
 
 def hold(others: Path, unowned_mib: int, outside_mib: int = 0) -> None:

@@ -20,7 +20,7 @@ from gpulease.client.verify.faulty_kernels import compiling_long
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.zygote.worker_output import MAX_OUTPUT_BYTES
 from gpulease.protocol.limits import MAX_PRINTED_BYTES
-from helpers.daemon import Daemon, python_environment
+from helpers.daemon import Daemon, python_environment, running
 from helpers.kernels import Neighbour, check_main_job
 from helpers.processes import open_files
 from helpers.waiting import wait_until
@@ -188,14 +188,8 @@ def test_what_is_on_is_shown(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) ->
 def strict() -> Iterator[Daemon]:
     """One that must have all but two measures, and compiles for a second at most."""
     config = 'sandbox = "required"\nsandbox_without = ["user", "syscalls"]\nmax_load_s = 1\n'
-    daemon = Daemon(config=config)
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(config=config)) as daemon:
+        yield daemon
 
 
 @pytest.mark.exhaustive

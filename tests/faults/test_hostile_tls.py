@@ -21,7 +21,7 @@ from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Hello, MemWrite, Ping
-from helpers.daemon import Daemon, Faults
+from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import check_main_job
 from helpers.processes import cpu_seconds, is_running, process_info, processes
 from helpers.raw_peer import connect
@@ -41,14 +41,8 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 @pytest.fixture(scope="module")
 def remote_daemon(pki: Pki) -> Iterator[Daemon]:
-    daemon = Daemon(tls=True, config=pki.settings("max_connections_per_tenant = 12"))
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(tls=True, config=pki.settings("max_connections_per_tenant = 12"))) as daemon:
+        yield daemon
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from gpulease.protocol.messages import (
     Ping,
 )
 from gpulease.protocol.opcodes import Flag, Phase
-from helpers.daemon import Daemon, Faults
+from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import TRANSFORM, Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, connect, frame_of, lease_alloc
 from helpers.waiting import wait_until
@@ -42,10 +42,8 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def impatient_daemon() -> Iterator[Daemon]:
-    daemon = Daemon(tcp=True, faults=Faults(QUICK))
-    daemon.wait_until_it_answers()
-    yield daemon
-    daemon.stop()
+    with running(Daemon(tcp=True, faults=Faults(QUICK))) as daemon:
+        yield daemon
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pynvml
 import pytest
 
 from gpulease.daemon.gpus.driver_choice import has_nvidia_driver
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.lasting import LastingDaemon
 from helpers.nvml import Cards
 
@@ -28,14 +28,8 @@ def cards(_nvidia_driver: None) -> Iterator[Cards]:
 @pytest.fixture(scope="session")
 def cuda_daemon(_nvidia_driver: None) -> Iterator[Daemon]:
     """One daemon for all tests here; it leases 6 GiB of each card at most."""
-    daemon = Daemon(driver="cuda", vram=("6GiB",), tcp=True)
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(driver="cuda", vram=("6GiB",), tcp=True)) as daemon:
+        yield daemon
 
 
 @pytest.fixture

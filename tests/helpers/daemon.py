@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -279,6 +280,18 @@ class Daemon:
         wait_until(
             lambda: len(self.open_files()) <= files_before, "the broker's descriptors are closed", seen=self.open_files
         )
+
+
+@contextmanager
+def running(daemon: Daemon) -> Iterator[Daemon]:
+    """Wait until a daemon answers; behind the block it must stop in good order. If either fails, it is discarded."""
+    try:
+        daemon.wait_until_it_answers()
+        yield daemon
+    except BaseException:
+        daemon.discard()
+        raise
+    daemon.stop()
 
 
 def worker_name(lease_id: int) -> str:

@@ -30,7 +30,6 @@ CLONE_NEWUSER = 0x10000000
 PTRACE_ATTACH = 16
 F_SETSIG = 10
 TIOCSTI = 0x5412
-MFD_EXEC = 0x10
 
 
 def call(name: str, *arguments: int) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
 from gpulease.daemon.remote.relay import RELAY_NAME, SPARE_NAME
 from gpulease.protocol import Connection, Role
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.processes import ProcessInfo
 from helpers.raw_peer import RawPeer, connect
 from helpers.waiting import wait_until
@@ -49,14 +49,8 @@ class Pki:
     @contextmanager
     def daemon(self, more: str = "") -> Iterator[Daemon]:
         """A daemon that listens on TCP and TLS, with these settings; it must stop in good order."""
-        daemon = Daemon(tcp=True, tls=True, config=self.settings(more))
-        try:
-            daemon.wait_until_it_answers()
-        except BaseException:
-            daemon.discard()
-            raise
-        yield daemon
-        daemon.stop()
+        with running(Daemon(tcp=True, tls=True, config=self.settings(more))) as daemon:
+            yield daemon
 
     def builder(self, address: str, who: Issued) -> GpuBuilder:
         """Ask a daemon for a small lease, as somebody."""
@@ -115,14 +109,3 @@ def spares(daemon: Daemon) -> list[ProcessInfo]:
 def gate_pid(daemon: Daemon) -> int:
     (gate,) = [info for info in daemon.processes() if info.name == "gpul-gate" and info.parent == daemon.process.pid]
     return gate.pid
-
-
-@contextmanager
-def short_time_limit(sock: Any, seconds: float) -> Iterator[None]:
-    """A bound on each wait of a socket, for a while."""
-    before = sock.gettimeout()
-    sock.settimeout(seconds)
-    try:
-        yield
-    finally:
-        sock.settimeout(before)

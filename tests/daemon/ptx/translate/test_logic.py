@@ -9,8 +9,6 @@ from helpers.rows import Case, alike
 ComputeAll = Callable[..., dict[str, list[int]]]
 Reference = Callable[..., int]
 
-M32 = 0xFFFFFFFF
-
 
 def arithmetic_right(value: int, amount: int, bits: int) -> int:
     value = value - (1 << bits) if value >> (bits - 1) else value
