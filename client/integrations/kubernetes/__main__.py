@@ -115,6 +115,9 @@ def serve(
             if time.monotonic() >= keep_at or claims.has_news.is_set():
                 claims.keep()
                 keep_at = time.monotonic() + renew_s
+            # A driver that does not publish any more is useless; its pod's next start is not.
+            if not publisher.is_alive:
+                raise CannotStart("the ResourceSlices are not published any more: the log says why")
             # Restarting the kubelet or cleaning its folder may remove them.
             if lost := plugin.lost_sockets():
                 _say(f"{', '.join(map(str, lost))} was removed: the sockets are made again")

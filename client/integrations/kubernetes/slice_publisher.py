@@ -99,6 +99,11 @@ class SlicePublisher:
         self._changed.set()
         self._threads[1].join(LONGEST_PAUSE_S)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether both threads run. One that has ended, by a bug, has printed why."""
+        return all(thread.is_alive() for thread in self._threads)
+
     # --- reading ---
 
     def _run_watch(self) -> None:

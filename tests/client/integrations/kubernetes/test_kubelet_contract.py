@@ -521,6 +521,9 @@ def test_a_fenced_claim_stays_until_an_operator_clears_it(start_daemon: Callable
         assert isinstance(node.kubelet.prepare(claim), list)
         assert "fenced" in node.kubelet.unprepare(claim)
         assert "fenced" in str(node.kubelet.prepare(claim))
+        # The scheduler and the kubelet get to know it, too.
+        wait_until(lambda: taints(node) == {"gpulease.internal/fenced"}, "the taint is there", seen=node.log)
+        assert health(node, "v1") == [(device_of(node.daemon), 2, "fenced")]
         withheld.unlink()
         ask(Opcode.FENCE_CLEAR, FenceClear(None), node.daemon.address)
         assert node.kubelet.unprepare(claim) == ""
@@ -653,19 +656,29 @@ def test_the_node_s_card_is_published_and_follows_what_others_hold(node: Node) -
     wait_until(lambda: vram() == ["64Mi"], "it is free again", seen=node.log)
 
 
-def test_a_drained_node_s_cards_are_tainted(node: Node) -> None:
-    def taints() -> set[str]:
-        return {
-            taint["key"]
-            for found in node.api.slices()
-            for device in found["spec"]["devices"]
-            for taint in device.get("taints", [])
-        }
+def taints(node: Node) -> set[str]:
+    return {
+        taint["key"]
+        for found in node.api.slices()
+        for device in found["spec"]["devices"]
+        for taint in device.get("taints", [])
+    }
 
+
+def test_the_cards_of_a_daemon_that_is_gone_take_no_claims(start_daemon: Callable[..., Daemon]) -> None:
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET)) as node:
+        device = device_of(node.daemon)
+        wait_until(node.api.slices, "the card is published", seen=node.log)
+        node.daemon.kill()
+        wait_until(lambda: taints(node) == {"gpulease.internal/unreachable"}, "the taint is there", seen=node.log)
+        assert health(node, "v1") == [(device, 0, "unreachable")]
+
+
+def test_a_drained_node_s_cards_are_tainted(node: Node) -> None:
     ask(Opcode.DRAIN, Drain(600_000), node.daemon.address)
-    wait_until(lambda: taints() == {"gpulease.internal/drained"}, "the taint is there", seen=node.log)
+    wait_until(lambda: taints(node) == {"gpulease.internal/drained"}, "the taint is there", seen=node.log)
     ask(Opcode.DRAIN_CANCEL, Empty(), node.daemon.address)
-    wait_until(lambda: not taints(), "it is gone", seen=node.log)
+    wait_until(lambda: not taints(node), "it is gone", seen=node.log)
 
 
 # --- the life of a claim's lease ---
@@ -816,6 +829,38 @@ def test_a_claim_s_status_has_the_lease_of_each_device(node: Node) -> None:
     assert int(entry["data"]["leaseId"], 16) == lease_id
     (condition,) = entry["conditions"]
     assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "True", "LeaseActive")
+
+
+def test_a_status_says_that_a_lease_was_revoked(start_daemon: Callable[..., Daemon]) -> None:
+    with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as node:
+        claim = claim_of(node)
+        node.kubelet.prepare(claim)
+        (lease_id,) = node.lease_ids(claim)
+
+        def said() -> list[tuple[str, str]]:
+            devices = node.api.claim(claim.namespace, claim.name)["status"].get("devices", [])
+            return [(entry["conditions"][0]["status"], entry["conditions"][0]["message"]) for entry in devices]
+
+        wait_until(lambda: said() == [("True", f"lease {lease_id:032x}: active")], "it is active", seen=node.log)
+        node.daemon.revoke(lease_id)
+        wait_until(lambda: said() == [("False", f"lease {lease_id:032x}: revoked")], "it is over", seen=said)
+
+
+def test_a_site_may_let_pods_lease_nothing_besides_their_claims(start_daemon: Callable[..., Daemon]) -> None:
+    config = f'{OPEN_SOCKET}require_token = ["alloc"]\n'
+    with Node(start_daemon(vram=["64MiB"], config=config)) as node:
+        claim = claim_of(node)
+        devices = prepared_devices(node.kubelet.prepare(claim))
+        program = f"""
+from gpulease.client import Denied, GpuBuilder
+try:
+    GpuBuilder().min_vram(1 << 20).lease_secs(60).acquire()
+except Denied as error:
+    print("denied")
+NAME = None
+{POD}
+"""
+        assert node.run(program, (claim, devices)).stdout == "denied\nfrom a pod\n"
 
 
 def health(node: Node, version: str) -> list[tuple[str, int, str]]:

@@ -114,6 +114,23 @@ def test_a_slice_that_somebody_changes_is_restored(published: Published, change:
     assert published.messages == []
 
 
+def test_writers_that_come_in_between_end_in_the_cards_as_they_are(published: Published) -> None:
+    publisher = published.start()
+    published.wait("the slice is there")
+    (found,) = published.api.slices()
+    name = found["metadata"]["name"]
+    for number in range(40):
+        # Each change of the node meets a change of somebody else, and some meet a deletion: writes are refused with 409
+        # and 404, and decided again.
+        published.cards = [Card("GPU-0", "H200", "cuda", (40 + number) * GIB)]
+        if any(one["metadata"]["name"] == name for one in published.api.slices()):
+            published.api.change(name, devices=[])
+        if number % 10 == 9:
+            published.api.wipe()
+    published.wait("the cards are there")
+    assert publisher.is_alive
+
+
 def test_slices_of_others_stay_and_obsolete_ones_go(published: Published) -> None:
     published.start()
     published.wait("the slice is there")
