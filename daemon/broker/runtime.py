@@ -27,6 +27,7 @@ from gpulease.daemon.contract.messages import ForwardRevokedReport
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.host.fair_queue import FairQueue
+from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
     AcquireRequested,
     ArmTimer,
@@ -94,6 +95,13 @@ from gpulease.protocol.messages import RegionEvent
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 _TIMER_KINDS: Final = tuple(TimerKind)
+
+USE_RECORDS_S: Final = 600.0
+"""Seconds between two audit records of what a lease has used of its card's time. After a crash without a following
+daemon, that much may be missing from the log."""
+
+USE_RECORDS_AT_ONCE: Final = 64
+"""Records that are made before the event loop runs again: about a millisecond's."""
 
 _NEW_SESSIONS: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.SUBMIT_READY})
 """Facts after which another worker uses its card's time."""
@@ -172,6 +180,11 @@ class Runtime:
         self._region_prover = RegionProver(source, workers, self.post, table.regions.allowed_bytes)
         self._regions = RegionOrders(table.get, workers, self.post, self._on_forward_revoked)
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
+        self._use_records = PeriodicTask(
+            self._record_uses,
+            USE_RECORDS_S,
+            lambda _: log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what leases have used"),
+        )
         self._one_settled = asyncio.Event()
         self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
         self.claimed_acquires = ClaimedAcquires(table, lambda: self.claims, self.post, self._refuse)
@@ -216,10 +229,19 @@ class Runtime:
             log_event(LogEvent.DRAIN_GOES_ON)
             self.post(DrainTimerFired())
         self.card_times.members_changed()
+        self._use_records.start()
         # Step 4: watch the workers that were taken over. Those started later start the watch themselves.
         if self.workers.serving():
             self._watchdog.start()
             self._memory_monitor.start()
+
+    async def _record_uses(self) -> None:
+        for number, (lease_id, use) in enumerate(self.card_times.take_unrecorded()):
+            # A lease that ended meanwhile has its use in the record of its end.
+            if (lease := self.table.get(lease_id)) is not None and lease.ended_ns is None:
+                self.recorder.used(lease, use)
+            if number % USE_RECORDS_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def drained(self) -> None:
         """Wait until only fenced leases and fenced warm contexts are left."""
@@ -241,6 +263,7 @@ class Runtime:
         # Timers first: nothing may post an event to a table that is given up.
         self.timers.stop()
         self.publisher.stop()
+        await self._use_records.stop()
         self.card_times.stop()
         await self.metrics.stop()
         await self._watchdog.stop()

@@ -18,9 +18,10 @@ from gpulease.daemon.leases import (
     Event,
     LeaseSnapshot,
 )
+from gpulease.daemon.leases.time_account import LeaseUse
 from gpulease.daemon.log.catalogue import WARNING, LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields
-from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of
+from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of, use_entry
 from gpulease.daemon.record.audit.recorder import Budgets, FactRecorder, Grant, OnNoted, OnOutcome
 from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
@@ -98,6 +99,10 @@ class LeaseLog(FactRecorder):
         for lease in self.without_end(tombstones):
             if (entry := entry_of(end_under_earlier_daemon(lease, now_ns))) is not None:
                 self.record(entry, now_ns)
+
+    def used(self, lease: LeaseSnapshot, use: LeaseUse) -> None:
+        """Record what a live lease has used of its card's time so far. The log has no such line."""
+        self.record(use_entry(lease, use), time.monotonic_ns())
 
     def attached(self, lease_id: int, tenant: str) -> None:
         self._log(LogEvent.SESSION_ATTACHED, tenant, lease_id=lease_id, worker_pid=self._pid_of(lease_id) or None)

@@ -132,6 +132,8 @@ class CardTimes:
         self._workers = workers
         self._cards: dict[str, _Card] = {}
         self._uses: dict[int, LeaseUse] = {}
+        # What each lease had used when that was recorded last.
+        self._recorded: dict[int, float] = {}
         # What has not been counted in metrics yet.
         self._uncounted: dict[Pair, LeaseUse] = {}
         self._last_serial = 0
@@ -153,6 +155,12 @@ class CardTimes:
     def take_uncounted(self) -> dict[Pair, LeaseUse]:
         """Return what the tenants have used of each card since the last call."""
         found, self._uncounted = self._uncounted, {}
+        return found
+
+    def take_unrecorded(self) -> list[tuple[int, LeaseUse]]:
+        """Return the leases that have used their card since the last call, and what they have used so far."""
+        found = [(lease, use) for lease, use in self._uses.items() if use.gpu_ns != self._recorded.get(lease, 0.0)]
+        self._recorded |= {lease: use.gpu_ns for lease, use in found}
         return found
 
     def busy_ratios(self) -> dict[str, float]:
@@ -178,6 +186,7 @@ class CardTimes:
     def forget(self, lease_id: int) -> None:
         """Forget a lease whose end is recorded."""
         self._uses.pop(lease_id, None)
+        self._recorded.pop(lease_id, None)
 
     def stop(self) -> None:
         """Take no further samples."""

@@ -6,7 +6,17 @@ from typing import Any, Final
 
 import click
 
-from gpulease.daemon.record.audit.log_reader import CannotRead, LogSource, find_log, line_of, usage_map, usage_table
+from gpulease.daemon.record.audit.log_reader import (
+    CannotRead,
+    LogSource,
+    days_csv,
+    days_map,
+    days_table,
+    find_log,
+    line_of,
+    usage_map,
+    usage_table,
+)
 from gpulease.daemon.record.audit.records import ChainEnd, Record, RecordKind, canonical_bytes
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
@@ -101,11 +111,15 @@ def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: 
 @_paths
 @_head_file
 @_json
-def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> None:
-    """Sum up lease seconds and byte seconds by tenant, from the records.
+@click.option("--by-day", is_flag=True, help="Sum up by day (UTC), tenant and card.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print the sums by day, tenant and card as CSV.")
+def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool, by_day: bool, as_csv: bool) -> None:
+    """Sum up lease seconds, byte seconds and GPU seconds by tenant, from the records.
 
     The exit status is 0 only if the log is whole.
     """
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv can't be given together")
     source = find_log(paths, head_file)
     verifier = Verifier(None if source.head is None else source.head.link)
     # One pass: the sums are made while the chain is verified, and are printed even if it is broken.
@@ -113,7 +127,12 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> Non
     for record in source.records(verifier):
         total.take(record)
     tenants = total.finish(source.head)
-    click.echo(indented_json(usage_map(tenants)) if as_json else usage_table(tenants))
+    if as_csv:
+        click.echo(days_csv(total.days), nl=False)
+    elif by_day:
+        click.echo(indented_json(days_map(total.days)) if as_json else days_table(total.days))
+    else:
+        click.echo(indented_json(usage_map(tenants)) if as_json else usage_table(tenants))
     if not verifier.finish().is_whole:
         click.echo(
             "gpulease audit: the log is NOT whole, so this usage may be wrong; see `gpulease audit verify`", err=True

@@ -1,5 +1,7 @@
 """Reads audit logs from files, and formats records and sums for people."""
 
+import csv
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from gpulease.daemon.record.audit.records import (
     clean_text,
     read_head,
 )
-from gpulease.daemon.record.audit.usage import Used
+from gpulease.daemon.record.audit.usage import DayOfTenant, DayUse, Used
 from gpulease.daemon.record.audit.verification import Verifier
 from gpulease.protocol.counts import counted
 from gpulease.protocol.time_units import US_PER_S
@@ -133,7 +135,7 @@ def found_text(found: Mapping[str, Any]) -> str:
 
 
 def usage_table(tenants: Mapping[str, Used]) -> str:
-    head = ("tenant", "leases", "lease seconds", "GiB seconds", "open")
+    head = ("tenant", "leases", "lease seconds", "GiB seconds", "GPU seconds", "open")
     # Names come from the log, which may be forged, so they are cleaned like everything else that is shown.
     rows = [
         (
@@ -141,6 +143,7 @@ def usage_table(tenants: Mapping[str, Used]) -> str:
             str(used.leases),
             f"{used.lease_us / US_PER_S:.3f}",
             f"{used.byte_us / US_PER_S / GIB:.3f}",
+            f"{used.gpu_us / US_PER_S:.3f}",
             str(used.open_leases),
         )
         for name, used in sorted(tenants.items())
@@ -155,9 +158,54 @@ def usage_map(tenants: Mapping[str, Used]) -> dict[str, dict[str, int]]:
             "open_leases": used.open_leases,
             "lease_us": used.lease_us,
             "byte_us": used.byte_us,
+            "gpu_us": used.gpu_us,
         }
         for name, used in sorted(tenants.items())
     }
+
+
+DAY_COLUMNS: Final = ("day", "tenant", "card", "lease_seconds", "byte_seconds", "gpu_seconds")
+
+
+def days_map(days: Mapping[DayOfTenant, DayUse]) -> list[dict[str, str | int]]:
+    """Return the sums of each day, tenant and card, in microseconds, for programs."""
+    return [
+        {**key._asdict(), "lease_us": use.lease_us, "byte_us": use.byte_us, "gpu_us": use.gpu_us}
+        for key, use in sorted(days.items())
+    ]
+
+
+def days_csv(days: Mapping[DayOfTenant, DayUse]) -> str:
+    """Return the same as CSV (RFC 4180), with a heading, in seconds."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(DAY_COLUMNS)
+    for key, use in sorted(days.items()):
+        seconds = (f"{us / US_PER_S:.6f}" for us in (use.lease_us, use.byte_us, use.gpu_us))
+        writer.writerow((key.day, _cell(key.tenant), _cell(key.card), *seconds))
+    return text.getvalue()
+
+
+def _cell(text: str) -> str:
+    # A spreadsheet would take a text that begins so for a formula.
+    cleaned = clean_text(text)
+    return f"'{cleaned}" if cleaned.startswith(("=", "+", "-", "@")) else cleaned
+
+
+def days_table(days: Mapping[DayOfTenant, DayUse]) -> str:
+    head = ("day", "tenant", "card", "lease seconds", "GiB seconds", "GPU seconds")
+    rows = [
+        (
+            key.day,
+            clean_text(key.tenant),
+            clean_text(key.card),
+            f"{use.lease_us / US_PER_S:.3f}",
+            f"{use.byte_us / US_PER_S / GIB:.3f}",
+            f"{use.gpu_us / US_PER_S:.3f}",
+        )
+        for key, use in sorted(days.items())
+    ]
+    return table(head, rows)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -17,6 +17,7 @@ from gpulease.daemon.leases import (
     RevokeRequested,
     SubmitRequested,
 )
+from gpulease.daemon.leases.time_account import LeaseUse
 from gpulease.daemon.record.audit.records import MAX_INTEGER, RecordKind, clean_text
 from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Asked, Fact, FactKind
 from gpulease.protocol.lease_ids import lease_text
@@ -126,7 +127,7 @@ def _end(fact: Fact) -> Particulars | None:
     lease, over_ns = fact.lease, fact.times.over_ns
     # Both times are cut to microseconds first, so that the difference agrees with the record's own times.
     latency_us = 0 if over_ns is None else fact.now_ns // NS_PER_US - over_ns // NS_PER_US
-    return lease and _lease(lease) | _times(fact) | {"latency_us": latency_us} | _why(lease)
+    return lease and _lease(lease) | _times(fact) | {"latency_us": latency_us} | _use(fact.use) | _why(lease)
 
 
 def _end_submit(fact: Fact) -> Particulars:
@@ -232,6 +233,21 @@ def _lease(lease: LeaseSnapshot) -> Particulars:
         | parent
         | claim
     )
+
+
+def use_entry(lease: LeaseSnapshot, use: LeaseUse) -> Entry:
+    """Return the record of what a live lease has used of its card's time so far."""
+    return RecordKind.USE, _lease(lease) | _use(use)
+
+
+def _use(use: LeaseUse | None) -> Particulars:
+    if use is None:
+        return {}
+    return {
+        "gpu_us": int(use.gpu_ns) // NS_PER_US,
+        "busy_us": use.busy_ns // NS_PER_US,
+        "held_back_us": use.held_ns // NS_PER_US,
+    }
 
 
 def _times(fact: Fact) -> Particulars:

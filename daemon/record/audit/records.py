@@ -145,6 +145,7 @@ class RecordKind(StrEnum):
     ISSUE = "issue", True, None
     WITHDRAW = "withdraw", True, None
     FAULT = "fault", False, LeaseStage.LIVE
+    USE = "use", False, LeaseStage.LIVE
     OVER = "over", False, LeaseStage.LIVE
     END = "end", False, LeaseStage.ENDED
     FENCE = "fence", False, LeaseStage.FENCED

@@ -1,4 +1,4 @@
-"""Sums lease seconds and byte seconds of every tenant from the records of a log alone.
+"""Sums lease seconds, byte seconds and GPU seconds of every tenant from the records of a log alone.
 
 The rules:
 
@@ -14,14 +14,20 @@ The rules:
 - If records of ends were dropped (`gap`), a lease without a later record counts until the first was dropped
   (`data.since_us`).
 - Open leases count to the last record, or to the head's `alive_us` if that is given.
+- GPU time is what records say of a lease so far (`gpu_us` of `use`, `end` and `fence`): each counts what is more than
+  in the lease's record before.
 
-Only the monotonic clock counts, and only differences inside one boot: the wall clock may step.
+Only the monotonic clock counts, and only differences inside one boot: the wall clock may step. It says only which day a
+time belongs to (UTC): by the wall clock of the lease's grant, and for GPU time, of the record.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import date, datetime
+from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.record.audit.records import ENDS, Head, Record, RecordKind
+from gpulease.protocol.time_units import US_PER_S
 
 
 @dataclass(slots=True)
@@ -33,12 +39,37 @@ class Used:
         lease_us: Microseconds, summed over leases.
         byte_us: Bytes times microseconds.
         open_leases: Number of those `leases` that no record ends.
+        gpu_us: Microseconds of GPU time.
     """
 
     leases: int = 0
     lease_us: int = 0
     byte_us: int = 0
     open_leases: int = 0
+    gpu_us: int = 0
+
+
+class DayOfTenant(NamedTuple):
+    """What the sums of one day are of. `day` is a date of ISO 8601, in UTC."""
+
+    day: str
+    tenant: str
+    card: str
+
+
+@dataclass(slots=True)
+class DayUse:
+    """The sums of a tenant on a card in one day, in microseconds."""
+
+    lease_us: int = 0
+    byte_us: int = 0
+    gpu_us: int = 0
+
+
+US_PER_DAY: Final = 86_400 * US_PER_S
+
+MAX_DAYS: Final = 3660
+"""Days over which the time of one lease is spread. Stops a forged record of thousands of years from filling memory."""
 
 
 @dataclass(slots=True)
@@ -48,18 +79,24 @@ class _Open:
     since_us: int
     boot: str
     seen_us: int
+    card: str
+    wall_offset_us: int
     doubt_us: int | None = None
     sized_us: int = 0
-    earlier_byte_us: int = 0
+    earlier: list[tuple[int, int, int]] = field(default_factory=list)
 
     def resize(self, size_bytes: int, at_us: int) -> None:
         """Count the bytes so far, and continue with another size."""
-        # Both at once: `byte_us` still uses the old size and time.
-        self.earlier_byte_us, self.sized_us = self.byte_us(at_us), max(at_us, self._sized_us)
+        # The part with the old size ends here, unless the clock went back.
+        from_us = self._sized_us
+        self.sized_us = max(at_us, from_us)
+        self.earlier.append((from_us, self.sized_us, self.size_bytes))
         self.size_bytes = size_bytes
 
-    def byte_us(self, until_us: int) -> int:
-        return self.earlier_byte_us + max(0, until_us - self._sized_us) * self.size_bytes
+    def parts(self, until_us: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the times in which it had one size: begin, end, bytes."""
+        yield from self.earlier
+        yield self._sized_us, max(self._sized_us, until_us), self.size_bytes
 
     @property
     def _sized_us(self) -> int:
@@ -80,9 +117,12 @@ class UsageSum:
 
     Attributes:
         tenants: The sums, by tenant. Open leases are in them once `finish` was called.
+        days: The sums by day, tenant and card, likewise.
     """
 
     tenants: dict[str, Used] = field(default_factory=dict)
+    days: dict[DayOfTenant, DayUse] = field(default_factory=dict)
+    _gpu_us: dict[str, int] = field(default_factory=dict)
     _open: dict[str, _Open] = field(default_factory=dict)
     _left: dict[str, _Left] = field(default_factory=dict)
     _ending: set[str] = field(default_factory=set)
@@ -119,10 +159,10 @@ class UsageSum:
         # A region is part of its lease, which counts already.
         if "parent" in data:
             return
+        if "gpu_us" in data:
+            self._add_gpu(lease, record)
         if record.kind == RecordKind.GRANT:
-            self._open[lease] = _Open(
-                _text(data, "tenant"), _count(data, "size_bytes"), record.mono_us, record.boot, record.mono_us
-            )
+            self._open[lease] = _opened(record, record.mono_us)
         elif record.kind == RecordKind.ADOPT:
             self._adopt(lease, record)
         # The lease stops counting here. Its END follows and must not count it a second time.
@@ -152,8 +192,7 @@ class UsageSum:
         opened = self._open.pop(lease, None)
         # The grant's record was dropped or pruned, but the end has all that is needed.
         if opened is None and _count(data, "granted_us"):
-            granted_us = _count(data, "granted_us")
-            opened = _Open(_text(data, "tenant"), _count(data, "size_bytes"), granted_us, record.boot, granted_us)
+            opened = _opened(record, _count(data, "granted_us"))
         if opened is not None:
             self._count(opened, over_us if opened.boot == record.boot else opened.seen_us)
 
@@ -172,9 +211,7 @@ class UsageSum:
         if left is not None and left.opened.boot == record.boot:
             self._open[lease] = self._left.pop(lease).opened
         elif lease not in self._open:
-            size_bytes = _count(record.data, "size_bytes")
-            opened = _Open(_text(record.data, "tenant"), size_bytes, record.mono_us, record.boot, record.mono_us)
-            self._open[lease] = opened
+            self._open[lease] = _opened(record, record.mono_us)
         self._open[lease].seen_us = record.mono_us
         self._open[lease].doubt_us = None
 
@@ -211,13 +248,73 @@ class UsageSum:
                 del self._left[lease]
 
     def _count(self, opened: _Open, until_us: int) -> None:
-        used, span_us = self._used(opened.tenant), max(0, until_us - opened.since_us)
+        used = self._used(opened.tenant)
         used.leases += 1
-        used.lease_us += span_us
-        used.byte_us += opened.byte_us(until_us)
+        used.lease_us += max(0, until_us - opened.since_us)
+        for from_us, to_us, size_bytes in opened.parts(until_us):
+            used.byte_us += (to_us - from_us) * size_bytes
+            for day, span_us in _by_day(from_us + opened.wall_offset_us, to_us + opened.wall_offset_us):
+                of_day = self._of_day(day, opened.tenant, opened.card)
+                of_day.lease_us += span_us
+                of_day.byte_us += span_us * size_bytes
+
+    def _add_gpu(self, lease: str, record: Record) -> None:
+        """Count the GPU time that a lease has used since its last record about that."""
+        so_far_us = _count(record.data, "gpu_us")
+        more_us = max(0, so_far_us - self._gpu_us.get(lease, 0))
+        if record.kind == RecordKind.END:
+            self._gpu_us.pop(lease, None)
+        else:
+            self._gpu_us[lease] = so_far_us
+        tenant = _text(record.data, "tenant")
+        self._used(tenant).gpu_us += more_us
+        self._of_day(_day(_wall_us(record) // US_PER_DAY), tenant, _text(record.data, "card")).gpu_us += more_us
 
     def _used(self, tenant: str) -> Used:
         return self.tenants.setdefault(tenant, Used())
+
+    def _of_day(self, day: str, tenant: str, card: str) -> DayUse:
+        return self.days.setdefault(DayOfTenant(day, tenant, card), DayUse())
+
+
+def _opened(record: Record, since_us: int) -> _Open:
+    data = record.data
+    return _Open(
+        _text(data, "tenant"),
+        _count(data, "size_bytes"),
+        since_us,
+        record.boot,
+        since_us,
+        _text(data, "card"),
+        _wall_us(record) - record.mono_us,
+    )
+
+
+def _wall_us(record: Record) -> int:
+    """Return the wall clock of a record, in microseconds from 1970."""
+    try:
+        return int(datetime.fromisoformat(record.at).timestamp()) * US_PER_S
+    except ValueError:
+        # Its form was checked, but a forged one may name the 30th of February.
+        return 0
+
+
+def _by_day(from_us: int, until_us: int) -> Iterator[tuple[str, int]]:
+    """Yield each day that a time on the wall clock touches, and the part of the time that lies in it."""
+    for _ in range(MAX_DAYS):
+        number = from_us // US_PER_DAY
+        end_us = min(until_us, (number + 1) * US_PER_DAY)
+        if end_us <= from_us:
+            return
+        yield _day(number), end_us - from_us
+        from_us = end_us
+    yield _day(from_us // US_PER_DAY), max(0, until_us - from_us)
+
+
+def _day(number: int) -> str:
+    """Return the date of a day, counted from 1970."""
+    ordinal = date(1970, 1, 1).toordinal() + number
+    return date.fromordinal(min(max(ordinal, 1), date.max.toordinal())).isoformat()
 
 
 def _count(data: dict[str, Any], key: str) -> int:

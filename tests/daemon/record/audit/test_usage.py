@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpulease.daemon.record.audit.log_reader import days_csv
 from gpulease.daemon.record.audit.records import ChainEnd, Draft, Head, RecordKind, read_record
-from gpulease.daemon.record.audit.usage import UsageSum, Used
+from gpulease.daemon.record.audit.usage import DayOfTenant, DayUse, UsageSum, Used
 
 from .chains import ANY_SPEED, BOOT, OTHER_BOOT, a_life, draft, sealed
 from .test_records_canonical import keys, values
@@ -122,8 +123,53 @@ def test_two_tenants_are_two() -> None:
     assert {name: used.open_leases for name, used in found.finish().items()} == {"t": 0, "u": 1}
 
 
+def test_gpu_time_counts_what_is_more_than_in_the_record_before() -> None:
+    found = UsageSum()
+    gpu = [
+        GRANT,
+        lease(RecordKind.USE, 20, card="GPU-a", gpu_us=3 * S),
+        lease(RecordKind.USE, 30, card="GPU-a", gpu_us=7 * S),
+        lease(RecordKind.END, 40, card="GPU-a", granted_us=10 * S, over_us=40 * S, gpu_us=9 * S),
+        # The next lease with that number begins at 0. A lease without a record of its grant counts, too.
+        lease(RecordKind.END, 60, card="GPU-a", gpu_us=2 * S),
+    ]
+    for line in sealed(gpu)[0]:
+        found.take(read_record(line))
+    assert found.finish()["t"].gpu_us == 11 * S
+
+
+def test_the_days_of_a_lease_that_lasts_over_midnight() -> None:
+    """The wall clock at 1790000000 s is 2026-09-21 14:13:20 UTC; 35,200 s later it is midnight."""
+    found = UsageSum()
+    records = [
+        lease(RecordKind.GRANT, 0, card="GPU-a"),
+        lease(RecordKind.RESIZE, 35_100, card="GPU-a", size_bytes=20),
+        lease(RecordKind.USE, 35_100, card="GPU-a", gpu_us=5 * S),
+        lease(RecordKind.END, 35_300, card="GPU-a", granted_us=0, over_us=35_300 * S, gpu_us=6 * S),
+    ]
+    for line in sealed(records)[0]:
+        found.take(read_record(line))
+    found.finish()
+    before, after = DayOfTenant("2026-09-21", "t", "GPU-a"), DayOfTenant("2026-09-22", "t", "GPU-a")
+    assert found.days == {
+        before: DayUse(35_200 * S, (35_100 * 10 + 100 * 20) * S, 5 * S),
+        after: DayUse(100 * S, 100 * 20 * S, 1 * S),
+    }
+    assert sum(day.byte_us for day in found.days.values()) == found.tenants["t"].byte_us
+
+
+def test_days_as_csv() -> None:
+    days = {DayOfTenant("2026-09-21", '=a,"b"', "GPU-a"): DayUse(1_500_000, 20, 3)}
+    assert days_csv(days) == (
+        "day,tenant,card,lease_seconds,byte_seconds,gpu_seconds\n"
+        '2026-09-21,"\'=a,""b""",GPU-a,1.500000,0.000020,0.000003\n'
+    )
+
+
 odd = st.dictionaries(
-    st.sampled_from(["lease", "tenant", "size_bytes", "granted_us", "over_us", "previous", "dropped", "since_us"])
+    st.sampled_from(
+        ["lease", "tenant", "card", "gpu_us", "size_bytes", "granted_us", "over_us", "previous", "dropped", "since_us"]
+    )
     | keys,
     values | st.sampled_from(["a", "b"]),
     max_size=6,
