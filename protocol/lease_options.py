@@ -61,7 +61,7 @@ class LeaseOption(Generic[Value, Default]):
     call: str
     effect: str
     in_submits: bool | None
-    before: Value | JournalRow
+    before: Value | Default | JournalRow
     report_key: str
 
     @abstractmethod
@@ -419,6 +419,23 @@ LATENCY: Final = FlagOption(
     report_key="latency",
 )
 
+PARKABLE: Final = NumberOption(
+    tag=0x090E,
+    size_bytes=4,
+    least=0,
+    default=None,
+    rule="how long a parkable lease is unused before it is parked is a u32 of milliseconds, given once",
+    wire="the session may be [parked](#parking), by itself after this many milliseconds without an operation, a `u32`; "
+    "0: never by itself; absent: it is not parkable",
+    call="parkable(idle_secs=30)",
+    effect="let the session's bytes leave the card while nobody uses it: when its tenant or an operator parks it, when "
+    "another lease needs the room, and with `idle_secs` after that many seconds without an operation. Its next "
+    "operation brings them back, at the same addresses",
+    in_submits=None,
+    before=None,
+    report_key="park",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
@@ -449,6 +466,8 @@ class LeaseOptions(WorkerOptions):
         name: Name that the node's fleet serves once; "": a lease without a name, which no fleet knows of.
         request_id: The tenant's number of this acquire over all its tries, in 32 hexadecimal digits; "" if it has none.
         weight: Its weight when the time of its card is shared.
+        park_idle_ms: Time without an operation after which the session is parked; 0: not by idleness; None: the session
+            can't be parked.
     """
 
     exclusivity: Annotated[Exclusivity, EXCLUSIVITY] = EXCLUSIVITY.default
@@ -457,6 +476,7 @@ class LeaseOptions(WorkerOptions):
     name: Annotated[str, LEASE_NAME] = LEASE_NAME.default
     request_id: Annotated[str, REQUEST_ID] = REQUEST_ID.default
     weight: Annotated[int, WEIGHT] = WEIGHT.default
+    park_idle_ms: Annotated[int | None, PARKABLE] = PARKABLE.default
 
 
 def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any]]:

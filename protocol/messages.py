@@ -356,6 +356,14 @@ class LeaseResize(Body):
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedSession(Body):
+    """A parked lease's session: so many bytes of it are in the host's memory."""
+
+    lease_id: int = wire(U128)
+    moved_bytes: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseNote(Body):
     """Write a record about a lease or region to the node's audit log: `note` is one JSON object in canonical form."""
 

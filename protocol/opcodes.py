@@ -40,6 +40,7 @@ class Opcode(IntEnum):
     LEASE_NOTE = 0x0215
     PLACE = 0x0216
     FLEET_LIST = 0x0217
+    LEASE_PARK = 0x0218
     # Tokens: served by the broker.
     CAPABILITY_ISSUE = 0x0300
     CAPABILITY_PRESENT = 0x0301

@@ -366,6 +366,14 @@ _ALL: Final = (
         Trait.NONE,
         "returns the nodes and names of a [fleet](#fleets), as its directory sees them",
     ),
+    _control(
+        Opcode.LEASE_PARK,
+        m.LeaseRef,
+        m.ParkedSession,
+        Needs(Permission.LEASE_FREE),
+        Trait.NONE,
+        "moves the bytes of a lease's session to the host's memory; its next operation [brings them back](#parking)",
+    ),
     # Tokens. No permission gives these: the broker checks who asks.
     _control(
         Opcode.CAPABILITY_ISSUE,

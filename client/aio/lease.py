@@ -212,6 +212,20 @@ class GpuLease(LeaseView):
         """
         await self._run(resize(self._state, size, "shrink", -1))
 
+    async def park(self) -> int:
+        """Move the session's memory to the host's memory now, and give its card's bytes to others.
+
+        The lease must be parkable (`GpuBuilder().parkable()`). Its next operation brings the memory back, at the same
+        addresses, and waits for that. Returns once the card shows the bytes free.
+
+        Returns:
+            How many bytes were moved.
+
+        Raises Unsupported if the lease is not parkable or the node keeps no memory for this, CapacityExceeded if the
+        host is full, Busy if a kernel runs for too long.
+        """
+        return await self._run(self._state.park())
+
     def submit(self, kernel: str, image: Image) -> Submission:
         """Describe a one-shot job: one kernel of an image, run in a context of its own that ends with the call.
 

@@ -16,7 +16,7 @@ from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.counts import counted
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import MAX_TEXT_BYTES
-from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
+from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRef, LeaseRevoke
 
 _NONCE: Final = re.compile("[0-9a-f]{32}")
 _table_or_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -184,6 +184,11 @@ def _state(lease: Report) -> str:
     if lease.get("cause") is not None:
         return f"{lease['state']} ({lease['cause']})"
     left_ms = lease.get("orphaned_in_ms")
+    park = lease.get("park") or {}
+    if left_ms is None and park.get("phase") not in (None, "resident"):
+        # On its way, or in the host's memory; an operation that waits for it brings it back.
+        since_ms = park.get("parked_for_ms")
+        return f"{lease['state']} ({park['phase']}{'' if since_ms is None else ' ' + seconds_text(since_ms / 1000)})"
     return (
         lease["state"] if left_ms is None else f"{lease['state']} (unconnected, ends in {seconds_text(left_ms / 1000)})"
     )
@@ -218,6 +223,21 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
     # Any other outcome means that the memory is not proved free, which a script must notice.
     if outcome != RevokeOutcome.TORN_DOWN:
         sys.exit(EXIT_FAILED)
+
+
+@click.command()
+@lease_id_argument()
+@_words_or_json
+def park(lease_id: LeaseId, as_json: bool) -> None:
+    """Move the memory of a parkable lease's session to the host's memory, and give its card's bytes to others.
+
+    Its next operation brings it back. Waits until the card shows the bytes free.
+    """
+    parked = ask(Opcode.LEASE_PARK, LeaseRef(lease_id))
+    if as_json:
+        click.echo(json.dumps({"lease_id": str(lease_id), "moved_bytes": parked.moved_bytes}))
+    else:
+        click.echo(shown(f"Lease {lease_id} is parked: {size_text(parked.moved_bytes)} are in the host's memory."))
 
 
 def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:

@@ -79,6 +79,7 @@ from gpulease.protocol.messages import (
     LeaseRenew,
     LeaseRenewed,
     LeaseResize,
+    ParkedSession,
     RegionGrant,
 )
 from gpulease.protocol.opcodes import HelloOption
@@ -100,6 +101,32 @@ class SubmitReport(TypedDict):
     timed_out: bool
     state: NotRequired[Literal["starting", "running", "ending", "fenced"]]
     launches: NotRequired[int]
+
+
+class ParkReport(TypedDict):
+    """Where the session of a parkable lease is.
+
+    Attributes:
+        phase: resident, parking or proving (on its way to the host), parked, or returning.
+        cause: Why it was parked: tenant, operator, idle or need; None while resident.
+        idle_ms: Time without use after which it is parked; 0: not by idleness.
+        parked_for_ms: Time since it was parked; None while its bytes are on the card.
+        moved_bytes: Bytes that the last park moved to the host's memory.
+        off_bytes: Bytes of the lease that the card has given to others.
+        host_bytes: Host memory that is held for it.
+        is_awaited: An operation waits for its return.
+        parks: Number of times that it was parked under this daemon.
+    """
+
+    phase: Literal["resident", "parking", "proving", "parked", "returning"]
+    cause: Literal["tenant", "operator", "idle", "need", "adopted"] | None
+    idle_ms: int
+    parked_for_ms: int | None
+    moved_bytes: int
+    off_bytes: int
+    host_bytes: int
+    is_awaited: bool
+    parks: int
 
 
 class ConnectionReport(TypedDict):
@@ -169,6 +196,8 @@ class LeaseReport(TypedDict):
         regions: The ids of a lease's regions, as text; absent for a region, and with an older daemon for a lease
             without regions.
         region_bytes: Bytes of its slice that these take; absent together with `regions`.
+        park: Where the session of a parkable lease is; None for another lease, absent for a region and from an older
+            daemon.
     """
 
     lease_id: str
@@ -212,6 +241,7 @@ class LeaseReport(TypedDict):
     parent: NotRequired[str]
     regions: NotRequired[list[str]]
     region_bytes: NotRequired[int]
+    park: NotRequired[ParkReport | None]
 
 
 class LeaseUse(NamedTuple):
@@ -482,6 +512,16 @@ class LeaseHandle:
     def _resize(self, body: LeaseResize, owed: "OwedSize") -> Procedure[None]:
         yield from self._control(Opcode.LEASE_RESIZE, body, owed=owed)
         owed.note()
+
+    def park(self) -> Procedure[int]:
+        """Move the session's memory to the host's memory, and return how many bytes that were.
+
+        Raises Unsupported, CapacityExceeded or Busy.
+        """
+        # What is held for reuse would be copied to the host and back.
+        yield from self.give_back()
+        reply = yield from self._control(Opcode.LEASE_PARK, LeaseRef(self.grant.lease_id))
+        return cast(ParkedSession, reply).moved_bytes
 
     def note(self, data: Mapping[str, Any]) -> Procedure[None]:
         """Write a record about the lease to the audit log."""

@@ -27,6 +27,7 @@ from gpulease.protocol.lease_options import (
     MAX_KERNEL,
     OPTIONS,
     ORPHAN,
+    PARKABLE,
     REGIONS_REQUIRED,
     SUBMIT,
     WAITING,
@@ -218,6 +219,15 @@ class LeaseRequest:
     def latency(self) -> Self:
         """Have the card's other sessions hold back while this one has work outstanding; the operator must allow it."""
         return self._give(LATENCY, value=True)
+
+    def parkable(self, idle_secs: float = 0) -> Self:
+        """Let the session's bytes leave the card while nobody uses it; its next operation brings them back.
+
+        Args:
+            idle_secs: Seconds without an operation after which the session is parked; 0: only when `lease.park()`, an
+                operator or another lease's need for room parks it.
+        """
+        return self._give(PARKABLE, milliseconds(idle_secs, "parkable: idle_secs", least_ms=0))
 
     def name(self, name: str) -> Self:
         """Set a name that is unique in the daemon's fleet: while this lease lives, no other lease has it.

@@ -231,6 +231,7 @@ class NodeMetrics:
             version=VERSION,
             driver=self._source.driver,
             fleet=None if self.fleet is None else self.fleet(),
+            park_host_bytes=self._table.parking.host_bytes(),
         )
         return {**self._counters.counters, **self._counters.histograms, **gauges(facts)}
 

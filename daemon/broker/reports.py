@@ -13,6 +13,7 @@ from gpulease.daemon.leases import (
     LeasePhase,
     LeaseSnapshot,
     LeaseTable,
+    ParkSnapshot,
     RegionRow,
     SubmitSnapshot,
     ends_ns,
@@ -43,6 +44,7 @@ def full_report(
     else:
         report["regions"] = [f"{one.lease_id:032x}" for one in table.regions.of(lease_id)]
         report["region_bytes"] = table.regions.held_bytes(lease_id)
+        report["park"] = park_report(table.parking.of(lease_id), now_ns)
     submit = table.submits.of(lease_id)
     # A submit has a worker and a page of its own.
     page = None if submit is None else workers.page(submit.submit_id)
@@ -131,6 +133,23 @@ def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, 
     return {"orphan_ms": orphan_ms, "orphaned_in_ms": left_ms}
 
 
+def park_report(park: ParkSnapshot | None, now_ns: int) -> dict[str, Any] | None:
+    """Report where a parkable lease's session is; None for a lease that is not parkable."""
+    if park is None:
+        return None
+    return {
+        "phase": park.phase.value,
+        "cause": None if park.cause is None else park.cause.value,
+        "idle_ms": park.idle_ms,
+        "parked_for_ms": (now_ns - park.parked_ns) // NS_PER_MS if park.parked_ns else None,
+        "moved_bytes": park.moved_bytes,
+        "off_bytes": park.off_bytes,
+        "host_bytes": park.host_bytes,
+        "is_awaited": park.is_awaited,
+        "parks": park.parks,
+    }
+
+
 def submit_report(
     submit: SubmitSnapshot | None, last: SubmitSnapshot | None, page: BrokerPage | None
 ) -> dict[str, Any]:
@@ -145,15 +164,22 @@ def submit_report(
 
 
 def inventory(
-    cards: Sequence[CardSnapshot], driver: str, sandbox: list[dict[str, Any]], drain_left_ms: int | None = None
+    cards: Sequence[CardSnapshot],
+    driver: str,
+    sandbox: list[dict[str, Any]],
+    drain_left_ms: int | None = None,
+    park_memory: tuple[int, int] = (0, 0),
 ) -> Inventory:
     """Report all cards, in the public 36-byte form and as maps, with the sandbox of their workers.
 
-    A drained node can grant nothing, so it reports no available bytes.
+    A drained node can grant nothing, so it reports no available bytes. `park_memory`: the host memory that is held for
+    parked sessions, and the most that may be.
     """
     if drain_left_ms is not None:
         cards = [replace(card, available_bytes=0) for card in cards]
+    host_bytes, most_host_bytes = park_memory
     of_node = {"drain_left_ms": drain_left_ms, "sandbox": sandbox}
+    of_node |= {"park_host_bytes": host_bytes, "park_host_limit_bytes": most_host_bytes}
     return Inventory(tuple(_entry(card) for card in cards), [_details(card, driver) | of_node for card in cards])
 
 
@@ -220,6 +246,7 @@ def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
         "warm_wanted": card.warm_wanted,
         "recycled_contexts": card.recycled_contexts,
         "warm_bytes": card.warm_bytes,
+        "parked_bytes": card.parked_bytes,
         "unowned_bytes": card.unowned_bytes,
         "outside_bytes": card.outside_bytes,
     }

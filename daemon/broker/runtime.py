@@ -36,21 +36,28 @@ from gpulease.daemon.leases import (
     Checked,
     Denied,
     DrainTimerFired,
+    DropParkMemory,
     Effect,
     EndRegion,
     Event,
     FenceCleared,
+    GiveParkMemory,
     Granted,
     KillWorker,
     LeaseEnded,
+    LeaseParked,
+    LeaseReturned,
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
     OpenRegion,
     Outcome,
+    ParkFailed,
+    ParkSession,
     ProveReclaimed,
     ProveRegion,
     RecycleWorker,
+    RefuseReturn,
     RefuseSubmit,
     RefuseWork,
     RegionGranted,
@@ -58,6 +65,7 @@ from gpulease.daemon.leases import (
     Renewed,
     RequesterGone,
     ResizeSlice,
+    ReturnSession,
     ScrubWorker,
     SetDeadline,
     SetHorizon,
@@ -86,6 +94,7 @@ from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
 from gpulease.daemon.workers.card_time import CardTimes
 from gpulease.daemon.workers.monitors import CardWatch, KernelWatchdog, MemoryMonitor, Reclaimer, Recycler, RegionProver
+from gpulease.daemon.workers.park_orders import ParkOrders
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
@@ -178,6 +187,7 @@ class Runtime:
         self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
         self._region_prover = RegionProver(source, workers, self.post, table.regions.allowed_bytes)
+        self._parks = ParkOrders(table, workers, source.allowance_bytes, self.post)
         self._regions = RegionOrders(table.get, workers, self.post, self._on_forward_revoked)
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
         self._use_records = PeriodicTask(
@@ -201,6 +211,7 @@ class Runtime:
         self.workers.deliver_to(self._recycler.deliver)
         self.workers.set_memory_listeners(self._memory_monitor.poll, self._recycler.on_scrubbed)
         self.workers.set_region_listener(self._regions.on_message)
+        self.workers.set_park_listener(self._parks.on_message)
         on_guest_answered = partial(self.tokens.on_guest_answered, self.journal)
         self.workers.set_connection_listeners(self.connections.update, on_guest_answered)
 
@@ -234,6 +245,8 @@ class Runtime:
         if self.workers.serving():
             self._watchdog.start()
             self._memory_monitor.start()
+        if self.table.parking.snapshots():
+            self._parks.start()
 
     async def _record_uses(self) -> None:
         for number, (lease_id, use) in enumerate(self.card_times.take_unrecorded()):
@@ -270,6 +283,7 @@ class Runtime:
         await self._memory_monitor.stop()
         await self._recycler.stop()
         await self._region_prover.stop()
+        await self._parks.stop()
         await self._reclaimer.stop()
         await self.card_watch.stop()
         self.memory_reserve.close()
@@ -429,8 +443,16 @@ class Runtime:
             EndRegion: self._regions.end,
             ProveRegion: self._region_prover.prove,
             ResizeSlice: self._regions.resize,
+            GiveParkMemory: self._parks.give_memory,
+            DropParkMemory: self._parks.drop_memory,
+            ParkSession: self._parks.park,
+            ReturnSession: self._parks.bring_back,
+            RefuseReturn: self._parks.refuse_return,
             Checked: self.claimed_acquires.on_checked,
-            # Only subscribers and the log use these two.
+            # Only subscribers, the records and the log use these.
+            LeaseParked: lambda _: None,
+            LeaseReturned: lambda _: None,
+            ParkFailed: lambda _: None,
             Warned: lambda _: None,
             CapacityChanged: lambda _: None,
         }
@@ -472,6 +494,8 @@ class Runtime:
         # The first worker starts the watch; later calls do nothing.
         self._watchdog.start()
         self._memory_monitor.start()
+        if effect.terms.is_parkable:
+            self._parks.start()
         self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
 
     def _spawn_submit(self, effect: SpawnSubmit) -> None:
@@ -691,6 +715,7 @@ def lease_worker_spec(effect: SpawnWorker, allowance_bytes: int) -> WorkerSpec:
         effect.terms.session_bytes,
         is_shared=effect.terms.exclusivity is Exclusivity.SHARED,
         allowance_bytes=allowance_bytes,
+        is_parkable=effect.terms.is_parkable,
         **options_for_worker(effect.terms, is_submit=False),
     )
 

@@ -23,6 +23,8 @@ from gpulease.daemon.leases.events import (
     Warned,
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState, RegionState
+from gpulease.daemon.leases.park_state import ParkState
+from gpulease.daemon.leases.parking import Parking, check_parkable
 from gpulease.daemon.leases.quotas import check_ttl, phase_of, region_phase_of
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
@@ -37,9 +39,10 @@ MAX_LEASE_ID = (1 << 128) - 1
 class Admission:
     """Places acquires or queues them. Each method appends the effects to execute to `out`."""
 
-    def __init__(self, store: LeaseStore, pool: WarmPool) -> None:
+    def __init__(self, store: LeaseStore, pool: WarmPool, parking: Parking) -> None:
         self._store = store
         self._pool = pool
+        self._parking = parking
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
         """Apply new bounds to future requests; tenants keep the leases and places in the queue they have."""
@@ -90,7 +93,7 @@ class Admission:
         # Step 5: place it, refuse it, or let it wait.
         if account is not None:
             self._place(event, account, now_ns, out)
-        elif event.wait_ms == 0:
+        elif event.wait_ms == 0 and not self._parking.may_make_room(tuple(allowed), event.terms, now_ns):
             out.append(Denied(event.request, self._no_room(event, candidates)))
         else:
             self._enqueue(event, candidates, now_ns, out)
@@ -103,7 +106,9 @@ class Admission:
             waiter, account = found
             self._store.queue.leave(waiter)
             # The waiter's timer may be late. A client that no longer waits must not get a lease.
-            if now_ns >= waiter.due_ns:
+            if waiter.returning is not None:
+                self._parking.give_room(waiter.returning, now_ns, out)
+            elif now_ns >= waiter.due_ns:
                 out.append(Denied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
             else:
                 self._place(waiter.acquire, account, now_ns, out)
@@ -118,6 +123,9 @@ class Admission:
             out.append(ArmTimer(WaitTimerFired(request), waiter.due_ns))
             return
         self.drop(waiter)
+        if waiter.returning is not None:
+            self._parking.refuse_return(waiter, now_ns, out)
+            return
         out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
 
     def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
@@ -134,7 +142,8 @@ class Admission:
         self._store.has_freed_room = True
 
     def close_queue(self, denial: Denial, out: list[Effect]) -> None:
-        for waiter in self._store.queue:
+        # Sessions that are to return belong to leases, which have the drain's time, or end by themselves.
+        for waiter in [waiter for waiter in self._store.queue if waiter.returning is None]:
             self._store.queue.leave(waiter)
             out.append(Denied(waiter.acquire.request, denial))
 
@@ -153,6 +162,8 @@ class Admission:
             created_ns=now_ns,
             spawn_due_ns=now_ns + self._store.limits.spawn_timeout_s * NS_PER_S,
             max_story_entries=self._store.limits.max_story_entries,
+            park=ParkState() if event.terms.is_parkable else None,
+            wait_ms=event.wait_ms if event.terms.is_parkable else 0,
         )
         # The store charges the card now, so that no later acquire gets these bytes. The pool then picks the worker.
         self._store.open(lease)
@@ -169,7 +180,9 @@ class Admission:
         # Remember when the shared timer is due before this waiter joins, to see whether it must fire earlier now.
         armed_ns = queue.next_hold_end_ns()
         holds_until_ns = queue.terms.end_for(event.tenant, now_ns)
-        waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS, holds_until_ns)
+        # Without a wait of its own, it waits for sessions that are parked for it.
+        wait_ns = event.wait_ms * NS_PER_MS or self._parking.patience_ns
+        waiter = Waiter(event, candidates, now_ns, now_ns + wait_ns, holds_until_ns)
         queue.join(waiter)
         out.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
         # One timer serves all waiters. It must fire when the first hold ends.
@@ -216,7 +229,7 @@ class Admission:
             return denials.too_heavy(event.tenant, event.terms.weight, bounds.max_weight)
         if event.terms.latency and not bounds.may_latency:
             return denials.no_latency(event.tenant)
-        return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
+        return check_parkable(event.terms) or check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
     def _check_claim(self, event: AcquireRequested, now_ns: int) -> Denial | None:
         """Return the denial for a claim that this node can't serve; None if it can, or if nothing is claimed."""
@@ -245,7 +258,7 @@ class Admission:
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
         # Waiters count as placed, so that placing them later can't exceed a limit.
         store, limits = self._store, self._store.limits
-        if len(store.live) + len(store.queue) >= limits.max_leases:
+        if len(store.live) + store.queue.acquires() >= limits.max_leases:
             return denials.over_limit(
                 "max_leases",
                 f"This node has or awaits {counted(limits.max_leases, 'lease')}, as many as it may have",
@@ -290,7 +303,7 @@ class Admission:
     def _check_queue(self, event: AcquireRequested) -> Denial | None:
         # Bounds of the queue: of the whole node, then of one tenant, so that one tenant can't fill it for all.
         limits = self._store.limits
-        if len(self._store.queue) >= limits.max_waiting:
+        if self._store.queue.acquires() >= limits.max_waiting:
             waiting = counted(limits.max_waiting, "request waits", "requests wait")
             return denials.over_limit(
                 "max_waiting",

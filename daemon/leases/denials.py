@@ -626,3 +626,97 @@ def resize_refused(lease_id: int, doubt: str, size_bytes: int) -> Denial:
         f"Lease {lease_id:032x} could not be resized: {doubt.rstrip('.')}. It has {size_text(size_bytes)}.",
         "Free memory of the session, and try again.",
     )
+
+
+# --- parking ---
+
+
+def not_parkable(lease_id: int) -> Denial:
+    """Deny a park of a lease that was not acquired as parkable, or of a region."""
+    return Denial(
+        DenialReason.UNSUPPORTED,
+        f"{lease_id:032x} is not a parkable lease, so its memory stays on its card.",
+        "Acquire it with .parkable().",
+    )
+
+
+def parking_off(lease_id: int) -> Denial:
+    """Deny a park because the operator gives no host memory for parked sessions."""
+    return Denial(
+        DenialReason.UNSUPPORTED,
+        f"Lease {lease_id:032x} can't be parked: this node keeps no host memory for parked sessions.",
+        "Ask the operator to set park_memory.",
+    )
+
+
+def no_host_memory(lease_id: int, needed_bytes: int, left_bytes: int) -> Denial:
+    """Deny a park because the host memory for parked sessions is in use."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"Lease {lease_id:032x} can't be parked: it needs {size_text(needed_bytes)} of host memory, and"
+        f" {size_text(max(0, left_bytes))} of park_memory are left.",
+        "Use or free a parked lease first, or ask the operator for a larger park_memory.",
+    )
+
+
+def has_regions(lease_id: int) -> Denial:
+    """Deny a park because the lease has regions."""
+    return Denial(
+        DenialReason.BUSY, f"Lease {lease_id:032x} can't be parked: it has regions.", "Free its regions first."
+    )
+
+
+def has_submit(lease_id: int) -> Denial:
+    """Deny a park because a submit of the lease runs or waits."""
+    return Denial(
+        DenialReason.BUSY, f"Lease {lease_id:032x} can't be parked: a submit of it runs.", "Try again after its end."
+    )
+
+
+def too_many_parks(lease_id: int, wait_ms: int) -> Denial:
+    """Deny a park because sessions of its card were parked too often lately."""
+    return Denial(
+        DenialReason.RATE,
+        f"Lease {lease_id:032x} can't be parked now: its card has had as many parks as parks_per_minute allows.",
+        f"Try again in {duration_text(wait_ms)}.",
+    )
+
+
+def is_returning(lease_id: int) -> Denial:
+    """Deny a park because an operation is bringing the session back."""
+    return Denial(
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} is returning to its card, because an operation of its tenant needs it.",
+        "Try again when that operation is over.",
+    )
+
+
+def is_parked(lease_id: int) -> Denial:
+    """Deny a resize or a submit because the session is parked."""
+    return Denial(
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} is parked in the host's memory.",
+        "Use its session first: that brings it back.",
+    )
+
+
+def park_refused(lease_id: int, reason: str) -> Denial:
+    """Report a park that the session did not carry out; `reason` is its worker's clause."""
+    return Denial(
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} was not parked: {reason.rstrip('.')}.",
+        "Try again when nothing of it runs.",
+    )
+
+
+def no_room_to_return(lease_id: int, needed_bytes: int, free_bytes: int, waited_ms: int) -> str:
+    """Return why a parked session's operations are refused."""
+    return (
+        f"Lease {lease_id:032x} is parked and can't return: it needs {size_text(needed_bytes)}, and its card has"
+        f" {size_text(free_bytes)} free after a wait of {duration_text(waited_ms)}."
+    )
+
+
+def return_failed(lease_id: int, reason: str) -> str:
+    """Return why a parked session's operations are refused; `reason` is its worker's clause."""
+    return f"Lease {lease_id:032x} is parked and could not return: {reason.rstrip('.')}."

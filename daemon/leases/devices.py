@@ -20,6 +20,12 @@ from gpulease.protocol.opcodes import Exclusivity
 
 GPU_PREFIX: Final = "gpu-"
 
+TABLE_BYTES: Final = 2 << 20
+"""What a card gives at least for page tables."""
+
+PINNED_BYTES_PER_TABLE: Final = 1 << 30
+"""Pinned host memory that the tables of so many bytes map."""
+
 
 class PlacementOrder(Enum):
     """The order in which a lease prefers the cards that fit: the emptiest first, or the fullest first.
@@ -42,6 +48,7 @@ class Card:
         overhead_bytes: Bytes one context costs in addition to its tenant's; charged to the node, per lease.
         spare_bytes: Bytes that the operator's bound leaves unused; others may take that many before capacity shrinks.
         slack_bytes: Tolerated difference between what others hold and what is booked; the reserve covers it.
+        pins_host_memory: Host memory that a worker prepares for parking costs its context page tables on the card.
 
     Raises:
         ValueError: A number is negative, or the uuid is empty.
@@ -55,6 +62,7 @@ class Card:
     is_partition: bool = False
     spare_bytes: int = 0
     slack_bytes: int = 0
+    pins_host_memory: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.index, self.capacity_bytes, self.overhead_bytes, self.spare_bytes, self.slack_bytes)
@@ -91,6 +99,7 @@ class CardSnapshot:
         is_exclusive: One lease has the card to itself.
         unowned_bytes: Booked bytes of no process, beyond those at the measurement.
         outside_bytes: Booked bytes of programs outside the daemon, beyond those at the measurement.
+        parked_bytes: Bytes of slices that parked leases have left to others.
     """
 
     uuid: str
@@ -109,6 +118,7 @@ class CardSnapshot:
     warm_bytes: int
     unowned_bytes: int = 0
     outside_bytes: int = 0
+    parked_bytes: int = 0
 
 
 class CardAccount:
@@ -123,7 +133,11 @@ class CardAccount:
         others: Memory that others hold.
         warm: The pool's contexts on this card, by id.
         warm_wanted: Number of contexts the card is to have.
-        awaiting: Pending leases that wait for warm contexts to leave, in the order they came.
+        awaiting: Pending leases, and parked ones that return, that wait for warm contexts to leave, in the order they
+            came.
+        parkable_bytes: Sum of the slices of parkable leases, parked ones included.
+        parked_bytes: Bytes of them that the card has back.
+        overcommit: Bound of that sum, in capacities of the card.
     """
 
     __slots__ = (
@@ -136,14 +150,20 @@ class CardAccount:
         "leases",
         "leases_by_tenant",
         "others",
+        "overcommit",
+        "parkable_bytes",
+        "parked_bytes",
         "pending_leases",
         "stuck_bytes",
         "warm",
         "warm_wanted",
     )
 
-    def __init__(self, card: Card, warm_wanted: int) -> None:
+    def __init__(self, card: Card, warm_wanted: int, overcommit: float = 1.0) -> None:
         self.card = card
+        self.parkable_bytes = 0
+        self.parked_bytes = 0
+        self.overcommit = overcommit
         # What leases hold, and the part of it that waits for warm contexts to leave.
         self.held_bytes = 0
         self.fenced_bytes = 0
@@ -216,7 +236,10 @@ class CardAccount:
 
     def charge_bytes(self, terms: LeaseTerms) -> int:
         """Bytes that a lease of these terms holds on this card: its size and its contexts' overhead."""
-        return terms.size_bytes + terms.contexts * self.card.overhead_bytes
+        # A parkable session's context maps as much host memory as its slice has.
+        is_pinned = self.card.pins_host_memory and terms.is_parkable
+        tables_bytes = pinned_tables_bytes(terms.size_bytes) if is_pinned else 0
+        return terms.size_bytes + terms.contexts * self.card.overhead_bytes + tables_bytes
 
     def yielding(self) -> list[WarmContext]:
         """Return the warm contexts that the pool can still drop, oldest first."""
@@ -229,7 +252,7 @@ class CardAccount:
         )
 
     def await_bytes(self, lease: Lease, awaited_bytes: int) -> None:
-        """Mark bytes of a pending lease as not usable yet; 0 once it may start."""
+        """Mark bytes of a pending or returning lease as not usable yet; 0 once it may have them."""
         self.awaited_bytes += awaited_bytes - lease.awaited_bytes
         lease.awaited_bytes = awaited_bytes
         if awaited_bytes:
@@ -269,6 +292,19 @@ class CardAccount:
         self.held_bytes -= lease.extra_bytes
         lease.extra_bytes = 0
 
+    def free_parked(self, lease: Lease, off_bytes: int) -> None:
+        """Release bytes of a parked lease that the card shows free."""
+        lease.charge_bytes -= off_bytes
+        self.held_bytes -= off_bytes
+        self.parked_bytes += off_bytes
+
+    def take_parked(self, lease: Lease, off_bytes: int) -> None:
+        """Hold the bytes of a parked lease again. They count as unused until warm contexts have given way."""
+        lease.charge_bytes += off_bytes
+        self.held_bytes += off_bytes
+        self.parked_bytes -= off_bytes
+        self.await_bytes(lease, off_bytes)
+
     def leave_pending(self, lease: Lease) -> None:
         """Remove a lease from the pending ones, because its worker is ready or the lease has ended."""
         self.pending_leases -= 1
@@ -286,6 +322,7 @@ class CardAccount:
         self.leases += 1
         self.leases_by_tenant[lease.tenant] += 1
         self.exclusive_leases += lease.terms.exclusivity in ALONE
+        self.parkable_bytes += lease.terms.size_bytes if lease.terms.is_parkable else 0
 
     def give_back(self, lease: Lease) -> None:
         """Release the bytes of a lease, once they are proved free or an operator has vouched for them."""
@@ -297,6 +334,14 @@ class CardAccount:
         if not self.leases_by_tenant[lease.tenant]:
             del self.leases_by_tenant[lease.tenant]
         self.exclusive_leases -= lease.terms.exclusivity in ALONE
+        self.parkable_bytes -= lease.terms.size_bytes if lease.terms.is_parkable else 0
+        self.parked_bytes -= 0 if lease.park is None else lease.park.off_bytes
+
+    def has_parkable_room(self, terms: LeaseTerms) -> bool:
+        """Return whether a lease of these terms keeps the card's parkable slices within the overcommit."""
+        if not terms.is_parkable:
+            return True
+        return self.parkable_bytes + terms.size_bytes <= self.card.capacity_bytes * self.overcommit
 
     def snapshot(self) -> CardSnapshot:
         return CardSnapshot(
@@ -317,7 +362,13 @@ class CardAccount:
             self.warm_bytes,
             self.others.unowned.booked_bytes,
             self.others.outside.booked_bytes,
+            self.parked_bytes,
         )
+
+
+def pinned_tables_bytes(size_bytes: int) -> int:
+    """Return what page tables for so much pinned host memory take of a card (measured on an H200: 2 MiB for a GiB)."""
+    return -(-size_bytes // PINNED_BYTES_PER_TABLE) * TABLE_BYTES
 
 
 def select(accounts: Sequence[CardAccount], selector: str | None) -> tuple[CardAccount, ...]:
@@ -342,7 +393,7 @@ def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
     # An exclusive lease shares the card with no other, whichever of them comes first.
     if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False
-    return account.charge_bytes(terms) <= account.free_bytes
+    return account.has_parkable_room(terms) and account.charge_bytes(terms) <= account.free_bytes
 
 
 def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: PlacementOrder) -> CardAccount | None:

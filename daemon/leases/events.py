@@ -22,6 +22,7 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
 from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
 from gpulease.daemon.leases.model import Cause, Horizon, LeaseSnapshot, LeaseTerms, SubmitRequested, TransitionRecord
+from gpulease.daemon.leases.park_state import ParkCause
 from gpulease.daemon.leases.persisted import LeaseRow, RegionRow
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.fast_dataclass import dataclass
@@ -40,6 +41,7 @@ class TimerKind(Enum):
     IDLE = "idle"
     ORPHAN = "orphan"
     HORIZON = "horizon"
+    PARK = "park"
 
 
 # --- events ---
@@ -257,6 +259,11 @@ class WaitTimerFired:
 @dataclass(frozen=True, slots=True)
 class HoldTimerFired:
     """A waiter's time to hold others back has run out. Late, early and repeated timers are harmless."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParkTimerFired:
+    """A session may be parked for others' need from now on. Late, early and repeated timers are harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,6 +550,82 @@ class SliceResized:
     doubt: str = ""
 
 
+# --- events: parking. Only the worker's own lease may report it, and only with the number of the last order ---
+
+
+@dataclass(frozen=True, slots=True)
+class ParkRequested:
+    """A tenant, or an operator, asks to move the bytes of a lease's session to the host's memory."""
+
+    request: int
+    lease_id: int
+    tenant: str
+    is_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParked:
+    """Answer to `ParkSession`: the bytes are in the host's memory, and the worker has released them.
+
+    Attributes:
+        moved_bytes: Bytes that were copied.
+        kept_bytes: Bytes of the slice that stay on the card, such as code.
+    """
+
+    lease_id: int
+    number: int
+    moved_bytes: int
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParkRefused:
+    """Answer to `ParkSession`: the session stays on the card, whole.
+
+    Attributes:
+        reason: Why, as a clause.
+        lacks_memory: The worker has no host memory, or too little.
+    """
+
+    lease_id: int
+    number: int
+    reason: str
+    lacks_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnWanted:
+    """An operation waits for a parked session. Repeated while it does."""
+
+    lease_id: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReturned:
+    """Answer to `ReturnSession`: the session is on the card, whole; nothing was moved if it was not parked."""
+
+    lease_id: int
+    number: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReturnFailed:
+    """Answer to `ReturnSession`: the session is parked as before, and holds nothing of the card."""
+
+    lease_id: int
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsUsed:
+    """A poll found that these leases' sessions were in use since the poll before it."""
+
+    lease_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The daemon stops: it grants no acquire, and every lease ends."""
@@ -560,7 +643,7 @@ WorkerEvent = (
 )
 """Events about one worker: of a lease, a warm context or a submit."""
 
-TimerEvent = TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired | DrainTimerFired
+TimerEvent = TimerFired | WaitTimerFired | HoldTimerFired | ParkTimerFired | PoolTimerFired | DrainTimerFired
 """Events that the shell sends because the table armed a timer for them."""
 
 Event = (
@@ -609,6 +692,14 @@ Event = (
     | RegionCancelRequested
     | ResizeRequested
     | SliceResized
+    | ParkRequested
+    | SessionParked
+    | SessionParkRefused
+    | ReturnWanted
+    | SessionReturned
+    | SessionReturnFailed
+    | SessionsUsed
+    | ParkTimerFired
     | ShutdownRequested
 )
 
@@ -854,6 +945,101 @@ class ResizeSlice:
     size_bytes: int
 
 
+# --- effects: parking ---
+
+
+@dataclass(frozen=True, slots=True)
+class ParkSession:
+    """Have the lease's worker park its session; the answer is `SessionParked` or `SessionParkRefused`.
+
+    Attributes:
+        number: Number of the park, larger than all before it.
+        grace_ms: Time for what the session has launched to end.
+    """
+
+    lease_id: int
+    number: int
+    grace_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnSession:
+    """Have the lease's worker bring its session back; the answer is `SessionReturned` or `SessionReturnFailed`."""
+
+    lease_id: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseReturn:
+    """Have the worker refuse, as BUSY, the operations that wait for its parked session; `reason` is a sentence."""
+
+    lease_id: int
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveParkMemory:
+    """Give the lease's worker host memory for its session, in place of what it has; it prepares it in the background.
+
+    Attributes:
+        host_bytes: Bytes that are held for it: those of its slice, in whole granules.
+    """
+
+    lease_id: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropParkMemory:
+    """Have the worker of a resident session give up the host memory that it keeps for its next park."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseParked:
+    """For logs, metrics and the journal: a session's bytes are off the card, and proved free.
+
+    Attributes:
+        took_ns: Time from the order to the proof.
+    """
+
+    lease: LeaseSnapshot
+    cause: ParkCause
+    moved_bytes: int
+    took_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReturned:
+    """For logs, metrics and the journal: a parked session is on its card again.
+
+    Attributes:
+        parked_for_ns: Time since it was parked.
+        took_ns: Time from the order to the answer.
+    """
+
+    lease: LeaseSnapshot
+    moved_bytes: int
+    parked_for_ns: int
+    took_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParkFailed:
+    """For logs and metrics: a session was not parked, or could not return, and is where it was.
+
+    Attributes:
+        cause: Why it was to be parked; None for a return.
+    """
+
+    lease: LeaseSnapshot
+    cause: ParkCause | None
+    reason: str
+
+
 # --- effects: replies ---
 
 
@@ -967,11 +1153,21 @@ class Resized:
     lease: LeaseSnapshot
 
 
+@dataclass(frozen=True, slots=True)
+class SessionParkDone:
+    """Reply to a park: the session's bytes are off its card, and proved free."""
+
+    request: int
+    lease: LeaseSnapshot
+    moved_bytes: int
+
+
 Outcome = (
     Granted
     | RegionGranted
     | RegionCancelSet
     | Resized
+    | SessionParkDone
     | Renewed
     | Freed
     | RevokeDone
@@ -1018,5 +1214,14 @@ Effect = (
     | RegionGranted
     | RegionCancelSet
     | Resized
+    | ParkSession
+    | ReturnSession
+    | RefuseReturn
+    | GiveParkMemory
+    | DropParkMemory
+    | LeaseParked
+    | LeaseReturned
+    | ParkFailed
+    | SessionParkDone
     | LeaseEnded
 )

@@ -25,6 +25,7 @@ from gpulease.daemon.leases.model import (
     WarmContext,
     WarmState,
 )
+from gpulease.daemon.leases.park_state import ParkPhase
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Exclusivity
@@ -56,6 +57,7 @@ def validate(store: LeaseStore) -> None:
     _validate_counts(store)
     _validate_queue(store)
     _validate_claims(store)
+    _validate_host(store)
 
 
 def validate_charges(store: LeaseStore, before: Mapping[int, int]) -> None:
@@ -101,8 +103,13 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     own_bytes = lease.charge_bytes
     if lease.warm_id:
         own_bytes -= store.account_by_uuid[lease.card_uuid].card.overhead_bytes
-    _require(lease.awaited_bytes in (0, own_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
-    _require(not (is_awaiting and state is LeaseState.ACTIVE), f"{name} is active and has no room.")
+    park = lease.park
+    # A session that returns waits for what it left; an end may come before it has that.
+    is_returning = park is not None and park.phase is ParkPhase.RETURNING
+    returned_bytes = lease.terms.size_bytes - park.kept_bytes if park is not None and is_returning else 0
+    _require(lease.awaited_bytes in (0, own_bytes, returned_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
+    is_startless = is_awaiting and state is LeaseState.ACTIVE and not is_returning
+    _require(not is_startless, f"{name} is active and has no room.")
     _require(lease.unconnected_ns is None or lease.orphan_ms > 0, f"{name} waits for a connection it may be without.")
     _require(lease.warm_id not in store.warm, f"{name} and the pool have the same context.")
     _require(has_ended or lease.free_request is None, f"{name} is being freed but has not ended.")
@@ -117,6 +124,34 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_kill_sent or lease.is_worker_gone)
     _require(is_scrubbed_rightly or not lease.is_scrubbing, f"{name} is to be recycled and must not be.")
     _validate_history(store, lease)
+    _validate_park(store, lease)
+
+
+def _validate_park(store: LeaseStore, lease: Lease) -> None:
+    name, park = _name(lease), lease.park
+    _require((park is not None) == lease.terms.is_parkable, f"{name} is parkable, or is not, against its terms.")
+    _require((park is not None) == (store.parkable.get(lease.lease_id) is lease), f"{name} is misfiled as parkable.")
+    waiter = store.queue.get(-lease.lease_id)
+    if park is None:
+        _require(waiter is None, f"{name} waits to return and is not parkable.")
+        return
+    # Only a parked session has given its bytes back; they are part of its slice.
+    is_off = park.off_bytes > 0
+    _require(not is_off or park.phase is ParkPhase.PARKED, f"{name} is {park.phase.value} and its bytes are gone.")
+    _require(0 <= park.off_bytes <= lease.terms.size_bytes, f"{name} has given {park.off_bytes} bytes back.")
+    if lease.state is not LeaseState.ACTIVE:
+        _require(waiter is None and not park.requests, f"{name} has ended, and somebody waits for its parking.")
+        return
+    # An active lease that is off the card has host memory; one that waits in the queue is parked and awaited.
+    has_host = park.host_bytes >= lease.terms.size_bytes or lease.is_restored
+    _require(park.phase is ParkPhase.RESIDENT or has_host, f"{name} is {park.phase.value} without host memory.")
+    is_waiting = park.phase is ParkPhase.PARKED and park.is_awaited
+    _require((waiter is not None) == is_waiting, f"{name} is {park.phase.value}, and the queue disagrees.")
+    _require(park.phase is not ParkPhase.PARKED or park.parked_ns > 0, f"{name} is parked since never.")
+    is_asked = park.is_leaving or park.phase is ParkPhase.RETURNING
+    _require(not park.requests or is_asked, f"{name} is {park.phase.value}, and a park waits for it.")
+    _require(not (park.is_off and lease.submit_id), f"{name} is parked, and a submit of it runs.")
+    _require(not (park.is_off and lease.resize is not None), f"{name} is parked and resized.")
 
 
 def _validate_history(store: LeaseStore, lease: Lease) -> None:
@@ -131,8 +166,23 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
     ends = sum(entry.finish is LeaseState.DRAINING for entry in history)
     _require(ends <= 1, f"{name} was torn down {ends} times.")
     # Only a restored lease may have no bytes: it may stand for a worker of an earlier daemon.
-    is_charged = lease.charge_bytes >= lease.terms.size_bytes and (lease.terms.size_bytes > 0 or lease.is_restored)
+    # A parked session has given bytes of its slice back; a restored one that was ending may have, too.
+    off_bytes = 0 if lease.park is None else lease.park.off_bytes
+    is_whole = lease.charge_bytes + off_bytes >= lease.terms.size_bytes or (
+        lease.is_restored and lease.park is not None
+    )
+    is_charged = is_whole and (lease.terms.size_bytes > 0 or lease.is_restored)
     _require(is_charged, f"{name} is charged {lease.charge_bytes} bytes.")
+
+
+def _validate_host(store: LeaseStore) -> None:
+    held = sum(lease.park.host_bytes for lease in store.parkable.values() if lease.park is not None)
+    _require(store.parked_host_bytes == held, f"{store.parked_host_bytes} bytes of the host are counted, not {held}.")
+    _require(store.parkable.keys() <= store.live.keys(), "There are parkable leases that no longer live.")
+    # What an earlier daemon parked may exceed a bound that was lowered meanwhile.
+    is_bound = not any(lease.is_restored for lease in store.parkable.values())
+    most = store.limits.park_memory_bytes
+    _require(held <= most or not is_bound, f"Parked sessions hold {held} of {most} bytes of the host.")
 
 
 def _validate_claims(store: LeaseStore) -> None:
@@ -173,6 +223,10 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     # Restored leases may exceed the card, or share it with one that must be alone, because the limits or the card
     # changed meanwhile. Nothing new was granted next to them.
     is_all_restored = all(lease.is_restored for lease in leases)
+    parkable = sum(lease.terms.size_bytes for lease in leases if lease.terms.is_parkable)
+    parked = sum(lease.park.off_bytes for lease in leases if lease.park is not None)
+    _require(account.parked_bytes == parked, f"{name} counts {account.parked_bytes} bytes parked, not {parked}.")
+    _require(account.parkable_bytes == parkable, f"{name} counts {account.parkable_bytes} bytes parkable.")
     _require(held <= card.capacity_bytes or is_all_restored, f"{name} holds {held} of {card.capacity_bytes} bytes.")
     _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
     by_tenant = Counter(lease.tenant for lease in leases)
@@ -185,6 +239,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     # Each lease is charged what its terms cost on this card.
     for lease in leases:
         charge_bytes = account.charge_bytes(lease.terms) + lease.extra_bytes
+        charge_bytes -= 0 if lease.park is None else lease.park.off_bytes
         is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
         _require(is_rightly_charged, f"{_name(lease)} is mischarged.")
         is_partitioned = lease.terms.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
@@ -203,7 +258,8 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     stuck = sum(context.charge_bytes for context in contexts if context.state is WarmState.FENCED)
     held = sum(lease.charge_bytes for lease in leases)
     awaited = sum(lease.awaited_bytes for lease in leases)
-    waiting = [lease for lease in leases if lease.awaited_bytes and lease.state is LeaseState.PENDING]
+    going = (LeaseState.PENDING, LeaseState.ACTIVE)
+    waiting = [lease for lease in leases if lease.awaited_bytes and lease.state in going]
     never = awaited - sum(lease.awaited_bytes for lease in waiting)
     _require(account.stuck_bytes == stuck, f"{name} counts {account.stuck_bytes} bytes stuck, not {stuck}.")
     _require(account.awaited_bytes == awaited, f"{name} counts {account.awaited_bytes} bytes awaited, not {awaited}.")
@@ -432,6 +488,8 @@ def _validate_bytes(store: LeaseStore) -> None:
     _require(by_tenant == store.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
     # Queued acquires count towards their tenant's bytes, as `check_bytes` counts them.
     for waiter in store.queue:
+        if waiter.returning is not None:
+            continue
         by_tenant[waiter.acquire.tenant] += waiter.acquire.terms.size_bytes
     for tenant, size_bytes in by_tenant.items():
         bound = store.limits.tenants.of(tenant).max_vram_bytes
@@ -440,7 +498,7 @@ def _validate_bytes(store: LeaseStore) -> None:
 
 
 def _validate_queue(store: LeaseStore) -> None:
-    limits, waiters = store.limits, tuple(store.queue)
+    limits, waiters = store.limits, tuple(waiter for waiter in store.queue if waiter.returning is None)
     _require(len(waiters) <= limits.max_waiting, f"{len(waiters)} acquires wait.")
     by_tenant = Counter(waiter.acquire.tenant for waiter in waiters)
     most = max(by_tenant.values(), default=0)

@@ -16,6 +16,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
 
+from gpulease.daemon.leases.park_state import ParkState
 from gpulease.protocol.failures import LEASE_ENDS
 from gpulease.protocol.lease_options import LATENCY, WEIGHT, LeaseOptions
 from gpulease.protocol.opcodes import Exclusivity
@@ -306,6 +307,11 @@ class LeaseTerms(LeaseOptions):
         return 2 if self.submit_bytes else 1
 
     @property
+    def is_parkable(self) -> bool:
+        """Return whether the session's bytes may leave the card while it is not used."""
+        return self.park_idle_ms is not None
+
+    @property
     def session_bytes(self) -> int:
         """Bytes of the session, without those kept for submits."""
         return self.size_bytes - self.submit_bytes
@@ -391,7 +397,7 @@ class Lease:
         served: Number of earlier leases of the same tenant that this context served.
         is_in_doubt: Another client than the tenant used the session, or some of its memory was not proved free.
         is_scrubbing: The tenant freed the lease, and the worker may still return to the pool.
-        awaited_bytes: Part of the charge that warm contexts must free first; 0 once the worker was ordered.
+        awaited_bytes: Part of the charge that warm contexts must free first; 0 once the worker was ordered to use it.
         grace_due_ns: Time at which the worker is killed; None without a grace.
         reclaim_due_ns: Time at which the slice is fenced unless proved free; None before the reclaim.
         is_kill_sent: The kill was ordered; it is not ordered again.
@@ -414,6 +420,8 @@ class Lease:
         region_number: Number of the last region opened; it is never used again.
         resize: The change of size in progress; None without one.
         is_reshaped: A region was opened in it, or its slice was resized, so its context serves no other lease.
+        park: Parking of its session; None if it is not parkable.
+        wait_ms: Longest wait of its acquire for room, and of its session for room to return.
         horizon: Membership deadline, at which a claimed lease ends unless it moves; None without a claim, or before the
           grant.
     """
@@ -465,6 +473,9 @@ class Lease:
     region_number: int = 0
     resize: "Resize | None" = None
     is_reshaped: bool = False
+    # Its parking.
+    park: ParkState | None = None
+    wait_ms: int = 0
     # Its claim in the fleet, the requests that wait for its end, and its transitions.
     horizon: Horizon | None = None
     free_request: int | None = None

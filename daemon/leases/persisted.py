@@ -16,6 +16,7 @@ from gpulease.daemon.leases.model import (
     RegionState,
     TableRegion,
 )
+from gpulease.daemon.leases.park_state import ParkState
 from gpulease.protocol.fast_dataclass import dataclass
 
 
@@ -34,6 +35,8 @@ class LeaseRow(NamedTuple):
         worker_pid: Process id of its worker; 0 if unknown.
         region_number: Number of the last region opened in it: a set that names an earlier region must not match a later
           one.
+        parked_ns: Time since which its session's bytes are off the card; 0 if they are on it.
+        wait_ms: Longest wait of a parkable lease's session for room to return.
     """
 
     lease_id: int
@@ -51,6 +54,8 @@ class LeaseRow(NamedTuple):
     ended_ns: int | None
     worker_pid: int = 0
     region_number: int = 0
+    parked_ns: int = 0
+    wait_ms: int = 0
 
 
 class RegionRow(NamedTuple):
@@ -135,13 +140,15 @@ def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
         return None
     # A context lent for a submit goes back with the submit, unless it is part of a fence.
     extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
+    # The next table charges a parked lease in full until its worker's state is proved, so the record does too.
+    off_bytes = 0 if lease.park is None or lease.state is not LeaseState.ACTIVE else lease.park.off_bytes
     # In the order of the fields: a tuple is built in a fraction of the time that a dataclass takes.
     return LeaseRow(
         lease.lease_id,
         lease.tenant,
         lease.card_uuid,
         lease.terms,
-        lease.charge_bytes - extra_bytes,
+        lease.charge_bytes - extra_bytes + off_bytes,
         lease.generation,
         lease.state,
         lease.cause,
@@ -152,6 +159,8 @@ def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
         lease.ended_ns,
         worker_pid,
         lease.region_number,
+        0 if lease.park is None else lease.park.parked_ns,
+        0 if lease.park is None else lease.wait_ms,
     )
 
 
@@ -236,4 +245,6 @@ def revive(kept: LeaseRow, max_story_entries: int, *, has_session: bool, horizon
         horizon=horizon,
         has_session=has_session,
         region_number=kept.region_number,
+        park=ParkState(parked_ns=kept.parked_ns) if kept.terms.is_parkable else None,
+        wait_ms=kept.wait_ms,
     )

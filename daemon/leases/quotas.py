@@ -95,6 +95,19 @@ class TenantLimits:
             example="[0, 1]",
         ),
     ] = None
+    max_parked_bytes: Annotated[
+        int | None,
+        Setting(
+            "Slices of the tenant's leases that may be parked in the host's memory at a time.",
+            key="parked_bytes",
+            what="a size",
+            read=read_size,
+            least=0,
+            unit="byte",
+            example='"64GiB"',
+            is_later=True,
+        ),
+    ] = None
     fleet_quota: Annotated[
         bool,
         Setting(
@@ -310,6 +323,43 @@ class CoreLimits:
             is_later=True,
         ),
     ] = False
+    # Host memory is the tenants' of the whole host, so nothing of it is taken unless the operator says how much.
+    park_memory_bytes: Annotated[
+        int,
+        Setting(
+            "Host memory that holds the bytes of parked sessions; 0: no session is parked.",
+            key="park_memory",
+            what="a size",
+            read=read_size,
+            least=0,
+            unit="byte",
+            is_later=True,
+        ),
+    ] = 0
+    overcommit: Annotated[
+        float,
+        Setting(
+            "How often a card's memory may be promised to parkable leases: the sum of their slices, in capacities of"
+            " the card. Slices of other leases are never overcommitted.",
+            least=1,
+            most=64,
+            is_later=True,
+        ),
+    ] = 1.0
+    # A session that returned would leave again before its tenant has done anything.
+    park_stay_ms: Annotated[
+        int,
+        Setting(
+            "Milliseconds that a session stays on the card, after it returned and after each use, before another"
+            " lease's need for room parks it.",
+            least=0,
+            is_later=True,
+        ),
+    ] = 1000
+    # Each park and return copies the whole session over the link that all sessions of the card share.
+    parks_per_minute: Annotated[
+        int, Setting("Parks per minute and card; more are refused until later.", least=1, is_later=True)
+    ] = 240
     # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Annotated[
         Mapping[Cause, int],

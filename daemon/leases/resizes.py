@@ -10,6 +10,8 @@
    stays open, because a late answer must not be mistaken for the answer to another one.
 """
 
+from dataclasses import replace
+
 from gpulease.daemon.leases import denials, events
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import ArmTimer, Denied, Effect, ProveRegion, Resized, ResizeSlice, WaitTimerFired
@@ -61,6 +63,8 @@ class Resizes:
             return denials.is_resizing(lease.lease_id)
         if lease.own_submit_bytes:
             return denials.session_taken(lease.lease_id)
+        if lease.park is not None and lease.park.is_off:
+            return denials.is_parked(lease.lease_id)
         if event.size_bytes < store.limits.min_size_bytes or event.size_bytes <= lease.terms.submit_bytes:
             return denials.invalid(
                 f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest lease has "
@@ -84,8 +88,13 @@ class Resizes:
             return denial
         # Waiters for the card come first, just as they come before a new acquire.
         is_held_back = lease.card_uuid in self._store.queue.held_cards()
-        room_bytes = 0 if is_held_back else self._store.account_by_uuid[lease.card_uuid].room_bytes
-        return None if more_bytes <= room_bytes else denials.no_room_to_grow(lease.lease_id, more_bytes, room_bytes)
+        account = self._store.account_by_uuid[lease.card_uuid]
+        room_bytes = 0 if is_held_back else account.room_bytes
+        larger = replace(terms, size_bytes=terms.size_bytes + more_bytes)
+        more_charge_bytes = account.charge_bytes(larger) - account.charge_bytes(terms)
+        return (
+            None if more_charge_bytes <= room_bytes else denials.no_room_to_grow(lease.lease_id, more_bytes, room_bytes)
+        )
 
     def on_resized(self, event: events.SliceResized, now_ns: int, out: list[Effect]) -> None:
         """Process the worker's answer, and have the card polled before any byte goes back."""

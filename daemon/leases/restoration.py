@@ -12,7 +12,9 @@
 7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, and
    so is one without a reported grant. Otherwise it ends with its lease (`Regions.on_restored`).
 8. A claimed lease keeps the membership deadline on its page. No claim is granted until that deadline moves.
-9. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
+9. A parkable lease is charged in full until its worker has shown where its session is (`Parking.on_restored`).
+10. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is
+   granted.
 """
 
 from gpulease.daemon.leases import events
@@ -124,6 +126,7 @@ class Restoration:
             # Write the page and arm the timers again. The earlier broker's timers died with it.
             out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
+            self._teardown.parking.on_restored(lease, now_ns, out)
             if lease.horizon is not None:
                 due_ns = lease.horizon.at_ns
                 out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))

@@ -90,8 +90,9 @@ class LeaseTable:
         self.submits = self._teardown.submits
         self.regions = self._teardown.regions
         self._resizes = self._teardown.resizes
+        self.parking = self._teardown.parking
         self._pool = WarmPool(self._store, self._teardown)
-        self._admission = Admission(self._store, self._pool)
+        self._admission = Admission(self._store, self._pool, self.parking)
         self._horizons = Horizons(self._store, self._teardown)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
         # Before any event: ids that were revoked, fences and a drain apply from the first request on.
@@ -152,6 +153,14 @@ class LeaseTable:
             events.RegionRestored: self.regions.on_restored,
             events.ResizeRequested: self._resizes.on_requested,
             events.SliceResized: self._resizes.on_resized,
+            events.ParkRequested: self.parking.on_requested,
+            events.SessionParked: self.parking.on_parked,
+            events.SessionParkRefused: self.parking.on_park_refused,
+            events.ReturnWanted: self.parking.on_return_wanted,
+            events.SessionReturned: self.parking.on_returned,
+            events.SessionReturnFailed: self.parking.on_return_failed,
+            events.SessionsUsed: self.parking.on_used,
+            events.ParkTimerFired: lambda *_: self.parking.on_park_timer(),
         }
 
     def _lease_handlers(self) -> dict[type, Callable[[Lease, Any, int, list[Effect]], None]]:
@@ -178,7 +187,9 @@ class LeaseTable:
         # Step 2: bytes that came back go to the queue before anything else can take them.
         if self._store.has_freed_room:
             self._admission.serve_queue(now_ns, out)
-        # Step 3: the pool gets what is left, so that it never competes with leases.
+        # Step 3: those that still wait may get room from sessions that nobody uses.
+        self.parking.update(now_ns, out)
+        # Step 4: the pool gets what is left, so that it never competes with leases.
         self._pool.update(now_ns, out)
         return out
 
@@ -237,7 +248,7 @@ class LeaseTable:
 
     def waiting(self) -> tuple[WaiterSnapshot, ...]:
         """Return the queued acquires, in the order of the queue."""
-        return tuple(waiter.snapshot() for waiter in self._store.queue)
+        return tuple(waiter.snapshot() for waiter in self._store.queue if waiter.returning is None)
 
     def history(self, lease_id: int) -> tuple[TransitionRecord, ...]:
         """Return the recorded transitions of a live lease or region, oldest first.
@@ -259,13 +270,14 @@ class LeaseTable:
     def claims(self) -> dict[str, int]:
         """Return the epoch of each name that a live lease (fenced ones included) or a queued acquire has."""
         terms = [lease.terms for lease in self._store.claimed.values()]
-        terms += [waiter.acquire.terms for waiter in self._store.queue if waiter.acquire.terms.name]
+        queued = (waiter.acquire.terms for waiter in self._store.queue if waiter.returning is None)
+        terms += [one for one in queued if one.name]
         return {claim.name: claim.epoch for claim in terms}
 
     def counted(self) -> dict[int, str]:
         """Return the tenant of each lease that counts against a quota in the fleet, queued acquires included."""
         found = {lease.lease_id: lease.tenant for lease in self._store.capped.values() if lease.terms.fleet_bytes}
-        acquires = (waiter.acquire for waiter in self._store.queue)
+        acquires = (waiter.acquire for waiter in self._store.queue if waiter.returning is None)
         return found | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
 
     @property
@@ -400,6 +412,7 @@ class LeaseTable:
         # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.
         if lease.unconnected_ns is not None:
             self._await_connection(lease, now_ns, out)
+        self.parking.on_generation(lease, out)
         out.append(Renewed(event.request, lease.snapshot()))
 
     def _on_connections_changed(self, event: events.ConnectionsChanged, now_ns: int, out: list[Effect]) -> None:
@@ -552,6 +565,7 @@ class LeaseTable:
         lease.move(Trigger.WORKER_READY, now_ns)
         self._store.leave_pending(lease)
         self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
+        self.parking.on_granted(lease, now_ns, out)
         out.append(Granted(lease.request, lease.snapshot()))
 
     def _on_worker_failed(self, lease: Lease, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
@@ -592,9 +606,10 @@ class LeaseTable:
         self._teardown.condemn(lease, event.cause, event.reason, now_ns, out)
 
     def _on_region_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
-        # The id names a lease that was resized, or a region.
+        # The id names a lease that was parked or resized, or a region.
         if (lease := self._store.live.get(event.region_id)) is not None:
-            self._resizes.on_proved(lease, out)
+            if not self.parking.on_proved(lease, now_ns, out):
+                self._resizes.on_proved(lease, out)
         else:
             self.regions.on_proved(event, now_ns, out)
 

@@ -6,7 +6,7 @@ Every change takes constant time; `invariants.validate` recomputes all sums.
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
@@ -56,6 +56,8 @@ class LeaseStore:
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         order: The order in which leases prefer cards.
         submits: Submits not yet proved gone, by id.
+        parkable: Live parkable leases, by id.
+        parked_host_bytes: Host memory that is held for them.
         rates: Each tenant's rate of acquires.
         claimed: Live leases with a name, by name.
         by_request: Live leases with a `request_id`, by tenant and `request_id`.
@@ -80,7 +82,8 @@ class LeaseStore:
         self.limits = limits
         self.recycling = recycling
         self.order = order
-        self.accounts = tuple(CardAccount(card, warm_contexts) for card in sorted(cards, key=lambda card: card.index))
+        by_index = sorted(cards, key=lambda card: card.index)
+        self.accounts = tuple(CardAccount(card, warm_contexts, limits.overcommit) for card in by_index)
         self.account_by_uuid = {account.card.uuid: account for account in self.accounts}
         # Leases: live ones by id, and sums over them by tenant.
         self.live: dict[int, Lease] = {}
@@ -99,6 +102,8 @@ class LeaseStore:
         # The pool, the submits, and the claims in the fleet.
         self.warm: dict[int, WarmContext] = {}
         self.submits: dict[int, Submit] = {}
+        self.parkable: dict[int, Lease] = {}
+        self.parked_host_bytes = 0
         self.rates = AcquireRates()
         self.claimed: dict[str, Lease] = {}
         self.capped: dict[int, Lease] = {}
@@ -135,6 +140,9 @@ class LeaseStore:
         A lease with a submit that runs, waits or is not proved gone is torn down whole, because they share their bytes.
         So is a lease that had a region, because its addresses must not be used again, and one with a resized slice.
         """
+        # A parkable session's pages and host memory end with its process.
+        if lease.park is not None:
+            return False
         # Nothing may be in doubt: who used the session, what is left in it, and who the tenant is.
         is_whole = not (lease.submit_id or lease.next_submit is not None or lease.is_in_doubt or lease.fault)
         is_whole = is_whole and not lease.is_reshaped
@@ -301,6 +309,9 @@ class LeaseStore:
             account.fenced_bytes -= lease.charge_bytes
         else:
             lease.ended_ns = now_ns
+        # Its worker is gone, or an operator has vouched for it: so is the host memory that the worker held.
+        self.hold_host(lease, 0)
+        self.parkable.pop(lease.lease_id, None)
         # The bytes and the indexes together: a waiter may be placed right after this.
         account.give_back(lease)
         del self.live[lease.lease_id]
@@ -328,12 +339,22 @@ class LeaseStore:
     def change_size(self, lease: Lease, size_bytes: int) -> None:
         """Change the size of an active lease, and charge its card accordingly."""
         more_bytes = size_bytes - lease.terms.size_bytes
-        lease.terms = replace(lease.terms, size_bytes=size_bytes)
-        lease.charge_bytes += more_bytes
-        self.account_by_uuid[lease.card_uuid].held_bytes += more_bytes
+        account = self.account_by_uuid[lease.card_uuid]
+        terms = replace(lease.terms, size_bytes=size_bytes)
+        more_charge_bytes = account.charge_bytes(terms) - account.charge_bytes(lease.terms)
+        lease.terms = terms
+        lease.charge_bytes += more_charge_bytes
+        account.held_bytes += more_charge_bytes
+        account.parkable_bytes += more_bytes if lease.terms.is_parkable else 0
         self.bytes_by_tenant[lease.tenant] += more_bytes
         # Only bytes that came back are of interest to the queue.
         self.has_freed_room = self.has_freed_room or more_bytes < 0
+
+    def hold_host(self, lease: Lease, host_bytes: int) -> None:
+        """Change the host memory that is held for a parkable lease."""
+        if lease.park is not None:
+            self.parked_host_bytes += host_bytes - lease.park.host_bytes
+            lease.park.host_bytes = host_bytes
 
     def enter_region(self, lease: Lease, region: TableRegion) -> None:
         """Enter a region, and charge its lease's slice."""
@@ -369,6 +390,8 @@ class LeaseStore:
         self.live[lease.lease_id] = lease
         self.live_by_tenant[lease.tenant] += 1
         self.bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
+        if lease.park is not None:
+            self.parkable[lease.lease_id] = lease
         # Indexes for claims, for the membership deadline, and for a client that repeats its request.
         if lease.terms.name:
             self.claimed[lease.terms.name] = lease
@@ -402,13 +425,15 @@ class WaiterSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """An acquire in the queue.
+    """An acquire in the queue, or a parked session that is to return.
 
     Attributes:
         candidates: Cards that could ever serve it.
         since_ns: Time of joining.
         due_ns: Time at which it is refused.
         holds_until_ns: End of its right to hold others back; not later than `since_ns` if it has none.
+        returning: The parked lease whose session waits to return; None for an acquire. Its `acquire` is made up, with a
+            negative request, and nobody gets an answer to it.
     """
 
     acquire: AcquireRequested
@@ -416,9 +441,26 @@ class Waiter:
     since_ns: int
     due_ns: int
     holds_until_ns: int
+    returning: Lease | None = None
+
+    def needed_bytes(self, account: CardAccount) -> int:
+        """Return the bytes of a card that it waits for."""
+        if self.returning is not None and self.returning.park is not None:
+            return self.returning.park.off_bytes
+        return account.charge_bytes(self.acquire.terms)
+
+    def choose(self, allowed: Sequence[CardAccount], order: PlacementOrder) -> CardAccount | None:
+        """Return the best of the allowed cards that has room for it now; None if none has."""
+        if self.returning is None:
+            return devices.choose(allowed, self.acquire.terms, order)
+        # A parked lease returns to its own card, on which it counts already.
+        return next((account for account in allowed if self.needed_bytes(account) <= account.free_bytes), None)
 
     def has_own_lease(self) -> bool:
         """Return whether its tenant has a live lease on a card that could serve it."""
+        # A lease that waits to return does not count: ending it would defeat its wait.
+        if self.returning is not None:
+            return any(account.leases_by_tenant[self.acquire.tenant] > 1 for account in self.candidates)
         return any(self.acquire.tenant in account.leases_by_tenant for account in self.candidates)
 
     def snapshot(self) -> WaiterSnapshot:
@@ -436,7 +478,7 @@ class Waiter:
 
 
 class WaitQueue:
-    """The acquires that wait for room: first come, first served, per card, within limits.
+    """The acquires and parked sessions that wait for room: first come, first served, per card, within limits.
 
     A waiter that can't be placed holds others back: later waiters and newcomers are kept off every card that could
     serve it, so that a stream of small requests can't starve a large one. Waiters for other cards may pass. A waiter
@@ -471,7 +513,8 @@ class WaitQueue:
 
     def named(self, name: str) -> Waiter | None:
         """Return the waiter that asks for a lease with that name."""
-        return next((waiter for waiter in self._waiters.values() if waiter.acquire.terms.name == name), None)
+        acquires = (waiter for waiter in self._waiters.values() if waiter.returning is None)
+        return next((waiter for waiter in acquires if waiter.acquire.terms.name == name), None)
 
     def has_lease_id(self, lease_id: int) -> bool:
         """Return whether a waiter has reserved that id for its lease."""
@@ -481,17 +524,24 @@ class WaitQueue:
         """Return the number of the tenant's acquires in the queue."""
         return self._by_tenant.get(tenant, 0)
 
+    def acquires(self) -> int:
+        """Return the number of acquires in the queue, without the sessions that are to return."""
+        return sum(self._by_tenant.values())
+
     def bytes_of(self, tenant: str) -> int:
         """Return the sum of bytes that the tenant's queued acquires ask for."""
         # The queue is searched only for tenants in it, so that a common acquire costs one look-up.
         waiters = self._waiters.values() if tenant in self._by_tenant else ()
-        return sum(waiter.acquire.terms.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
+        # The bytes of a session that is to return count with its lease.
+        mine = (waiter.acquire for waiter in waiters if waiter.acquire.tenant == tenant and waiter.returning is None)
+        return sum(acquire.terms.size_bytes for acquire in mine)
 
     def join(self, waiter: Waiter) -> None:
         self._waiters[waiter.acquire.request] = waiter
         # Reserved from here on: no other acquire may ask for the same id meanwhile.
-        self._lease_ids.add(waiter.acquire.lease_id)
-        self._by_tenant[waiter.acquire.tenant] += 1
+        if waiter.returning is None:
+            self._lease_ids.add(waiter.acquire.lease_id)
+            self._by_tenant[waiter.acquire.tenant] += 1
         # Only a waiter within a term of its tenant may hold others back.
         if waiter.holds_until_ns > waiter.since_ns:
             self.holders[waiter.acquire.request] = waiter
@@ -500,6 +550,8 @@ class WaitQueue:
         """Remove a waiter that was placed, refused or abandoned, and end its hold on others."""
         del self._waiters[waiter.acquire.request]
         self.holders.pop(waiter.acquire.request, None)
+        if waiter.returning is not None:
+            return
         self._lease_ids.remove(waiter.acquire.lease_id)
         self._by_tenant[waiter.acquire.tenant] -= 1
         if not self._by_tenant[waiter.acquire.tenant]:
@@ -530,11 +582,10 @@ class WaitQueue:
         blocked: set[str] = set()
         for waiter in self._waiters.values():
             allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
-            acquire = waiter.acquire
-            account = devices.choose(allowed, acquire.terms, self._order)
+            account = waiter.choose(allowed, self._order)
             if account is not None:
                 return waiter, account
-            if acquire.request in self.holders and not waiter.has_own_lease():
+            if waiter.acquire.request in self.holders and not waiter.has_own_lease():
                 blocked.update(account.card.uuid for account in allowed)
         return None
 

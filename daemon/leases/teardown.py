@@ -22,6 +22,7 @@ from gpulease.daemon.leases.events import (
     TimerKind,
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.leases.parking import Parking, park_due_ns
 from gpulease.daemon.leases.regions import Regions
 from gpulease.daemon.leases.resizes import Resizes
 from gpulease.daemon.leases.submits import Submits
@@ -43,6 +44,8 @@ def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
             return lease.deadline_ns if lease.state is LeaseState.ACTIVE else None
         case TimerKind.ORPHAN:
             return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.PARK:
+            return park_due_ns(lease)
         case TimerKind.HORIZON if lease.horizon is not None:
             return lease.horizon.at_ns if lease.state is LeaseState.ACTIVE else None
         case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
@@ -59,6 +62,7 @@ class Teardown:
         submits: The leases' submits, which end with them.
         regions: Their regions, which end with them too.
         resizes: The changes of their sizes.
+        parking: Their sessions in the host's memory.
     """
 
     def __init__(self, store: LeaseStore) -> None:
@@ -68,6 +72,7 @@ class Teardown:
         self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
         self.regions = Regions(store, self.condemn)
         self.resizes = Resizes(store)
+        self.parking = Parking(store)
 
     def begin(
         self,
@@ -101,6 +106,7 @@ class Teardown:
         # Step 3: end what lives inside the lease, with the lease's cause.
         self.regions.end_with_lease(lease, now_ns, out)
         self.resizes.end_with_lease(lease, out)
+        self.parking.end_with_lease(lease, out)
         self.submits.end_with_lease(lease, cause, now_ns, out)
         # Step 4: answer the acquire that still waits. The client of an abandoned one has disconnected.
         if was_pending:
@@ -170,6 +176,8 @@ class Teardown:
             self.expire_if_due(lease, now_ns, out)
         elif kind is TimerKind.ORPHAN:
             self._orphan(lease, now_ns, out)
+        elif kind is TimerKind.PARK:
+            self.parking.on_timer(lease, now_ns, out)
         elif kind is TimerKind.GRACE:
             self._kill(lease, now_ns, out)
         else:

@@ -44,6 +44,7 @@ from gpulease.daemon.leases.model import (
     YIELDING,
     Cause,
     Lease,
+    LeaseState,
     Submit,
     WarmContext,
     WarmState,
@@ -238,6 +239,9 @@ class WarmPool:
         # This runs after every event, so a card with nothing to do must cost next to nothing.
         for account in self._store.accounts:
             if account.awaiting:
+                # A session that returns waits for room without having been placed.
+                if any(lease.state is LeaseState.ACTIVE for lease in account.awaiting.values()):
+                    self._make_room(account, now_ns, out)
                 self._start_leases(account, now_ns, out)
             # A drain, a shutdown or an exclusive lease empties the card of contexts.
             if account.warm and not self._store.may_keep_warm(account):
@@ -350,6 +354,10 @@ class WarmPool:
                 return
             # From here on the bytes count as used, and the clock of the start runs.
             account.await_bytes(lease, 0)
+            if lease.state is LeaseState.ACTIVE:
+                # Its worker runs: it was parked, and returns.
+                self._teardown.parking.start_return(lease, now_ns, out)
+                continue
             wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s
             lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
             out.append(
@@ -474,6 +482,9 @@ class WarmPool:
         self._make_room(account, now_ns, out)
         while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity_bytes:
             lease = next(reversed(account.awaiting.values()))
+            if lease.state is LeaseState.ACTIVE:
+                self._teardown.parking.take_room_back(lease, now_ns, out)
+                continue
             self._teardown.begin(lease, Cause.SPAWN_FAILED, "its room on the card could not be cleared", now_ns, out)
 
     def _account(self, card_uuid: str) -> CardAccount:

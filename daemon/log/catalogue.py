@@ -74,6 +74,24 @@ class LogEvent(Enum):
     )
     LEASE_RENEWED = LogKind("lease.renewed", INFO, "lease renewed", (*_OR_REGION, "generation", "ttl_ms", "by"))
     LEASE_RESIZED = LogKind("lease.resized", INFO, "lease resized", (*_LEASE, "by"))
+    LEASE_PARKED = LogKind(
+        "lease.parked",
+        INFO,
+        "the session's memory is in the host's memory, its card's bytes are proved free",
+        (*_LEASE, "why", "moved_bytes", "took_ms"),
+    )
+    LEASE_RETURNED = LogKind(
+        "lease.returned",
+        INFO,
+        "the parked session is on its card again",
+        (*_LEASE, "moved_bytes", "parked_ms", "took_ms"),
+    )
+    LEASE_PARK_FAILED = LogKind(
+        "lease.park_failed",
+        INFO,
+        "a session could not be parked, or could not return, and is where it was",
+        ("lease_id", "tenant", "why", "reason"),
+    )
     FORWARD_REVOKED = LogKind(
         "region.forward_revoked",
         INFO,

@@ -33,9 +33,13 @@ from gpulease.daemon.leases import (
     Granted,
     KillWorker,
     LeaseEnded,
+    LeaseParked,
     LeaseRestored,
+    LeaseReturned,
     LeaseSnapshot,
     LeaseState,
+    ParkFailed,
+    ParkRequested,
     RecycleWorker,
     RefuseWork,
     RegionCancelRequested,
@@ -52,6 +56,7 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
     SessionFaulted,
+    SessionParkDone,
     SetRegion,
     SpawnSubmit,
     SpawnWorker,
@@ -79,7 +84,7 @@ from gpulease.protocol.session_words import ENDED_WORDS
 THE_DAEMON: Final = "gpuleased"
 """The requester of what no peer requested: the daemon itself."""
 
-RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested
+RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested | ParkRequested
 TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest
 Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
 Lookup = Callable[[int], LeaseSnapshot | None]
@@ -172,6 +177,9 @@ class FactKind(Enum):
         of_regions=(families.REGIONS_RENEWED,),
     )
     RESIZED = FactRow(sources=(Resized,), is_answer=True, logs=(LogEvent.LEASE_RESIZED,), audit=RecordKind.RESIZE)
+    PARK_DONE = FactRow(
+        sources=(SessionParkDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+    )
     CANCEL_SET = FactRow(sources=(RegionCancelSet,), is_answer=True)
     FREED = FactRow(sources=(Freed,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
     REVOKED = FactRow(sources=(RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
@@ -199,6 +207,22 @@ class FactKind(Enum):
     """A lease's session lost its context; once for each."""
     SUBMIT_FAULTED = FactRow(sources=(SessionFaulted,), counts=(families.SESSION_FAULTS,))
     """A submit lost its context; once for each."""
+    PARKED = FactRow(
+        sources=(LeaseParked,),
+        logs=(LogEvent.LEASE_PARKED,),
+        audit=RecordKind.PARK,
+        counts=(families.LEASES_PARKED,),
+    )
+    """A session's bytes are in the host's memory, and proved free on the card."""
+    UNPARKED = FactRow(
+        sources=(LeaseReturned,),
+        logs=(LogEvent.LEASE_RETURNED,),
+        audit=RecordKind.RETURN,
+        counts=(families.LEASES_RETURNED,),
+    )
+    """A parked session is on its card again."""
+    PARK_FAILED = FactRow(sources=(ParkFailed,), logs=(LogEvent.LEASE_PARK_FAILED,), counts=(families.PARKS_FAILED,))
+    """A session could not be parked, or could not return."""
     ENDING = FactRow(
         sources=(RefuseWork, SetRegion), logs=(LogEvent.LEASE_ENDING,), audit=RecordKind.OVER, has_worker=True
     )
@@ -277,6 +301,7 @@ REQUESTS: Final[dict[type, RequestKind]] = {
     RegionRequested: RequestKind(True, "region_open", Opcode.REGION_OPEN),
     RegionCancelRequested: RequestKind(True, "region_cancel", Opcode.REGION_CANCEL),
     ResizeRequested: RequestKind(True, "resize", Opcode.LEASE_RESIZE),
+    ParkRequested: RequestKind(True, "park", Opcode.LEASE_PARK),
     RevokeRequested: RequestKind(False, "revoke", Opcode.LEASE_REVOKE),
     FenceClearRequested: RequestKind(False, "fence_clear", Opcode.FENCE_CLEAR),
     DrainRequested: RequestKind(False, "drain", Opcode.DRAIN),
@@ -403,6 +428,9 @@ class LeaseHistory:
             RecycleWorker: self._recycled,
             WarmEnded: self._warm_ended,
             CapacityChanged: self._capacity_changed,
+            LeaseParked: lambda effect, now_ns: _parking(FactKind.PARKED, effect, now_ns),
+            LeaseReturned: lambda effect, now_ns: _parking(FactKind.UNPARKED, effect, now_ns),
+            ParkFailed: lambda effect, now_ns: _parking(FactKind.PARK_FAILED, effect, now_ns),
         }
         # The other effects are answers, all alike. `_follow` makes the facts of WorkerExited and UNFENCED.
         handled = {*self._on_event, *self._on_effect, WorkerExited}
@@ -652,6 +680,10 @@ class LeaseHistory:
 
     def _capacity_changed(self, effect: CapacityChanged, now_ns: int) -> Fact:
         return Fact(FactKind.CAPACITY_CHANGED, now_ns, effect)
+
+
+def _parking(kind: FactKind, effect: LeaseParked | LeaseReturned | ParkFailed, now_ns: int) -> Fact:
+    return Fact(kind, now_ns, effect, effect.lease.lease_id, effect.lease)
 
 
 def end_under_earlier_daemon(lease: LeaseSnapshot, now_ns: int) -> Fact:

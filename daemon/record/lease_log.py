@@ -34,6 +34,7 @@ _SAME_NAMES: Final = frozenset(
     {
         *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
         *("name", "epoch", "parent", "action", "outcome", "count", "contexts", "within_ms"),
+        *("why", "moved_bytes"),
     }
 )
 """Particulars of a record that are fields here by the same name."""
@@ -287,6 +288,10 @@ class LeaseLog(FactRecorder):
     def _log_killed(self, fact: Fact) -> None:
         self._log_of_lease(LogEvent.WORKER_KILLED, fact.lease_id, worker_pid=self._pid_of(fact.lease_id))
 
+    def _log_park_failed(self, fact: Fact) -> None:
+        why = "return" if fact.source.cause is None else fact.source.cause.value
+        self._log_of_lease(LogEvent.LEASE_PARK_FAILED, fact.lease_id, why=why, reason=fact.source.reason)
+
     def _log_warm_lost(self, fact: Fact) -> None:
         # Bounded: the context may have been a tenant's, who can leave one after the other.
         self._log(LogEvent.WARM_GONE, "", card=fact.card, reason=fact.source.reason)
@@ -336,6 +341,7 @@ _LAST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.PLACED: LeaseLog._log_placed,
     FactKind.WORKER_KILLED: LeaseLog._log_killed,
     FactKind.WARM_LOST: LeaseLog._log_warm_lost,
+    FactKind.PARK_FAILED: LeaseLog._log_park_failed,
     FactKind.WARM_FENCED: LeaseLog._log_warm_fenced,
     FactKind.CAPACITY_CHANGED: LeaseLog._log_capacity,
     FactKind.SUBMIT_READY: LeaseLog._log_submit_ready,
@@ -426,6 +432,10 @@ def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
         fields["took_ms"] = particulars["waited_us"] / US_PER_MS
     if "latency_us" in particulars:
         fields["took_ms" if kind is RecordKind.OPERATOR else "reclaim_ms"] = particulars["latency_us"] / US_PER_MS
+    if kind in (RecordKind.PARK, RecordKind.RETURN):
+        fields["took_ms"] = particulars["took_us"] / US_PER_MS
+    if kind is RecordKind.RETURN:
+        fields["parked_ms"] = particulars["parked_us"] / US_PER_MS
     if particulars.get("granted_us") is not None:
         fields["held_ms"] = (particulars["over_us"] - particulars["granted_us"]) / US_PER_MS
     return fields

@@ -114,6 +114,7 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.PLACE, lambda scene, draws: m.Place(draws.number(8), 0, "", (), None, ())),
     (Opcode.FLEET_LIST, lambda scene, draws: m.Empty()),
     (Opcode.LEASE_NOTE, lambda scene, draws: m.LeaseNote(lease(scene, draws), draws.pick(NOTES))),
+    (Opcode.LEASE_PARK, lambda scene, draws: m.LeaseRef(lease(scene, draws))),
     (Opcode.LEASE_RESIZE, lambda scene, draws: m.LeaseResize(lease(scene, draws), draws.pick((100, 200, 1, 0, 9000)))),
 )
 

@@ -54,6 +54,7 @@ from gpulease.protocol.messages import (
     MemRead,
     MemWrite,
     ModuleLoaded,
+    ParkedSession,
     Ping,
     RegionGrant,
     RegionOpen,
@@ -367,6 +368,10 @@ class ScriptedPeer:
     def _resize(self, request: Request) -> Body:
         return request.body
 
+    def _park(self, request: Request) -> Body:
+        assert isinstance(request.body, LeaseRef)
+        return ParkedSession(request.body.lease_id, sum(map(len, self.memory.values())))
+
     def _mem_alloc(self, request: Request) -> Body:
         assert isinstance(request.body, MemAlloc)
         self._next_handle += 1 << 32
@@ -461,6 +466,7 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.LAUNCH_WITH: ScriptedPeer._empty,
     Opcode.LEASE_REVOKE: ScriptedPeer._revoke,
     Opcode.LEASE_RESIZE: ScriptedPeer._resize,
+    Opcode.LEASE_PARK: ScriptedPeer._park,
     Opcode.LEASE_NOTE: ScriptedPeer._empty,
     Opcode.STREAM_CREATE: ScriptedPeer._stream_create,
     Opcode.STREAM_DESTROY: ScriptedPeer._empty,

@@ -15,6 +15,7 @@ from gpulease.protocol.lease_options import (
     MAX_KERNEL,
     OPTIONS,
     ORPHAN,
+    PARKABLE,
     REGIONS_REQUIRED,
     REQUEST_ID,
     SUBMIT,
@@ -54,6 +55,8 @@ VALUES: list[tuple[LeaseOption[Any, Any], Any, bytes]] = [
     (REQUEST_ID, "000102030405060708090a0b0c0d0e0f", bytes(range(16))),
     (WEIGHT, 3, b"\0\3"),
     (WEIGHT, 65535, b"\xff\xff"),
+    (PARKABLE, 0, bytes(4)),
+    (PARKABLE, 30_000, b"\0\0\x75\x30"),
     (LATENCY, True, b"\1"),
     (LATENCY, False, b"\0"),
 ]
@@ -93,6 +96,7 @@ MALFORMED: list[tuple[LeaseOption[Any, Any], tuple[bytes, ...]]] = [
     (REQUEST_ID, (b"", bytes(16), b"a" * 15, b"a" * 17)),
     (WEIGHT, (b"", b"\0\0", b"\1", b"\0\0\1")),
     (LATENCY, (b"", b"\2", b"\0\1")),
+    (PARKABLE, (b"", bytes(3), bytes(5))),
 ]
 
 

@@ -44,6 +44,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "LEASE_NOTE": 0x0215,
         "PLACE": 0x0216,
         "FLEET_LIST": 0x0217,
+        "LEASE_PARK": 0x0218,
         "REGION_WATCH": 0x0213,
         "REGION_EVENT": 0x0214,
         "MODULE_UNLOAD": 0x0608,

@@ -107,6 +107,21 @@ def resized() -> Script:
     return script
 
 
+def parked() -> Script:
+    """A session is parked, and its next operation brings it back; then the node has no host memory for it."""
+    script = Script("A parkable lease is parked; its next operation brings it back. The host is full the second time.")
+    script.hello("control")
+    script.grant()
+    script.attach()
+    pointer = m.Handle(POINTER)
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(4096), pointer, LEASE)
+    script.call("control", Opcode.LEASE_PARK, m.LeaseRef(LEASE), m.ParkedSession(LEASE, 2 << 20))
+    script.call("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 4), m.Data(bytes(4)), LEASE)
+    full = Failure(Status.CAPACITY_EXCEEDED, "park_memory is in use", hint="use or free a parked lease first")
+    script.refuse("control", script.ask("control", Opcode.LEASE_PARK, m.LeaseRef(LEASE)), full)
+    return script
+
+
 def noted() -> Script:
     """A tenant's notes: one is recorded, one is refused."""
     script = Script("A lease's tenant writes a record to the audit log; one with a float in it is refused.")

@@ -23,8 +23,10 @@ from gpulease.daemon.leases import (
     GuestAttached,
     LeaseSnapshot,
     LeaseTerms,
+    ParkRequested,
     Renewed,
     RenewRequested,
+    SessionParkDone,
 )
 from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
@@ -154,6 +156,19 @@ class LeaseHandler:
             self._runtime.post(GuestAttached(body.lease_id))
         number = self._caller.expect(on_outcome)
         self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))
+
+    def lease_park(self, request: Request, body: messages.LeaseRef) -> None:
+        """Serve LEASE_PARK of the tenant, an operator, or the bearer of a token that may free the lease."""
+
+        def on_outcome(outcome: Result) -> None:
+            if isinstance(outcome, SessionParkDone):
+                self._caller.answer(request, messages.ParkedSession(outcome.lease.lease_id, outcome.moved_bytes))
+            else:
+                self._caller.answer_denied(request, outcome)
+
+        tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
+        number = self._caller.expect(on_outcome)
+        self._runtime.post(ParkRequested(number, body.lease_id, tenant, self._peer.is_operator))
 
     def lease_note(self, request: Request, body: messages.LeaseNote) -> None:
         """Serve LEASE_NOTE of the tenant of a lease or region, or of the lease that contains the region."""

@@ -10,6 +10,7 @@ from gpulease.daemon.leases import (
     FenceClearRequested,
     FreeRequested,
     LeaseSnapshot,
+    ParkRequested,
     RegionCancelRequested,
     RegionRequested,
     RenewRequested,
@@ -61,6 +62,26 @@ def _renew(fact: Fact) -> Particulars:
 
 def _resize(fact: Fact) -> Particulars:
     return _lease(fact.source.lease) | {"by": _asked(fact).by}
+
+
+def _park(fact: Fact) -> Particulars:
+    parked = fact.source
+    how = {"why": parked.cause.value, "moved_bytes": bounded(parked.moved_bytes)}
+    return _lease(parked.lease) | how | {"took_us": parked.took_ns // NS_PER_US}
+
+
+def _return(fact: Fact) -> Particulars:
+    returned = fact.source
+    times = {"parked_us": returned.parked_for_ns // NS_PER_US, "took_us": returned.took_ns // NS_PER_US}
+    return _lease(returned.lease) | {"moved_bytes": bounded(returned.moved_bytes)} | times
+
+
+def _park_done(fact: Fact) -> Particulars | None:
+    """Record only a park by another than the tenant; the record of the park itself says everything else."""
+    asked = _asked(fact)
+    if asked.by in (fact.source.lease.tenant, THE_DAEMON):
+        return None
+    return {"action": "park", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
 
 
 def _free(fact: Fact) -> Particulars | None:
@@ -145,6 +166,9 @@ _PARTICULARS: Final[dict[FactKind, Callable[[Fact], Particulars | None]]] = {
     FactKind.RENEWED: _renew,
     FactKind.RESIZED: _resize,
     FactKind.FREED: _free,
+    FactKind.PARKED: _park,
+    FactKind.UNPARKED: _return,
+    FactKind.PARK_DONE: _park_done,
     FactKind.REVOKED: _revoke,
     FactKind.FENCES_CLEARED: _clear_fences,
     FactKind.UNFENCED: _clear,
@@ -185,6 +209,8 @@ def _request(asked: Asked) -> Particulars:
             return _lease_named(lease_id) | {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)}
         case ResizeRequested(lease_id=lease_id, size_bytes=size_bytes):
             return _lease_named(lease_id) | {"size_bytes": bounded(size_bytes)}
+        case ParkRequested(lease_id=lease_id):
+            return _lease_named(lease_id)
         case RegionCancelRequested(region_id=region_id):
             return _lease_named(region_id)
         case FreeRequested(lease_id=lease_id):

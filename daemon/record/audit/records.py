@@ -139,6 +139,8 @@ class RecordKind(StrEnum):
     ADOPT = "adopt", False, LeaseStage.LIVE
     RENEW = "renew", True, LeaseStage.LIVE
     RESIZE = "resize", True, LeaseStage.LIVE
+    PARK = "park", True, LeaseStage.LIVE
+    RETURN = "return", True, LeaseStage.LIVE
     DENY = "deny", True, None
     ATTACH = "attach", True, LeaseStage.LIVE
     SUBMIT = "submit", True, None

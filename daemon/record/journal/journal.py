@@ -31,7 +31,9 @@ from gpulease.daemon.leases import (
     Freed,
     Granted,
     LeaseEnded,
+    LeaseParked,
     LeaseRestored,
+    LeaseReturned,
     LeaseRow,
     LeaseSnapshot,
     LeaseState,
@@ -51,8 +53,10 @@ from gpulease.daemon.leases import (
     Renewed,
     Resized,
     ResizeSlice,
+    ReturnSession,
     RevokeDone,
     SessionFaulted,
+    SessionParkDone,
     SetRegion,
     SubmitReady,
     WarmEnded,
@@ -314,6 +318,8 @@ class FileJournal(Journal):
                 return Denied(request, done_but_not_kept(f"{count} fences were cleared", problem))
             case Resized(request, lease):
                 return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} has its new size", problem))
+            case SessionParkDone(request, lease):
+                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} is parked", problem))
             case RegionCancelSet(request):
                 return Denied(request, done_but_not_kept("The region's launches are as requested", problem))
             case DrainSet(request):
@@ -378,6 +384,9 @@ _CHANGING: Final = frozenset(
         Renewed,
         ResizeSlice,
         Resized,
+        LeaseParked,
+        ReturnSession,
+        LeaseReturned,
         RefuseWork,
         LeaseEnded,
         FenceCleared,
@@ -455,12 +464,15 @@ class JournalProjector:
                 # The lease's row has the number of its last region, so it changes too.
                 self._update(lease_id, table, out)
                 self._update_region(region_id, table, out)
+            case ReturnSession(lease_id=lease_id):
+                # The card is charged for the session before its worker knows.
+                self._update(lease_id, table, out)
             case ResizeSlice(lease_id=lease_id):
                 # A slice that grows is charged before its worker knows.
                 self._update(lease_id, table, out)
             case SetRegion(region_id=region_id):
                 self._update_region(region_id, table, out)
-            case Renewed(lease=lease) | Resized(lease=lease):
+            case Renewed(lease=lease) | Resized(lease=lease) | LeaseParked(lease=lease) | LeaseReturned(lease=lease):
                 self._update(lease.lease_id, table, out)
             case RefuseWork(lease_id, cause):
                 self._update(lease_id, table, out)

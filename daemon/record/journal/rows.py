@@ -40,6 +40,7 @@ _WITH_OPTION: Final[dict[str, dict[str, object]]] = {
     "regions_required": {"region_number": 0, "parent_id": 0},
     "name": {"epoch": 0},
     "request_id": {"fleet_bytes": 0},
+    "park_idle_ms": {"parked_ns": 0, "wait_ms": 0},
 }
 """Members that were added together with a lease option, and their values in rows that lack them."""
 
@@ -485,7 +486,7 @@ class Contents:
             # drivers.
             if lease.state is LeaseState.FENCED:
                 deadline_ns = None if lease.deadline_ns is None else 0
-                fenced = lease._replace(created_ns=0, deadline_ns=deadline_ns, ended_ns=0, worker_pid=0)
+                fenced = lease._replace(created_ns=0, deadline_ns=deadline_ns, ended_ns=0, worker_pid=0, parked_ns=0)
                 changes[-1] = changes[-1]._replace(content=fenced)
             else:
                 self.tombstones.append(_ended_with_host(lease))

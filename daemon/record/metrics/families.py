@@ -159,6 +159,26 @@ EXPIRY_LATENESS_SECONDS: Final = Family(
     (),
     LATENESS_BOUNDS_S,
 )
+LEASES_PARKED: Final = _counter("gpu_lease_parked", "Sessions that were moved to the host's memory.", CARD)
+LEASES_RETURNED: Final = _counter("gpu_lease_returned", "Parked sessions that returned to their card.", CARD)
+PARKS_FAILED: Final = _counter("gpu_lease_park_failed", "Parks and returns that left the session where it was.", CARD)
+PARKED_BYTES: Final = _gauge("gpu_lease_parked_bytes", "Bytes of slices that parked sessions have left to others.")
+PARK_HOST_BYTES: Final = _gauge("gpu_lease_park_host_bytes", "Host memory that is held for parked sessions.", ())
+PARK_HOST_LIMIT_BYTES: Final = _gauge("gpu_lease_park_host_limit_bytes", "The setting `park_memory`.", ())
+PARK_SECONDS: Final = Family(
+    "gpu_lease_park_seconds",
+    FamilyKind.HISTOGRAM,
+    "Time from the order to park a session to the proof that its memory is free.",
+    (),
+    LATENCY_BOUNDS_S,
+)
+RETURN_SECONDS: Final = Family(
+    "gpu_lease_return_seconds",
+    FamilyKind.HISTOGRAM,
+    "Time from the order to return a session to its card until it is whole, without its wait for room.",
+    (),
+    LATENCY_BOUNDS_S,
+)
 REGIONS_OPENED: Final = _counter("gpu_region_opened", "Regions granted.")
 REGIONS_ADOPTED: Final = _counter("gpu_region_adopted", "Regions of an earlier daemon that this one took over.")
 REGIONS_RENEWED: Final = _counter("gpu_region_renewed", "Renewals of regions.")

@@ -60,6 +60,7 @@ class NodeFacts:
         stray_bytes: Bytes that no process holds and nothing has booked, by card, without cards that gave no answer.
         busy_ratios: The part of the last second in which sessions used a card, without cards that have no session.
         checks: The readiness checks, by name.
+        park_host_bytes: Host memory that is held for parked sessions, and the most that may be.
         audit: The audit log's figures; None if none is kept.
         fleet: The figures of the node's fleet; None if it belongs to none.
     """
@@ -79,6 +80,7 @@ class NodeFacts:
     version: str
     driver: str
     fleet: "FleetFacts | None" = None
+    park_host_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
             if card.uuid in facts.stray_bytes
         },
         families.CARD_BUSY_RATIO: {(card.uuid,): facts.busy_ratios.get(card.uuid, 0.0) for card in cards},
+        families.PARKED_BYTES: {(card.uuid,): card.parked_bytes for card in cards},
         families.WARM_WANTED: {(card.uuid,): card.warm_wanted for card in cards},
     }
 
@@ -192,6 +195,8 @@ def _of_daemon(facts: NodeFacts) -> dict[Family, Values]:
         families.READY: {(): all(facts.checks.values())},
         families.CHECK: {(name,): holds for name, holds in facts.checks.items()},
         families.DRAINING: {(): facts.is_draining},
+        families.PARK_HOST_BYTES: {(): facts.park_host_bytes[0]},
+        families.PARK_HOST_LIMIT_BYTES: {(): facts.park_host_bytes[1]},
         families.AUDIT_WRITABLE: {} if audit is None else {(): audit.is_writable},
         families.AUDIT_WAITING: {} if audit is None else {(): audit.waiting},
         families.AUDIT_DROPPED: {} if audit is None else {(): audit.dropped},

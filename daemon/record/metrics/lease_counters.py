@@ -50,6 +50,8 @@ _MEASURED: Final = (
     families.REVOCATION_SECONDS,
     families.RECLAIM_SECONDS,
     families.EXPIRY_LATENESS_SECONDS,
+    families.PARK_SECONDS,
+    families.RETURN_SECONDS,
     families.REGION_OPEN_SECONDS,
     families.REGION_RETURN_SECONDS,
     families.FORWARD_REVOKED_SECONDS,
@@ -88,6 +90,8 @@ class LeaseCounters:
             FactKind.WORKER_EXITED: self._measure_revocation,
             FactKind.ENDED: self._measure_end,
             FactKind.FENCED: self._measure_end,
+            FactKind.PARKED: self._measure_park,
+            FactKind.UNPARKED: self._measure_park,
         }
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
@@ -172,6 +176,10 @@ class LeaseCounters:
         over_ns, cause = fact.times.over_ns, fact.times.cause
         if over_ns is not None and cause is not None:
             self._observe(families.REVOCATION_SECONDS, (cause.value,), fact.now_ns - over_ns)
+
+    def _measure_park(self, fact: Fact, is_region: bool) -> None:
+        family = families.PARK_SECONDS if fact.kind is FactKind.PARKED else families.RETURN_SECONDS
+        self._observe(family, (), fact.source.took_ns)
 
     def _measure_end(self, fact: Fact, is_region: bool) -> None:
         lease, times = fact.lease, fact.times

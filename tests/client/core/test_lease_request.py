@@ -29,6 +29,8 @@ from gpulease.protocol.address import DEFAULT_ADDRESS
         ("max_kernel_secs", 0),
         ("orphan_secs", -1),
         ("orphan_secs", 2**32),
+        ("parkable", -1),
+        ("parkable", 2**32),
         ("max_kernel_secs", 2**32),
         ("exclusivity", 4),
         ("exclusivity", 255),

@@ -1,5 +1,5 @@
 from gpulease.client.core.lease import LeaseReport
-from gpulease.daemon.broker.reports import lease_report, orphan_report
+from gpulease.daemon.broker.reports import lease_report, orphan_report, park_report
 from gpulease.daemon.leases import LeaseSnapshot, LeaseState
 from gpulease.protocol.lease_options import EXCLUSIVITY, OPTIONS
 
@@ -10,7 +10,7 @@ def test_a_report_has_the_lease_options_that_say_so() -> None:
         name="model-a",
         epoch=3,
     )
-    report = lease_report(lease, None, 0) | orphan_report(0, None, 0)
+    report = lease_report(lease, None, 0) | orphan_report(0, None, 0) | {"park": park_report(None, 0)}
     keys = {option.report_key for option in OPTIONS if option.report_key}
     assert keys
     assert keys - report.keys() == set()

@@ -20,7 +20,7 @@ LEASE_ROW = (
     *("reason", "fault", "created_ns", "deadline_ns", "ended_ns", "ttl_ms", "max_kernel_ms", "waiting", "worker_pid"),
     *("submit_bytes", "orphan_ms", "regions_required", "region_number"),
     *("name", "epoch", "request_id", "fleet_bytes"),
-    *("weight", "latency"),
+    *("weight", "latency", "park_idle_ms", "parked_ns", "wait_ms"),
 )
 """The members of a lease's row, in their order: the file's format."""
 
@@ -41,9 +41,13 @@ def by_names(content: LeaseRow | LeaseSnapshot) -> bytes:
         members |= asdict(content.terms)
         members = {name: members[name] for name in LEASE_ROW}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
-    for later in (*LEASE_ROW[-10:], "parent_id"):
-        # A weight of 1 means nothing; for all others it is what is false.
-        if values.get(later) == 1 if later == "weight" else not values.get(later):
+    for later in (*LEASE_ROW[-13:], "parent_id"):
+        # A weight of 1 means nothing, an idle time of 0 does; for all others it is what is false.
+        if later == "park_idle_ms":
+            is_default = values.get(later) is None
+        else:
+            is_default = values.get(later) == 1 if later == "weight" else not values.get(later)
+        if is_default:
             values.pop(later, None)
     return json.dumps(values, separators=(",", ":")).encode()
 
@@ -61,6 +65,8 @@ def by_names(content: LeaseRow | LeaseSnapshot) -> bytes:
             **(dict.fromkeys(KEPT_OPTIONS, ...) | {"orphan_ms": st.integers(0, 3)}),
         ),
         region_number=st.integers(0, 3),
+        parked_ns=st.integers(0, 3),
+        wait_ms=st.integers(0, 3),
     )
 )
 def test_a_lease_is_written_by_its_names(lease: LeaseRow) -> None:
@@ -122,3 +128,9 @@ def test_any_other_row_is_refused(spoil: dict[str, Any]) -> None:
     lacking = {name: value for name, value in members.items() if value is not None or name not in spoil}
     with pytest.raises(ValueError, match="it must be a LeaseRow"):
         read_lease(json.dumps(lacking).encode())
+
+
+def test_a_row_from_before_leases_were_parked_is_not_parkable() -> None:
+    assert b"park" not in encode(kept(5))
+    lease = read_lease(encode(kept(5)))
+    assert (lease.terms.park_idle_ms, lease.parked_ns, lease.wait_ms) == (None, 0, 0)

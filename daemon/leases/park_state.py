@@ -1,0 +1,113 @@
+"""Where the session of a parkable lease is: the state that `Parking` keeps with the lease."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+
+class ParkPhase(Enum):
+    """Where the bytes of a parkable lease's session are. The values are in reports, the audit log and metrics.
+
+    RESIDENT on the card; PARKING while the worker copies them to the host; PROVING until the card shows them free;
+    PARKED; RETURNING from when the card is charged for them again until the session is whole.
+    """
+
+    __hash__ = object.__hash__
+
+    RESIDENT = "resident"
+    PARKING = "parking"
+    PROVING = "proving"
+    PARKED = "parked"
+    RETURNING = "returning"
+
+
+class ParkCause(Enum):
+    """Why a session is parked. The values are in the audit log and metrics, so they never change."""
+
+    __hash__ = object.__hash__
+
+    TENANT = "tenant"
+    OPERATOR = "operator"
+    IDLE = "idle"
+    NEED = "need"
+    ADOPTED = "adopted"
+
+
+class ParkSnapshot(NamedTuple):
+    """Parking of one lease at one moment; times are monotonic nanoseconds.
+
+    Attributes:
+        parked_ns: Time since which its bytes are off the card; 0 while they are on it.
+        off_bytes: Bytes of its charge that the card has back.
+        host_bytes: Host memory that is held for it.
+        moved_bytes: Bytes that the last park copied to the host.
+        is_awaited: An operation of its tenant waits for its return.
+        parks: Number of times that it was parked under this daemon.
+        idle_ms: Time without use after which it is parked; 0: not by idleness.
+    """
+
+    phase: ParkPhase
+    cause: ParkCause | None
+    parked_ns: int
+    off_bytes: int
+    host_bytes: int
+    moved_bytes: int
+    is_awaited: bool
+    parks: int
+    idle_ms: int
+
+
+@dataclass(slots=True)
+class ParkState:
+    """Parking of a live parkable lease; only `Parking` changes it. Times are monotonic nanoseconds.
+
+    Attributes:
+        number: Number of the last order to the worker; answers to an earlier one are ignored.
+        ordered_ns: Time of that order.
+        due_ns: Time until which requests for the park wait for its end; None while nothing is awaited.
+        used_ns: Time at which the session was last seen in use.
+        stays_until_ns: Time before which neither idleness nor need parks it.
+        off_bytes: Bytes of the lease's charge that the card has back: more than 0 only while PARKED, or while RETURNING
+            for lack of room.
+        kept_bytes: Bytes of the slice that stayed on the card in the last park.
+        requests: Park requests to answer once it is parked.
+    """
+
+    phase: ParkPhase = ParkPhase.RESIDENT
+    cause: ParkCause | None = None
+    number: int = 0
+    ordered_ns: int = 0
+    due_ns: int | None = None
+    used_ns: int = 0
+    stays_until_ns: int = 0
+    parked_ns: int = 0
+    off_bytes: int = 0
+    kept_bytes: int = 0
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    is_awaited: bool = False
+    parks: int = 0
+    requests: list[int] = field(default_factory=list)
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the session's bytes are, or may be, in the host's memory."""
+        return self.phase is not ParkPhase.RESIDENT
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the card will have the session's bytes back soon."""
+        return self.phase in (ParkPhase.PARKING, ParkPhase.PROVING)
+
+    def snapshot(self, idle_ms: int) -> ParkSnapshot:
+        return ParkSnapshot(
+            self.phase,
+            self.cause,
+            self.parked_ns,
+            self.off_bytes,
+            self.host_bytes,
+            self.moved_bytes,
+            self.is_awaited,
+            self.parks,
+            idle_ms,
+        )

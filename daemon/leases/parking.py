@@ -1,0 +1,638 @@
+"""Parking: the bytes of an idle session leave the card for the host's memory, and come back before its next operation.
+
+1. A session is parked because its tenant or an operator asks, because it was not used for its lease's idle time, or
+   because an acquire or a returning session finds no room on the card; then the sessions that were used least recently
+   are parked first. Only parkable leases are: slices of others stay on their cards.
+2. The card has the bytes back once it shows that the worker holds no more than what remains. Until then, also after a
+   refusal, the lease is charged for all of them. The context stays on the card, and so does what the worker reports to
+   keep, such as code.
+3. The worker asks for the return when an operation waits. The card is charged first, then the worker ordered. Without
+   room the session waits in the queue of acquires, first come, first served, for as long as its acquire was ready to
+   wait. After that the operation fails as BUSY, and the session stays parked.
+4. Host memory is held for the whole slice: from the grant on if there is some, and from the order to park on at the
+   latest. A session on the card keeps it until another one needs it for its park. All of it goes back with the worker's
+   process.
+5. Thrash is damped: a session that returned, or that is in use, is not parked for others' need for `park_stay_ms`; a
+   card has at most `parks_per_minute`.
+6. A lease with regions, a submit or a resize in progress is not parked. Neither is one whose kernels do not end within
+   PARK_GRACE_MS: it stays where it is, and its worker says so.
+7. An earlier table's session may be parked, parking or returning. It is charged in full, and its worker is ordered to
+   do what the record says: an order that was carried out before is answered again.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from gpulease.daemon.leases import denials, events
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.devices import CardAccount
+from gpulease.daemon.leases.events import (
+    AcquireRequested,
+    ArmTimer,
+    Denied,
+    DropParkMemory,
+    Effect,
+    GiveParkMemory,
+    LeaseParked,
+    LeaseReturned,
+    ParkFailed,
+    ParkSession,
+    ParkTimerFired,
+    ProveRegion,
+    RefuseReturn,
+    ReturnSession,
+    SessionParkDone,
+    TimerFired,
+    TimerKind,
+    WaitTimerFired,
+)
+from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms
+from gpulease.daemon.leases.park_state import ParkCause, ParkPhase, ParkSnapshot, ParkState
+from gpulease.daemon.leases.table_state import LeaseStore, Waiter
+from gpulease.protocol.sizes import size_text
+from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
+
+PARK_GRACE_MS: Final = 1000
+"""Time for what a session has launched to end before it is parked, in milliseconds; after that it stays. Until then its
+tenant's next operations wait."""
+
+PARK_GRANULE_BYTES: Final = 2 << 20
+"""Granule of a parkable session's pages: host memory is held in multiples of it."""
+
+PARK_BURST: Final = 32
+"""Parks of one card that may come at once, before `parks_per_minute` spaces them."""
+
+
+class ParkingViews:
+    """Queries about parking, which change nothing."""
+
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+
+    def of(self, lease_id: int) -> ParkSnapshot | None:
+        """Return the parking of a live lease; None if it is not parkable, or unknown."""
+        lease = self._store.parkable.get(lease_id)
+        return None if lease is None or lease.park is None else lease.park.snapshot(lease.terms.park_idle_ms or 0)
+
+    def snapshots(self) -> dict[int, ParkSnapshot]:
+        """Return the parking of each live parkable lease, by id."""
+        found = {lease_id: self.of(lease_id) for lease_id in self._store.parkable}
+        return {lease_id: park for lease_id, park in found.items() if park is not None}
+
+    def host_bytes(self) -> tuple[int, int]:
+        """Return the host memory that is held for sessions, and the most that may be."""
+        return self._store.parked_host_bytes, self._store.limits.park_memory_bytes
+
+    def watched(self) -> tuple[int, ...]:
+        """Return the leases whose sessions are on the card and may leave it: their use must be observed."""
+        return tuple(lease.lease_id for lease in self._store.parkable.values() if _is_resident(lease))
+
+
+class Parking(ParkingViews):
+    """Parks sessions and brings them back. Each method appends the effects to execute to `out`."""
+
+    def __init__(self, store: LeaseStore) -> None:
+        super().__init__(store)
+        # By card, the time at which its budget of parks is whole again; see `AcquireRates`.
+        self._full_at_ns: dict[str, int] = {}
+        # Time for which the node's timer is armed; None if it is not.
+        self._armed_ns: int | None = None
+
+    # --- requests ---
+
+    def on_requested(self, event: events.ParkRequested, now_ns: int, out: list[Effect]) -> None:
+        """Park a session for its tenant or an operator, or refuse the request."""
+        lease = self._store.live.get(event.lease_id)
+        denial = self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
+        denial = denial or self._store.denial_for(event.lease_id, now_ns)
+        if denial is None and (lease is None or lease.park is None):
+            denial = denials.not_parkable(event.lease_id)
+        if denial is not None or lease is None or lease.park is None:
+            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            return
+        # A session that is parked already, or is being parked, answers this request too.
+        state = lease.park
+        if state.phase is ParkPhase.PARKED and not state.is_awaited:
+            out.append(SessionParkDone(event.request, lease.snapshot(), state.moved_bytes))
+            return
+        if state.phase is ParkPhase.PARKED:
+            out.append(Denied(event.request, denials.is_returning(lease.lease_id)))
+            return
+        # The tenant may know of its return before this table does: the worker answers both at the same time.
+        if state.phase is ParkPhase.RESIDENT:
+            if (denial := self._check_park(lease, now_ns)) is not None:
+                out.append(Denied(event.request, denial))
+                return
+            cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
+            self._park(lease, cause, now_ns, out)
+        state.requests.append(event.request)
+
+    def _check_park(self, lease: Lease, now_ns: int) -> Denial | None:
+        """Return the denial for a park of a resident session; None if it may be parked now."""
+        if lease.regions:
+            return denials.has_regions(lease.lease_id)
+        if lease.submit_id or lease.own_submit_bytes or lease.next_submit is not None:
+            return denials.has_submit(lease.lease_id)
+        if lease.resize is not None:
+            return denials.is_resizing(lease.lease_id)
+        return self._check_host(lease) or self._check_pace(lease, now_ns)
+
+    def _check_host(self, lease: Lease) -> Denial | None:
+        """Return the denial for a session that the host's memory, or its tenant's part of it, can't take."""
+        most_bytes = self._store.limits.park_memory_bytes
+        if not most_bytes:
+            return denials.parking_off(lease.lease_id)
+        needed_bytes = _host_bytes(lease.terms)
+        # What sessions on the card keep for their next park gives way.
+        held_bytes = self._fixed_host_bytes()
+        if held_bytes + needed_bytes > most_bytes:
+            return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - held_bytes)
+        bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
+        mine = sum(one.terms.size_bytes for one in self._off_leases() if one.tenant == lease.tenant)
+        if bound is None or mine + lease.terms.size_bytes <= bound:
+            return None
+        return denials.over_tenant_limit(
+            lease.tenant,
+            "parked_bytes",
+            f"{size_text(lease.terms.size_bytes)} were to be parked; this tenant has {size_text(mine)} parked and may "
+            f"have {size_text(bound)}",
+            "Use or free a parked lease first.",
+        )
+
+    def _check_pace(self, lease: Lease, now_ns: int) -> Denial | None:
+        wait_ns = self._pace_wait_ns(lease.card_uuid, now_ns)
+        return denials.too_many_parks(lease.lease_id, -(-wait_ns // NS_PER_MS)) if wait_ns else None
+
+    def _pace_wait_ns(self, card_uuid: str, now_ns: int) -> int:
+        """Return the time until a card may have its next park; 0 if it may have one now."""
+        interval_ns = NS_PER_MINUTE // self._store.limits.parks_per_minute
+        full_at_ns = max(self._full_at_ns.get(card_uuid, 0), now_ns)
+        return max(0, full_at_ns + interval_ns - (now_ns + PARK_BURST * interval_ns))
+
+    # --- parking ---
+
+    def _park(self, lease: Lease, cause: ParkCause, now_ns: int, out: list[Effect]) -> None:
+        """Order a worker to park its session, which `_check_park` allowed."""
+        state = lease.park
+        if state is None:
+            return
+        interval_ns = NS_PER_MINUTE // self._store.limits.parks_per_minute
+        self._full_at_ns[lease.card_uuid] = max(self._full_at_ns.get(lease.card_uuid, 0), now_ns) + interval_ns
+        self._hold_host(lease, out)
+        state.cause = cause
+        self._order(lease, state, now_ns, out)
+
+    def _hold_host(self, lease: Lease, out: list[Effect]) -> None:
+        """Hold host memory for a session, and take it from sessions on the card that only keep it."""
+        needed_bytes = _host_bytes(lease.terms)
+        more_bytes = needed_bytes - (lease.park.host_bytes if lease.park is not None else 0)
+        if more_bytes <= 0:
+            return
+        keepers = [one for one in self._store.parkable.values() if one is not lease and _is_resident(one)]
+        # The one that was used least recently has the longest way to its next park.
+        for other in sorted(keepers, key=_used_ns):
+            if self._store.parked_host_bytes + more_bytes <= self._store.limits.park_memory_bytes:
+                break
+            if other.park is not None and other.park.host_bytes:
+                self._store.hold_host(other, 0)
+                out.append(DropParkMemory(other.lease_id))
+        self._give_host(lease, needed_bytes, out)
+
+    def _give_host(self, lease: Lease, host_bytes: int, out: list[Effect]) -> None:
+        self._store.hold_host(lease, host_bytes)
+        out.append(GiveParkMemory(lease.lease_id, host_bytes))
+
+    def _prepare_host(self, lease: Lease, out: list[Effect]) -> None:
+        """Give a session on the card host memory ahead of its park, if there is some that nobody needs now."""
+        # Fresh memory takes ten times as long as the copy, so a park is fast only into memory that was prepared.
+        needed_bytes = _host_bytes(lease.terms)
+        if self._store.parked_host_bytes + needed_bytes <= self._store.limits.park_memory_bytes:
+            self._give_host(lease, needed_bytes, out)
+
+    def _order(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        state.phase, state.number, state.ordered_ns = ParkPhase.PARKING, max(now_ns, state.number + 1), now_ns
+        state.due_ns = now_ns + PARK_GRACE_MS * NS_PER_MS + self._store.limits.session_timeout_s * NS_PER_S
+        out.append(ParkSession(lease.lease_id, state.number, PARK_GRACE_MS))
+        self._arm(lease, state.due_ns, out)
+
+    def on_parked(self, event: events.SessionParked, now_ns: int, out: list[Effect]) -> None:
+        """Process the worker's answer, and have the card polled before any byte is granted to others."""
+        if self._repeat_return(event.lease_id, event.number, out):
+            return
+        lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
+        if lease is None or lease.park is None:
+            return
+        state = lease.park
+        state.phase = ParkPhase.PROVING
+        state.moved_bytes = event.moved_bytes
+        state.kept_bytes = min(event.kept_bytes, lease.terms.size_bytes)
+        allowed_bytes = self._store.charge_bytes(lease.lease_id) - lease.terms.size_bytes + state.kept_bytes
+        out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
+
+    def on_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+        """Release the bytes that the card shows free; return False if the proof is not of a park."""
+        state = lease.park
+        if state is None or state.phase is not ParkPhase.PROVING or lease.state is not LeaseState.ACTIVE:
+            return False
+        state.phase, state.due_ns = ParkPhase.PARKED, None
+        state.off_bytes = lease.terms.size_bytes - state.kept_bytes
+        self._store.account_by_uuid[lease.card_uuid].free_parked(lease, state.off_bytes)
+        self._store.has_freed_room = True
+        # Once the bytes are the card's, the answers: whoever learns of the park may acquire at once. A session that
+        # could not return, or that an earlier daemon parked, is recorded as parked already.
+        if not state.parked_ns:
+            state.parked_ns = now_ns
+            state.parks += 1
+            cause = state.cause or ParkCause.TENANT
+            out.append(LeaseParked(lease.snapshot(), cause, state.moved_bytes, now_ns - state.ordered_ns))
+        for request in state.requests:
+            out.append(SessionParkDone(request, lease.snapshot(), state.moved_bytes))
+        state.requests.clear()
+        # An operation came while the bytes were on their way.
+        if state.is_awaited:
+            self._await_return(lease, state, now_ns, out)
+        return True
+
+    def on_park_refused(self, event: events.SessionParkRefused, now_ns: int, out: list[Effect]) -> None:
+        """Keep a session on the card whose worker could not park it, and say why."""
+        lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
+        if lease is None or lease.park is None:
+            return
+        out.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
+        for request in lease.park.requests:
+            out.append(Denied(request, denials.park_refused(lease.lease_id, event.reason)))
+        lease.park.requests.clear()
+        if event.lacks_memory:
+            # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
+            self._store.hold_host(lease, 0)
+            out.append(DropParkMemory(lease.lease_id))
+        self._settle(lease, lease.park, now_ns, out)
+
+    def _settle(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        """Enter RESIDENT: the session is whole and on its card."""
+        state.phase, state.cause, state.due_ns = ParkPhase.RESIDENT, None, None
+        state.parked_ns = state.kept_bytes = 0
+        state.is_awaited = False
+        state.used_ns = max(state.used_ns, now_ns)
+        state.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
+        self._arm_idle(lease, out)
+
+    # --- returning ---
+
+    def on_return_wanted(self, event: events.ReturnWanted, now_ns: int, out: list[Effect]) -> None:
+        """Bring a session back whose tenant waits for it, now or when there is room. Repeated reports do no harm."""
+        if self._repeat_return(event.lease_id, event.number, out):
+            return
+        lease = self._store.parkable.get(event.lease_id)
+        state = None if lease is None else lease.park
+        if lease is None or state is None or lease.state is not LeaseState.ACTIVE or event.number != state.number:
+            return
+        if state.is_awaited or state.phase not in (ParkPhase.PARKED, ParkPhase.PROVING):
+            return
+        state.is_awaited = True
+        # Its bytes are not the card's yet, so they need no room.
+        if state.phase is ParkPhase.PROVING:
+            self._refuse_requests(lease, state, denials.is_returning(lease.lease_id), out)
+            self._order_return(lease, state, now_ns, out)
+        else:
+            self._await_return(lease, state, now_ns, out)
+
+    def _repeat_return(self, lease_id: int, number: int, out: list[Effect]) -> bool:
+        """Order the return again from a worker in a park that an earlier daemon ordered; return False for any other.
+
+        That daemon was killed before the park was on record, so this one gave the return another number.
+        """
+        lease = self._store.parkable.get(lease_id)
+        state = None if lease is None else lease.park
+        if lease is None or state is None or lease.state is not LeaseState.ACTIVE or lease.awaited_bytes:
+            return False
+        if state.phase is not ParkPhase.RETURNING or number == state.number:
+            return False
+        state.number = number
+        out.append(ReturnSession(lease_id, number))
+        return True
+
+    def _await_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        """Return a parked session if there is room and nobody is before it; else let it join the queue."""
+        account = self._store.account_by_uuid[lease.card_uuid]
+        is_held = lease.card_uuid in self._store.queue.held_cards()
+        if not is_held and state.off_bytes <= account.free_bytes:
+            self.give_room(lease, now_ns, out)
+            return
+        acquire = AcquireRequested(-lease.lease_id, lease.tenant, lease.lease_id, lease.terms, wait_ms=lease.wait_ms)
+        wait_ns = max(lease.wait_ms * NS_PER_MS, self.patience_ns)
+        holds_until_ns = self._store.queue.terms.end_for(lease.tenant, now_ns)
+        waiter = Waiter(acquire, (account,), now_ns, now_ns + wait_ns, holds_until_ns, lease)
+        self._store.queue.join(waiter)
+        out.append(ArmTimer(WaitTimerFired(acquire.request), waiter.due_ns))
+        if (hold_end_ns := self._store.queue.next_hold_end_ns()) is not None:
+            out.append(ArmTimer(events.HoldTimerFired(), hold_end_ns))
+
+    def give_room(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Charge the card for a parked session; it is ordered to return once warm contexts have given way."""
+        state = lease.park
+        if state is None:
+            return
+        off_bytes, state.off_bytes = state.off_bytes, 0
+        state.phase = ParkPhase.RETURNING
+        self._store.account_by_uuid[lease.card_uuid].take_parked(lease, off_bytes)
+
+    def start_return(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Order the return of a session that has its room; called by the pool."""
+        if lease.park is not None:
+            self._order_return(lease, lease.park, now_ns, out)
+
+    def _order_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        state.phase, state.due_ns = ParkPhase.RETURNING, None
+        state.ordered_ns = now_ns
+        out.append(ReturnSession(lease.lease_id, state.number))
+
+    def refuse_return(self, waiter: Waiter, now_ns: int, out: list[Effect]) -> None:
+        """Refuse the operations that wait for a session, which stays parked, after its wait for room."""
+        lease = waiter.returning
+        if lease is None or lease.park is None:
+            return
+        lease.park.is_awaited = False
+        waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)
+        account = self._store.account_by_uuid[lease.card_uuid]
+        reason = denials.no_room_to_return(lease.lease_id, lease.park.off_bytes, max(0, account.free_bytes), waited_ms)
+        out.append(RefuseReturn(lease.lease_id, lease.park.number, reason))
+        out.append(ParkFailed(lease.snapshot(), None, reason))
+
+    def take_room_back(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Let a session wait again that was not ordered to return yet, because its card has less room now."""
+        state, account = lease.park, self._store.account_by_uuid[lease.card_uuid]
+        if state is None:
+            return
+        state.off_bytes = lease.awaited_bytes
+        account.await_bytes(lease, 0)
+        account.free_parked(lease, state.off_bytes)
+        state.phase = ParkPhase.PARKED
+        self._refuse_requests(lease, state, denials.is_returning(lease.lease_id), out)
+        self._await_return(lease, state, now_ns, out)
+
+    def on_returned(self, event: events.SessionReturned, now_ns: int, out: list[Effect]) -> None:
+        """Process the worker's answer: the session is whole."""
+        lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
+        if lease is None or lease.park is None or lease.awaited_bytes:
+            return
+        state = lease.park
+        # Without a record of its park there is none of its return: it was wanted before the card showed its bytes free.
+        if state.parked_ns:
+            parked_for_ns, took_ns = now_ns - state.parked_ns, now_ns - state.ordered_ns
+            out.append(LeaseReturned(lease.snapshot(), event.moved_bytes, parked_for_ns, took_ns))
+        if not state.host_bytes:
+            # What an earlier daemon gave the worker is unknown: it gets other memory, or none.
+            out.append(DropParkMemory(lease.lease_id))
+            self._prepare_host(lease, out)
+        self._settle(lease, state, now_ns, out)
+        # Whoever asked meanwhile gets what it would have got now.
+        if state.requests and (denial := self._check_park(lease, now_ns)) is not None:
+            self._refuse_requests(lease, state, denial, out)
+        elif state.requests:
+            self._park(lease, ParkCause.TENANT, now_ns, out)
+
+    def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> None:
+        """Have the card show again that it has nothing of a session that could not return."""
+        lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
+        if lease is None or lease.park is None or lease.awaited_bytes:
+            return
+        out.append(ParkFailed(lease.snapshot(), None, event.reason))
+        # The worker still has its image and would ask again at once; the operations that wait are refused instead.
+        self._refuse_requests(lease, lease.park, denials.park_refused(lease.lease_id, event.reason), out)
+        reason = denials.return_failed(lease.lease_id, event.reason)
+        out.append(RefuseReturn(lease.lease_id, lease.park.number, reason))
+        lease.park.phase, lease.park.is_awaited = ParkPhase.PROVING, False
+        lease.park.cause = lease.park.cause or ParkCause.ADOPTED
+        allowed_bytes = self._store.charge_bytes(lease.lease_id) - lease.terms.size_bytes + lease.park.kept_bytes
+        out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
+
+    # --- idleness and need ---
+
+    def on_used(self, event: events.SessionsUsed, now_ns: int, out: list[Effect]) -> None:
+        """Record which sessions were in use since the last poll."""
+        for lease_id in event.lease_ids:
+            lease = self._store.parkable.get(lease_id)
+            if lease is not None and lease.park is not None:
+                # Timers that fire too early are armed again for the later time.
+                lease.park.used_ns = max(lease.park.used_ns, now_ns)
+
+    def on_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Park a session that was idle for long enough, or answer requests that have waited too long for a park."""
+        state = lease.park
+        if state is None:
+            return
+        if state.phase is ParkPhase.RESIDENT:
+            if self._check_park(lease, now_ns) is None:
+                self._park(lease, ParkCause.IDLE, now_ns, out)
+            else:
+                # Full host, regions, the pace: look again after another idle time.
+                state.used_ns = now_ns
+                self._arm_idle(lease, out)
+            return
+        # Only the requests are answered: the worker, or the card's proof, may still come.
+        state.due_ns = None
+        what = "show the bytes free" if state.phase is ParkPhase.PROVING else "park its session"
+        waited_s = self._store.limits.session_timeout_s
+        self._refuse_requests(lease, state, denials.session_silent(lease.lease_id, what, waited_s), out)
+
+    @property
+    def patience_ns(self) -> int:
+        """Time for others to be parked, which also those wait who wanted no wait for room."""
+        return self._store.limits.session_timeout_s * NS_PER_S
+
+    def may_make_room(self, candidates: tuple[CardAccount, ...], terms: LeaseTerms, now_ns: int) -> bool:
+        """Return whether parks, in progress or possible now, could make room for an acquire."""
+        # A card that a lease must have alone is never emptied by parks: parked leases keep their contexts there.
+        if terms.exclusivity in ALONE or not self._store.parkable:
+            return False
+        able = [account for account in candidates if account.has_parkable_room(terms) and not account.exclusive_leases]
+        return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
+
+    def update(self, now_ns: int, out: list[Effect]) -> None:
+        """Park idle sessions for the first in line of each card. Called after every event."""
+        if not self._store.parkable or not len(self._store.queue):
+            return
+        served: set[str] = set()
+        again_ns: list[int] = []
+        for waiter in self._store.queue:
+            for account in waiter.candidates:
+                uuid = account.card.uuid
+                if uuid in served or account.exclusive_leases or waiter.acquire.terms.exclusivity in ALONE:
+                    continue
+                if waiter.returning is None and not account.has_parkable_room(waiter.acquire.terms):
+                    continue
+                victims = self._plan(account, waiter.needed_bytes(account), now_ns)
+                served.add(uuid)
+                if victims is None:
+                    again_ns += [due_ns for due_ns in self._free_times(account, now_ns) if due_ns > now_ns]
+                    continue
+                for lease in victims:
+                    self._park(lease, ParkCause.NEED, now_ns, out)
+                # One card is enough for it.
+                break
+        # What can't be parked yet may be later, without any other event.
+        if again_ns and (self._armed_ns is None or self._armed_ns <= now_ns or min(again_ns) < self._armed_ns):
+            self._armed_ns = min(again_ns)
+            out.append(ArmTimer(ParkTimerFired(), self._armed_ns))
+
+    def on_park_timer(self) -> None:
+        """Note that the node's timer fired; `update` looks again after every event, this one included."""
+        self._armed_ns = None
+
+    def _plan(self, account: CardAccount, needed_bytes: int, now_ns: int) -> list[Lease] | None:
+        """Return the sessions to park now so that a card will have room; None if no parks could make it."""
+        on_card = [lease for lease in self._store.parkable.values() if lease.card_uuid == account.card.uuid]
+        coming_bytes = sum(
+            lease.terms.size_bytes for lease in on_card if lease.park is not None and lease.park.is_leaving
+        )
+        missing_bytes = needed_bytes - account.free_bytes - coming_bytes
+        if missing_bytes <= 0:
+            # Nothing to do if it is the queue's order that it waits for, and not room.
+            return [] if coming_bytes else None
+        victims: list[Lease] = []
+        host_bytes = self._store.limits.park_memory_bytes - self._fixed_host_bytes()
+        resident = sorted((lease for lease in on_card if _is_resident(lease)), key=_used_ns)
+        parked_by_tenant: dict[str, int] = {}
+        for lease in resident:
+            if self._free_ns(lease) > now_ns or self._check_park(lease, now_ns) is not None:
+                continue
+            # Each was checked as if it were the only one: add up what they take together.
+            host_bytes -= _host_bytes(lease.terms)
+            parked_by_tenant[lease.tenant] = parked_by_tenant.get(lease.tenant, 0) + lease.terms.size_bytes
+            bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
+            mine = sum(one.terms.size_bytes for one in self._off_leases() if one.tenant == lease.tenant)
+            if host_bytes < 0 or (bound is not None and mine + parked_by_tenant[lease.tenant] > bound):
+                host_bytes += _host_bytes(lease.terms)
+                parked_by_tenant[lease.tenant] -= lease.terms.size_bytes
+                continue
+            victims.append(lease)
+            missing_bytes -= lease.terms.size_bytes
+            if missing_bytes <= 0:
+                return victims
+        return None
+
+    def _free_ns(self, lease: Lease) -> int:
+        """Return the time from which others' need for room may park a resident session."""
+        state = lease.park
+        stay_ns = self._store.limits.park_stay_ms * NS_PER_MS
+        return 0 if state is None else max(state.stays_until_ns, state.used_ns + stay_ns)
+
+    def _free_times(self, account: CardAccount, now_ns: int) -> Iterator[int]:
+        """Yield the times at which a card's sessions, or its pace, allow another park."""
+        if wait_ns := self._pace_wait_ns(account.card.uuid, now_ns):
+            yield now_ns + wait_ns
+        for lease in self._store.parkable.values():
+            if lease.card_uuid == account.card.uuid and _is_resident(lease):
+                yield self._free_ns(lease)
+
+    # --- a lease's life ---
+
+    def on_granted(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Begin to count the idle time of a lease."""
+        if lease.park is not None:
+            lease.park.used_ns = now_ns
+            lease.park.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
+            self._prepare_host(lease, out)
+            self._arm_idle(lease, out)
+
+    def on_generation(self, lease: Lease, out: list[Effect]) -> None:
+        """Arm the timer again for a new generation, whose number it must have."""
+        if (due_ns := park_due_ns(lease)) is not None:
+            self._arm(lease, due_ns, out)
+
+    def on_restored(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Have the worker of an earlier table's lease do what the record says; the lease is charged in full."""
+        state = lease.park
+        if state is None:
+            return
+        state.used_ns = now_ns
+        if state.parked_ns:
+            self._store.hold_host(lease, _host_bytes(lease.terms))
+            state.cause = ParkCause.ADOPTED
+            self._order(lease, state, now_ns, out)
+        else:
+            state.number = now_ns
+            self._order_return(lease, state, now_ns, out)
+
+    def end_with_lease(self, lease: Lease, out: list[Effect]) -> None:
+        """Answer what waits for the parking of a lease that was ended; its bytes come back with its worker's."""
+        state = lease.park
+        if state is None:
+            return
+        self._refuse_requests(lease, state, denials.lease_ended(lease.snapshot()), out)
+        if (waiter := self._store.queue.get(-lease.lease_id)) is not None:
+            self._store.queue.leave(waiter)
+            self._store.has_freed_room = True
+        # It no longer waits for warm contexts to leave; what it was charged goes back with its teardown.
+        self._store.account_by_uuid[lease.card_uuid].awaiting.pop(lease.lease_id, None)
+        state.is_awaited, state.due_ns = False, None
+
+    # --- shared steps ---
+
+    def _awaited(self, lease_id: int, number: int, phase: ParkPhase) -> Lease | None:
+        """Return the active lease of an answer that it awaits; None for an answer that is late."""
+        lease = self._store.parkable.get(lease_id)
+        if lease is None or lease.park is None or lease.state is not LeaseState.ACTIVE:
+            return None
+        return lease if lease.park.phase is phase and lease.park.number == number else None
+
+    def _off_leases(self) -> Iterator[Lease]:
+        """Yield the leases whose bytes are, or may be, in the host's memory."""
+        return (lease for lease in self._store.parkable.values() if lease.park is not None and lease.park.is_off)
+
+    def _fixed_host_bytes(self) -> int:
+        """Return the host memory that can't be taken from its sessions: all but what resident ones keep."""
+        resident = (lease.park for lease in self._store.parkable.values() if _is_resident(lease))
+        return self._store.parked_host_bytes - sum(state.host_bytes for state in resident if state is not None)
+
+    def _refuse_requests(self, lease: Lease, state: ParkState, denial: Denial, out: list[Effect]) -> None:
+        out.extend(Denied(request, denial) for request in state.requests)
+        state.requests.clear()
+
+    def _arm_idle(self, lease: Lease, out: list[Effect]) -> None:
+        if (due_ns := park_due_ns(lease)) is not None:
+            self._arm(lease, due_ns, out)
+
+    def _arm(self, lease: Lease, due_ns: int, out: list[Effect]) -> None:
+        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))
+
+
+def check_parkable(terms: LeaseTerms) -> Denial | None:
+    """Return the denial for an acquire whose terms can't be parkable; None if they can."""
+    if not terms.is_parkable:
+        return None
+    if terms.submit_bytes:
+        return denials.invalid(
+            "A parkable lease can't keep memory for submits.", "Ask for one of the two, or for two leases."
+        )
+    if terms.exclusivity in ALONE:
+        return denials.invalid(
+            "A lease that has its card to itself can't be parkable: nobody else could use what it leaves.",
+            "Leave out .parkable(), or ask for a lease that shares its card.",
+        )
+    return None
+
+
+def park_due_ns(lease: Lease) -> int | None:
+    """Return the time at which a lease's parking timer must act; None if it need not."""
+    state = lease.park
+    if state is None or lease.state is not LeaseState.ACTIVE:
+        return None
+    if state.phase is ParkPhase.RESIDENT:
+        return state.used_ns + lease.terms.park_idle_ms * NS_PER_MS if lease.terms.park_idle_ms else None
+    return state.due_ns
+
+
+def _is_resident(lease: Lease) -> bool:
+    state = lease.park
+    return state is not None and lease.state is LeaseState.ACTIVE and state.phase is ParkPhase.RESIDENT
+
+
+def _used_ns(lease: Lease) -> int:
+    return 0 if lease.park is None else lease.park.used_ns
+
+
+def _host_bytes(terms: LeaseTerms) -> int:
+    """Return the host memory that a session of these terms needs, in whole granules."""
+    return -(-terms.size_bytes // PARK_GRANULE_BYTES) * PARK_GRANULE_BYTES

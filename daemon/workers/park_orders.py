@@ -1,0 +1,164 @@
+"""Orders of the lease table about parking to the sessions' workers, the workers' answers, and who uses its session.
+
+A tenant may have compromised its worker. An answer counts only for the worker's own lease and with the number of the
+last order; its bytes are bounded by the lease's slice, and the card proves what it claims to have released.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from gpulease.daemon.contract import messages
+from gpulease.daemon.contract.control_page import Counter, sealed_memory
+from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
+from gpulease.daemon.host.periodic_task import PeriodicTask
+from gpulease.daemon.leases import (
+    DropParkMemory,
+    Event,
+    GiveParkMemory,
+    LeaseTable,
+    ParkSession,
+    RefuseReturn,
+    ReturnSession,
+    ReturnWanted,
+    SessionParked,
+    SessionParkRefused,
+    SessionReturned,
+    SessionReturnFailed,
+    SessionsUsed,
+)
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import log_event
+from gpulease.daemon.record.audit.records import clean_text
+from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
+from gpulease.protocol.time_units import NS_PER_MS
+
+USE_ROUND_S: Final = 0.25
+"""Seconds between two polls of who uses its parkable session. A poll reads some words of shared memory; a session is
+parked that much later than its idle time says."""
+
+PARK_MEMORY_GRANULE_BYTES: Final = 2 << 20
+"""Host memory for a session is a multiple of it, as its pages are."""
+
+_USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
+
+
+class ParkOrders:
+    """Delivers orders about parking to workers, and their answers to the lease table.
+
+    Args:
+        table: The lease table.
+        workers: The workers.
+        allowance_bytes: Bytes that a worker may hold in addition to its slice: its pages may exceed the slice by that.
+        post: Called with each answer, as an event.
+    """
+
+    def __init__(
+        self, table: LeaseTable, workers: Workers, allowance_bytes: int, post: Callable[[Event], None]
+    ) -> None:
+        self._table = table
+        self._workers = workers
+        self._allowance_bytes = allowance_bytes
+        self._post = post
+        # The counters of each watched session, as of the last poll.
+        self._uses: dict[int, tuple[int, ...]] = {}
+        self._rounds = PeriodicTask(self._poll_uses, USE_ROUND_S, self._on_fault)
+
+    def start(self) -> None:
+        """Poll from now on who uses its session; later calls do nothing."""
+        self._rounds.start()
+
+    async def stop(self) -> None:
+        await self._rounds.stop()
+
+    # --- orders ---
+
+    def give_memory(self, order: GiveParkMemory) -> None:
+        """Give a worker host memory for its session. Without memory it will refuse to park, and say so."""
+        most_bytes = order.host_bytes + self._allowance_bytes
+        size_bytes = -(-most_bytes // PARK_MEMORY_GRANULE_BYTES) * PARK_MEMORY_GRANULE_BYTES
+        # A sparse file: what the session does not fill takes no memory. It lives as long as the worker's mapping, so
+        # nothing of it is left after the worker, even if this process is killed.
+        with contextlib.suppress(OSError):
+            fd = sealed_memory("gpulease-park", size_bytes)
+            try:
+                self._send(order.lease_id, messages.ParkMemoryOrder(size_bytes), fd)
+            finally:
+                os.close(fd)
+
+    def drop_memory(self, order: DropParkMemory) -> None:
+        self._send(order.lease_id, messages.ParkMemoryOrder())
+
+    def park(self, order: ParkSession) -> None:
+        until_ns = time.monotonic_ns() + order.grace_ms * NS_PER_MS
+        if not self._send(order.lease_id, messages.ParkOrder(order.number, until_ns)):
+            self._post(SessionParkRefused(order.lease_id, order.number, "its worker takes no orders now"))
+
+    def bring_back(self, order: ReturnSession) -> None:
+        if not self._send(order.lease_id, messages.ReturnOrder(order.number)):
+            self._post(SessionReturnFailed(order.lease_id, order.number, "its worker takes no orders now"))
+
+    def refuse_return(self, order: RefuseReturn) -> None:
+        # A worker that does not get this asks again within a second.
+        self._send(order.lease_id, messages.RefuseReturn(order.number, order.reason))
+
+    def _send(self, lease_id: int, message: Message, fd: int = -1) -> bool:
+        """Send an order; return False if it can't be sent now. A lease without a worker needs no order."""
+        worker = self._workers.worker(lease_id)
+        if worker is None:
+            return True
+        try:
+            send_message(worker.channel, message.to_map(), (fd,) if fd >= 0 else ())
+        except BlockingIOError:
+            return False
+        except ChannelClosed:
+            # The zygote reports the worker's end, and the lease ends with it.
+            return True
+        return True
+
+    # --- answers ---
+
+    def on_message(self, lease_id: int, message: messages.ParkReport) -> None:
+        lease = self._table.get(lease_id)
+        if lease is None:
+            return
+        match message:
+            case messages.ParkedReport():
+                moved_bytes = min(message.moved_bytes, lease.size_bytes + self._allowance_bytes)
+                kept_bytes = min(message.kept_bytes, lease.size_bytes)
+                self._post(SessionParked(lease_id, message.number, moved_bytes, kept_bytes))
+            case messages.ParkRefusedReport():
+                reason = clean_text(message.reason, MAX_REASON_CHARS)
+                lacks_memory = message.why is messages.ParkRefusal.NO_MEMORY
+                self._post(SessionParkRefused(lease_id, message.number, reason, lacks_memory=lacks_memory))
+            case messages.ReturnWantedReport():
+                self._post(ReturnWanted(lease_id, message.number))
+            case messages.ReturnedReport():
+                moved_bytes = min(message.moved_bytes, lease.size_bytes + self._allowance_bytes)
+                self._post(SessionReturned(lease_id, message.number, moved_bytes))
+            case messages.ReturnFailedReport():
+                reason = clean_text(message.reason, MAX_REASON_CHARS)
+                self._post(SessionReturnFailed(lease_id, message.number, reason))
+
+    # --- use ---
+
+    async def _poll_uses(self) -> None:
+        used: list[int] = []
+        uses: dict[int, tuple[int, ...]] = {}
+        for lease_id in self._table.parking.watched():
+            worker = self._workers.worker(lease_id)
+            if worker is None:
+                continue
+            uses[lease_id] = tuple(worker.page.counter(one) for one in _USES)
+            # A kernel that runs for long is a use, too.
+            if uses[lease_id] != self._uses.get(lease_id) or worker.page.counter(Counter.KERNEL_SINCE_NS):
+                used.append(lease_id)
+        self._uses = uses
+        if used:
+            self._post(SessionsUsed(tuple(used)))
+
+    def _on_fault(self, error: Exception) -> None:
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="polling who uses its session")

@@ -1,0 +1,274 @@
+"""Parked sessions: their bytes leave the card and come back, whatever happens to the broker or the worker meanwhile."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gpulease.client import (
+    Busy,
+    CapacityExceeded,
+    GpuBuilder,
+    GpuExclusivityClass,
+    GpuLease,
+    GpuSession,
+    LeaseExpired,
+    NotFound,
+    Revoked,
+    Unsupported,
+)
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
+from helpers.daemon import Daemon
+from helpers.lasting import LastingDaemon
+from helpers.waiting import wait_until
+
+MIB = 1 << 20
+SLICE = 60 * MIB
+CONFIG = """
+[limits]
+park_memory = "4GiB"
+overcommit = 4.0
+park_stay_ms = 100
+"""
+
+
+@pytest.fixture
+def node() -> Iterator[Daemon]:
+    """A card that holds three such slices at a time."""
+    daemon = Daemon(vram=("200MiB",), config=CONFIG)
+    try:
+        daemon.wait_until_it_answers()
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+@pytest.fixture
+def lasting() -> Iterator[LastingDaemon]:
+    node = LastingDaemon(vram=("200MiB",), config=CONFIG)
+    try:
+        node.start()
+        yield node
+    finally:
+        node.stop()
+
+
+def parkable(
+    address: str, *, idle_s: float = 0, size: int = SLICE, seconds: float = 120, wait_s: float = 0
+) -> GpuLease:
+    builder = GpuBuilder(address).min_vram(size).lease_secs(seconds).timeout(wait_s).parkable(idle_s)
+    return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()
+
+
+def row(address: str, lease: GpuLease) -> dict[str, Any]:
+    found: dict[str, Any] = ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), address).report
+    return found
+
+
+def place(address: str, lease: GpuLease) -> str:
+    """Where a lease's session is."""
+    return str(row(address, lease)["park"]["phase"])
+
+
+def is_parked(address: str, lease: GpuLease) -> Callable[[], bool]:
+    return lambda: place(address, lease) == "parked"
+
+
+def available(address: str) -> int:
+    cards = ask(Opcode.GET_INVENTORY, Empty(), address).details
+    return int(cards[0]["available_bytes"])
+
+
+@dataclass
+class Filled:
+    """A buffer that fills half of the slice, every word of it the mark."""
+
+    session: GpuSession
+    mark: int
+
+    def __post_init__(self) -> None:
+        self.buffer = self.session.mem_alloc(SLICE // 2)
+        self.session.mem_write(self.buffer, 0, self._bytes)
+
+    @property
+    def _bytes(self) -> bytes:
+        return self.mark.to_bytes(4, "little") * (SLICE // 8)
+
+    def touch(self) -> None:
+        self.session.mem_read(self.buffer, 0, 4)
+
+    def check(self) -> None:
+        assert bytes(self.session.mem_read(self.buffer, 0, SLICE // 2)) == self._bytes, "wrong bytes"
+
+
+def test_a_parked_sessions_bytes_are_the_cards_until_the_next_operation(node: Daemon) -> None:
+    with parkable(node.address) as lease, GpuSession(lease) as session:
+        buffer = Filled(session, 7)
+        address, before = buffer.buffer.handle, available(node.address)
+        assert lease.park() >= SLICE // 2
+        assert available(node.address) == before + SLICE
+        shown = row(node.address, lease)["park"]
+        assert (shown["phase"], shown["moved_bytes"] >= SLICE // 2, shown["cause"]) == ("parked", True, "tenant")
+        buffer.check()
+        assert (buffer.buffer.handle, place(node.address, lease)) == (address, "resident")
+        assert available(node.address) == before
+
+
+def test_two_sessions_take_turns_on_a_card_that_holds_one(node: Daemon) -> None:
+    with GpuBuilder(node.address).min_vram(90 * MIB).lease_secs(120).acquire():
+        leases = [parkable(node.address, wait_s=20) for _ in range(2)]
+        sessions = [GpuSession(lease) for lease in leases[:1]]
+        buffers = [Filled(sessions[0], 1)]
+        sessions.append(GpuSession(leases[1]))
+        buffers.append(Filled(sessions[1], 2))
+        for _ in range(3):
+            for buffer in buffers:
+                time.sleep(0.5)
+                buffer.check()
+        for session, lease in zip(sessions, leases, strict=True):
+            session.close()
+            lease.free()
+
+
+def test_an_idle_session_is_parked_and_said_to_be(node: Daemon) -> None:
+    with parkable(node.address, idle_s=0.3) as lease, GpuSession(lease) as session:
+        buffer = Filled(session, 3)
+        wait_until(is_parked(node.address, lease), "the idle session is parked")
+        assert row(node.address, lease)["park"]["cause"] == "idle"
+        buffer.check()
+        wait_until(is_parked(node.address, lease), "it is parked again")
+    assert "lease.parked" in node.log() or "is in the host's memory" in node.log()
+
+
+def test_who_may_park_and_what_can_not_be_parked(node: Daemon) -> None:
+    with GpuBuilder(node.address).min_vram(SLICE).acquire() as fixed, pytest.raises(Unsupported):
+        fixed.park()
+    with parkable(node.address) as lease:
+        answer = ask(Opcode.LEASE_PARK, LeaseRef(lease.lease_id), node.address)
+        assert answer.lease_id == lease.lease_id
+        wait_until(is_parked(node.address, lease), "an operator has parked it")
+    with pytest.raises(NotFound):
+        ask(Opcode.LEASE_PARK, LeaseRef(12345), node.address)
+
+
+def test_a_full_host_refuses_and_the_session_stays(node: Daemon) -> None:
+    daemon = Daemon(vram=("200MiB",), config='[limits]\npark_memory = "10MiB"\n')
+    try:
+        daemon.wait_until_it_answers()
+        with parkable(daemon.address) as lease, GpuSession(lease) as session:
+            buffer = Filled(session, 4)
+            with pytest.raises(CapacityExceeded, match="host memory"):
+                lease.park()
+            buffer.check()
+    finally:
+        daemon.stop()
+
+
+def test_a_return_without_room_is_busy_and_loses_nothing(node: Daemon) -> None:
+    with parkable(node.address) as lease, GpuSession(lease) as session:
+        buffer = Filled(session, 5)
+        lease.park()
+        other = GpuBuilder(node.address).min_vram(150 * MIB).lease_secs(120).acquire()
+        with other, pytest.raises(Busy, match="parked"):
+            buffer.touch()
+        buffer.check()
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired", "dropped"])
+def test_the_end_of_a_parked_lease_gives_the_hosts_memory_back(node: Daemon, end: str) -> None:
+    lease = parkable(node.address, seconds=3 if end == "expired" else 120)
+    session = GpuSession(lease)
+    buffer = Filled(session, 6)
+    lease.park()
+    if end == "revoked":
+        revoke(node.address, lease)
+    elif end == "dropped":
+        lease.free()
+    if end != "dropped":
+        with pytest.raises((Revoked, LeaseExpired)):
+            park_for_ever(lease, buffer)
+    wait_until(lambda: host_bytes(node.address) == 0, "the host's memory is given back")
+    wait_until(lambda: not node.has_worker(lease.lease_id), "its worker is gone")
+
+
+def revoke(address: str, lease: GpuLease) -> None:
+    ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "maintenance"), address)
+
+
+def park_for_ever(lease: GpuLease, buffer: Filled) -> None:
+    while True:
+        time.sleep(0.1)
+        buffer.touch()
+        suppressed_busy(lease.park)
+
+
+def suppressed_busy(call: Callable[[], object]) -> None:
+    with contextlib.suppress(Busy):
+        call()
+
+
+def host_bytes(address: str) -> int:
+    cards = ask(Opcode.GET_INVENTORY, Empty(), address).details
+    return int(cards[0]["park_host_bytes"])
+
+
+def test_a_waiting_operation_hears_of_a_revocation(node: Daemon) -> None:
+    lease = parkable(node.address, wait_s=60)
+    with GpuSession(lease) as session:
+        buffer = Filled(session, 6)
+        lease.park()
+        with GpuBuilder(node.address).min_vram(150 * MIB).lease_secs(120).acquire():
+            threading.Timer(0.5, revoke, (node.address, lease)).start()
+            begun = time.monotonic()
+            with pytest.raises(Revoked):
+                buffer.touch()
+            assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("step", ["resident", "parked", "parking"])
+def test_a_broker_that_is_killed_finds_the_session_again(lasting: LastingDaemon, step: str) -> None:
+    lease = parkable(lasting.address)
+    session = GpuSession(lease)
+    buffer = Filled(session, 8)
+    if step == "parked":
+        lease.park()
+    elif step == "parking":
+        threading.Thread(target=lambda: suppressed(lease.park), daemon=True).start()
+    lasting.restart()
+    if step == "parked":
+        wait_until(is_parked(lasting.address, lease), "the new broker finds it parked")
+        assert host_bytes(lasting.address) > 0
+    buffer.check()
+    assert place(lasting.address, lease) == "resident"
+    lease.park()
+    buffer.check()
+    session.close()
+    lease.free()
+
+
+def suppressed(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:
+        return
+
+
+@pytest.mark.parametrize("step", ["resident", "parked"])
+def test_a_worker_that_is_killed_ends_its_lease_once(lasting: LastingDaemon, step: str) -> None:
+    lease = parkable(lasting.address)
+    session = GpuSession(lease)
+    Filled(session, 9)
+    if step == "parked":
+        lease.park()
+    os.kill(lasting.now.worker_pid(lease.lease_id), signal.SIGKILL)
+    wait_until(lambda: row(lasting.address, lease)["state"] == "torndown", "the lease has ended")
+    assert host_bytes(lasting.address) == 0
+    assert lasting.now.log().count("lease memory proved free") <= 1

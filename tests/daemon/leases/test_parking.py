@@ -1,0 +1,405 @@
+"""Parking: who may park what, whose bytes are granted to whom, and what a return waits for."""
+
+import pytest
+
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    ArmTimer,
+    Card,
+    CoreLimits,
+    DenialReason,
+    Denied,
+    DropParkMemory,
+    GiveParkMemory,
+    Granted,
+    LeaseEnded,
+    LeaseParked,
+    LeaseRestored,
+    LeaseReturned,
+    LeaseTerms,
+    ParkCause,
+    ParkFailed,
+    ParkPhase,
+    ParkRequested,
+    ParkSession,
+    ParkTimerFired,
+    ProveRegion,
+    RefuseReturn,
+    RegionProved,
+    RegionRequested,
+    ResizeRequested,
+    ReturnSession,
+    ReturnWanted,
+    RevokeRequested,
+    SessionParkDone,
+    SessionParked,
+    SessionParkRefused,
+    SessionReturned,
+    SessionReturnFailed,
+    SessionsUsed,
+    SpawnWorker,
+    TimerFired,
+    TimerKind,
+    WaitTimerFired,
+    WorkerReady,
+)
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.protocol.opcodes import Exclusivity
+
+from .scenario import S, Scenario, card, denied, end, kinds, one, placed
+
+GRANULE = 2 << 20
+HOST = 8 * GRANULE
+LIMITS = CoreLimits(park_memory_bytes=HOST, overcommit=4.0)
+
+
+def scenario(limits: CoreLimits = LIMITS, capacity: int = 110) -> Scenario:
+    return Scenario(card(capacity=capacity), limits=limits)
+
+
+def number_of(s: Scenario, lease_id: int) -> int:
+    state = s.table._store.parkable[lease_id].park
+    assert state is not None
+    return state.number
+
+
+def phase(s: Scenario, lease_id: int) -> ParkPhase:
+    found = s.table.parking.of(lease_id)
+    assert found is not None
+    return found.phase
+
+
+def parked(s: Scenario, lease_id: int, *, kept: int = 0) -> list[object]:
+    """Have the tenant park the lease, the worker answer and the card prove."""
+    effects: list[object] = list(s.do(ParkRequested(lease_id + 3000, lease_id, "ann")))
+    effects += s.do(SessionParked(lease_id, number_of(s, lease_id), 20, kept))
+    return effects + s.do(RegionProved(lease_id))
+
+
+def test_a_tenant_parks_its_session_and_the_card_has_the_bytes_back() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    ordered = one(s.do(ParkRequested(7, 1, "ann")), ParkSession)
+    assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.PARKING, 70)
+    assert s.do(SessionParked(1, ordered.number, 60)) == [ProveRegion(1, 1, "GPU-a", 10)]
+    assert s.card().held_bytes == 70, "the worker's word is no proof"
+    effects = s.do(RegionProved(1))
+    assert kinds(effects) == [LeaseParked, SessionParkDone]
+    assert one(effects, SessionParkDone) == SessionParkDone(7, s.lease(1), 60)
+    assert (phase(s, 1), s.card().held_bytes, s.card().available_bytes) == (ParkPhase.PARKED, 10, 90)
+
+
+def test_what_the_worker_keeps_stays_charged() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    parked(s, 1, kept=15)
+    assert s.card().held_bytes == 25
+
+
+def test_the_next_operation_brings_it_back() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    parked(s, 1)
+    number = number_of(s, 1)
+    effects = s.at(3).do(ReturnWanted(1, number))
+    assert effects == [ReturnSession(1, number)]
+    assert s.card().held_bytes == 70, "charged before the worker takes a byte"
+    returned = one(s.do(SessionReturned(1, number, 60)), LeaseReturned)
+    assert (returned.parked_for_ns, phase(s, 1)) == (3 * S, ParkPhase.RESIDENT)
+
+
+def test_an_operation_that_comes_before_the_proof_needs_no_room() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.do(ParkRequested(7, 1, "ann"))
+    number = number_of(s, 1)
+    s.do(SessionParked(1, number, 60))
+    effects = s.do(ReturnWanted(1, number))
+    assert kinds(effects) == [Denied, ReturnSession]
+    assert s.do(RegionProved(1)) == [], "a proof that comes late frees nothing"
+    assert s.card().held_bytes == 70
+
+
+def test_a_refused_park_changes_nothing() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.do(ParkRequested(7, 1, "ann"))
+    effects = s.do(SessionParkRefused(1, number_of(s, 1), "a kernel of it still runs"))
+    assert kinds(effects) == [ParkFailed, Denied]
+    assert denied(effects).reason is DenialReason.BUSY
+    assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.RESIDENT, 70)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "is_operator", "reason"),
+    [("ann", False, None), ("bob", True, None), ("bob", False, DenialReason.NOT_FOUND)],
+)
+def test_the_tenant_and_operators_may_park(tenant: str, is_operator: bool, reason: DenialReason | None) -> None:
+    s = scenario()
+    s.active(1, 20, park_idle_ms=0)
+    effects = s.do(ParkRequested(7, 1, tenant, is_operator))
+    if reason is None:
+        one(effects, ParkSession)
+        s.do(SessionParked(1, number_of(s, 1), 20))
+        cause = ParkCause.TENANT if tenant == "ann" else ParkCause.OPERATOR
+        assert one(s.do(RegionProved(1)), LeaseParked).cause is cause
+    else:
+        assert denied(effects).reason is reason
+
+
+def test_leases_that_are_not_parkable_stay_on_their_cards() -> None:
+    s = scenario()
+    s.active(1)
+    assert denied(s.do(ParkRequested(7, 1, "ann"))).reason is DenialReason.UNSUPPORTED
+    assert denied(s.acquire(2, park_idle_ms=0, submit_bytes=5)).reason is DenialReason.INVALID_REQUEST
+    alone = s.acquire(3, park_idle_ms=0, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)
+    assert denied(alone).reason is DenialReason.INVALID_REQUEST
+
+
+def test_a_node_without_park_memory_parks_nothing() -> None:
+    s = scenario(CoreLimits())
+    s.active(1, park_idle_ms=1000)
+    denial = denied(s.do(ParkRequested(7, 1, "ann")))
+    assert (denial.reason, "park_memory" in denial.hint) == (DenialReason.UNSUPPORTED, True)
+    s.at(1.5).fire(1, TimerKind.PARK)
+    assert phase(s, 1) is ParkPhase.RESIDENT
+
+
+def test_a_full_host_refuses_and_says_so() -> None:
+    s = scenario(CoreLimits(park_memory_bytes=GRANULE, overcommit=4.0))
+    s.active(1, park_idle_ms=0)
+    s.active(2, park_idle_ms=0)
+    parked(s, 1)
+    assert s.table.parking.host_bytes() == (GRANULE, GRANULE)
+    denial = denied(s.do(ParkRequested(7, 2, "ann")))
+    assert (denial.reason, "0 bytes" in denial.message) == (DenialReason.CAPACITY_EXCEEDED, True)
+
+
+def test_memory_that_a_session_on_the_card_only_keeps_goes_to_another_ones_park() -> None:
+    s = scenario(CoreLimits(park_memory_bytes=GRANULE, overcommit=4.0))
+    assert GiveParkMemory(1, GRANULE) in s.do(
+        AcquireRequested(1, "ann", 1, LeaseTerms(20, 9000, park_idle_ms=0))
+    ) + s.do(WorkerReady(1))
+    s.active(2, park_idle_ms=0)
+    effects = s.do(ParkRequested(7, 2, "ann"))
+    assert effects[:2] == [DropParkMemory(1), GiveParkMemory(2, GRANULE)]
+    one(effects, ParkSession)
+
+
+def test_a_tenants_quota_of_parked_bytes() -> None:
+    rules = TenantRules(default=TenantLimits(max_parked_bytes=30))
+    s = scenario(CoreLimits(park_memory_bytes=HOST, overcommit=4.0, tenants=rules))
+    s.active(1, park_idle_ms=0)
+    s.active(2, park_idle_ms=0)
+    parked(s, 1)
+    assert denied(s.do(ParkRequested(7, 2, "ann"))).reason is DenialReason.LIMIT
+
+
+def test_idleness_parks_a_session_and_use_postpones_it() -> None:
+    s = scenario()
+    s.active(1, park_idle_ms=2000)
+    s.at(1.5).do(SessionsUsed((1,)))
+    assert s.at(0.5).fire(1, TimerKind.PARK) == [ArmTimer(_park_timer(1), s.now_ns + int(1.5 * S))]
+    effects = s.at(1.5).fire(1, TimerKind.PARK)
+    one(effects, ParkSession)
+    s.do(SessionParked(1, number_of(s, 1), 20))
+    assert one(s.do(RegionProved(1)), LeaseParked).cause is ParkCause.IDLE
+
+
+def _park_timer(lease_id: int, generation: int = 1) -> TimerFired:
+    return TimerFired(lease_id, generation, TimerKind.PARK)
+
+
+def test_a_grant_without_room_parks_the_session_used_least_recently() -> None:
+    s = scenario()
+    s.active(1, 40, park_idle_ms=0)
+    s.active(2, 40, park_idle_ms=0)
+    s.at(2).do(SessionsUsed((1,)))
+    s.at(2)
+    effects = s.acquire(3, 40)
+    assert one(effects, ParkSession).lease_id == 2
+    s.do(SessionParked(2, number_of(s, 2), 40))
+    assert placed(s.do(RegionProved(2))) == [(3, "GPU-a")]
+    assert phase(s, 1) is ParkPhase.RESIDENT
+
+
+def test_a_session_in_use_is_not_parked_for_others_until_it_rests() -> None:
+    s = scenario()
+    s.active(1, 80, park_idle_ms=0)
+    s.at(5).do(SessionsUsed((1,)))
+    assert denied(s.acquire(2, 40)).reason is DenialReason.CAPACITY_EXCEEDED
+    effects = s.acquire(3, 40, wait_ms=5000)
+    due_ns = next(e.due_ns for e in effects if isinstance(e, ArmTimer) and isinstance(e.event, ParkTimerFired))
+    assert due_ns == s.now_ns + S
+    assert one(s.at(1).do(ParkTimerFired()), ParkSession).lease_id == 1
+
+
+def test_a_return_without_room_parks_another_and_both_wait_in_one_queue() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    parked(s, 1)
+    s.active(2, 60, park_idle_ms=0)
+    s.at(3)
+    number = number_of(s, 1)
+    effects = s.do(ReturnWanted(1, number))
+    assert one(effects, ParkSession).lease_id == 2
+    # An acquire that would fit joins behind the session that waits.
+    s.do(SessionParked(2, number_of(s, 2), 60))
+    assert one(s.do(RegionProved(2)), ReturnSession).lease_id == 1
+    assert s.card().held_bytes == 80
+
+
+def test_a_return_that_finds_no_room_in_time_is_refused_and_nothing_is_lost() -> None:
+    s = scenario()
+    s.acquire(1, 60, park_idle_ms=0, wait_ms=20_000, ttl_ms=60_000)
+    s.do(WorkerReady(1))
+    parked(s, 1)
+    s.active(2, 80, ttl_ms=60_000)
+    assert ArmTimer(WaitTimerFired(-1), s.now_ns + 20 * S) in s.do(ReturnWanted(1, number_of(s, 1)))
+    effects = s.at(20).do(WaitTimerFired(-1))
+    assert kinds(effects) == [RefuseReturn, ParkFailed]
+    assert phase(s, 1) is ParkPhase.PARKED
+    end(s, 2)
+    assert s.do(ReturnWanted(1, number_of(s, 1))) == [ReturnSession(1, number_of(s, 1))]
+
+
+def test_a_failed_return_keeps_the_session_parked_and_proves_the_card_again() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    parked(s, 1)
+    number = number_of(s, 1)
+    s.do(ReturnWanted(1, number))
+    effects = s.do(SessionReturnFailed(1, number, "the address was refused"))
+    assert kinds(effects) == [ParkFailed, RefuseReturn, ProveRegion]
+    assert s.card().held_bytes == 70
+    assert kinds(s.do(RegionProved(1))) == []
+    assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.PARKED, 10)
+    # A later operation asks again.
+    assert s.do(ReturnWanted(1, number)) == [ReturnSession(1, number)]
+
+
+def test_overcommit_bounds_the_parkable_slices_of_a_card() -> None:
+    s = scenario(CoreLimits(park_memory_bytes=HOST))
+    s.active(1, 60, park_idle_ms=0)
+    parked(s, 1)
+    assert denied(s.acquire(2, 60, park_idle_ms=0)).reason is DenialReason.CAPACITY_EXCEEDED
+    # A lease that is not parkable has its own guarantee: the bytes are free.
+    s.active(3, 60)
+
+
+def test_a_card_has_a_bounded_rate_of_parks() -> None:
+    s = scenario(CoreLimits(park_memory_bytes=HOST, parks_per_minute=1, overcommit=4.0))
+    s.active(1, 20, park_idle_ms=0, ttl_ms=500_000)
+    for _ in range(32):
+        parked(s, 1)
+        s.do(ReturnWanted(1, number_of(s, 1)))
+        s.do(SessionReturned(1, number_of(s, 1), 20))
+    assert denied(s.do(ParkRequested(7, 1, "ann"))).reason is DenialReason.RATE
+    one(s.at(60).do(ParkRequested(8, 1, "ann")), ParkSession)
+
+
+def test_what_a_parked_session_can_not_have() -> None:
+    s = scenario()
+    s.active(1, 40, park_idle_ms=0)
+    s.region(100, 4)
+    assert denied(s.do(ParkRequested(7, 1, "ann"))).reason is DenialReason.BUSY
+    s.active(2, 20, park_idle_ms=0)
+    parked(s, 2)
+    assert denied(s.do(ResizeRequested(8, 2, "ann", 30))).reason is DenialReason.BUSY
+    # A region is opened by the worker once it has asked for the session's return.
+    s.do(RegionRequested(9, 2, 101, "ann", "ann", 4, 5000, 1))
+    assert s.do(ReturnWanted(2, number_of(s, 2))) == [ReturnSession(2, number_of(s, 2))]
+
+
+@pytest.mark.parametrize("step", ["parking", "proving", "parked", "waiting", "returning"])
+def test_a_revoke_ends_the_lease_in_every_step_once(step: str) -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    steps = ["parking", "proving", "parked", "waiting", "returning"]
+    at = steps.index(step)
+    s.do(ParkRequested(7, 1, "ann"))
+    if at >= 1:
+        s.do(SessionParked(1, number_of(s, 1), 60))
+    if at >= 2:
+        s.do(RegionProved(1))
+    if step == "waiting":
+        s.active(2, 80)
+    if at >= 3:
+        s.do(ReturnWanted(1, number_of(s, 1)))
+    s.do(RevokeRequested(8, 1, "maintenance"))
+    s.fire(1, TimerKind.GRACE)
+    ended = s.gone(1)
+    one(ended, LeaseEnded)
+    assert s.table.parking.host_bytes() == (0, HOST)
+    assert s.card().held_bytes == (90 if step == "waiting" else 0)
+    assert not s.table.waiting()
+
+
+def test_a_restored_session_is_charged_in_full_until_its_worker_has_shown_where_it_is() -> None:
+    first = scenario()
+    first.active(1, 60, park_idle_ms=5000, ttl_ms=60_000)
+    parked(first, 1)
+    kept = first.table.lease_row(1)
+    assert kept is not None
+    assert kept.parked_ns == first.now_ns
+    s = scenario()
+    s.now_ns = first.now_ns + S
+    effects = s.do(LeaseRestored(kept, has_worker=True, has_session=True))
+    assert s.card().held_bytes == 70
+    order = one(effects, ParkSession)
+    s.do(SessionParked(1, order.number, 60))
+    assert kinds(s.do(RegionProved(1))) == [], "the earlier daemon has recorded the park"
+    assert s.card().held_bytes == 10
+    snapshot = s.table.parking.of(1)
+    assert snapshot is not None
+    assert snapshot.parked_ns == first.now_ns
+
+
+def test_a_restored_session_whose_park_was_not_on_record_returns_when_it_asks() -> None:
+    first = scenario()
+    first.active(1, 60, park_idle_ms=0, ttl_ms=60_000)
+    first.do(ParkRequested(7, 1, "ann"))
+    old = number_of(first, 1)
+    kept = first.table.lease_row(1)
+    assert kept is not None
+    assert kept.parked_ns == 0
+    s = scenario()
+    s.now_ns = first.now_ns + S
+    order = one(s.do(LeaseRestored(kept, has_worker=True, has_session=True)), ReturnSession)
+    assert s.do(ReturnWanted(1, old)) == [ReturnSession(1, old)]
+    assert order.number != old
+    s.do(SessionReturned(1, old, 60))
+    assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.RESIDENT, 70)
+
+
+def test_a_wait_of_none_waits_for_parks_only() -> None:
+    s = scenario()
+    s.active(1, 80, park_idle_ms=0)
+    effects = s.at(2).acquire(2, 60)
+    one(effects, ParkSession)
+    effects = s.do(SessionParkRefused(1, number_of(s, 1), "a kernel of it still runs"))
+    assert not any(isinstance(effect, Granted | SpawnWorker) for effect in effects)
+    assert denied(s.at(10).do(WaitTimerFired(1002))).reason is DenialReason.CAPACITY_EXCEEDED
+
+
+def test_a_park_that_overtakes_the_return_follows_it() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    parked(s, 1)
+    number = number_of(s, 1)
+    s.do(ReturnWanted(1, number))
+    assert s.do(ParkRequested(8, 1, "ann")) == []
+    assert kinds(s.do(SessionReturned(1, number, 60)))[:2] == [LeaseReturned, ParkSession]
+    s.do(SessionParked(1, number_of(s, 1), 60))
+    assert one(s.do(RegionProved(1)), SessionParkDone).request == 8
+
+
+def test_a_card_that_pins_host_memory_charges_its_page_tables() -> None:
+    gib = 1 << 30
+    pinning = Card("GPU-a", 0, "Test Card", 64 * gib, gib, pins_host_memory=True)
+    s = Scenario(pinning, limits=CoreLimits(park_memory_bytes=64 * gib))
+    s.active(1, 16 * gib, park_idle_ms=0)
+    assert s.card().held_bytes == 17 * gib + 16 * GRANULE
+    s.do(ParkRequested(7, 1, "ann"))
+    effects = s.do(SessionParked(1, number_of(s, 1), 16 * gib))
+    assert one(effects, ProveRegion).allowed_bytes == gib + 16 * GRANULE

@@ -1,0 +1,388 @@
+"""Parking against workers that are slow, refuse, die and lose their broker, judged by the bytes that are really there.
+
+Each simulated worker knows where its session is. The node's truth is the sum of what the workers have on the card. No
+order of events may let that sum exceed the card, answer a request twice or never, or leave host memory behind.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    ArmTimer,
+    Card,
+    CoreLimits,
+    Denied,
+    DropParkMemory,
+    Effect,
+    Event,
+    FreeRequested,
+    GiveParkMemory,
+    Granted,
+    KillWorker,
+    LeaseEnded,
+    LeaseParked,
+    LeaseRestored,
+    LeaseReturned,
+    LeaseState,
+    LeaseTable,
+    LeaseTerms,
+    ParkRequested,
+    ParkSession,
+    PoolTimerFired,
+    ProveReclaimed,
+    ProveRegion,
+    ReclaimProved,
+    RefuseReturn,
+    RegionProved,
+    RenameWorker,
+    RenewRequested,
+    ReturnSession,
+    ReturnWanted,
+    RevokeRequested,
+    SessionParkDone,
+    SessionParked,
+    SessionParkRefused,
+    SessionReturned,
+    SessionReturnFailed,
+    SessionsUsed,
+    ShutdownRequested,
+    SpawnWorker,
+    TimerEvent,
+    WarmUp,
+    WorkerExited,
+    WorkerFound,
+    WorkerReady,
+)
+from gpulease.protocol.opcodes import Exclusivity
+
+from .disk import Disk
+
+MS = 1_000_000
+CARD = Card("GPU-a", 0, "Card", 1000, 50)
+GRANULE = 2 << 20
+LIMITS = CoreLimits(
+    max_ttl_s=600,
+    max_leases=20,
+    park_memory_bytes=4 * GRANULE,
+    overcommit=3.0,
+    park_stay_ms=500,
+    session_timeout_s=2,
+    max_hold_back_s=1,
+    spawn_timeout_s=3,
+    reclaim_timeout_s=60,
+)
+ANY = st.integers(0, 1 << 16)
+
+
+@dataclass
+class ModelWorker:
+    """A worker process: what it has on the card, the orders in its channel, and the park that it is in."""
+
+    worker_id: int
+    size: int = 0
+    on_card: bool = True
+    park: int = 0
+    has_memory: bool = False
+    waits: bool = False
+    orders: list[Effect] = field(default_factory=list)
+    answers: list[Event] = field(default_factory=list)
+
+    @property
+    def bytes_on_card(self) -> int:
+        return CARD.overhead_bytes + (self.size if self.on_card else 0)
+
+
+class ParkingAnyOrder(RuleBasedStateMachine):
+    @initialize(warm=st.sampled_from([0, 2]))
+    def begin(self, warm: int) -> None:
+        self.warm = warm
+        self.table = LeaseTable([CARD], LIMITS, warm)
+        self.disk = Disk()
+        self.now_ns = 10_000 * MS
+        self.workers: dict[int, ModelWorker] = {}
+        self.dead: dict[int, int] = {}
+        self.timers: list[tuple[int, TimerEvent]] = []
+        self.kills: list[int] = []
+        self.proofs: list[ProveRegion] = []
+        self.open: set[int] = set()
+        self.ended: dict[int, int] = {}
+        self.records: dict[int, list[type]] = {}
+        self.number = 0
+        self.send(PoolTimerFired())
+
+    # --- the shell ---
+
+    def send(self, event: Event) -> list[Effect]:
+        before = self.table.charges()
+        effects = self.table.handle(event, self.now_ns)
+        self.table.validate()
+        if not isinstance(event, LeaseRestored | WorkerFound):
+            self.table.validate_charges(before)
+        self.disk.saw(event, effects, self.table)
+        # What is lost with the last rows: nobody was told of it, so the next daemon may report it again.
+        self.before_last = dict(self.ended), {lease_id: list(kinds) for lease_id, kinds in self.records.items()}
+        for effect in effects:
+            self.execute(effect)
+        return effects
+
+    def execute(self, effect: Effect) -> None:
+        match effect:
+            case ArmTimer(event, due_ns):
+                self.timers.append((due_ns, event))
+            case SpawnWorker(lease_id=lease_id, terms=terms):
+                worker = self.workers.setdefault(lease_id, ModelWorker(lease_id))
+                worker.size = terms.size_bytes
+                worker.answers.append(WorkerReady(lease_id))
+            case WarmUp(warm_id=warm_id):
+                self.workers[warm_id] = ModelWorker(warm_id, answers=[WorkerReady(warm_id)])
+            case RenameWorker(from_id, to_id):
+                if from_id in self.workers:
+                    renamed = self.workers[to_id] = self.workers.pop(from_id)
+                    renamed.worker_id, renamed.answers = to_id, []
+            case KillWorker(worker_id):
+                self.kills.append(worker_id)
+            case ProveReclaimed(worker_id=worker_id):
+                self.kills.append(-worker_id)
+            case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
+                if lease_id in self.workers:
+                    self.workers[lease_id].orders.append(effect)
+            case RefuseReturn(lease_id):
+                if lease_id in self.workers:
+                    self.workers[lease_id].orders.append(effect)
+            case ProveRegion():
+                self.proofs = [one for one in self.proofs if one.region_id != effect.region_id] + [effect]
+            case LeaseEnded(lease):
+                self.ended[lease.lease_id] = self.ended.get(lease.lease_id, 0) + 1
+            case LeaseParked(lease) | LeaseReturned(lease):
+                self.records.setdefault(lease.lease_id, []).append(type(effect))
+        request = getattr(effect, "request", None)
+        if isinstance(effect, Granted | Denied | SessionParkDone) and request in self.open:
+            self.open.discard(request)
+        elif isinstance(effect, SessionParkDone):
+            raise AssertionError(f"request {request} was answered twice")
+
+    def ask(self, event: Event) -> None:
+        self.open.add(self.number)
+        self.send(event)
+
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
+
+    def some(self, pick: int) -> ModelWorker | None:
+        workers = [worker for worker in self.workers.values() if worker.size]
+        return workers[pick % len(workers)] if workers else None
+
+    def obey(self, worker: ModelWorker, luck: int) -> None:
+        """Have a worker carry out its next order, as its session does."""
+        match worker.orders.pop(0):
+            case GiveParkMemory():
+                worker.has_memory = worker.has_memory or worker.on_card
+            case DropParkMemory():
+                worker.has_memory = worker.has_memory and not worker.on_card
+            case ParkSession(lease_id, number):
+                if worker.on_card and (not worker.has_memory or luck % 5 == 1):
+                    lacks = not worker.has_memory
+                    worker.answers.append(SessionParkRefused(lease_id, number, "it runs", lacks_memory=lacks))
+                    return
+                worker.on_card, worker.park = False, number
+                worker.answers.append(SessionParked(lease_id, number, worker.size))
+            case ReturnSession(lease_id, number):
+                if worker.on_card:
+                    worker.answers.append(SessionReturned(lease_id, number, 0))
+                elif number != worker.park:
+                    return
+                elif luck % 7 == 1:
+                    worker.answers.append(SessionReturnFailed(lease_id, number, "the address was refused"))
+                else:
+                    worker.on_card, worker.park, worker.waits = True, 0, False
+                    worker.answers.append(SessionReturned(lease_id, number, worker.size))
+            case RefuseReturn(number=number):
+                worker.waits = worker.waits and number != worker.park
+
+    def reap(self, worker_id: int) -> None:
+        if worker_id in self.workers:
+            del self.workers[worker_id]
+        self.proofs = [one for one in self.proofs if one.lease_id != worker_id]
+        self.send(WorkerExited(worker_id, "signal 9"))
+
+    # --- rules ---
+
+    @rule(
+        tenant=st.sampled_from(["ann", "bob"]),
+        size=st.sampled_from([100, 250, 400, 400, 800]),
+        idle=st.sampled_from([None, 0, 0, 0, 700]),
+        wait_ms=st.sampled_from([0, 3000]),
+        is_quick=st.booleans(),
+    )
+    def acquire(self, tenant: str, size: int, idle: int | None, wait_ms: int, is_quick: bool) -> None:
+        number = self.next_number()
+        terms = LeaseTerms(size, 60_000, exclusivity=Exclusivity.SHARED, park_idle_ms=idle)
+        self.ask(AcquireRequested(number, tenant, number, terms, None, wait_ms))
+        if is_quick and number in self.workers and self.workers[number].answers:
+            self.send(self.workers[number].answers.pop(0))
+
+    @rule(pick=ANY, luck=ANY)
+    def all_is_done(self, pick: int, luck: int) -> None:
+        """Have every order obeyed, every answer heard and every proof given, so that runs often park and return."""
+        for _ in range(4):
+            for worker in list(self.workers.values()):
+                while worker.orders:
+                    self.obey(worker, luck)
+                while worker.answers and worker.worker_id in self.workers:
+                    self.send(worker.answers.pop(0))
+            self.card_proves()
+
+    @rule(pick=ANY, size=st.sampled_from([250, 400]), luck=ANY)
+    def acquire_and_park(self, pick: int, size: int, luck: int) -> None:
+        """Grant, park and prove without faults, so that runs often have parked sessions, and return some."""
+        self.acquire("ann", size, 0, 0, is_quick=True)
+        self.all_is_done(pick, 0)
+        self.park(pick, is_operator=False)
+        self.all_is_done(pick, 0)
+        if luck % 2:
+            self.tenant_works(pick)
+            self.all_is_done(pick, luck)
+
+    @rule(pick=ANY, is_operator=st.booleans())
+    def park(self, pick: int, is_operator: bool) -> None:
+        if (worker := self.some(pick)) is not None:
+            lease = self.table.get(worker.worker_id)
+            tenant = "root" if is_operator or lease is None else lease.tenant
+            self.ask(ParkRequested(self.next_number(), worker.worker_id, tenant, is_operator))
+
+    @rule(pick=ANY, luck=ANY, count=st.integers(1, 4))
+    def worker_acts(self, pick: int, luck: int, count: int) -> None:
+        worker = self.some(pick)
+        for _ in range(count):
+            if worker is not None and worker.orders:
+                self.obey(worker, luck)
+
+    @rule(pick=ANY, count=st.integers(1, 4))
+    def worker_is_heard(self, pick: int, count: int) -> None:
+        busy = [worker for worker in self.workers.values() if worker.answers]
+        for _ in range(count):
+            if busy and (worker := busy[pick % len(busy)]).answers:
+                self.send(worker.answers.pop(0))
+
+    @rule(pick=ANY)
+    def tenant_works(self, pick: int) -> None:
+        if (worker := self.some(pick)) is None:
+            return
+        if worker.on_card:
+            self.send(SessionsUsed((worker.worker_id,)))
+        else:
+            worker.waits = True
+            worker.answers.append(ReturnWanted(worker.worker_id, worker.park))
+
+    @rule()
+    def card_proves(self) -> None:
+        for order in list(self.proofs):
+            worker = self.workers.get(order.lease_id)
+            if worker is not None and worker.bytes_on_card <= order.allowed_bytes:
+                self.proofs.remove(order)
+                self.send(RegionProved(order.region_id))
+
+    @rule(by_ms=st.sampled_from([10, 300, 1000, 4000]))
+    def time_passes(self, by_ms: int) -> None:
+        self.now_ns += by_ms * MS
+        due = sorted(((at, n) for n, (at, _) in enumerate(self.timers) if at <= self.now_ns))
+        events = [self.timers[n][1] for _, n in due]
+        self.timers = [timer for timer in self.timers if timer[0] > self.now_ns]
+        for event in events:
+            self.send(event)
+
+    @rule()
+    def kills_happen(self) -> None:
+        kills, self.kills = self.kills, []
+        for worker_id in kills:
+            if worker_id > 0:
+                self.reap(worker_id)
+            else:
+                self.send(ReclaimProved(-worker_id))
+
+    @rule(pick=ANY)
+    def worker_dies(self, pick: int) -> None:
+        if pick % 8 == 0 and (worker := self.some(pick)) is not None:
+            self.reap(worker.worker_id)
+
+    @rule(pick=ANY, is_revoked=st.booleans())
+    def end(self, pick: int, is_revoked: bool) -> None:
+        if pick % 3 or (worker := self.some(pick)) is None or (lease := self.table.get(worker.worker_id)) is None:
+            return
+        number = self.next_number()
+        if is_revoked:
+            self.send(RevokeRequested(number, lease.lease_id, "maintenance", is_operator=True))
+        else:
+            self.send(FreeRequested(number, lease.lease_id, lease.tenant))
+
+    @rule(pick=ANY)
+    def renew(self, pick: int) -> None:
+        if (worker := self.some(pick)) is not None and (lease := self.table.get(worker.worker_id)) is not None:
+            self.send(RenewRequested(self.next_number(), lease.lease_id, lease.tenant, 60_000))
+
+    @rule(is_tail_lost=st.booleans(), luck=ANY)
+    def broker_is_killed(self, is_tail_lost: bool, luck: int) -> None:
+        if luck % 4:
+            return
+        # Each step of a worker may meet the new daemon: its orders and answers stay in the channel.
+        if is_tail_lost:
+            self.disk.lose_tail()
+            self.ended, self.records = self.before_last
+        contents = self.disk.read()
+        self.table = LeaseTable([CARD], LIMITS, self.warm, contents.recovered())
+        self.timers, self.kills, self.proofs, self.open = [], [], [], set()
+        for kept in contents.leases:
+            self.send(LeaseRestored(kept, has_worker=kept.lease_id in self.workers, has_session=True))
+        known = {kept.lease_id for kept in contents.leases}
+        for worker in list(self.workers.values()):
+            worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]
+            if worker.worker_id not in known:
+                held = CARD.overhead_bytes + worker.size
+                self.send(WorkerFound(worker.worker_id, CARD.uuid, held))
+        self.send(PoolTimerFired())
+
+    # --- what must hold ---
+
+    @invariant()
+    def bytes_are_where_they_fit(self) -> None:
+        if not hasattr(self, "workers"):
+            return
+        held = sum(worker.bytes_on_card for worker in self.workers.values())
+        assert held <= CARD.capacity_bytes, f"{held} bytes are on a card of {CARD.capacity_bytes}"
+
+    @invariant()
+    def records_alternate(self) -> None:
+        for lease_id, kinds in getattr(self, "records", {}).items():
+            doubled = [kind for kind, after in itertools.pairwise(kinds) if kind is after]
+            assert not doubled, f"lease {lease_id} was recorded as {doubled[0].__name__} twice"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "workers"):
+            return
+        self.send(ShutdownRequested())
+        for _ in range(30):
+            self.time_passes(1000)
+            self.kills_happen()
+            self.card_proves()
+        assert not self.open, f"requests without an answer: {self.open}"
+        assert set(self.ended.values()) <= {1}, f"leases that ended twice: {self.ended}"
+        assert all(lease.state is LeaseState.FENCED for lease in self.table.snapshots())
+        held, _ = self.table.parking.host_bytes()
+        assert held == 0 or self.table.snapshots(), f"{held} bytes of the host are left"
+
+
+FEW = settings(max_examples=60, stateful_step_count=60, deadline=None)
+ParkingAnyOrder.TestCase.settings = FEW
+TestParkingAnyOrder = ParkingAnyOrder.TestCase
+
+
+@pytest.mark.exhaustive
+class TestManyParkingOrders(TestParkingAnyOrder):  # type: ignore[valid-type, misc]
+    settings = settings(FEW, max_examples=600)
