@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
         demo_keys = None
         if settings is None:
             settings, demo_keys = _demo_settings(stack)
-        asyncio.run(_serve(settings, sock, url, known, demo_keys))
+        asyncio.run(_serve(settings, sock, url, known, demo_keys, host_names=host_names))
     click.echo("decode has stopped")
 
 
@@ -102,6 +103,7 @@ async def _serve(
     known: "KnownHosts",
     demo: "_DemoKeys | None",
     observers: Sequence[DecoderObserver] = (),
+    host_names: Sequence[str] = (),
 ) -> None:
     """Open the decoder, and serve until a signal; the lease ends with this call."""
     from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
@@ -147,6 +149,9 @@ async def _serve(
         )
         # Start it now: the first request should not have to.
         await decoder.prompts.start()
+        if settings.http_processes:
+            # Fronts accept the connections. This process serves what they pass on, at a socket of its own.
+            sock = await stack.enter_async_context(_fronted(settings, decoder, sock, host_names))
         click.echo(f"decode listens on {url}, serves {settings.name} to {', '.join(names)}")
         # A demonstration prints what to try, and sends requests by itself.
         if demo is not None:
@@ -165,6 +170,33 @@ async def _serve(
             await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append)
         # If the decoder ended by itself, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
+
+
+@contextlib.asynccontextmanager
+async def _fronted(
+    settings: "DecodeSettings", decoder: Decoder, sock: socket.socket, host_names: Sequence[str]
+) -> AsyncIterator[socket.socket]:
+    """Have processes speak HTTP at a socket until the block ends. Yields the socket for what they pass on."""
+    from gpulease.client.decode.openai.completion_intake import DecoderSource
+    from gpulease.client.decode.openai.fronts.front_messages import Welcome
+    from gpulease.client.decode.openai.fronts.front_server import fronts
+    from gpulease.client.http.uvicorn_server import listening
+
+    # Only this user may open the folder, because what is passed on was checked by the fronts.
+    with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
+        path = f"{folder}/inner.sock"
+        with listening(f"unix:{path}") as (inner, _):
+            source = DecoderSource(decoder, settings.name, settings.wait_s, settings.chat_tokens)
+            welcome = Welcome(
+                model_path=str(settings.model.resolve()),
+                model=settings.name,
+                tenant_keys=settings.keys.digests,
+                host_names=tuple(host_names),
+                inner_path=path,
+                stop_s=STOP_LIMIT_S,
+            )
+            async with fronts(settings.http_processes, sock, source, welcome):
+                yield inner
 
 
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":

@@ -159,12 +159,14 @@ class TimelyProtocol(H11Protocol):
 class KeepingServer(uvicorn.Server):
     """uvicorn's server, which also recreates its Unix socket when the socket's file was removed."""
 
+    keeps_path = True
     _keeping: tuple[asyncio.Task[None], ...] = ()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the server, and begin to watch the sockets' paths."""
         await super().startup(sockets)
-        self._keeping = tuple(asyncio.create_task(keep_path(sock, self._serve_also)) for sock in sockets or ())
+        if self.keeps_path:
+            self._keeping = tuple(asyncio.create_task(keep_path(sock, self._serve_also)) for sock in sockets or ())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop watching the paths, then stop the server."""
@@ -240,6 +242,7 @@ async def serve_within(
     known: KnownHosts,
     stop_s: float,
     began: Callable[[uvicorn.Server], None] = lambda _: None,
+    keeps_path: bool = True,
 ) -> None:
     """Serve like `serve`, but in the running event loop.
 
@@ -249,6 +252,8 @@ async def serve_within(
         known: The host names that the server answers to.
         stop_s: Seconds for requests to finish when the server stops.
         began: Called with the server, which stops when its `should_exit` is set.
+        keeps_path: Whether to recreate a Unix socket whose file was removed. Only one of several processes that accept
+            from one socket may do that.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.
@@ -269,6 +274,7 @@ async def serve_within(
         timeout_graceful_shutdown=int(stop_s),
     )
     server = KeepingServer(config)
+    server.keeps_path = keeps_path
 
     def stop(*_: object) -> None:
         server.should_exit = True

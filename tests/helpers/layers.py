@@ -53,7 +53,8 @@ ROOMS: Final = (
     _room(
         "client/cli",
         TOOL,
-        ". __init__ bench console core decode decode/__init__ decode/openai decode/page decode/supervisor decode/text"
+        ". __init__ bench console core decode decode/__init__ decode/openai decode/openai/fronts decode/page"
+        " decode/supervisor decode/text"
         " http serve/gateway serve/models sync transport verify",
     ),
     _room("client/verify", TOOL, "__init__ bench console sync"),
@@ -75,6 +76,11 @@ ROOMS: Final = (
         "client/decode/page",
         WING,
         ". decode decode/__init__ decode/openai decode/scheduler decode/supervisor http",
+    ),
+    _room(
+        "client/decode/openai/fronts",
+        WING,
+        ". decode decode/checkpoint decode/openai decode/supervisor decode/text http",
     ),
     _room("client/decode/openai", WING, ". decode decode/scheduler decode/supervisor decode/text http"),
     _room(

@@ -16,6 +16,11 @@ class ApiKeys:
         """Args: tenant_of: The tenants' ids by the sha256 of their keys, 32 bytes."""
         self._tenant_of = dict(tenant_of)
 
+    @property
+    def digests(self) -> dict[str, bytes]:
+        """The sha256 of each tenant's key, for `distinct_keys`."""
+        return {tenant: digest for digest, tenant in self._tenant_of.items()}
+
     def tenant(self, authorization: str) -> str | None:
         """Return the tenant of the key in a header `Authorization: Bearer KEY`; None for an unknown key."""
         given, found = bearer_digest(authorization), None

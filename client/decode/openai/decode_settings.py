@@ -35,6 +35,12 @@ DEFAULT_WAIT_S: Final = 30.0
 DEFAULT_CHAT_TOKENS: Final = 256
 """Default tokens of a chat's answer. Blocks are reserved for all of them, so it is much less than the context."""
 
+MAX_HTTP_PROCESSES: Final = 64
+"""Most processes that speak HTTP. Each has a tokenizer of its own, some 100 MB."""
+
+MIN_CORES_FOR_FRONTS: Final = 4
+DEFAULT_MOST_FRONTS: Final = 8
+
 EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -173,6 +179,16 @@ class ServerTable:
         str,
         Setting("HTTP: tcp:127.0.0.1:PORT or unix:PATH. For other hosts, put a proxy with TLS before it."),
     ] = DEFAULT_LISTEN
+    http_processes: Annotated[
+        int | None,
+        Setting(
+            "Processes that speak HTTP with the callers, so that the engine's process only computes. 0: the engine's"
+            " process does it itself. Without it: half of the cores, 8 at most; 0 with fewer than 4 cores.",
+            least=0,
+            most=MAX_HTTP_PROCESSES,
+            example="4",
+        ),
+    ] = None
     address: Annotated[
         str | None,
         Setting(
@@ -208,6 +224,7 @@ class DecodeSettings:
         tenants: The tenants with their limits.
         keys: Their keys.
         operator_digest: The sha256 of the operator's key; None for a server without the page.
+        http_processes: Processes that speak HTTP; 0: the decoder's own does.
     """
 
     model: Path
@@ -221,6 +238,14 @@ class DecodeSettings:
     tenants: tuple[TenantConfig, ...]
     keys: ApiKeys
     operator_digest: bytes | None = None
+    http_processes: int = 0
+
+
+def default_http_processes() -> int:
+    """Return how many processes speak HTTP unless a setting says so."""
+    cores = len(os.sched_getaffinity(0))
+    # On a small host they would only take the cores that compute.
+    return 0 if cores < MIN_CORES_FOR_FRONTS else min(DEFAULT_MOST_FRONTS, cores // 2)
 
 
 def load_decode_settings(path: Path) -> DecodeSettings:
@@ -252,6 +277,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         tenants=tuple(tenants),
         keys=distinct_keys(digests),
         operator_digest=None if file.operator is None else _digest(path, "operator", file.operator),
+        http_processes=default_http_processes() if file.http_processes is None else file.http_processes,
     )
 
 

@@ -26,33 +26,30 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused
-from gpulease.client.decode.decode_requests import MAX_SEED
 from gpulease.client.decode.openai.answer_text import Piece
 from gpulease.client.decode.openai.answers import Answer, best_of, together
 from gpulease.client.decode.openai.api_errors import (
     CLOSED_REQUEST,
     OVERLOADED,
     ApiError,
-    api_error_of,
-    prompt_too_long,
-    too_long,
 )
 from gpulease.client.decode.openai.api_keys import ApiKeys
+from gpulease.client.decode.openai.completion_intake import (
+    MAX_BODY_BYTES,
+    CompletionSource,
+    DecoderSource,
+    Submitted,
+    reply_to_error,
+)
 from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead
-from gpulease.client.decode.openai.completion_request import CompletionRequest, check_model
+from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
-from gpulease.client.decode.openai.prompt_job import completion_of, read_completion
-from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.http.application import read_body
 from gpulease.client.http.event_stream import COMMENT, json_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
-
-MAX_BODY_BYTES: Final = 4 << 20
-"""Most bytes of a body, which hold some 500,000 tokens as text or as numbers."""
 
 BODY_LIMIT_S: Final = 10.0
 """Seconds for a body to arrive, so that a caller can't hold a connection by sending a byte at a time."""
@@ -93,7 +90,8 @@ def make_openai_application(
         metrics: Renders the metrics.
         health: Further members of the health report.
     """
-    face = OpenAiFace(decoder, keys, model, wait_s, chat_tokens)
+    source = DecoderSource(decoder, model, wait_s, chat_tokens)
+    face, models = OpenAiFace(source, keys, model), _Models(source, keys, model)
 
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
@@ -107,10 +105,9 @@ def make_openai_application(
         return Response(metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     own = [
-        Route("/v1/completions", _Endpoint(face, is_chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", _Endpoint(face, is_chat=True), methods=["POST"]),
-        Route("/v1/models", face.list_models, methods=["GET"]),
-        Route("/v1/models/{model:path}", face.show_model, methods=["GET"]),
+        *completion_routes(face),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{model:path}", models.show, methods=["GET"]),
         Route("/healthz", show_health, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
@@ -119,23 +116,17 @@ def make_openai_application(
 
 
 class OpenAiFace:
-    """Serves OpenAI's requests with a decoder; the endpoints of `make_openai_application`."""
+    """Serves completions over HTTP; the endpoints of `make_openai_application`, and of a front."""
 
-    def __init__(self, decoder: Decoder, keys: ApiKeys, model: str, wait_s: float, chat_tokens: int) -> None:
-        """Args are those of `make_openai_application`."""
-        self._decoder, self._keys, self._model, self._wait_s = decoder, keys, model, wait_s
-        self._chat_tokens = chat_tokens
-        self._began = int(time.time())
+    def __init__(self, source: CompletionSource, keys: ApiKeys, model: str) -> None:
+        """Prepare it.
 
-    async def list_models(self, request: Request) -> Response:
-        return self._reply_for(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
-
-    async def show_model(self, request: Request) -> Response:
-        def describe(tenant: str) -> dict[str, Any]:
-            check_model(request.path_params["model"], self._model)
-            return self._described(tenant)
-
-        return self._reply_for(request, describe)
+        Args:
+            source: Computes the completions.
+            keys: The tenants' keys.
+            model: The model's name.
+        """
+        self._source, self._keys, self._model = source, keys, model
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
         """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
@@ -148,86 +139,31 @@ class OpenAiFace:
             except Exception as error:
                 await reply.refuse(self._known(error, reply))
         except TimeoutError:
-            log = self._decoder.log
-            log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
+            self._source.log.warning(
+                "caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S
+            )
 
     def _known(self, error: Exception, reply: "_Reply") -> ApiError:
         """Return the reply to an error. What the caller must not see is only logged."""
         if isinstance(error, ClientDisconnect):
             return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
-        # Log unexpected errors, and those with texts that the caller must not see.
-        known = api_error_of(error)
-        if known is None or known.message != str(error):
-            # The log is limited by tenant: a caller that retries at once can't fill the disk.
-            self._decoder.log.failure("request_failed", error, tenant=reply.tenant, request=reply.request_id)
-        return known or ApiError(500, "internal_error", "The server failed; its log says more.")
+        return reply_to_error(error, self._source.log, reply.tenant, reply.request_id)
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
-        tenant, prompts = self._tenant(request), self._decoder.prompts
-        reply.tenant = tenant
+        reply.tenant = tenant = tenant_of(self._keys, request)
         # Step 1: take a place before the body is read, so that waiting bodies are bounded, too.
-        with prompts.place(tenant):
+        async with self._source.place(tenant) as place:
             body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
             reply.is_body_read = True
-            # Step 2: parse and tokenize in another process. Up to 4 MiB of JSON and text, or a template, would stall
-            # all streams here.
-            arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
-            try:
-                answer = await prompts.do(tenant, read_completion, arguments, is_chat=is_chat)
-            except AdmissionRefused as error:
-                if error.reason is AdmissionReason.TOO_LARGE:
-                    raise prompt_too_long(self._room(tenant), error.message, is_chat=is_chat) from None
-                raise
-            asked, token_lists = completion_of(answer)
-            # Step 3: submit. From here on the scheduler counts the request, so the place is given back.
-            generations = self._submit(tenant, reply.request_id, asked, token_lists)
-        async with _ended_with(generations, request.receive):
-            # Step 4: a request that was refused at once still gets its own status, because no stream has begun.
-            for generation in generations:
-                refused, its = generation.error, generation.request
-                if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
-                    # In OpenAI's words, from which clients learn how much to shorten.
-                    sizes = len(its.token_ids), its.max_emitted_tokens
-                    raise too_long(self._room(tenant), *sizes, is_chat=is_chat)
-                if refused is not None:
-                    raise refused
-            # Step 5: send the tokens. The generations end with this block, also if the caller disconnects.
-            await self._answer(asked, generations, reply, sum(map(len, token_lists)))
+            # Step 2: submit. A request that is refused at once gets its own status, because no stream has begun.
+            submitted = await place.begin(body, reply.request_id, is_chat=is_chat)
+        async with _ended_with(submitted.generations, request.receive):
+            # Step 3: send the tokens. The generations end with this block, also if the caller disconnects.
+            await self._answer(submitted, reply)
 
-    def _submit(
-        self, tenant: str, request_id: str, asked: CompletionRequest, prompts: Sequence[tuple[int, ...]]
-    ) -> list[Generation]:
-        """Submit a request's sequences: for each prompt as many as it has tries, each with a seed of its own."""
-        generations: list[Generation] = []
-        try:
-            for number, prompt in enumerate(prompts):
-                max_tokens = self._max_tokens(asked, len(prompt), tenant)
-                for choice in range(asked.tries):
-                    # Prefixed, so that two tenants may use the same id without learning of each other.
-                    name = f"{tenant}/{request_id}"
-                    place = number * asked.tries + choice
-                    seed = (asked.sampling.seed + choice) % (MAX_SEED + 1)
-                    generation = self._decoder.submit(
-                        prompt,
-                        max_tokens=max_tokens,
-                        sampling=replace(asked.sampling, seed=seed),
-                        tenant_id=tenant,
-                        wait_s=self._wait_s,
-                        request_id=f"{name}#{place}" if place else name,
-                        priority=asked.priority,
-                        ranks=asked.ranks,
-                        scores_prompt=asked.is_echo and asked.has_logprobs,
-                    )
-                    generations.append(generation)
-        except BaseException:
-            for generation in generations:
-                generation.cancel()
-            raise
-        return generations
-
-    async def _answer(
-        self, asked: CompletionRequest, generations: Sequence[Generation], reply: "_Reply", prompt_tokens: int
-    ) -> None:
+    async def _answer(self, submitted: Submitted, reply: "_Reply") -> None:
+        asked, generations = submitted.asked, submitted.generations
+        prompt_tokens = sum(map(len, submitted.prompts))
         head = ReplyHead(
             request_id=reply.request_id,
             model=self._model,
@@ -238,8 +174,8 @@ class OpenAiFace:
             has_usage=asked.has_usage,
             seed=asked.sampling.seed if asked.is_seed_chosen else None,
         )
-        tokenizer = await self._decoder.tokenizer()
-        answers = [Answer(tokenizer, asked, self._decoder.end_tokens(asked.sampling), one) for one in generations]
+        tokenizer = await self._source.tokenizer()
+        answers = [Answer(tokenizer, asked, submitted.end_tokens, one) for one in generations]
         if not asked.is_stream:
             # One reply: collect all pieces first, so an error can still be the reply's status.
             await together(answer.collect() for answer in answers)
@@ -276,36 +212,55 @@ class OpenAiFace:
                 await reply.event(head.usage_chunk(prompt_tokens, completion_tokens))
         await reply.end(DONE)
 
-    def _room(self, tenant: str) -> int:
-        """Return the most positions of a tenant's request: the model's, or its region's if those are fewer."""
-        scheduler = self._decoder.scheduler
-        # Without a region, count the largest that the tenant may get.
-        state = scheduler.tenants[tenant]
-        return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
 
-    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
-        if asked.max_tokens is not None:
-            # For an echo alone, one token is computed and not sent: its row is that of the prompt's last token.
-            return max(1, asked.max_tokens)
-        # At least 1: the scheduler refuses a prompt that leaves no room.
-        return max(1, min(self._chat_tokens, self._room(tenant) - prompt_tokens + 1))
+class _Models:
+    """The endpoints of the model that is served.
+
+    Args:
+        source: Knows each tenant's room.
+        keys: The tenants' keys.
+        model: The model's name.
+    """
+
+    def __init__(self, source: DecoderSource, keys: ApiKeys, model: str) -> None:
+        self._source, self._keys, self._model = source, keys, model
+        self._began = int(time.time())
+
+    async def list(self, request: Request) -> Response:
+        return self._reply_for(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
+
+    async def show(self, request: Request) -> Response:
+        def describe(tenant: str) -> dict[str, Any]:
+            check_model(request.path_params["model"], self._model)
+            return self._described(tenant)
+
+        return self._reply_for(request, describe)
 
     def _reply_for(self, request: Request, describe: Callable[[str], dict[str, Any]]) -> Response:
         try:
-            return Response(json.dumps(describe(self._tenant(request))), media_type=JSON)
+            return Response(json.dumps(describe(tenant_of(self._keys, request))), media_type=JSON)
         except ApiError as error:
             return _refusal(error)
 
-    def _tenant(self, request: Request) -> str:
-        # No key is ever part of a reply or of the log.
-        tenant = self._keys.tenant(request.headers.get("Authorization", ""))
-        if tenant is None:
-            raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
-        return tenant
-
     def _described(self, tenant: str) -> dict[str, Any]:
         described = {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
-        return described | {"max_model_len": self._room(tenant)}
+        return described | {"max_model_len": self._source.room(tenant)}
+
+
+def tenant_of(keys: ApiKeys, request: Request) -> str:
+    """Return the tenant of a request's key. No key is ever part of a reply or of the log. Raises ApiError."""
+    tenant = keys.tenant(request.headers.get("Authorization", ""))
+    if tenant is None:
+        raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
+    return tenant
+
+
+def completion_routes(face: OpenAiFace) -> list[Route]:
+    """Return the routes of completions."""
+    return [
+        Route("/v1/completions", _Endpoint(face, is_chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(face, is_chat=True), methods=["POST"]),
+    ]
 
 
 class _Endpoint:

@@ -8,7 +8,6 @@ from typing import Self
 
 from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
 from gpulease.client.decode.decode_requests import PromptRequest
-from gpulease.client.errors import GpuLeaseError
 
 
 @dataclass(slots=True)
@@ -53,8 +52,9 @@ class Generation:
         self.prompt_scores: list[Emitted] = []
         self._cancel = cancel
         self._emitted: deque[Emitted] = deque()
-        self.error: GpuLeaseError | None = None
+        self.error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._on_change: Callable[[], None] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -84,6 +84,25 @@ class Generation:
         """End it. From the next step on, other sequences can have its rows."""
         self._cancel(self)
 
+    # --- for a caller that serves many generations, without a task for each ---
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` whenever there is something to take, instead of waking an iterator; at once if there is."""
+        self._on_change = on_change
+        if self._emitted or self.is_ended:
+            on_change()
+
+    def take(self) -> list[Emitted]:
+        """Return the tokens that were emitted since the last call."""
+        taken = list(self._emitted)
+        self._emitted.clear()
+        return taken
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more is emitted."""
+        return self.reason is not None or self.error is not None
+
     # --- for the decoder ---
 
     def emit(
@@ -105,11 +124,13 @@ class Generation:
         self.request = replace(self.request, request_id=request_id)
         self.replays += 1
 
-    def end(self, reason: CompletionReason, error: GpuLeaseError | None = None) -> None:
+    def end(self, reason: CompletionReason, error: Exception | None = None) -> None:
         """End it: after the last token the iterator stops, or raises `error`."""
         self.reason, self.error = reason, error
         self._wake()
 
     def _wake(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

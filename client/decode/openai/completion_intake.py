@@ -1,0 +1,190 @@
+"""What a completion takes on its way to the scheduler, and what its reply is made from: without HTTP.
+
+`DecoderSource` is next to the decoder. A front has a source that asks the decoder's process (`fronts`).
+"""
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_requests import MAX_SEED
+from gpulease.client.decode.openai.api_errors import ApiError, api_error_of, prompt_too_long, too_long
+from gpulease.client.decode.openai.completion_request import CompletionRequest
+from gpulease.client.decode.openai.prompt_job import completion_of, read_completion
+from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.supervisor.decoder import Decoder
+from gpulease.client.decode.supervisor.generation import Generation
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+MAX_BODY_BYTES: Final = 4 << 20
+"""Most bytes of a body, which hold some 500,000 tokens as text or as numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request whose sequences are submitted.
+
+    Attributes:
+        asked: The request, without its texts.
+        prompts: The tokens of its prompts.
+        generations: Its sequences, prompt by prompt.
+        end_tokens: The tokens that end them.
+    """
+
+    asked: CompletionRequest
+    prompts: Sequence[tuple[int, ...]]
+    generations: Sequence[Generation]
+    end_tokens: frozenset[int]
+
+
+class Place(Protocol):
+    """A tenant's place for one request, which counts as a request that waits until its sequences are submitted."""
+
+    async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
+        """Parse the body in another process, and submit its sequences. Raises ApiError, or an error of the decoder."""
+
+
+class CompletionSource(Protocol):
+    """Where the HTTP face has completions computed.
+
+    Attributes:
+        log: Where the face logs.
+    """
+
+    log: DecodeLog
+
+    def place(self, tenant: str) -> AbstractAsyncContextManager[Place]:
+        """Take a place for a request. Raises AdmissionRefused or ApiError if the tenant has none left."""
+
+    async def tokenizer(self) -> "Tokenizer":
+        """Return the model's tokenizer."""
+
+
+class DecoderSource:
+    """The source in the decoder's process.
+
+    Args:
+        decoder: The decoder, which must stay open.
+        model: The model's name in requests.
+        wait_s: Seconds that a request may wait for its admission.
+        chat_tokens: Default tokens of a chat's answer.
+    """
+
+    def __init__(self, decoder: Decoder, model: str, wait_s: float, chat_tokens: int) -> None:
+        self.log = decoder.log
+        self._decoder, self._model, self._wait_s, self._chat_tokens = decoder, model, wait_s, chat_tokens
+
+    async def tokenizer(self) -> "Tokenizer":
+        return await self._decoder.tokenizer()
+
+    def has_tenant(self, tenant: str) -> bool:
+        return tenant in self._decoder.scheduler.tenants
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[Place]:
+        """Take a place until the block ends. Raises AdmissionRefused."""
+        with self._decoder.prompts.place(tenant):
+            yield _DecoderPlace(self, tenant)
+
+    async def read(self, tenant: str, body: bytes, *, is_chat: bool) -> dict[str, Any]:
+        """Parse and tokenize a body in another process. Returns what `completion_of` takes.
+
+        Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
+        too long by itself, and what `PromptIntake.do` raises.
+        """
+        arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
+        try:
+            return await self._decoder.prompts.do(tenant, read_completion, arguments, is_chat=is_chat)
+        except AdmissionRefused as error:
+            if error.reason is AdmissionReason.TOO_LARGE:
+                raise prompt_too_long(self.room(tenant), error.message, is_chat=is_chat) from None
+            raise
+
+    def submit(self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool) -> Submitted:
+        """Submit what `read` returned. From here on the scheduler counts the request.
+
+        Raises ApiError, and the error of a sequence that was refused at once: its reply has not begun.
+        """
+        asked, prompts = completion_of(answer)
+        generations = self._submit(tenant, request_id, asked, prompts)
+        for generation in generations:
+            refused, its = generation.error, generation.request
+            if refused is None:
+                continue
+            for other in generations:
+                other.cancel()
+            if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
+                # In OpenAI's words, from which clients learn how much to shorten.
+                raise too_long(self.room(tenant), len(its.token_ids), its.max_emitted_tokens, is_chat=is_chat)
+            raise refused
+        return Submitted(asked, prompts, generations, self._decoder.end_tokens(asked.sampling))
+
+    def room(self, tenant: str) -> int:
+        """Return the most positions of a tenant's request: the model's, or its region's if those are fewer."""
+        scheduler = self._decoder.scheduler
+        # Without a region, count the largest that the tenant may get.
+        state = scheduler.tenants[tenant]
+        return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
+
+    def _submit(
+        self, tenant: str, request_id: str, asked: CompletionRequest, prompts: Sequence[tuple[int, ...]]
+    ) -> list[Generation]:
+        """Submit a request's sequences: for each prompt as many as it has tries, each with a seed of its own."""
+        generations: list[Generation] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                max_tokens = self._max_tokens(asked, len(prompt), tenant)
+                for choice in range(asked.tries):
+                    # Prefixed, so that two tenants may use the same id without learning of each other.
+                    name = f"{tenant}/{request_id}"
+                    place = number * asked.tries + choice
+                    seed = (asked.sampling.seed + choice) % (MAX_SEED + 1)
+                    generation = self._decoder.submit(
+                        prompt,
+                        max_tokens=max_tokens,
+                        sampling=replace(asked.sampling, seed=seed),
+                        tenant_id=tenant,
+                        wait_s=self._wait_s,
+                        request_id=f"{name}#{place}" if place else name,
+                        priority=asked.priority,
+                        ranks=asked.ranks,
+                        scores_prompt=asked.is_echo and asked.has_logprobs,
+                    )
+                    generations.append(generation)
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        return generations
+
+    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
+        if asked.max_tokens is not None:
+            # For an echo alone, one token is computed and not sent: its row is that of the prompt's last token.
+            return max(1, asked.max_tokens)
+        # At least 1: the scheduler refuses a prompt that leaves no room.
+        return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))
+
+
+class _DecoderPlace:
+    def __init__(self, source: DecoderSource, tenant: str) -> None:
+        self._source, self._tenant = source, tenant
+
+    async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
+        answer = await self._source.read(self._tenant, body, is_chat=is_chat)
+        return self._source.submit(self._tenant, request_id, answer, is_chat=is_chat)
+
+
+def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:
+    """Return the reply to an error. What the caller must not see is only logged."""
+    known = api_error_of(error)
+    # Log unexpected errors, and those with texts that the caller must not see.
+    if known is None or known.message != str(error):
+        # The log is limited by tenant: a caller that retries at once can't fill the disk.
+        log.failure("request_failed", error, tenant=tenant, request=request_id)
+    return known or ApiError(500, "internal_error", "The server failed; its log says more.")

@@ -1,0 +1,203 @@
+"""The messages between the decoder's process and a front: frames of msgpack on a socket pair.
+
+A front speaks HTTP with everybody, so the decoder's process takes nothing from it on trust: each frame is bounded, and
+is decoded by its declaration or refused as a whole.
+
+    front                                   decoder's process
+      <- Welcome                              what a front needs to know
+      -> Ready                                it accepts connections
+      -> TakePlace(number, tenant)            <- Placed | Refused
+      -> Begin(number, body, ...)             <- Begun | Refused
+                                              <- Step(...)    tokens and ends, one message a step
+      -> Cancel(number, sequence), Drop(number)
+
+`number` is the front's number of an HTTP request, used once. Drop ends all that is left of it.
+"""
+
+import asyncio
+from typing import Final, TypeVar
+
+import msgspec
+
+from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
+from gpulease.client.errors import GpuLeaseError
+
+MAX_FRAME_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
+"""Most bytes of a front's frame: a request's body, and the rest of its message. A front that was taken over could
+otherwise fill the memory of the decoder's process."""
+
+MAX_STEP_BYTES: Final = 256 << 20
+"""Most bytes of a frame to a front, which trusts the decoder's process: a scored prompt with all its ranks."""
+
+_LENGTH_BYTES: Final = 4
+
+
+class FrontProtocolError(GpuLeaseError):
+    """A frame was too long, or not a message."""
+
+    default_hint = "Restart the server: its processes are of different versions, or a front was taken over"
+
+
+class TakePlace(msgspec.Struct, tag="take_place", frozen=True):
+    """A tenant's request begins, before its body is read."""
+
+    number: int
+    tenant: str
+
+
+class Begin(msgspec.Struct, tag="begin", frozen=True):
+    """The body of a request that has a place."""
+
+    number: int
+    body: bytes
+    is_chat: bool
+    request_id: str
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """A sequence of a request needs no more tokens."""
+
+    number: int
+    sequence: int
+
+
+class Drop(msgspec.Struct, tag="drop", frozen=True):
+    """A request is over, however far it came."""
+
+    number: int
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The front accepts connections."""
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """What a front needs to know.
+
+    Attributes:
+        model_path: The model, for its tokenizer.
+        model: Its name in requests.
+        tenant_keys: The sha256 of each tenant's key, by tenant.
+        host_names: Further names of the server.
+        inner_path: The Unix socket of the decoder's process, for all other paths.
+        stop_s: Seconds for streams to finish when the server stops.
+    """
+
+    model_path: str
+    model: str
+    tenant_keys: dict[str, bytes]
+    host_names: tuple[str, ...]
+    inner_path: str
+    stop_s: float
+
+
+class Placed(msgspec.Struct, tag="placed", frozen=True):
+    """The request may read its body."""
+
+    number: int
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The reply to a request that was refused: the parts of an ApiError."""
+
+    number: int
+    reply: tuple[int, str, str, str | None, float | None]
+
+
+class Sequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence of a request.
+
+    Attributes:
+        prompt: The number of its prompt.
+        seed: The seed of its sampling.
+        max_tokens: Its most tokens.
+    """
+
+    prompt: int
+    seed: int
+    max_tokens: int
+
+
+class Begun(msgspec.Struct, tag="begun", frozen=True):
+    """A request was submitted.
+
+    Attributes:
+        number: The request.
+        answer: What the text process made of its body, as `text_jobs.packed` packs it.
+        sequences: Its sequences.
+        end_tokens: The tokens that end them.
+    """
+
+    number: int
+    answer: bytes
+    sequences: tuple[Sequence, ...]
+    end_tokens: tuple[int, ...]
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """A token of a sequence: the fields of `Emitted`."""
+
+    number: int
+    sequence: int
+    token: int
+    position: int
+    log_probability: float
+    attempt: int
+    ranks: tuple[tuple[int, float], ...]
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a sequence, with the reply to its error if it has one."""
+
+    number: int
+    sequence: int
+    reason: str | None
+    error: tuple[int, str, str, str | None, float | None] | None
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """What a step computed for a front's requests: scores of prompts, tokens, and ends behind them."""
+
+    scores: list[Token]
+    tokens: list[Token]
+    ends: list[End]
+
+
+FromFront = TakePlace | Begin | Cancel | Drop | Ready
+ToFront = Welcome | Placed | Refused | Begun | Step
+
+Message = TypeVar("Message")
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_FROM_FRONT: Final = msgspec.msgpack.Decoder(FromFront)
+_TO_FRONT: Final = msgspec.msgpack.Decoder(ToFront)
+
+
+def frame(message: FromFront | ToFront) -> bytes:
+    """Return a message as it is sent: its length, an unsigned integer of four bytes, and msgpack."""
+    data = _ENCODER.encode(message)
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+async def read_from_front(reader: asyncio.StreamReader) -> FromFront | None:
+    """Return the next message of a front; None at the end of its stream. Raises FrontProtocolError."""
+    return await _read(reader, _FROM_FRONT, MAX_FRAME_BYTES)
+
+
+async def read_to_front(reader: asyncio.StreamReader) -> ToFront | None:
+    """Return the next message of the decoder's process; None at the end of its stream. Raises FrontProtocolError."""
+    return await _read(reader, _TO_FRONT, MAX_STEP_BYTES)
+
+
+async def _read(
+    reader: asyncio.StreamReader, decoder: "msgspec.msgpack.Decoder[Message]", most_bytes: int
+) -> Message | None:
+    try:
+        size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        # Before anything is allocated for it.
+        if size > most_bytes:
+            raise FrontProtocolError(f"a frame of {size:,} bytes is longer than {most_bytes:,}")
+        return decoder.decode(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    except msgspec.MsgspecError as error:
+        raise FrontProtocolError(f"a frame is not a message: {error}") from None

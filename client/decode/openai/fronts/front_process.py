@@ -1,0 +1,68 @@
+"""The program of a front: `python -m ...front_process CONTROL LISTENING`, two inherited descriptors.
+
+The decoder's process starts it (`front_server`). It ends on SIGTERM, once its streams have, and at once when the
+decoder's process is gone.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Final
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from gpulease.client.decode.checkpoint import open_model
+from gpulease.client.decode.openai.api_keys import distinct_keys
+from gpulease.client.decode.openai.fronts.front_messages import FrontProtocolError, Ready, Welcome, frame, read_to_front
+from gpulease.client.decode.openai.fronts.front_source import FrontSource
+from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
+from gpulease.client.decode.openai.openai_server import OpenAiFace, completion_routes
+from gpulease.client.http.uvicorn_server import known_hosts, serve_within
+
+if TYPE_CHECKING:
+    import uvicorn
+
+LOST: Final = 1
+"""Exit status of a front whose decoder's process is gone."""
+
+
+async def serve_front(control: socket.socket, listening: socket.socket) -> None:
+    """Serve until SIGTERM, or until the decoder's process is gone. Raises FrontProtocolError."""
+    control.setblocking(False)
+    reader, writer = await asyncio.open_unix_connection(sock=control)
+    welcome = await read_to_front(reader)
+    if not isinstance(welcome, Welcome):
+        raise FrontProtocolError("the first message must be Welcome")
+    # The tokenizer takes a while, and no connection is accepted meanwhile.
+    tokenizer = await asyncio.to_thread(open_model(welcome.model_path).tokenizer)
+    source = FrontSource(reader, writer, tokenizer)
+    face = OpenAiFace(source, distinct_keys(welcome.tenant_keys), welcome.model)
+    # All else is the decoder's process's: the page, metrics, health, the model's description.
+    app = Starlette(routes=[*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))])
+
+    def on_begin(_: "uvicorn.Server") -> None:
+        writer.write(frame(Ready()))
+
+    async def receive() -> None:
+        await source.run()
+        # Nothing can be computed any more. Callers see at once that their connections end.
+        os._exit(LOST)
+
+    receiving = asyncio.create_task(receive())
+    known = known_hosts(listening, welcome.host_names)
+    await serve_within(app, listening, known=known, stop_s=welcome.stop_s, began=on_begin, keeps_path=False)
+    # The streams are over. The task must not see the end of the connection, which would be a failure.
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    writer.close()
+
+
+def main() -> None:
+    control, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
+    asyncio.run(serve_front(control, listening))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,351 @@
+"""The decoder's side of fronts: starts their processes, has their requests computed, and sends them each step's tokens.
+
+A front that ends, stops reading or sends what is no message loses its own streams. Its requests are cancelled, and
+another process takes its place; callers of other fronts notice nothing.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpulease.client.decode.openai.api_errors import ApiError
+from gpulease.client.decode.openai.completion_intake import DecoderSource, Submitted, reply_to_error
+from gpulease.client.decode.openai.fronts.front_messages import (
+    Begin,
+    Begun,
+    Cancel,
+    Drop,
+    End,
+    FromFront,
+    FrontProtocolError,
+    Placed,
+    Ready,
+    Refused,
+    Sequence,
+    Step,
+    TakePlace,
+    ToFront,
+    Token,
+    Welcome,
+    frame,
+    read_from_front,
+)
+from gpulease.client.decode.supervisor.generation import Emitted, Generation
+from gpulease.client.decode.text.text_jobs import packed
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS
+
+MAX_UNREAD_BYTES: Final = 64 << 20
+"""Most bytes that a front has not read. One that is stopped or hangs would otherwise fill the memory of the decoder's
+process; a step of a thousand tokens has some 50 kB."""
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 5.0
+"""Pauses before a front is started again: doubled each time, so that one that can't start does not use up a core."""
+
+START_LIMIT_S: Final = 60.0
+"""Seconds for a front to load the tokenizer and to accept connections."""
+
+
+class FrontsFailed(GpuLeaseError):
+    """A front did not start."""
+
+    default_hint = "Its own output says why. With http_processes = 0, the decoder's process serves HTTP itself"
+
+
+@dataclass(eq=False, slots=True)
+class _FrontRequest:
+    """A front's request, from its place to the end of its last sequence."""
+
+    tenant: str
+    place: AsyncExitStack
+    request_id: str = ""
+    task: "asyncio.Task[None] | None" = None
+    generations: "dict[int, Generation]" = field(default_factory=dict)
+
+
+class FrontConnection:
+    """One front's requests. Its owner passes messages in, and calls `close` at the end.
+
+    Args:
+        source: Computes completions.
+        send: Sends a message to the front.
+    """
+
+    def __init__(self, source: DecoderSource, send: Callable[[ToFront], None]) -> None:
+        self._source, self._send = source, send
+        self._requests: dict[int, _FrontRequest] = {}
+        self._last_number = 0
+        # Sequences with something to take, in the order in which it came; sent together at the end of this turn of the
+        # event loop, so in one message a step.
+        self._changed: dict[tuple[int, int], Generation] = {}
+        self._is_scored: set[tuple[int, int]] = set()
+
+    async def receive(self, message: FromFront) -> None:
+        """Act on a message. Raises FrontProtocolError for one that a front never sends."""
+        if isinstance(message, TakePlace):
+            await self._take_place(message)
+        elif isinstance(message, Begin):
+            request = self._requests.get(message.number)
+            # Only once, and only with a place.
+            if request is None or request.task is not None:
+                raise FrontProtocolError(f"request {message.number} has no place to begin with")
+            request.request_id = message.request_id
+            request.task = asyncio.create_task(self._begin(request, message))
+        elif isinstance(message, Cancel):
+            # The sequence may have ended while the message was on its way.
+            request = self._requests.get(message.number)
+            if request is not None and (generation := request.generations.get(message.sequence)):
+                generation.cancel()
+        elif isinstance(message, Drop):
+            await self._drop(message.number)
+
+    async def close(self) -> None:
+        """Cancel all requests: their callers are gone."""
+        for number in list(self._requests):
+            await self._drop(number)
+
+    async def _take_place(self, message: TakePlace) -> None:
+        # Numbers rise, so one message can't take over another request's state.
+        if message.number <= self._last_number or not self._source.has_tenant(message.tenant):
+            raise FrontProtocolError(f"request {message.number} of {message.tenant!r} can't begin")
+        if len(self._requests) >= MAX_CONNECTIONS:
+            raise FrontProtocolError(f"more than {MAX_CONNECTIONS} requests at a time")
+        self._last_number = message.number
+        place = AsyncExitStack()
+        try:
+            await place.enter_async_context(self._source.place(message.tenant))
+        except Exception as error:
+            self._refuse(message.number, error, message.tenant, "")
+            return
+        self._requests[message.number] = _FrontRequest(message.tenant, place)
+        self._send(Placed(message.number))
+
+    async def _begin(self, request: _FrontRequest, message: Begin) -> None:
+        try:
+            # The same two steps as next to the decoder, with the answer in between, which the front needs, too.
+            async with request.place:
+                answer = await self._source.read(request.tenant, message.body, is_chat=message.is_chat)
+                submitted = self._source.submit(request.tenant, message.request_id, answer, is_chat=message.is_chat)
+        except Exception as error:
+            self._requests.pop(message.number, None)
+            self._refuse(message.number, error, request.tenant, message.request_id)
+            return
+        request.generations = dict(enumerate(submitted.generations))
+        self._send(_begun(message.number, packed(answer), submitted))
+        # Behind Begun: some may have tokens already.
+        for sequence, generation in list(request.generations.items()):
+            self._watch(message.number, sequence, generation)
+
+    def _watch(self, number: int, sequence: int, generation: Generation) -> None:
+        key = number, sequence
+
+        def on_change() -> None:
+            if not self._changed:
+                asyncio.get_running_loop().call_soon(self._send_step)
+            self._changed[key] = generation
+
+        generation.watch(on_change)
+
+    def _send_step(self) -> None:
+        """Send what has come since the last step."""
+        changed, self._changed = self._changed, {}
+        scores: list[Token] = []
+        tokens: list[Token] = []
+        ends: list[End] = []
+        for (number, sequence), generation in changed.items():
+            request = self._requests.get(number)
+            if request is None:
+                continue
+            taken = generation.take()
+            # A prompt's scores are complete when its first token comes.
+            if taken and generation.prompt_scores and (number, sequence) not in self._is_scored:
+                self._is_scored.add((number, sequence))
+                scores += [_token(number, sequence, scored) for scored in generation.prompt_scores]
+            tokens += [_token(number, sequence, emitted) for emitted in taken]
+            if generation.is_ended:
+                ends.append(self._end(number, sequence, request, generation))
+        self._send(Step(scores, tokens, ends))
+
+    def _end(self, number: int, sequence: int, request: _FrontRequest, generation: Generation) -> End:
+        del request.generations[sequence]
+        self._is_scored.discard((number, sequence))
+        if not request.generations:
+            del self._requests[number]
+        reason = None if generation.reason is None else generation.reason.value
+        if generation.error is None:
+            return End(number, sequence, reason, None)
+        known = reply_to_error(generation.error, self._source.log, request.tenant, request.request_id)
+        return End(number, sequence, reason, _parts(known))
+
+    async def _drop(self, number: int) -> None:
+        request = self._requests.pop(number, None)
+        if request is None:
+            return
+        if request.task is not None:
+            request.task.cancel()
+            await asyncio.gather(request.task, return_exceptions=True)
+        # Has no effect if the request gave its place back itself.
+        await request.place.aclose()
+        for sequence, generation in request.generations.items():
+            self._is_scored.discard((number, sequence))
+            generation.cancel()
+
+    def _refuse(self, number: int, error: Exception, tenant: str, request_id: str) -> None:
+        known = reply_to_error(error, self._source.log, tenant, request_id)
+        self._send(Refused(number, _parts(known)))
+
+
+def _begun(number: int, answer: bytes, submitted: Submitted) -> Begun:
+    prompts = {id(prompt): place for place, prompt in enumerate(submitted.prompts)}
+    tries = submitted.asked.tries
+    sequences = []
+    for place, generation in enumerate(submitted.generations):
+        its = generation.request
+        prompt = prompts.get(id(its.token_ids), place // tries)
+        sequences.append(Sequence(prompt, its.sampling.seed, its.max_emitted_tokens))
+    return Begun(number, answer, tuple(sequences), tuple(submitted.end_tokens))
+
+
+def _token(number: int, sequence: int, emitted: Emitted) -> Token:
+    return Token(
+        number,
+        sequence,
+        emitted.token,
+        emitted.position,
+        emitted.log_probability,
+        emitted.attempt,
+        emitted.ranks,
+    )
+
+
+def _parts(error: ApiError) -> tuple[int, str, str, str | None, float | None]:
+    return error.status, error.code, error.message, error.param, error.retry_after_s
+
+
+# --- the processes ---
+
+
+@asynccontextmanager
+async def fronts(count: int, sock: socket.socket, source: DecoderSource, welcome: Welcome) -> AsyncIterator[None]:
+    """Serve HTTP in `count` processes until the block ends. They accept connections when the block begins.
+
+    At the end they finish their streams, for at most `welcome.stop_s` seconds.
+
+    Args:
+        count: The number of processes.
+        sock: The listening socket, which all of them accept from.
+        source: Computes completions.
+        welcome: What the fronts need to know.
+
+    Raises FrontsFailed if one of them does not start.
+    """
+    running = [_Front(sock, source, welcome) for _ in range(count)]
+    tasks = [asyncio.create_task(front.run()) for front in running]
+    try:
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await asyncio.gather(*(front.started for front in running))
+        except TimeoutError:
+            raise FrontsFailed(f"a front did not start within {START_LIMIT_S:g} s") from None
+        yield
+    finally:
+        for front in running:
+            front.stop()
+        await asyncio.wait(tasks, timeout=welcome.stop_s + 1.0)
+        for front, task in zip(running, tasks, strict=True):
+            front.kill()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Front:
+    """One front: its process, and the next one if it ends."""
+
+    def __init__(self, sock: socket.socket, source: DecoderSource, welcome: Welcome) -> None:
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sock, self._source, self._welcome = sock, source, welcome
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """Request the process to finish its streams and to end."""
+        self._is_stopping = True
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    async def run(self) -> None:
+        """Keep a process running until `stop`."""
+        pause_s = FIRST_PAUSE_S
+        while not self._is_stopping:
+            began_s = asyncio.get_running_loop().time()
+            await self._serve_once()
+            if self._is_stopping:
+                return
+            # Before the first connection the operator is there to read why, so the server ends.
+            if not self.started.done():
+                self.started.set_exception(FrontsFailed("a front ended before it accepted connections"))
+                return
+            self._source.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
+            # One that served for a while is not one that can't start.
+            if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _serve_once(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A new program, not a fork: this process has threads, a lease and an event loop.
+            command = (sys.executable, "-P", "-m", "gpulease.client.decode.openai.fronts.front_process")
+            descriptors = theirs.fileno(), self._sock.fileno()
+            self._process = await asyncio.create_subprocess_exec(
+                *command, *map(str, descriptors), stdin=asyncio.subprocess.DEVNULL, pass_fds=descriptors
+            )
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+
+        def send(message: ToFront) -> None:
+            if writer.is_closing():
+                return
+            # Never wait for a front: the step loop runs in this process.
+            if writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                self._source.log.error("front_reads_nothing", unread_bytes=writer.transport.get_write_buffer_size())
+                writer.transport.abort()
+                return
+            writer.write(frame(message))
+
+        connection = FrontConnection(self._source, send)
+        try:
+            send(self._welcome)
+            while (message := await read_from_front(reader)) is not None:
+                if isinstance(message, Ready):
+                    if not self.started.done():
+                        self.started.set_result(None)
+                else:
+                    await connection.receive(message)
+        except FrontProtocolError as error:
+            self._source.log.failure("front_protocol", error)
+        finally:
+            # Whatever ended the connection: without it the process is of no use.
+            if not self._is_stopping:
+                self.kill()
+            await connection.close()
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+            await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)

@@ -1,0 +1,150 @@
+"""A front's side of the socket pair: completions are computed in the decoder's process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpulease.client.decode.decode_errors import CompletionReason
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_requests import PromptRequest
+from gpulease.client.decode.openai.api_errors import ApiError
+from gpulease.client.decode.openai.completion_intake import Place, Submitted
+from gpulease.client.decode.openai.fronts.front_messages import (
+    Begin,
+    Begun,
+    Cancel,
+    Drop,
+    FrontProtocolError,
+    Placed,
+    Refused,
+    Step,
+    TakePlace,
+    ToFront,
+    Token,
+    frame,
+    read_to_front,
+)
+from gpulease.client.decode.openai.prompt_job import completion_of
+from gpulease.client.decode.supervisor.generation import Emitted, Generation
+from gpulease.client.decode.text.text_jobs import unpacked
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+
+class FrontSource:
+    """A CompletionSource of which the decoder is in another process.
+
+    Attributes:
+        log: Where the front logs.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokenizer: "Tokenizer") -> None:
+        self.log = DecodeLog()
+        self._reader, self._writer, self._tokenizer = reader, writer, tokenizer
+        self._number = 0
+        # By request: who waits for the next message about it.
+        self._waiters: dict[int, asyncio.Future[Placed | Begun]] = {}
+        self._generations: dict[tuple[int, int], Generation] = {}
+        self._tenants: dict[int, tuple[str, str]] = {}
+
+    async def tokenizer(self) -> "Tokenizer":
+        return self._tokenizer
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[Place]:
+        """Take a place for a request. Raises ApiError."""
+        self._number += 1
+        number = self._number
+        try:
+            await self._request(number, TakePlace(number, tenant))
+            yield _FrontPlace(self, number, tenant)
+        except BaseException:
+            # Refused, or its caller is gone: the other side forgets it, if it has not done so.
+            self._send(Drop(number))
+            raise
+
+    async def begin(self, number: int, tenant: str, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
+        """Have a request's sequences submitted. Raises ApiError."""
+        self._tenants[number] = tenant, request_id
+        try:
+            begun = await self._request(number, Begin(number, body, is_chat, request_id))
+        finally:
+            self._tenants.pop(number, None)
+        if not isinstance(begun, Begun):
+            raise FrontProtocolError(f"request {number} got a place twice")
+        asked, prompts = completion_of(unpacked(begun.answer))
+        generations = [self._generations[number, place] for place in range(len(begun.sequences))]
+        return Submitted(asked, prompts, generations, frozenset(begun.end_tokens))
+
+    async def run(self) -> None:
+        """Receive messages until the decoder's process closes the connection."""
+        while (message := await read_to_front(self._reader)) is not None:
+            self._receive(message)
+
+    def _receive(self, message: ToFront) -> None:
+        if isinstance(message, Step):
+            for token in message.scores:
+                if generation := self._generations.get((token.number, token.sequence)):
+                    generation.score(_emitted(token))
+            for token in message.tokens:
+                # Gone if its caller cancelled it while the token was on its way.
+                if generation := self._generations.get((token.number, token.sequence)):
+                    generation.replays = token.attempt
+                    generation.emit(token.token, token.position, token.log_probability, token.ranks)
+            for end in message.ends:
+                if generation := self._generations.pop((end.number, end.sequence), None):
+                    reason = CompletionReason.ENGINE_ERROR if end.reason is None else CompletionReason(end.reason)
+                    generation.end(reason, None if end.error is None else ApiError(*end.error))
+        elif isinstance(message, Refused):
+            if waiter := self._waiters.pop(message.number, None):
+                waiter.set_exception(ApiError(*message.reply))
+        elif isinstance(message, Placed | Begun):
+            waiter = self._waiters.pop(message.number, None)
+            # Its tokens may be the next message, so its generations exist before anybody waits for them.
+            if waiter is not None and isinstance(message, Begun):
+                self._open(message)
+            if waiter is not None:
+                waiter.set_result(message)
+
+    def _open(self, begun: Begun) -> None:
+        tenant, request_id = self._tenants[begun.number]
+        asked, prompts = completion_of(unpacked(begun.answer))
+        for place, sequence in enumerate(begun.sequences):
+            key = begun.number, place
+            sampling = replace(asked.sampling, seed=sequence.seed)
+            request = PromptRequest(tenant, request_id, prompts[sequence.prompt], sampling, sequence.max_tokens, 0.0)
+
+            def cancel(generation: Generation, key: tuple[int, int] = key) -> None:
+                # Once: a generation that has ended is not known here any more.
+                if self._generations.pop(key, None) is not None:
+                    self._send(Cancel(*key))
+                    generation.end(CompletionReason.CANCELLED)
+
+            self._generations[key] = Generation(request, cancel)
+
+    async def _request(self, number: int, message: TakePlace | Begin) -> Placed | Begun:
+        waiter: asyncio.Future[Placed | Begun] = asyncio.get_running_loop().create_future()
+        self._waiters[number] = waiter
+        try:
+            self._send(message)
+            return await waiter
+        finally:
+            self._waiters.pop(number, None)
+
+    def _send(self, message: TakePlace | Begin | Cancel | Drop) -> None:
+        self._writer.write(frame(message))
+
+
+class _FrontPlace:
+    def __init__(self, source: FrontSource, number: int, tenant: str) -> None:
+        self._source, self._number, self._tenant = source, number, tenant
+
+    async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
+        return await self._source.begin(self._number, self._tenant, body, request_id, is_chat=is_chat)
+
+
+def _emitted(token: Token) -> Emitted:
+    return Emitted(token.token, token.position, token.log_probability, token.attempt, token.ranks)

@@ -1,0 +1,89 @@
+"""Passes requests on to the decoder's process: the page, metrics, health, and whatever else is not a completion."""
+
+import asyncio
+from contextlib import suppress
+from typing import Final
+
+import h11
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from gpulease.client.http.application import read_body
+
+MAX_INNER_BODY_BYTES: Final = 4 << 20
+"""Most bytes of a body that is passed on, as of a completion's."""
+
+BODY_LIMIT_S: Final = 10.0
+"""Seconds for such a body to arrive."""
+
+PIECE_BYTES: Final = 64 << 10
+
+_HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"})
+"""Headers of one connection, which a proxy does not pass on (RFC 9110, section 7.6.1)."""
+
+
+class InnerProxy:
+    """The ASGI application that passes requests on.
+
+    Args:
+        path: The Unix socket on which the decoder's process serves HTTP.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the request over a connection of its own, and pass the reply on as it comes."""
+        body = await read_body(Request(scope, receive), MAX_INNER_BODY_BYTES, BODY_LIMIT_S, "The body")
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        answering = asyncio.create_task(self._answer(scope, body, reader, writer, send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            # A stream, as of the page's events, lasts until either side ends it.
+            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (answering, gone):
+                task.cancel()
+            await asyncio.gather(answering, gone, return_exceptions=True)
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def _answer(
+        self, scope: Scope, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Send
+    ) -> None:
+        connection = h11.Connection(h11.CLIENT)
+        # Step 1: the request, with its length and without what was of the caller's connection.
+        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP | {b"content-length"}]
+        headers += [(b"connection", b"close")]
+        if body:
+            headers += [(b"content-length", b"%d" % len(body))]
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        request = h11.Request(method=scope["method"], target=target, headers=headers)
+        for event in (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()):
+            writer.write(connection.send(event) or b"")
+        await writer.drain()
+        # Step 2: the reply, piece by piece.
+        while True:
+            part = connection.next_event()
+            if part is h11.NEED_DATA:
+                connection.receive_data(await reader.read(PIECE_BYTES))
+            elif isinstance(part, h11.Response):
+                kept = [(bytes(name), bytes(value)) for name, value in part.headers if name not in _HOP_BY_HOP]
+                await send({"type": "http.response.start", "status": part.status_code, "headers": kept})
+            elif isinstance(part, h11.Data):
+                await send({"type": "http.response.body", "body": bytes(part.data), "more_body": True})
+            elif isinstance(part, h11.EndOfMessage):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return
+            elif not isinstance(part, h11.InformationalResponse):
+                # It ended in the middle, for example because the server stops.
+                raise ClientDisconnect
+
+
+async def _disconnected(receive: Receive) -> None:
+    # The body was read, so the only message that can come is the disconnect.
+    while (await receive())["type"] != "http.disconnect":
+        pass
