@@ -46,7 +46,7 @@ class FrontSource:
         self._reader, self._writer, self._tokenizer = reader, writer, tokenizer
         self._number = 0
         # By request: who waits for the next message about it.
-        self._waiters: dict[int, asyncio.Future[Placed | Begun]] = {}
+        self._waiters: dict[int, asyncio.Future[Placed | Submitted]] = {}
         self._generations: dict[tuple[int, int], Generation] = {}
         self._tenants: dict[int, tuple[str, str]] = {}
 
@@ -73,11 +73,9 @@ class FrontSource:
             begun = await self._request(number, Begin(number, body, is_chat, request_id))
         finally:
             self._tenants.pop(number, None)
-        if not isinstance(begun, Begun):
+        if not isinstance(begun, Submitted):
             raise FrontProtocolError(f"request {number} got a place twice")
-        asked, prompts = completion_of(unpacked(begun.answer))
-        generations = [self._generations[number, place] for place in range(len(begun.sequences))]
-        return Submitted(asked, prompts, generations, frozenset(begun.end_tokens))
+        return begun
 
     async def run(self) -> None:
         """Receive messages until the decoder's process closes the connection."""
@@ -99,19 +97,20 @@ class FrontSource:
                     reason = CompletionReason.ENGINE_ERROR if end.reason is None else CompletionReason(end.reason)
                     generation.end(reason, None if end.error is None else ApiError(*end.error))
         elif isinstance(message, Refused):
-            if waiter := self._waiters.pop(message.number, None):
+            waiter = self._waiters.pop(message.number, None)
+            if waiter is not None and not waiter.done():
                 waiter.set_exception(ApiError(*message.reply))
         elif isinstance(message, Placed | Begun):
             waiter = self._waiters.pop(message.number, None)
-            # Its tokens may be the next message, so its generations exist before anybody waits for them.
-            if waiter is not None and isinstance(message, Begun):
-                self._open(message)
-            if waiter is not None:
-                waiter.set_result(message)
+            # Without a waiter, its caller is gone, and Drop is on its way. The generations exist before the waiter
+            # runs, because their tokens, and even their ends, may be in the next message.
+            if waiter is not None and not waiter.done():
+                waiter.set_result(self._open(message) if isinstance(message, Begun) else message)
 
-    def _open(self, begun: Begun) -> None:
+    def _open(self, begun: Begun) -> Submitted:
         tenant, request_id = self._tenants[begun.number]
         asked, prompts = completion_of(unpacked(begun.answer))
+        generations = []
         for place, sequence in enumerate(begun.sequences):
             key = begun.number, place
             sampling = replace(asked.sampling, seed=sequence.seed)
@@ -123,10 +122,12 @@ class FrontSource:
                     self._send(Cancel(*key))
                     generation.end(CompletionReason.CANCELLED)
 
-            self._generations[key] = Generation(request, cancel)
+            generation = self._generations[key] = Generation(request, cancel)
+            generations.append(generation)
+        return Submitted(asked, prompts, generations, frozenset(begun.end_tokens))
 
-    async def _request(self, number: int, message: TakePlace | Begin) -> Placed | Begun:
-        waiter: asyncio.Future[Placed | Begun] = asyncio.get_running_loop().create_future()
+    async def _request(self, number: int, message: TakePlace | Begin) -> Placed | Submitted:
+        waiter: asyncio.Future[Placed | Submitted] = asyncio.get_running_loop().create_future()
         self._waiters[number] = waiter
         try:
             self._send(message)
