@@ -106,7 +106,7 @@ class DecoderSource:
                 raise prompt_too_long(self.room(tenant), error.message, is_chat=is_chat) from None
             raise
 
-    def submit(self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool) -> Submitted:
+    async def submit(self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool) -> Submitted:
         """Submit what `read` returned. From here on the scheduler counts the request.
 
         Raises ApiError, and the error of a sequence that was refused at once: its reply has not begun.
@@ -177,7 +177,7 @@ class _DecoderPlace:
 
     async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
         answer = await self._source.read(self._tenant, body, is_chat=is_chat)
-        return self._source.submit(self._tenant, request_id, answer, is_chat=is_chat)
+        return await self._source.submit(self._tenant, request_id, answer, is_chat=is_chat)
 
 
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:

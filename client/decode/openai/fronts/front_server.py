@@ -132,7 +132,9 @@ class FrontConnection:
             # The same two steps as next to the decoder, with the answer in between, which the front needs, too.
             async with request.place:
                 answer = await self._source.read(request.tenant, message.body, is_chat=message.is_chat)
-                submitted = self._source.submit(request.tenant, message.request_id, answer, is_chat=message.is_chat)
+                submitted = await self._source.submit(
+                    request.tenant, message.request_id, answer, is_chat=message.is_chat
+                )
         except Exception as error:
             self._requests.pop(message.number, None)
             self._refuse(message.number, error, request.tenant, message.request_id)
