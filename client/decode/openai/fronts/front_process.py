@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -20,9 +20,6 @@ from gpulease.client.decode.openai.fronts.front_source import FrontSource
 from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
 from gpulease.client.decode.openai.openai_server import OpenAiFace, completion_routes
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
-
-if TYPE_CHECKING:
-    import uvicorn
 
 LOST: Final = 1
 """Exit status of a front whose decoder's process is gone."""
@@ -42,7 +39,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     # All else is the decoder's process's: the page, metrics, health, the model's description.
     app = Starlette(routes=[*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))])
 
-    def on_begin(_: "uvicorn.Server") -> None:
+    def on_begin(_: object) -> None:
         writer.write(frame(Ready()))
 
     async def receive() -> None:
