@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
@@ -13,6 +15,9 @@ import uvicorn
 
 from gpulease.client.decode import TINY_MODEL, Decoder, DecoderObserver, DecoderSettings, TenantConfig
 from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
+from gpulease.client.decode.openai.completion_intake import DecoderSource
+from gpulease.client.decode.openai.fronts.front_messages import Welcome
+from gpulease.client.decode.openai.fronts.front_server import fronts
 from gpulease.client.decode.openai.openai_server import make_openai_application
 from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
 from helpers.daemon import Daemon
@@ -64,8 +69,20 @@ def key_of(tenant: str) -> str:
     return f"key-of-{tenant}"
 
 
+@asynccontextmanager
+async def _fronted(count: int, sock: socket.socket, source: DecoderSource) -> AsyncIterator[socket.socket]:
+    """Serve by fronts, as `gpulease serve decode` does; yields the socket for what they pass on."""
+    keys = {tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS}
+    with tempfile.TemporaryDirectory() as folder, listening(f"unix:{folder}/inner.sock") as (inner, _):
+        welcome = Welcome(str(TINY_MODEL), MODEL, keys, (), f"{folder}/inner.sock", 5.0)
+        async with fronts(count, sock, source, welcome):
+            yield inner
+
+
 @contextmanager
-def openai_rig(daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s: float = 0.2) -> Iterator[OpenAiRig]:
+def openai_rig(
+    daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s: float = 0.2, http_processes: int = 0
+) -> Iterator[OpenAiRig]:
     servers: list[uvicorn.Server] = []
     rigs: list[OpenAiRig] = []
     failures: list[BaseException] = []
@@ -85,7 +102,12 @@ def openai_rig(daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s
                     servers.append(server)
                     begun.set()
 
-                await serve_within(app, sock, known=known_hosts(sock, ()), stop_s=5, began=began)
+                async with AsyncExitStack() as stack:
+                    known = known_hosts(sock, ())
+                    if http_processes:
+                        source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS)
+                        sock = await stack.enter_async_context(_fronted(http_processes, sock, source))
+                    await serve_within(app, sock, known=known, stop_s=5, began=began)
 
     def body() -> None:
         try:

@@ -48,9 +48,10 @@ def heard() -> Heard:
     return Heard()
 
 
-@pytest.fixture(scope="module")
-def rig(shared_daemon: Daemon, heard: Heard) -> Iterator[OpenAiRig]:
-    with openai_rig(shared_daemon, [heard]) as running:
+@pytest.fixture(scope="module", params=[0, 1], ids=["in one process", "by a front"])
+def rig(shared_daemon: Daemon, heard: Heard, request: pytest.FixtureRequest) -> Iterator[OpenAiRig]:
+    heard.finished.clear()
+    with openai_rig(shared_daemon, [heard], http_processes=request.param) as running:
         yield running
 
 

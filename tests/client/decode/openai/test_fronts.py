@@ -1,0 +1,176 @@
+"""Fronts: what a front may send, and what its death, its silence and its lies cost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.client.decode.openai.completion_intake import DecoderSource
+from gpulease.client.decode.openai.fronts import front_server
+from gpulease.client.decode.openai.fronts.front_messages import (
+    MAX_FRAME_BYTES,
+    Begin,
+    Cancel,
+    Drop,
+    FromFront,
+    FrontProtocolError,
+    Ready,
+    TakePlace,
+    frame,
+    read_from_front,
+)
+from helpers.daemon import Daemon
+from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+from helpers.waiting import wait_until
+
+PROMPT = "Changed in version"
+
+MESSAGES = st.one_of(
+    st.builds(TakePlace, st.integers(0, 2**63), st.text()),
+    st.builds(Begin, st.integers(0, 2**63), st.binary(), st.booleans(), st.text()),
+    st.builds(Cancel, st.integers(0, 2**63), st.integers(0, 2**31)),
+    st.builds(Drop, st.integers(0, 2**63)),
+    st.just(Ready()),
+)
+
+
+def read_all(data: bytes, step: int) -> list[FromFront]:
+    """What is read from bytes that arrive in pieces."""
+
+    async def read() -> list[FromFront]:
+        reader = asyncio.StreamReader()
+        found: list[FromFront] = []
+
+        async def feed() -> None:
+            for begin in range(0, len(data), step):
+                reader.feed_data(data[begin : begin + step])
+                await asyncio.sleep(0)
+            reader.feed_eof()
+
+        feeding = asyncio.create_task(feed())
+        try:
+            while (message := await read_from_front(reader)) is not None:
+                found.append(message)
+        finally:
+            feeding.cancel()
+        return found
+
+    return asyncio.run(read())
+
+
+@given(st.lists(MESSAGES, max_size=5), st.sampled_from([1, 7, 1 << 20]), st.binary(max_size=3))
+def test_messages_are_read_as_they_were_sent_however_they_arrive(
+    messages: list[FromFront], step: int, tail: bytes
+) -> None:
+    # Less than a length behind them is the end of a stream that was cut.
+    assert read_all(b"".join(map(frame, messages)) + tail, step) == messages
+
+
+@given(st.binary(max_size=60))
+def test_foreign_bytes_are_a_message_the_end_or_a_refusal(data: bytes) -> None:
+    try:
+        read_all(len(data).to_bytes(4, "big") + data, 1 << 20)
+    except FrontProtocolError as error:
+        assert str(error)  # noqa: PT017  # any other exception fails the test
+
+
+def test_a_frame_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(FrontProtocolError, match="longer than"):
+        read_all((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), 4)
+
+
+def front_pids() -> list[int]:
+    """The fronts of this process."""
+    done = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "fronts.front_process"], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in done.stdout.split()]
+
+
+def complete(rig: OpenAiRig, **options: Any) -> httpx.Response:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0} | options
+    with rig.http() as http:
+        return http.post("/v1/completions", json=asked)
+
+
+def live(rig: OpenAiRig) -> int:
+    return int(rig.do(lambda: len(rig.decoder.scheduler.tenants["ann"].live)))
+
+
+def test_a_front_that_is_killed_loses_its_own_streams_alone(shared_daemon: Daemon) -> None:
+    with openai_rig(shared_daemon, wait_s=30.0, http_processes=1) as rig:
+        expected = complete(rig).json()["choices"][0]["text"]
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "stream": True}
+        (before,) = front_pids()
+        with rig.http() as http, http.stream("POST", "/v1/completions", json=asked) as reply:
+            pieces = reply.iter_bytes()
+            next(pieces)
+            os.kill(before, signal.SIGKILL)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(pieces)
+        # Its sequence is cancelled, its place given back, and the next process serves.
+        wait_until(lambda: live(rig) == 0, "the stream's sequence is cancelled")
+        assert rig.do(lambda: rig.decoder.prompts.coming["ann"]) == 0
+        wait_until(lambda: front_pids() not in ([], [before]), "another front was started")
+        assert complete(rig).json()["choices"][0]["text"] == expected
+
+
+def test_a_front_that_reads_nothing_is_ended(shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step loop never waits for it, and its memory is bounded."""
+    # Less than a step's message: the first one that the socket does not take is too many.
+    monkeypatch.setattr(front_server, "MAX_UNREAD_BYTES", -1)
+    with pytest.raises(front_server.FrontsFailed), openai_rig(shared_daemon, http_processes=1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([TakePlace(1, "nobody")], "can't begin"),
+        ([TakePlace(1, "ann"), TakePlace(1, "ann")], "can't begin"),
+        ([Begin(1, b"{}", False, "x")], "no place"),
+        ([TakePlace(1, "ann"), Begin(1, b"{}", False, "x"), Begin(1, b"{}", False, "x")], "no place"),
+    ],
+)
+def test_what_a_front_never_sends_ends_its_connection(
+    fronted: OpenAiRig, messages: list[FromFront], reason: str
+) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> None:
+        source = DecoderSource(fronted.decoder, MODEL, 0.0, 8)
+        connection = front_server.FrontConnection(source, sent.append)
+        try:
+            for message in messages:
+                await connection.receive(message)
+        finally:
+            await connection.close()
+
+    with pytest.raises(FrontProtocolError, match=reason):
+        fronted.wait_for(receive())
+    assert fronted.do(lambda: fronted.decoder.prompts.coming["ann"]) == 0
+
+
+def test_messages_about_requests_that_are_over_do_nothing(fronted: OpenAiRig) -> None:
+    async def receive() -> None:
+        source = DecoderSource(fronted.decoder, MODEL, 0.0, 8)
+        connection = front_server.FrontConnection(source, lambda _: None)
+        for message in (Cancel(9, 0), Drop(9), TakePlace(1, "ann"), Drop(1), Cancel(1, 0), Drop(1)):
+            await connection.receive(message)
+
+    fronted.wait_for(receive())
+    assert fronted.do(lambda: fronted.decoder.prompts.coming["ann"]) == 0
+
+
+@pytest.fixture(scope="module")
+def fronted(shared_daemon: Daemon) -> Any:
+    with openai_rig(shared_daemon) as rig:
+        yield rig
