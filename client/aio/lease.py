@@ -120,6 +120,8 @@ class GpuLease(LeaseView):
     async def used(self) -> LeaseUse:
         """Ask how much device memory the session holds now and has held at most: the size to ask for next time.
 
+        `LeaseUse` also has the time of the card that the lease has used.
+
         Raises Unsupported if the lease has ended, or if the daemon is too old to know.
         """
         return await self._run(self._state.used())

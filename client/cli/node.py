@@ -132,8 +132,8 @@ def leases(tenant: str | None, as_json: bool) -> None:
     listed = as_tree(leases_of(found), lambda lease: str(lease["lease_id"]), lambda lease: lease.get("parent"))
     gpus = _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
-    head = ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
-    spared = ("copies", "launches", "age", "GPU")
+    head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]
+    spared = ("copies", "launches", "age", "GPU", "GPU time")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
     # Who holds the buffers, for sessions of several programs.
     if held := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
@@ -153,6 +153,7 @@ def _indexes_by_uuid() -> dict[str, str]:
 
 def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
     used, launches, copies, age_ms = (lease.get(key) for key in ("allocated_bytes", "launches", "copies", "age_ms"))
+    gpu_s = lease.get("gpu_seconds")
     return [
         (REGION_MARK if lease.get("parent") else "") + lease["lease_id"],
         lease["tenant"],
@@ -160,6 +161,7 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
         _state(lease),
         size_text(lease["size_bytes"]),
         MISSING if used is None else size_text(used),
+        MISSING if gpu_s is None else seconds_text(gpu_s),
         MISSING if launches is None else str(launches),
         MISSING if copies is None else str(copies),
         MISSING if age_ms is None else seconds_text(age_ms / 1000),

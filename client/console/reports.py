@@ -53,7 +53,7 @@ LEASE: Final = {
 LEASE_PERHAPS: Final = {
     **dict.fromkeys(("cause", "card_uuid", "parent", "name"), WORD),
     **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms", "epoch"), NUMBER),
-    **dict.fromkeys(("kept_memory_bytes", "unheld_bytes"), NUMBER),
+    **dict.fromkeys(("kept_memory_bytes", "unheld_bytes", "gpu_seconds", "held_back_seconds"), NUMBER),
     "connections": LIST,
 }
 CONNECTION: Final = dict.fromkeys(("number", "pid", "held_bytes"), NUMBER)

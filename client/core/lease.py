@@ -245,15 +245,22 @@ class LeaseReport(TypedDict):
 
 
 class LeaseUse(NamedTuple):
-    """The device memory that a lease's session holds.
+    """The device memory that a lease's session holds, and the time of the card that the lease has used.
 
     Attributes:
         now_bytes: What it holds now: buffers, modules, streams, and the memory that they share.
         most_bytes: The most that it has held since the lease began: the size to ask for next time.
+        gpu_seconds: Time of the card that it has used: while k sessions of a card are busy, each gets a k-th. 0, as the
+            next two, with a daemon that is too old to know.
+        busy_seconds: Time in which its session had work outstanding.
+        held_back_seconds: Time in which its launches waited for others' work.
     """
 
     now_bytes: int
     most_bytes: int
+    gpu_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    held_back_seconds: float = 0.0
 
 
 _TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")
@@ -484,7 +491,7 @@ class LeaseHandle:
                 self.note_failure(end, {end.status})
 
     def used(self) -> Procedure[LeaseUse]:
-        """Ask how much device memory its session holds and has held at most. Raises Unsupported."""
+        """Ask how much device memory its session holds, and what it has used of its card. Raises Unsupported."""
         # Buffers held for reuse are freed for the program, so they must not be counted.
         yield from self.give_back()
         report = yield from self.query()
@@ -494,7 +501,13 @@ class LeaseHandle:
                 "used: the session's memory is not counted",
                 "Ask while the lease is active; if it is, the daemon is too old",
             )
-        return LeaseUse(now, most)
+        return LeaseUse(
+            now,
+            most,
+            report.get("gpu_seconds", 0.0),
+            report.get("busy_seconds", 0.0),
+            report.get("held_back_seconds", 0.0),
+        )
 
     def give_back(self) -> Procedure[None]:
         """Make its session that was opened here last free what its tenant has freed."""

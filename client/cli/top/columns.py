@@ -64,6 +64,11 @@ def _left(line: LeaseLine) -> str:
     return MISSING if line.left_s is None else seconds_text(line.left_s)
 
 
+def _percent(line: LeaseLine) -> str:
+    # The daemon samples once a second, so a single refresh may show somewhat more than all of it.
+    return MISSING if line.gpu_share is None else f"{100 * min(1.0, line.gpu_share):.0f}"
+
+
 def _tenant_text(line: LeaseLine) -> str:
     # Not before the id: its column has no spare cell.
     return (REGION_MARK if line.parent else "") + (line.tenant or MISSING)
@@ -76,6 +81,7 @@ COLUMNS: Final = (
     Column("STATE", "A", 14, lambda line: line.state, lambda line: line.state or MISSING, is_right=False),
     Column("SLICE", "S", 9, lambda line: line.size_bytes, lambda line: _size(line.size_bytes)),
     Column("USED", "M", 9, lambda line: line.used_bytes, lambda line: _size(line.used_bytes)),
+    Column("GPU%", "P", 5, lambda line: line.gpu_share, _percent),
     Column("LAUNCH/S", "L", 9, lambda line: line.launches_per_s, lambda line: rate_text(line.launches_per_s)),
     Column("COPY/S", "C", 7, lambda line: line.copies_per_s, lambda line: rate_text(line.copies_per_s)),
     Column("OP/S", "O", 6, lambda line: line.operations_per_s, lambda line: rate_text(line.operations_per_s)),
@@ -84,14 +90,18 @@ COLUMNS: Final = (
 
 BY_TITLE: Final = {column.title: column for column in COLUMNS}
 
-_KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "LAUNCH/S", "SLICE", "STATE", "COPY/S", "OP/S", "GPU")
+_KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "GPU%", "LAUNCH/S", "SLICE", "STATE", "COPY/S", "OP/S", "GPU")
 """Columns by importance: a terminal that is too narrow for all shows the first ones."""
 
 
 def offered(lines: Sequence[LeaseLine]) -> list[Column]:
-    """The columns that have something to show: older daemons do not count copies."""
-    has_copies = any(line.copies_per_s is not None for line in lines)
-    return [column for column in COLUMNS if column.title != "COPY/S" or has_copies]
+    """The columns that have something to show: older daemons do not count copies, or the time of the card."""
+    missing = set()
+    if all(line.copies_per_s is None for line in lines):
+        missing.add("COPY/S")
+    if all(line.gpu_share is None for line in lines):
+        missing.add("GPU%")
+    return [column for column in COLUMNS if column.title not in missing]
 
 
 def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[str, int], int]:
@@ -144,7 +154,7 @@ def time_share(line: LeaseLine) -> float | None:
     return max(0.0, min(1.0, line.left_s / line.ttl_s))
 
 
-_LARGEST_FIRST: Final = ("SLICE", "USED", "LAUNCH/S", "COPY/S", "OP/S")
+_LARGEST_FIRST: Final = ("SLICE", "USED", "GPU%", "LAUNCH/S", "COPY/S", "OP/S")
 """Columns sorted by descending value; all others are ascending."""
 
 

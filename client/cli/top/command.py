@@ -25,7 +25,7 @@ ONCE_S: Final = 1.0
 PIPE_WIDTH: Final = 160
 """Width in cells of a frame if none is known: every column, and complete ids that can be copied."""
 
-_RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s")
+_RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s", "gpu_share")
 
 
 @click.command()

@@ -57,6 +57,7 @@ class LeaseLine:
     Attributes:
         card: The index of its card.
         copies_per_s: None from daemons that do not count copies.
+        gpu_share: The part of the card's time that it used, 0 to 1; None from daemons that keep no account of time.
         left_s: Seconds left when the sample was taken.
         parent: The id of a region's lease; "" for a lease.
     """
@@ -72,6 +73,7 @@ class LeaseLine:
     operations_per_s: float | None
     left_s: float | None
     ttl_s: float | None
+    gpu_share: float | None = None
     parent: str = ""
 
 
@@ -99,6 +101,7 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
         operations_per_s=_rate(lease, before, "operations", span_s),
         left_s=None if left_ms is None else left_ms / 1000,
         ttl_s=None if ttl_ms is None else ttl_ms / 1000,
+        gpu_share=_rate(lease, before, "gpu_seconds", span_s),
         parent=word(lease, "parent") or "",
     )
 

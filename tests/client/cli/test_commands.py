@@ -66,7 +66,20 @@ def test_leases_in_columns(gpulease: Gpulease, daemon: Daemon, monkeypatch: pyte
     monkeypatch.delenv("COLUMNS", raising=False)
     with daemon.builder().acquire() as lease:
         head, row = gpulease("leases").stdout.splitlines()
-        assert head.split() == ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
+        assert head.split() == [
+            "lease",
+            "tenant",
+            "GPU",
+            "state",
+            "slice",
+            "used",
+            "GPU",
+            "time",
+            "launches",
+            "copies",
+            "age",
+            "left",
+        ]
         # The head stands above its ids whatever they begin with, and so does the tenants'.
         assert (head.index("lease"), row.index(str(lease.lease_id))) == (0, 0)
         assert head.index("tenant") == row.index(f"uid:{os.getuid()}")

@@ -69,9 +69,13 @@ def test_time_left_is_not_cut(left_ms: int) -> None:
 
 
 def test_copies_have_a_column_if_they_are_counted() -> None:
-    counted = lease_lines(sample(lease(1, copies=10), at_s=101), sample(lease(1, copies=0)))
+    before, after = lease(1, copies=0, gpu_seconds=0), lease(1, copies=10, gpu_seconds=0.5)
+    counted = lease_lines(sample(after, at_s=101), sample(before))
     assert [column.title for column in offered(counted)] == [column.title for column in COLUMNS]
-    assert counted[0].copies_per_s == 10
+    assert (counted[0].copies_per_s, counted[0].gpu_share) == (10, 0.5)
+    # An older daemon's leases have neither.
+    older = lease_lines(sample(lease(1), at_s=101), sample(lease(1)))
+    assert {column.title for column in COLUMNS} - {column.title for column in offered(older)} == {"COPY/S", "GPU%"}
 
 
 @pytest.mark.parametrize(
