@@ -6,10 +6,12 @@ program needs, becomes the container's user, and runs the program.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -47,15 +49,52 @@ def run_container(
     )
 
 
+def run_podman(folder: Path, cdi_ids: Iterable[str], program: str, user: int, group: int) -> str:
+    """Run a program in a container that podman and runc make, by their own reading of the specifications in a folder.
+
+    The container's root is the host's, bound to another place: no image is needed. Skips the test without podman.
+    """
+    if os.geteuid() != 0 or not shutil.which("podman") or not shutil.which("runc"):
+        pytest.skip("this needs root, podman and runc")
+    what = {"environment": None, "mounts": {}, "program": program, "user": user, "group": group}
+    options = [*("--rm", "-i", "--network=none", "--runtime", "runc", "--ulimit", "nofile=1024:1024")]
+    options += ["--ulimit", "nproc=1000:1000", "--mount", "type=tmpfs,dst=/sys/fs/cgroup", "--tmpfs", "/run:notmpcopyup"]
+    for cdi_id in cdi_ids:
+        options += ["--device", cdi_id]
+    for name in ("PYTHONPATH",):
+        options += ["--env", f"{name}={python_environment()[name]}"]
+    with TemporaryDirectory() as root:
+        # Podman looks for specifications in two folders of the host.
+        script = f"""
+            set -e
+            mount --make-rprivate /
+            mkdir -p /var/run/cdi
+            mount --bind {folder} /var/run/cdi
+            mount --rbind / {root}
+            exec podman --cgroup-manager=cgroupfs run "$@"
+        """
+        command = ["unshare", "--mount", "sh", "-c", script, "sh", *options, "--rootfs", root]
+        done = subprocess.run(
+            [*command, sys.executable, "-P", "-m", "helpers.containers"],
+            input=json.dumps(what),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    return done.stdout + done.stderr
+
+
 def _mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
 def main() -> None:
     what = json.load(sys.stdin)
-    # Nothing reaches the host, and the host's own /run/gpulease is not seen.
-    _mount("--make-rprivate", "/")
-    _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
+    # Without an environment, a runtime has made the container already.
+    if what["environment"] is not None:
+        # Nothing reaches the host, and the host's own /run/gpulease is not seen.
+        _mount("--make-rprivate", "/")
+        _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
     # The outer ones first, as runtimes order them; each read-only, so an inner one needs its place in the outer one.
     for place in sorted(what["mounts"], key=lambda place: place.count("/")):
         host = Path(what["mounts"][place])
@@ -69,9 +108,10 @@ def main() -> None:
     import gpulease.client.core.attachment
     import gpulease.client.sync.session  # noqa: F401
 
-    for name in [name for name in os.environ if name.startswith("GPULEASE")]:
-        del os.environ[name]
-    os.environ |= what["environment"]
+    if what["environment"] is not None:
+        for name in [name for name in os.environ if name.startswith("GPULEASE")]:
+            del os.environ[name]
+        os.environ |= what["environment"]
     os.setgroups([what["group"]])
     os.setresgid(what["user"], what["user"], what["user"])
     os.setresuid(what["user"], what["user"], what["user"])

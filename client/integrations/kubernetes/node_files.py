@@ -23,7 +23,9 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.lease_ids import lease_id_of
 
-CDI_VERSION: Final = "0.6.0"
+CDI_VERSION: Final = "0.5.0"
+"""The oldest version that permits names that begin with a digit, as uids do."""
+
 CDI_KIND: Final = "gpulease.internal/lease"
 
 POD_FOLDER: Final = "/run/gpulease"
