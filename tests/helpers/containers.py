@@ -56,13 +56,19 @@ def run_podman(folder: Path, cdi_ids: Iterable[str], program: str, user: int, gr
     """
     if os.geteuid() != 0 or not shutil.which("podman") or not shutil.which("runc"):
         pytest.skip("this needs root, podman and runc")
-    what = {"environment": None, "mounts": {}, "program": program, "user": user, "group": group}
+    what: dict[str, Any] = {"environment": None, "mounts": {}, "program": program, "user": user, "group": group}
     options = [*("--rm", "-i", "--network=none", "--runtime", "runc", "--ulimit", "nofile=1024:1024")]
-    options += ["--ulimit", "nproc=1000:1000", "--mount", "type=tmpfs,dst=/sys/fs/cgroup", "--tmpfs", "/run:notmpcopyup"]
+    options += [
+        "--ulimit",
+        "nproc=1000:1000",
+        "--mount",
+        "type=tmpfs,dst=/sys/fs/cgroup",
+        "--tmpfs",
+        "/run:notmpcopyup",
+    ]
     for cdi_id in cdi_ids:
         options += ["--device", cdi_id]
-    for name in ("PYTHONPATH",):
-        options += ["--env", f"{name}={python_environment()[name]}"]
+    options += ["--env", f"PYTHONPATH={python_environment()['PYTHONPATH']}"]
     with TemporaryDirectory() as root:
         # Podman looks for specifications in two folders of the host.
         script = f"""
