@@ -227,7 +227,9 @@ def stage() -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="gpul-", dir="/tmp") as name:
         folder = Path(name)
         stage = Stage(folder)
-        (folder / "config.toml").write_text(audit_config(folder / "audit"))
+        # With host memory for parked sessions, which the guide's programs park.
+        limits = '[limits]\npark_memory = "1GiB"\n'
+        (folder / "config.toml").write_text(audit_config(folder / "audit") + limits)
         (node,) = [block for block in BLOCKS if block.text.startswith(NODE)]
         (address,) = re.findall(r"^export GPULEASE_ADDRESS=(unix:\S+)$", node.section, flags=re.MULTILINE)
         with stage.serving(node, "--config", f"{folder}/config.toml"):

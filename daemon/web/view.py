@@ -34,6 +34,9 @@ OF_CARD: Final = (
 )
 """The keys of a card's map that the page shows. The protocol shows them to everybody."""
 
+PARKING_OF_CARD: Final = ("parked_bytes", "park_host_bytes", "park_host_limit_bytes")
+"""Further keys: what parked leases have left to others, and the host memory that holds them. 0 without parking."""
+
 Report = Mapping[str, Any]
 
 
@@ -170,7 +173,8 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
 
 def _card(card: Report, history: Mapping[str, Sequence[float | None]], slices: list[dict[str, Any]]) -> dict[str, Any]:
     rates = [None if rate is None else round(rate, 1) for rate in history.get(card["uuid"], ())]
-    return {name: card[name] for name in OF_CARD} | {"launches_per_s": rates, "slices": slices}
+    parking = {name: card.get(name, 0) for name in PARKING_OF_CARD}
+    return {name: card[name] for name in OF_CARD} | parking | {"launches_per_s": rates, "slices": slices}
 
 
 def _slice(
@@ -192,6 +196,11 @@ def _slice(
         # None while somebody is connected to the lease, or if it needs no connection.
         "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
+    # Where the session of a parkable lease is, and since when it is off its card.
+    if (park := lease.get("park")) is not None:
+        since_ms = park["parked_for_ms"]
+        found["park"] = park["phase"]
+        found["parked_for_s"] = None if since_ms is None else _rounded(since_ms / MS_PER_S + age_s)
     # An id gives no access to a lease, but with it a local user could follow a tenant.
     if is_named:
         found["lease_id"] = lease["lease_id"]

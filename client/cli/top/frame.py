@@ -131,6 +131,8 @@ def _card(card: Report) -> Line:
         line.append((f", {counted(int(leases), 'lease')}", Style.PLAIN))
     if number(card, "warm_wanted"):
         line.append((f", {number(card, 'warm_contexts') or 0:g} of {number(card, 'warm_wanted'):g} warm", Style.PLAIN))
+    if number(card, "parked_bytes"):
+        line.append((f", {_bytes(number(card, 'parked_bytes'))} parked", Style.PLAIN))
     if card.get("exclusive") is True:
         line.append((", exclusive", Style.PLAIN))
     line.append((f"  {shown(word(card, 'name') or MISSING)}, {shown(word(card, 'driver') or MISSING)}", Style.FAINT))

@@ -107,8 +107,13 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
 
 
 def _state(lease: Report) -> str | None:
-    """Its state, with the cause if something ends it."""
+    """Its state, with the cause if something ends it; where its session is if that is not on its card."""
     state, cause = word(lease, "state"), word(lease, "cause")
+    park = lease.get("park")
+    phase = word(park, "phase") if isinstance(park, dict) else None
+    # A parked lease is active, but its session is not on its card.
+    if state is not None and cause is None and phase is not None and phase != "resident":
+        return phase
     return f"{state} {cause}" if state is not None and cause is not None else state
 
 

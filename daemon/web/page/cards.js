@@ -30,6 +30,9 @@ export function drawHistory() {
 
 export const usedOf = (card) => card.slices.reduce((sum, slice) => sum + (slice.allocated_bytes ?? 0), 0);
 
+/** Whether a lease's bytes are in the host's memory, and its card's bytes are others'. */
+const isParked = (slice) => slice.parked_for_s != null && slice.park === "parked";
+
 export const leasedOf = (card) => card.slices.reduce((sum, slice) => sum + slice.size_bytes, 0);
 
 function drawCard(card, own, isWanted) {
@@ -45,7 +48,8 @@ function drawCard(card, own, isWanted) {
   copies(at(".uuid .copy"), card.uuid, `the UUID of ${name}`);
   at(".alone").hidden = !card.exclusive;
   say(at(".sum .leased"), size(leased));
-  say(at(".sum .of"), `leased of ${size(card.capacity_bytes)}`);
+  const parked = card.parked_bytes ? `, ${size(card.parked_bytes)} of it parked` : "";
+  say(at(".sum .of"), `leased of ${size(card.capacity_bytes)}${parked}`);
   say(at(".sum .used"), `${size(used)} used`);
   say(at(".half"), size(card.capacity_bytes / 2));
   say(at(".full"), size(card.capacity_bytes));
@@ -73,11 +77,11 @@ function drawCard(card, own, isWanted) {
 
 /** Returns all of a card's bytes, left to right: leases, their contexts, fenced, warm and free memory. */
 function piecesOf(card, leased) {
-  const live = card.slices.filter((slice) => slice.state !== "fenced");
+  const live = card.slices.filter((slice) => slice.state !== "fenced" && !isParked(slice));
   const fenced = card.slices.filter((slice) => slice.state === "fenced");
   const piece = (slice) => ({ key: slice.key, bytes: slice.size_bytes, slice, looks: looksOf(slice) });
   const rest = (key, bytes, text) => ({ key, bytes: Math.max(0, bytes), text, looks: [key] });
-  const overhead = card.held_bytes - leased;
+  const overhead = card.held_bytes - leased + card.parked_bytes;
   const each = card.slices.length ? overhead / card.slices.length : 0;
   const stuck = card.fenced_bytes - fenced.reduce((sum, slice) => sum + slice.size_bytes + each, 0);
   const free = card.capacity_bytes - card.held_bytes - Math.max(0, stuck) - card.warm_bytes;

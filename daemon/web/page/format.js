@@ -30,6 +30,7 @@ export function stateOf(slice) {
   if (slice.state === "pending") return "starting";
   if (slice.state === "draining") return slice.cause ? `ending, ${spaced(slice.cause)}` : "ending";
   if (slice.orphaned_in_s != null) return `orphaned, ends in ${span(slice.orphaned_in_s)}`;
+  if (slice.parked_for_s != null) return `parked for ${span(slice.parked_for_s)}`;
   return slice.phase === "warning" ? "active, warned" : "active";
 }
 

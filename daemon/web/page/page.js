@@ -42,6 +42,11 @@ function drawTotals() {
   say(by("total-leased"), `${size(sum(leasedOf))} of ${size(sum((card) => card.capacity_bytes))}`);
   say(by("total-used"), size(sum(usedOf)));
   say(by("total-free"), size(sum((card) => card.available_bytes)));
+  // The host's memory is the node's, so every card says the same.
+  const [held, most] = [state.cards[0]?.park_host_bytes ?? 0, state.cards[0]?.park_host_limit_bytes ?? 0];
+  say(by("total-parked"), `${size(held)} of ${size(most)}`);
+  by("parked-meter").value = most ? held / most : 0;
+  by("total-parked").closest("div").hidden = most === 0;
   const fenced = sum((card) => card.fenced_bytes);
   say(by("total-fenced"), size(fenced));
   by("total-fenced").parentElement.hidden = fenced === 0;
