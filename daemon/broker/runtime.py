@@ -465,7 +465,7 @@ class Runtime:
         try:
             self._pending.resolve(outcome)
         except Exception:
-            # A bug of ours, for which nobody may wait.
+            # A bug of ours. The client must not wait for an answer that never comes.
             self._pending.refuse(outcome.request, FAULT)
             raise
 
