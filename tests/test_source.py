@@ -55,6 +55,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "tokenizers": ("client/decode/text/", "client/decode/tiny/train.py"),
     "jax": "client/decode/tiny/train.py",
     "jinja2": "client/decode/text/",
+    "llguidance": "client/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; messages between the daemon's own processes, and a decode server's; what is kept of images.

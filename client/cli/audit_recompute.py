@@ -11,9 +11,11 @@ import click
 
 from gpulease.client.console.exit_status import EXIT_FAILED, fail
 from gpulease.client.console.private_daemon import private_daemon, running_address
-from gpulease.client.decode import Checkpoint, Decoder, DecoderSettings, open_model
+from gpulease.client.decode import Checkpoint, Decoder, DecoderSettings, SamplingParameters, open_model
 from gpulease.client.decode.sample_models import TINY_MODEL
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest, bias_digest
+from gpulease.client.decode.supervisor.decoder import DEFAULT_TENANT
+from gpulease.client.decode.text.grammar import grammar_digest, grammar_library
 
 EXIT_OUTPUT_DIFFERS: Final = EXIT_FAILED
 EXIT_PROMPT_DIFFERS: Final = 3
@@ -37,34 +39,53 @@ EMBEDDED_DRIVER: Final = "cpu"
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("record", type=click.File("rb"))
+@click.option("--prompt", "prompt_file", type=click.File("rb"), help="The prompt: a text, or a JSON array of ids.")
 @click.option(
-    "--prompt", "prompt_file", type=click.File("rb"), required=True, help="The prompt: a text, or a JSON array of ids."
+    "--request", "request_file", type=click.File("rb"), help="Instead, the body of the HTTP request, with all it had."
 )
 @click.option("--model", "path", type=click.Path(path_type=Path), help="The model's path; by default, the tiny model.")
 @click.option(
     "--logit-bias", "bias_file", type=click.File("rb"), help="The request's logit_bias, if it had one: a JSON object."
 )
-def recompute(record: BinaryIO, prompt_file: BinaryIO, path: Path | None, bias_file: BinaryIO | None) -> None:
+def recompute(
+    record: BinaryIO,
+    prompt_file: BinaryIO | None,
+    request_file: BinaryIO | None,
+    path: Path | None,
+    bias_file: BinaryIO | None,
+) -> None:
     """Decode the request in RECORD again, and compare. RECORD is one line of `gpulease audit show --json`; -: stdin.
 
     Uses the running daemon; without one, a private one on the embedded driver, which needs no GPU.
 
-    Exit status: 0 the output is equal, 1 it differs, 3 the prompt or the logit_bias differs, 4 the model differs, 5 the
-    kernels differ, 65 RECORD was not written by a decoder.
+    Exit status: 0 the output is equal, 1 it differs, 3 the prompt, the logit_bias or the grammar differs, 4 the model
+    differs, 5 the kernels or the grammar's library differ, 65 RECORD was not written by a decoder.
     """
     said = _record_of(record.read(MAX_RECORD_BYTES))
     # The model and the prompt are this user's; the record has only their digests.
     checkpoint = open_model(path or TINY_MODEL)
-    prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
-    # Compare what was given before computing: a different prompt, model or kernel explains any different output.
+    if (prompt_file is None) is (request_file is None):
+        raise click.UsageError("give either --prompt or --request")
     biases = () if bias_file is None else _biases_of(bias_file.read(MAX_PROMPT_BYTES))
-    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), bias_digest(biases) if biases else "")
+    grammar = ""
+    if prompt_file is not None:
+        prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
+    else:
+        assert request_file is not None
+        prompts, asked = _request_of(request_file.read(MAX_PROMPT_BYTES), checkpoint)
+        biases, grammar = asked.logit_bias, asked.grammar
+        # Of several prompts, each has a record of its own.
+        prompt = next((one for one in prompts if TokenDigest.of(one) == said.prompt), prompts[0])
+    # Compare what was given before computing: a different prompt, model or kernel explains any different output.
+    digests = bias_digest(biases) if biases else "", grammar_digest(grammar) if grammar else ""
+    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), *digests)
+    given = replace(said.sampling, logit_bias=biases, grammar=grammar)
     found = TokenDigest.of([])
     # A request that ended without output needs no computing, and so no daemon.
     if said.output.count:
         with contextlib.ExitStack() as stack:
             address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
-            found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said, biases)))
+            found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said, given)))
     if found != said.output:
         fail(f"audit recompute: the output DIFFERS: {found}; the record has {said.output}", EXIT_OUTPUT_DIFFERS)
     click.echo(f"The output is equal: {found}.")
@@ -93,6 +114,23 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
     return checkpoint.tokenizer().encode(text)
 
 
+def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], SamplingParameters]:
+    """The prompts of a request's body, and its sampling, as the server read them."""
+    # Imported late: it needs the extras `decode` and `serve`.
+    from gpulease.client.decode.openai.api_errors import ApiError
+    from gpulease.client.decode.openai.completion_request import parse_request
+    from gpulease.client.decode.openai.prompt_job import read_prompts, with_grammar
+    from gpulease.client.decode.text.prompt_reader import PromptReader
+
+    reader = PromptReader(checkpoint.tokenizer(), checkpoint.config.context)
+    try:
+        # The body itself shows which endpoint it was for. Seeds are the record's.
+        asked = with_grammar(reader, parse_request(data, is_chat=b'"messages"' in data, fresh_seed=0))
+    except ApiError as error:
+        raise click.UsageError(f"the request must be one that the server took: {error.message}") from None
+    return read_prompts(reader, asked), asked.sampling
+
+
 def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
     """The biases of a request, as its body had them: an object of token ids."""
     try:
@@ -101,12 +139,15 @@ def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
         raise click.UsageError("logit_bias must be a JSON object of token ids with a number each") from None
 
 
-def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, logit_bias: str) -> None:
+def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, logit_bias: str, grammar: str) -> None:
     """Report every difference that shows before computing, and exit if there is one."""
     pairs = (
         # In this order: an explanation that comes first makes the later ones unnecessary.
         ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
         ("logit_bias", EXIT_PROMPT_DIFFERS, said.logit_bias or "none", logit_bias or "none"),
+        ("grammar", EXIT_PROMPT_DIFFERS, said.grammar or "none", grammar or "none"),
+        # Another version may allow other tokens.
+        ("grammar's library", EXIT_KERNELS_DIFFER, said.grammar_by, grammar_library() if grammar else ""),
         ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
         ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
     )
@@ -119,11 +160,12 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, logit_bias
 
 
 async def _decoded(
-    address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord, biases: tuple[tuple[int, float], ...]
+    address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord, sampling: SamplingParameters
 ) -> list[int]:
     count = said.output.count
     # As many positions as this request needs; the record says whether weights were packed.
     settings = DecoderSettings(ROWS, ROWS, 1, min(checkpoint.config.context, len(prompt) + count), said.by.packed)
     async with Decoder.open(checkpoint, settings=settings, address=address) as decoder:
-        generation = decoder.submit(prompt, max_tokens=count, sampling=replace(said.sampling, logit_bias=biases))
+        masks = await decoder.grammars.compile(DEFAULT_TENANT, sampling.grammar) if sampling.grammar else None
+        generation = decoder.submit(prompt, max_tokens=count, sampling=sampling, masks=masks)
         return [emitted.token async for emitted in generation]

@@ -5,6 +5,7 @@ GpuLeaseError
     ├── ModelRejected       a model's file is broken, or not one that the engine computes
     ├── NoModelLoaded       the engine has no model: not opened, or closed
     ├── RequestRejected     a prompt or its sampling can't be taken
+    │   ├── GrammarRefused    its schema or grammar can't be followed within the limits
     │   ├── RequestIdInUse    a request with its id is in progress
     │   ├── TextNotRead       its text can't be read within the limits of a text (`limit`)
     │   └── AdmissionRefused  no room for it (`reason`, `retry_after_s`)
@@ -78,6 +79,10 @@ class AdmissionRefused(RequestRejected):
 
 class WaitedTooLong(AdmissionRefused):
     """A request, or its replay, waited as long as it may. `reason` is the obstacle at the end of the wait."""
+
+
+class GrammarRefused(RequestRejected):
+    """A request's schema or grammar is invalid, not supported, or needs more work than the limits allow."""
 
 
 class TextNotRead(RequestRejected):

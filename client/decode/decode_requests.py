@@ -78,6 +78,8 @@ class SamplingParameters:
         min_tokens: Tokens that are emitted before one that ends the sequence can be chosen.
         stop_token_ids: Further tokens that end the sequence.
         ignores_end: Whether the model's end tokens do not end the sequence.
+        grammar: The grammar that the emitted tokens follow up to the end of the sequence (text/grammar.py); "" for any
+            tokens. The sequence then ends only with the grammar, or at its longest.
     """
 
     temperature: float = 0.0
@@ -92,6 +94,7 @@ class SamplingParameters:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignores_end: bool = False
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature):
@@ -121,6 +124,9 @@ class SamplingParameters:
             raise RequestRejected(f"stop_token_ids must have at most {MAX_STOP_TOKENS}, not {len(self.stop_token_ids)}")
         for token in self.stop_token_ids:
             _check_integer("a token of stop_token_ids", token, 0, MAX_POSITIONS)
+
+        if self.grammar and (self.min_tokens or self.stop_token_ids or self.ignores_end):
+            raise RequestRejected("a grammar can't be combined with min_tokens, stop_token_ids or ignore_eos")
 
     @property
     def penalises(self) -> bool:

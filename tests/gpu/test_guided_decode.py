@@ -24,7 +24,7 @@ SETTINGS = DecoderSettings(max_rows=16, prefill_rows=16, max_sequences=8, positi
 SAMPLINGS = (
     SamplingParameters(),
     SamplingParameters(temperature=0.8, seed=3, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
-    SamplingParameters(temperature=1.0, seed=4, min_p=0.05, logit_bias=((7, 4.0), (300, -100.0)), min_tokens=4),
+    SamplingParameters(temperature=1.0, seed=4, min_p=0.05, logit_bias=((7, 4.0), (30, -100.0)), min_tokens=4),
     SamplingParameters(temperature=0.9, top_p=0.9, top_k=30, seed=5, frequency_penalty=2.0),
 )
 

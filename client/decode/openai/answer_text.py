@@ -1,11 +1,12 @@
 """An answer as it grows: tokens become pieces of text, and the text ends before a stop."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gpulease.client.decode.openai.api_errors import CLOSED_REQUEST, FINISHES, ApiError
 from gpulease.client.decode.openai.stop_filter import StopFilter
+from gpulease.client.decode.openai.tool_formats import CallPart
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ class Piece:
         tokens: Its tokens.
         replays: How often the sequence was replayed until then; None if unchanged since the last piece.
         finish: Why the answer ended; "" if it continues.
+        calls: Pieces of calls of tools.
     """
 
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     replays: int | None = None
     finish: str = ""
+    calls: list[CallPart] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -63,9 +66,16 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", stops: Sequence[str], end_tokens: frozenset[int], offset: int = 0
+        self,
+        tokenizer: "Tokenizer",
+        stops: Sequence[str],
+        end_tokens: frozenset[int],
+        offset: int = 0,
+        shown: Mapping[int, bytes] | None = None,
     ) -> None:
         """Begin an answer, behind `offset` characters of an echoed prompt.
+
+        `shown` are special tokens with a text here.
 
         Tokens in `end_tokens` end a sequence and are not part of the text.
         """
@@ -73,7 +83,7 @@ class AnswerText:
         self.log_probability = 0.0
         self._offset = offset
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
-        self._stream, self._filter = tokenizer.stream(), StopFilter(stops)
+        self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops)
         # Tokens with text that is not given out yet, each with the end of its text in the answer.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._given = 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulease.client.decode.openai.answer_text import AnswerText, Piece, echo, pieces
 from gpulease.client.decode.openai.completion_request import CompletionRequest
+from gpulease.client.decode.openai.tool_formats import ToolCallParser, format_named
 from gpulease.client.decode.supervisor.generation import Generation
 
 if TYPE_CHECKING:
@@ -26,7 +27,16 @@ class Answer:
     ) -> None:
         self.whole = Piece()
         self._tokenizer, self._asked, self._end_tokens = tokenizer, asked, end_tokens
-        self._generation, self._text = generation, AnswerText(tokenizer, asked.stops, end_tokens)
+        self._calls: ToolCallParser | None = None
+        shown: dict[int, bytes] = {}
+        if asked.tool_format:
+            # Where the trigger is a special token, it has no text elsewhere.
+            written = format_named(asked.tool_format)
+            self._calls = ToolCallParser(written)
+            trigger = written.trigger
+            shown = {token: trigger.encode() for token, name in tokenizer.special_tokens.items() if name == trigger}
+        self._generation = generation
+        self._text = AnswerText(tokenizer, asked.stops, end_tokens, shown=shown)
         self._prompt = generation.request.token_ids
 
     @property
@@ -44,7 +54,17 @@ class Answer:
         """
         if not self._asked.is_echo:
             async for piece in pieces(self._generation, self._text):
-                yield piece
+                if self._calls is None:
+                    yield piece
+                    continue
+                piece.text, piece.calls = self._calls.add(piece.text)
+                if piece.finish:
+                    piece.text += self._calls.end()
+                # Calls that are cut off end as any answer that is: by its length.
+                if piece.finish == "stop" and self._calls.calls:
+                    piece.finish = "tool_calls"
+                if piece.calls or not piece.is_empty:
+                    yield piece
             return
         # The prompt's scores are complete when the first token comes, so the echo is sent with it.
         offset = len(echo(self._tokenizer, self._prompt, ()).text)
@@ -65,6 +85,7 @@ class Answer:
         async for piece in self.pieces():
             whole.text += piece.text
             whole.tokens += piece.tokens
+            whole.calls += piece.calls
             whole.replays = whole.replays if piece.replays is None else piece.replays
             whole.finish = piece.finish
 

@@ -14,6 +14,7 @@ from gpulease.client.decode.decode_errors import (
     CompletionReason,
     DecodeError,
     EngineDecodeFailed,
+    GrammarRefused,
     ModelRejected,
     NoModelLoaded,
     RebindLimited,
@@ -83,6 +84,7 @@ REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
     # The first class that matches counts, so subclasses come before their bases.
     RequestIdInUse: ReplyTo(IN_USE, "request_id_in_use"),
     TextNotRead: ReplyTo(400, "text_not_read"),
+    GrammarRefused: ReplyTo(400, "grammar_refused"),
     RequestRejected: ReplyTo(400, "request_rejected"),
     TextProcessesFailed: ReplyTo(
         OVERLOADED, "texts_unavailable", is_retried=True, message="No text can be read now. Send the request again."

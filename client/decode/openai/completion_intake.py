@@ -18,6 +18,7 @@ from gpulease.client.decode.openai.prompt_job import completion_of, read_complet
 from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.decode.text.grammar import GrammarMasks
 
 if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -112,7 +113,10 @@ class DecoderSource:
         Raises ApiError, and the error of a sequence that was refused at once: its reply has not begun.
         """
         asked, prompts = completion_of(answer)
-        generations = self._submit(tenant, request_id, asked, prompts)
+        masks = None
+        if asked.sampling.grammar:
+            masks = await self._decoder.grammars.compile(tenant, asked.sampling.grammar)
+        generations = self._submit(tenant, request_id, asked, prompts, masks)
         for generation in generations:
             refused, its = generation.error, generation.request
             if refused is None:
@@ -133,7 +137,12 @@ class DecoderSource:
         return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
 
     def _submit(
-        self, tenant: str, request_id: str, asked: CompletionRequest, prompts: Sequence[tuple[int, ...]]
+        self,
+        tenant: str,
+        request_id: str,
+        asked: CompletionRequest,
+        prompts: Sequence[tuple[int, ...]],
+        masks: GrammarMasks | None,
     ) -> list[Generation]:
         """Submit a request's sequences: for each prompt as many as it has tries, each with a seed of its own."""
         generations: list[Generation] = []
@@ -155,6 +164,7 @@ class DecoderSource:
                         priority=asked.priority,
                         ranks=asked.ranks,
                         scores_prompt=asked.is_echo and asked.has_logprobs,
+                        masks=None if masks is None else masks.fork(),
                     )
                     generations.append(generation)
         except BaseException:

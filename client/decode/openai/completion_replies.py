@@ -1,11 +1,13 @@
 """Replies of `/v1/completions` and `/v1/chat/completions`: complete ones, and the events of a stream."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.client.decode.openai.answer_text import Piece, TokenText
 from gpulease.client.decode.openai.api_errors import EXTENSION
+from gpulease.client.decode.openai.tool_formats import CallPart
 from gpulease.client.http.event_stream import event
 
 DONE: Final = event("[DONE]")
@@ -47,7 +49,12 @@ class ReplyHead:
         logprobs = self._logprobs(piece.tokens)
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": logprobs}
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+            if piece.calls:
+                # Beside calls, an answer without text has no content.
+                message["content"] = piece.text.strip() or None
+                message["tool_calls"] = self._whole_calls(index, piece)
+            choice["message"] = message
         else:
             choice["text"] = piece.text
         return choice
@@ -60,9 +67,37 @@ class ReplyHead:
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
             choice["delta"] = role | ({"content": piece.text} if piece.text or is_first else {})
+            if piece.calls:
+                choice["delta"]["tool_calls"] = [self._call_delta(index, part) for part in piece.calls]
         else:
             choice["text"] = piece.text
         return self._object([choice], is_chunk=True) | self._extension(piece.replays, is_first=is_first)
+
+    def _call_id(self, index: int, call: int) -> str:
+        return f"call_{self.request_id}_{index}_{call}"
+
+    def _whole_calls(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Return an answer's calls, put together from their pieces."""
+        names, arguments = dict[int, str](), defaultdict[int, str](str)
+        for part in piece.calls:
+            names.setdefault(part.index, part.name)
+            arguments[part.index] += part.arguments
+        return [
+            {
+                "id": self._call_id(index, call),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments[call]},
+            }
+            for call, name in names.items()
+        ]
+
+    def _call_delta(self, index: int, part: CallPart) -> dict[str, Any]:
+        delta: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
+        if part.name:
+            # The first piece of a call, which alone has its id and name.
+            delta |= {"id": self._call_id(index, part.index), "type": "function"}
+            delta["function"]["name"] = part.name
+        return delta
 
     def usage_chunk(self, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
         """Return the stream's last object, which has the token counts and no choice."""

@@ -9,6 +9,8 @@ from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.decode_requests import MAX_POSITIONS, MAX_PRIORITY, SamplingParameters
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, check_parameters
+from gpulease.client.decode.openai.tool_formats import NAME as TOOL_NAME
+from gpulease.client.decode.openai.tool_formats import Tool
 from gpulease.client.decode.row_records import MAX_RANKS
 from gpulease.client.texts import quoted
 
@@ -26,6 +28,12 @@ MAX_MESSAGES: Final = 4096
 
 MAX_CHOICES: Final = 128
 """Most choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
+
+MAX_TOOLS: Final = 128
+"""Most tools, as in OpenAI's API."""
+
+MAX_CALLS: Final = 128
+"""Most calls in one message of a chat."""
 
 MAX_VARIABLES: Final = 64
 """Most variables that a chat gives its model's template."""
@@ -54,7 +62,11 @@ _SAMPLING_NAMES: Final = (
 _OWN_NAMES: Final[Mapping[str, str]] = {"ignores_end": "ignore_eos"}
 """Attributes of SamplingParameters that a request has by another name."""
 
-ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MESSAGE_MEMBERS: Final = ("role", "content", "name")
+_ROLE_MEMBERS: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
+"""Members of messages: of each, and of some roles'."""
+
+ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The accepted roles, and their names in models' templates."""
 
 
@@ -67,7 +79,12 @@ class CompletionRequest:
         model: The model's name; "" for the one that is served.
         prompts: Texts, or their tokens; () for a chat.
         messages: A chat's messages, each with `role` and `content`; () for a completion.
-        variables: Further variables of the chat's template.
+        variables: Further variables of the chat's template; the tools are one.
+        schema: The JSON Schema of the answer; None for any text.
+        tools: What the model may call; () if it may call nothing.
+        must_call: Whether the answer is calls alone.
+        is_parallel: Whether it may have several calls.
+        tool_format: How the model writes calls (tool_formats.py), once that is known; "" without tools.
         max_tokens: Most tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
         choices: Answers to each prompt.
         tries: Sequences for each prompt, of which the likeliest `choices` are sent.
@@ -85,8 +102,13 @@ class CompletionRequest:
     is_chat: bool
     model: str
     prompts: tuple[str | tuple[int, ...], ...]
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
+    schema: Mapping[str, Any] | None
+    tools: tuple[Tool, ...]
+    must_call: bool
+    is_parallel: bool
+    tool_format: str
     max_tokens: int | None
     choices: int
     tries: int
@@ -124,18 +146,29 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     choices, tries = _choices(said, len(prompts) or 1, is_stream=is_stream)
     has_logprobs, ranks = _logprobs_of_chat(said) if is_chat else _logprobs_of_completion(said)
     is_echo = _flag(said, "echo")
+    schema = _schema(said.get("response_format"))
+    tools, must_call = _tools(said)
+    stops = _stops(said.get("stop"))
+    _flag(said, "parallel_tool_calls")
+    if schema is not None or tools:
+        _check_ends(said, stops, "response_format" if schema is not None else "tools")
     return CompletionRequest(
         is_chat=is_chat,
         model=_text(said, "model"),
         prompts=prompts,
         messages=_messages(said.get("messages")) if is_chat else (),
-        variables=_variables(said.get("chat_template_kwargs")),
+        variables={**_variables(said.get("chat_template_kwargs")), **({"tools": said["tools"]} if tools else {})},
+        schema=schema,
+        tools=tools,
+        must_call=must_call,
+        is_parallel=bool(tools) and said.get("parallel_tool_calls") is not False,
+        tool_format="",
         max_tokens=_max_tokens(said, 0 if is_echo else 1, is_chat=is_chat),
         choices=choices,
         tries=tries,
         sampling=_sampling(said, fresh_seed if seed is None else seed % 2**64),
         is_seed_chosen=seed is None,
-        stops=_stops(said.get("stop")),
+        stops=stops,
         has_logprobs=has_logprobs,
         ranks=ranks,
         is_echo=is_echo,
@@ -143,6 +176,73 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         is_stream=is_stream,
         has_usage=_flag(options or {}, "include_usage"),
     )
+
+
+def _schema(value: Any) -> Mapping[str, Any] | None:
+    """Return the JSON Schema that a `response_format` has; None for texts."""
+    name = "response_format"
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise invalid("response_format must have the type text, json_object or json_schema", name)
+    said = value.get("json_schema")
+    schema = said.get("schema") if isinstance(said, dict) else None
+    if not isinstance(schema, dict):
+        raise invalid("response_format.json_schema must be an object with a schema, an object, too", name)
+    return schema
+
+
+def _tools(said: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:
+    """Return the tools that an answer may call, and whether it must call one."""
+    value, choice = said.get("tools"), said.get("tool_choice")
+    if value is None or value == []:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice is taken with tools alone", "tool_choice")
+        return (), False
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise invalid(f"tools must be a list of at most {MAX_TOOLS} functions", "tools")
+    tools = tuple(_tool(number, tool) for number, tool in enumerate(value))
+    if len({tool.name for tool in tools}) < len(tools):
+        raise invalid("tools must have different names", "tools")
+    if choice in (None, "auto"):
+        return tools, False
+    if choice == "required":
+        return tools, True
+    if choice == "none":
+        return (), False
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    named = tuple(tool for tool in tools if tool.name == name)
+    if not named:
+        raise invalid("tool_choice must be auto, none, required, or name one of the tools", "tool_choice")
+    return named, True
+
+
+def _tool(number: int, tool: Any) -> Tool:
+    where = f"tools[{number}]"
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise invalid(f"{where} must have the type function, and a function", "tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise invalid(f"{where}: name {quoted(name)} must be 1 to 64 letters, digits, _ and -", "tools")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise invalid(f"{where}: parameters must be a JSON Schema, an object", "tools")
+    return Tool(name, parameters)
+
+
+def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], what: str) -> None:
+    """Refuse what would end an answer within its JSON text, or keep it from ending behind that."""
+    for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos"):
+        if stops if name == "stop" else said.get(name):
+            raise invalid(f"{name} can't be combined with {what}, whose answer ends where its form says", name)
 
 
 def check_model(asked: str, served: str) -> None:
@@ -321,13 +421,13 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     raise invalid("prompt is a text, a list of tokens, or a list of those, and not empty", "prompt")
 
 
-def _messages(value: Any) -> tuple[Mapping[str, str], ...]:
+def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
         raise invalid(f"messages is a list of 1 to {MAX_MESSAGES} messages", "messages")
     return tuple(_message(number, message) for number, message in enumerate(value))
 
 
-def _message(number: int, message: Any) -> Mapping[str, str]:
+def _message(number: int, message: Any) -> Mapping[str, Any]:
     where = f"messages[{number}]"
     if not isinstance(message, dict):
         raise invalid(f"{where} must be an object", "messages")
@@ -335,10 +435,44 @@ def _message(number: int, message: Any) -> Mapping[str, str]:
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}: role {quoted(role)} is none of {', '.join(ROLES)}", "messages")
     for name, item in message.items():
-        # Tool calls and the like; clients often send such members as null or [].
-        if name not in ("role", "content", "name") and item not in (None, []):
+        # Audio and the like; clients often send such members as null or [].
+        if name not in (*_MESSAGE_MEMBERS, *_ROLE_MEMBERS.get(role, ())) and item not in (None, []):
             raise invalid(f"{where}: {quoted(name)} is not supported", "messages", "unsupported_parameter")
-    return {"role": ROLES[role], "content": _content(where, message.get("content"))}
+    content, calls = message.get("content"), message.get("tool_calls")
+    if role == "assistant" and calls:
+        # The content beside calls may be missing.
+        text = "" if content is None else _content(where, content)
+        return {"role": role, "content": text, "tool_calls": _calls(where, calls)}
+    read = {"role": ROLES[role], "content": _content(where, content)}
+    if role == "tool":
+        for name in ("tool_call_id", "name"):
+            # Templates show which call, or which tool, the content answers.
+            if isinstance(message.get(name), str):
+                read[name] = message[name]
+    return read
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return an assistant's calls as templates expect them: with the arguments as an object."""
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise invalid(f"{where}: tool_calls must be a list of at most {MAX_CALLS} calls", "messages")
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not isinstance(function, dict):
+            raise invalid(f"{where}: each call must have a function with a name", "messages")
+        arguments = function.get("arguments")
+        try:
+            arguments = json.loads(arguments, parse_constant=_no_number) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise invalid(f"{where}: the arguments of {quoted(name)} must be the JSON text of an object", "messages")
+        call_id = call.get("id")
+        made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        read.append(made | ({"id": call_id} if isinstance(call_id, str) else {}))
+    return read
 
 
 def _content(where: str, content: Any) -> str:

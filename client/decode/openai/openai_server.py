@@ -192,7 +192,7 @@ class OpenAiFace:
             is_first = True
             async for piece in answer.pieces():
                 last = piece.finish
-                if last and (piece.text or is_first):
+                if last and (piece.text or piece.calls or is_first):
                     # Clients expect the finish reason in a separate object.
                     await reply.event(head.chunk(replace(piece, finish=""), index, is_first=is_first))
                     is_first, piece = False, Piece(finish=last)

@@ -3,9 +3,12 @@
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from gpulease.client.decode.decode_errors import GrammarRefused
 from gpulease.client.decode.decode_requests import SamplingParameters
-from gpulease.client.decode.openai.api_errors import ApiError
+from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.completion_request import CompletionRequest, check_model, parse_request
+from gpulease.client.decode.openai.tool_formats import format_of, tool_grammar
+from gpulease.client.decode.text.grammar import check_grammar, json_grammar, json_rule
 from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
 
 if TYPE_CHECKING:
@@ -26,19 +29,50 @@ def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_se
         # Check everything about the request before its texts are tokenized.
         asked = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
         check_model(asked.model, model)
+        asked = with_grammar(reader, asked)
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.
         return {"error": [error.status, error.code, error.message, error.param, error.retry_after_s]}
-    if is_chat:
-        prompts = [reader.read_chat(asked.messages, asked.variables)]
-    else:
-        prompts = [
-            reader.checked(prompt) if isinstance(prompt, tuple) else reader.read_text(prompt)
-            for prompt in asked.prompts
-        ]
+    prompts = read_prompts(reader, asked)
     # Only the tokens are needed from here on, so the texts are not sent back.
-    short = replace(asked, prompts=(), messages=(), variables={})
+    short = replace(asked, prompts=(), messages=(), variables={}, schema=None, tools=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
+
+
+def read_prompts(reader: "PromptReader", asked: CompletionRequest) -> list[list[int]]:
+    """Return the tokens of each of a request's prompts. Raises what the reader raises."""
+    if asked.is_chat:
+        return [reader.read_chat(asked.messages, asked.variables)]
+    return [
+        reader.checked(prompt) if isinstance(prompt, tuple) else reader.read_text(prompt) for prompt in asked.prompts
+    ]
+
+
+def with_grammar(reader: "PromptReader", asked: CompletionRequest) -> CompletionRequest:
+    """Return a request with the grammar of its schema or its tools. Raises ApiError if that can't be followed."""
+    if asked.schema is None and not asked.tools:
+        return asked
+    name, written = "response_format" if asked.schema is not None else "tools", None
+    if asked.tools:
+        written = format_of(reader.template)
+        if written is None:
+            raise invalid("the model's chat template has no format of tools that is known", "tools")
+        grammar = tool_grammar(
+            written,
+            asked.tools,
+            is_required=asked.must_call,
+            is_parallel=asked.is_parallel,
+            trigger_token=reader.special_token(written.trigger),
+            answer="" if asked.schema is None else json_rule(asked.schema),
+        )
+    else:
+        grammar = json_grammar(asked.schema or {})
+    try:
+        check_grammar(grammar)
+    except GrammarRefused as error:
+        raise invalid(error.message, name, "grammar_refused") from None
+    sampling = replace(asked.sampling, grammar=grammar)
+    return replace(asked, sampling=sampling, tool_format=written.name if written else "")
 
 
 def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, list[tuple[int, ...]]]:
@@ -52,6 +86,6 @@ def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, list[tuple
         "logit_bias": tuple((token, bias) for token, bias in said["logit_bias"]),
         "stop_token_ids": tuple(said["stop_token_ids"]),
     }
-    made = {"messages": (), "prompts": (), "stops": tuple(asked["stops"])}
+    made = {"messages": (), "prompts": (), "tools": (), "stops": tuple(asked["stops"])}
     request = CompletionRequest(**asked | made | {"sampling": SamplingParameters(**said | lists)})
     return request, [unpacked_tokens(tokens) for tokens in answer["prompts"]]

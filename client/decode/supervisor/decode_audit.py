@@ -27,6 +27,7 @@ from gpulease.client.decode.checkpoint import Checkpoint
 from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.kernel_library import kernels_sha256
+from gpulease.client.decode.text.grammar import grammar_digest, grammar_library
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.protocol.foreign_text import encodable
 from gpulease.protocol.lease_ids import lease_text
@@ -147,6 +148,8 @@ class DecodeRecord:
 
     Attributes:
         logit_bias: Digest of the biases (`bias_digest`), which `sampling` does not have; "" if there were none.
+        grammar: Digest of the grammar, which it does not have either.
+        grammar_by: The library that computed the grammar's masks.
     """
 
     prompt: TokenDigest
@@ -154,6 +157,8 @@ class DecodeRecord:
     sampling: SamplingParameters
     by: ComputedBy
     logit_bias: str = ""
+    grammar: str = ""
+    grammar_by: str = ""
 
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
@@ -180,8 +185,9 @@ class DecodeRecord:
                 ignores_end=bool(said.get("ignores_end", False)),
             )
             by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
-            bias = str(said.get("logit_bias", ""))
-            return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by, bias)
+            grammar = said.get("grammar", {"sha256": "", "by": ""})
+            digests = str(said.get("logit_bias", "")), str(grammar["sha256"]), str(grammar["by"])
+            return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by, *digests)
         except (KeyError, TypeError, ValueError, GpuLeaseError) as error:
             raise ValueError(f"it is not as a decoder writes it: {type(error).__name__}: {error}") from None
 
@@ -204,6 +210,9 @@ def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
     if sampling.min_tokens:
         found["min_tokens"] = sampling.min_tokens
         found["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.grammar:
+        # The masks are the library's, so tokens depend on its version, too.
+        found["grammar"] = {"sha256": grammar_digest(sampling.grammar), "by": grammar_library()}
     if sampling.ignores_end:
         found["ignores_end"] = True
     return found

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 from gpulease.client.decode.checkpoint import Checkpoint, open_model
-from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.decode_errors import GrammarRefused, RequestRejected
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver
 from gpulease.client.decode.decode_requests import (
@@ -42,7 +42,8 @@ from gpulease.client.decode.supervisor.serving_engine import EngineSpec
 from gpulease.client.decode.supervisor.step_loop import StepLoop
 from gpulease.client.decode.supervisor.tenant_moves import TenantMoves
 from gpulease.client.decode.supervisor.tenant_regions import TenantRegions
-from gpulease.client.decode.token_guide import TokenGuide, TokenMasks
+from gpulease.client.decode.text.grammar import GrammarMasks, Grammars
+from gpulease.client.decode.token_guide import TokenGuide
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.settings_reader import Setting
 
@@ -164,6 +165,7 @@ class Decoder:
         scheduler: Decides what steps compute; only the decoder may change it.
         log: Where losses and recoveries are written.
         prompts: Parses prompts in processes of its own: texts of several tenants must be tokenized there.
+        grammars: Compiles grammars, and computes their masks beside the steps.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class Decoder:
             lambda report: self._ledger.report(lambda observer: observer.on_prompt_refused(report)),
             self.log,
         )
+        self.grammars = Grammars(self.tokenizer, spec.checkpoint.config.vocabulary, scheduler.settings.end_tokens)
         # The supervisor owns the engine, the loop drives it, and the ledger knows the callers. They share the
         # scheduler.
         self._supervisor = EngineSupervisor(spec, address, scheduler, self._ledger, self.log, clock)
@@ -254,6 +257,7 @@ class Decoder:
         await self._steps.stop()
         await self._supervisor.stop()
         await self.prompts.stop()
+        await self.grammars.stop()
         await self._supervisor.close_engine()
 
     @property
@@ -304,7 +308,7 @@ class Decoder:
         priority: int = 0,
         ranks: int = 0,
         scores_prompt: bool = False,
-        masks: TokenMasks | None = None,
+        masks: GrammarMasks | None = None,
     ) -> Generation:
         """Submit a prompt's tokens. Returns the generation, which yields tokens as they are computed.
 
@@ -318,12 +322,14 @@ class Decoder:
             priority: Its place among the tenant's requests that wait: lower ones are admitted first.
             ranks: How many of the likeliest tokens each token reports, MAX_RANKS at most.
             scores_prompt: Whether `Generation.prompt_scores` has the prompt's tokens with their probabilities.
-            masks: The state of a grammar, which no other request has.
+            masks: What `grammars.compile` returned for the sampling's grammar, and no other request has.
 
         Without an engine it waits for the next one. Raises RequestRejected for an invalid request, NoModelLoaded if the
         decoder is closed, EngineDecodeFailed if a fault of its own ended it.
         """
         self._supervisor.check_alive()
+        if bool(sampling.grammar) is not (masks is not None):
+            raise RequestRejected("a request with a grammar must have its masks, and no other may", "Compile it first")
         ledger, now = self._ledger, self._clock()
         if request_id is None:
             # Callers may use such names themselves, so skip those that are in use.
@@ -343,6 +349,8 @@ class Decoder:
         )
         # In the ledger before the scheduler gets it, because the scheduler may end it at once.
         generation = ledger.open(request, self.cancel, now)
+        if masks is not None:
+            masks.on_failed = lambda error: self._fail(generation, error)
         try:
             # The events may already contain a refusal or a preemption.
             ledger.deliver(self.scheduler.submit(request, now))
@@ -352,8 +360,13 @@ class Decoder:
         self._steps.wake()
         return generation
 
+    def _fail(self, generation: Generation, error: GrammarRefused) -> None:
+        """End a generation with an error of its own."""
+        generation.failure = error
+        self.cancel(generation)
+
     def _guide_of(
-        self, prompt: Sequence[int], sampling: SamplingParameters, masks: TokenMasks | None
+        self, prompt: Sequence[int], sampling: SamplingParameters, masks: GrammarMasks | None
     ) -> TokenGuide | None:
         if not sampling.changes_logits and masks is None:
             return None

@@ -37,6 +37,7 @@ class Generation:
         request: The request; that of its last replay if it was replayed.
         reason: Why it ended; None while it is in progress.
         error: What the iterator raises after the last token; None while in progress, or if it ends without an error.
+        failure: Why it is to end with an error although nothing of the engine failed; None usually.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
         prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
@@ -47,6 +48,7 @@ class Generation:
         self.request_id = request.request_id
         self.request = request
         self.reason: CompletionReason | None = None
+        self.failure: RequestRejected | None = None
         self.replays = 0
         self.tokens: list[int] = []
         self.prompt_scores: list[Emitted] = []

@@ -210,7 +210,7 @@ class RequestLedger:
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
                 # It ended for good. A replay that found no engine in time failed by the loss, not by a lack of room.
-                reason, failure = event.reason, error_of(event)
+                reason, failure = event.reason, entry.generation.failure or error_of(event)
                 if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
                     self._log_lost(entry, reason)
                     if entry.loss.is_engine_scoped:

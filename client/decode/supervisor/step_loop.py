@@ -221,9 +221,12 @@ class StepLoop:
         events = self.scheduler.completed(plan, results["token"].tolist())
         if plan.is_guided:
             # Before the next plan: a guide's row waits until the guide has its sequence's last token.
+            ended = {event.request.request_id for event in events if not isinstance(event, SchedulerEvent.Token)}
             for event in events:
-                if isinstance(event, SchedulerEvent.Token) and event.request.guide is not None:
-                    event.request.guide.accept(event.token, self.wake)
+                if isinstance(event, SchedulerEvent.Token) and event.request.request_id not in ended:
+                    guide = event.request.guide
+                    if guide is not None:
+                        guide.accept(event.token, self.wake)
         self._ledger.computed(plan, events, results, self._begun_at - begun_at, engine.ranked)
 
     async def _sleep(self) -> None:

@@ -33,6 +33,16 @@ class PromptReader:
         self.max_text_bytes = MAX_TEXT_BYTES if most is None else min(MAX_TEXT_BYTES, context * most)
         self._tokenizer, self._context = tokenizer, context
 
+    @property
+    def template(self) -> str:
+        """The source of the model's chat template; "" if it has none."""
+        template = self._tokenizer.chat_template
+        return "" if template is None else template.arguments[0]
+
+    def special_token(self, name: str) -> int | None:
+        """Return the special token with this name; None if there is none."""
+        return next((token for token, its in self._tokenizer.special_tokens.items() if its == name), None)
+
     def read_text(self, text: str, *, begins: bool = True) -> list[int]:
         """Tokenize a text, with the begin token first if `begins`.
 

@@ -102,9 +102,14 @@ class Tokenizer:
         text = b"".join(map(self.bytes_of, tokens)).decode(errors="replace")
         return text.removeprefix(" ") if self._begins_with_space else text
 
-    def stream(self) -> "TextStream":
-        """Return a stream for a text that continues a prompt, so a space at its beginning is kept."""
-        return TextStream(self.bytes_of)
+    def stream(self, shown: Mapping[int, bytes] | None = None) -> "TextStream":
+        """Return a stream for a text that continues a prompt, so a space at its beginning is kept.
+
+        `shown` are special tokens with a text in this stream.
+        """
+        if not shown:
+            return TextStream(self.bytes_of)
+        return TextStream(lambda token: shown.get(token) or self.bytes_of(token))
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for; b"" for a special one and for one outside of `vocabulary`."""
@@ -112,6 +117,11 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token] = self._find_bytes(token)
         return known
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens, which have no text, with their names."""
+        return {token: str(added.content) for token, added in self._added.items() if added.special}
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the tokens of a chat's prompt.

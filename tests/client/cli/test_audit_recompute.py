@@ -13,6 +13,7 @@ from gpulease.client.cli import audit_recompute as command
 from gpulease.client.cli.__main__ import main
 from gpulease.client.decode import TINY_MODEL, Decoder, DecoderSettings, SamplingParameters, open_model
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
+from gpulease.client.decode.text.grammar import json_grammar
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import check_whole, config, records
 from helpers.daemon import Daemon
@@ -44,7 +45,8 @@ class Recorded:
         opened = Decoder.open(checkpoint, settings=settings, address=self.daemon.address, observers=[audit])
         async with opened as decoder, audit.writing(lambda: decoder.engine.lease):
             prompt = checkpoint.tokenizer().encode(PROMPT)
-            generation = decoder.submit(prompt, max_tokens=40, sampling=sampling)
+            masks = await decoder.grammars.compile("default", sampling.grammar) if sampling.grammar else None
+            generation = decoder.submit(prompt, max_tokens=40, sampling=sampling, masks=masks)
             emitted = 0
             async for _ in generation:
                 emitted += 1
@@ -100,9 +102,33 @@ def test_penalties_and_biases_are_computed_equally(recorded: Recorded, tmp_path:
     assert done.exit_code == command.EXIT_PROMPT_DIFFERS
     assert "the logit_bias must be the record's" in done.stderr
     done = recompute(
-        recorded, changed(record, sampling={"repetition_penalty": "30.0"}), PROMPT, tmp_path, "--logit-bias", str(file)
+        recorded,
+        changed(record, sampling={"min_p": "1.0", "presence_penalty": "-2.0"}),
+        PROMPT,
+        tmp_path,
+        "--logit-bias",
+        str(file),
     )
     assert done.exit_code == command.EXIT_OUTPUT_DIFFERS
+
+
+def test_a_request_s_body_gives_its_prompt_and_its_grammar(recorded: Recorded, tmp_path: Path) -> None:
+    """The masks come from the schema in the body; another schema is another grammar."""
+
+    def body(most: int) -> str:
+        schema = {"type": "array", "items": {"type": "integer", "maximum": most}}
+        form = {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}
+        return json.dumps({"prompt": PROMPT, "response_format": form})
+
+    schema = json.loads(body(9))["response_format"]["json_schema"]["schema"]
+    record = recorded.decoded(SamplingParameters(0.9, seed=3, grammar=json_grammar(schema)))
+    file = tmp_path / "body"
+    for text, status, said in ((body(9), 0, "is equal"), (body(8), command.EXIT_PROMPT_DIFFERS, "the grammar must be")):
+        file.write_text(text)
+        words = ["audit", "recompute", "-", "--request", str(file)]
+        environment = {ADDRESS_VARIABLE: recorded.daemon.address}
+        done = CliRunner().invoke(main, words, input=json.dumps(record), env=environment)
+        assert (done.exit_code, said in done.output) == (status, True), done.output
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
@@ -70,18 +71,22 @@ def key_of(tenant: str) -> str:
 
 
 @asynccontextmanager
-async def _fronted(count: int, sock: socket.socket, source: DecoderSource) -> AsyncIterator[socket.socket]:
+async def _fronted(count: int, sock: socket.socket, source: DecoderSource, model: Path) -> AsyncIterator[socket.socket]:
     """Serve by fronts, as `gpulease serve decode` does; yields the socket for what they pass on."""
     keys = {tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS}
     with tempfile.TemporaryDirectory() as folder, listening(f"unix:{folder}/inner.sock") as (inner, _):
-        welcome = Welcome(str(TINY_MODEL), MODEL, keys, (), f"{folder}/inner.sock", 5.0)
+        welcome = Welcome(str(model), MODEL, keys, (), f"{folder}/inner.sock", 5.0)
         async with fronts(count, sock, source, welcome):
             yield inner
 
 
 @contextmanager
 def openai_rig(
-    daemon: Daemon, observers: Sequence[DecoderObserver] = (), wait_s: float = 0.2, http_processes: int = 0
+    daemon: Daemon,
+    observers: Sequence[DecoderObserver] = (),
+    wait_s: float = 0.2,
+    http_processes: int = 0,
+    model: Path = TINY_MODEL,
 ) -> Iterator[OpenAiRig]:
     servers: list[uvicorn.Server] = []
     rigs: list[OpenAiRig] = []
@@ -91,9 +96,7 @@ def openai_rig(
     async def run() -> None:
         keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS})
         with listening("tcp:127.0.0.1:0") as (sock, url):
-            async with Decoder.open(
-                TINY_MODEL, TENANTS, SETTINGS, address=daemon.address, observers=observers
-            ) as decoder:
+            async with Decoder.open(model, TENANTS, SETTINGS, address=daemon.address, observers=observers) as decoder:
                 app = make_openai_application(decoder, keys, MODEL, wait_s=wait_s, chat_tokens=CHAT_TOKENS)
                 await decoder.prompts.start()
                 rigs.append(OpenAiRig(url, decoder, asyncio.get_running_loop()))
@@ -106,7 +109,7 @@ def openai_rig(
                     known = known_hosts(sock, ())
                     if http_processes:
                         source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS)
-                        sock = await stack.enter_async_context(_fronted(http_processes, sock, source))
+                        sock = await stack.enter_async_context(_fronted(http_processes, sock, source, model))
                     await serve_within(app, sock, known=known, stop_s=5, began=began)
 
     def body() -> None:

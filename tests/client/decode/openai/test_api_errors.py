@@ -38,6 +38,7 @@ ADMISSION: Final[dict[AdmissionReason, tuple[int, str, bool]]] = {
 ERRORS: Final[dict[type[GpuLeaseError], tuple[int, str, bool, bool]]] = {
     errors.RequestRejected: (400, "request_rejected", False, True),
     errors.TextNotRead: (400, "text_not_read", False, True),
+    errors.GrammarRefused: (400, "grammar_refused", False, True),
     errors.TextProcessesFailed: (503, "texts_unavailable", True, False),
     errors.RequestIdInUse: (409, "request_id_in_use", False, True),
     errors.RebindLimited: (429, "rebind_limited", True, True),

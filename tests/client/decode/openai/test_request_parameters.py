@@ -9,6 +9,8 @@ from gpulease.client.decode.openai.api_errors import ApiError
 from gpulease.client.decode.openai.completion_request import CompletionRequest, parse_request
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, RequestParameter
 
+TOOLS: Final = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
 USED_VALUES: Final[dict[str, Any]] = {
     "best_of": 2,
     "chat_template_kwargs": {"enable_thinking": False},
@@ -23,6 +25,10 @@ USED_VALUES: Final[dict[str, Any]] = {
     "priority": -1,
     "repetition_penalty": 1.1,
     "stop_token_ids": [5],
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "tools": TOOLS,
     "top_logprobs": 2,
     "logprobs": (1, True),
     "max_completion_tokens": 3,
@@ -39,6 +45,13 @@ USED_VALUES: Final[dict[str, Any]] = {
     "top_p": 0.5,
 }
 """A value of each parameter that is used, which changes the request; where chats differ, by whether it is one."""
+
+TAKEN_WITH: Final[dict[str, dict[str, Any]]] = {
+    "parallel_tool_calls": {"tools": TOOLS},
+    "tool_choice": {"tools": TOOLS},
+    "top_logprobs": {"logprobs": True},
+}
+"""Parameters that change a request only with others."""
 
 DEFAULTS_OF_CLIENTS: Final[dict[str, Any]] = {
     "n": 1,
@@ -107,9 +120,9 @@ def test_each_parameter_is_what_the_table_says(name: str, is_chat: bool) -> None
         return
     if parameter.is_used:
         value = USED_VALUES[name]
-        if name == "top_logprobs":
-            plain = parsed(is_chat, {"logprobs": True})
-            assert parsed(is_chat, {"logprobs": True, name: value}) != plain
+        if others := TAKEN_WITH.get(name):
+            plain = parsed(is_chat, others)
+            assert parsed(is_chat, {**others, name: value}) != plain
             return
         assert parsed(is_chat, {name: value[is_chat] if name == "logprobs" else value}) != plain
         return

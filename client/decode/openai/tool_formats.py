@@ -1,0 +1,229 @@
+"""How models write calls of tools: a grammar that makes them do it, and a parser of what they write.
+
+A model's chat template shows its format. The grammar fixes all of it but the arguments, which follow the tool's schema,
+so the parser needs no guesses. The formats are those of Hermes (Qwen2.5, Qwen3), Llama 3 and Mistral.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.client.decode.text.grammar import json_rule
+
+NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""The form of a tool's name in OpenAI's API; it needs no escapes in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        name: Its name.
+        parameters: The JSON Schema of its arguments.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    Attributes:
+        name: Its name.
+        mark: What shows it in a chat template.
+        trigger: The text or special token that begins calls; "" if the answer's first character does.
+        first: What is between the trigger and the first call.
+        arguments: The name of the member with the arguments.
+        between: What is between two calls, with the trigger if that is repeated.
+        last: What follows the last call.
+    """
+
+    name: str
+    mark: str
+    trigger: str
+    first: str
+    arguments: str
+    between: str
+    last: str
+
+    def head(self, name: str) -> str:
+        """Return what a call has before its arguments."""
+        return f'{{"name": "{name}", "{self.arguments}": '
+
+
+HERMES: Final = ToolFormat(
+    "hermes", "<tool_call>", "<tool_call>", "\n", "arguments", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"
+)
+MISTRAL: Final = ToolFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", "[", "arguments", ", ", "]")
+LLAMA_3: Final = ToolFormat("llama3", '"parameters"', "", "", "parameters", "; ", "")
+
+FORMATS: Final = (HERMES, MISTRAL, LLAMA_3)
+"""In the order in which a template is searched for their marks."""
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """Return the format of a model's chat template; None if the template has no tools, or none that is known."""
+    if "tools" not in template:
+        return None
+    return next((one for one in FORMATS if one.mark in template), None)
+
+
+def format_named(name: str) -> ToolFormat:
+    """Return the format with this name."""
+    return next(one for one in FORMATS if one.name == name)
+
+
+def tool_grammar(
+    written: ToolFormat,
+    tools: Sequence[Tool],
+    *,
+    is_required: bool,
+    is_parallel: bool,
+    trigger_token: int | None,
+    answer: str,
+) -> str:
+    """Return the grammar of an answer with calls.
+
+    Args:
+        written: The format.
+        tools: The tools that may be called.
+        is_required: Whether the answer is at least one call; otherwise it may be text, or text and then calls.
+        is_parallel: Whether it may have several calls.
+        trigger_token: The special token that is the format's trigger; None if the trigger is text.
+        answer: The grammar's rule for an answer without calls (`json_rule`); "" for any text.
+    """
+    quote = json.dumps
+    trigger = f"<[{trigger_token}]>" if trigger_token is not None else quote(written.trigger) if written.trigger else ""
+    rules = [
+        f"call_{number}: {quote(written.head(tool.name))} {json_rule(tool.parameters)} {quote('}')}"
+        for number, tool in enumerate(tools)
+    ]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    more = f" ({quote(written.between)} call)*" if is_parallel else ""
+    first = f"{quote(written.first)} " if written.first else ""
+    last = f" {quote(written.last)}" if written.last else ""
+    rules.append(f"calls: {first}call{more}{last}")
+    begin = f"{trigger} " if trigger else ""
+    if is_required:
+        rules.append(f"start: {begin}calls")
+    elif answer:
+        rules += [f"start: {begin}calls | answer", f"answer: {answer}"]
+    elif trigger_token is not None:
+        # Text never matches a special token, so the token alone begins calls.
+        rules += [f"start: TEXT? ({begin}calls)?", r"TEXT: /(.|\n)+/"]
+    elif written.trigger:
+        # Text until the trigger, wherever it comes: the shortest lexeme that ends with it.
+        rules += ["start: called | TEXT", "called: until calls", f"until[lazy]: TEXT {trigger}", r"TEXT: /(.|\n)*/"]
+    else:
+        # Without a trigger, an answer that begins like a call is one.
+        rules += ["start: calls | TEXT", r"TEXT: /([^{](.|\n)*)?/"]
+    return "%llguidance {}\n" + "\n".join(rules)
+
+
+@dataclass(slots=True)
+class CallPart:
+    """A piece of a call.
+
+    Attributes:
+        index: The call's place in the answer, from 0.
+        name: The tool's name, in the call's first piece; otherwise "".
+        arguments: A piece of the arguments' JSON text.
+    """
+
+    index: int
+    name: str
+    arguments: str
+
+
+class ToolCallParser:
+    """Separates an answer's text from its calls, as both grow.
+
+    Attributes:
+        calls: Calls that have begun.
+    """
+
+    def __init__(self, written: ToolFormat) -> None:
+        self.calls = 0
+        self._written = written
+        self._head = re.compile(rf'\{{"name": "({NAME.pattern})", "{written.arguments}": ')
+        self._rest = ""
+        # What the parser is in: "text", "between" calls, or a call's "arguments".
+        self._state = "text"
+        self._depth, self._in_text, self._is_escaped = 0, False, False
+
+    def add(self, text: str) -> tuple[str, list[CallPart]]:
+        """Add text of the answer. Returns the answer's own text in it, and pieces of calls."""
+        self._rest += text
+        shown, parts = "", list[CallPart]()
+        while self._rest:
+            before = self._state, len(self._rest)
+            if self._state == "text":
+                shown += self._take_text()
+            elif self._state == "between":
+                self._begin_call(parts)
+            else:
+                parts.append(CallPart(self.calls - 1, "", self._take_arguments()))
+            # Nothing moved: more text is needed.
+            if before == (self._state, len(self._rest)):
+                break
+        return shown, [part for part in parts if part.name or part.arguments]
+
+    def end(self) -> str:
+        """End the answer. Returns the text that was held back because it could have begun a call."""
+        rest, self._rest = self._rest, ""
+        return rest if self._state == "text" else ""
+
+    def _take_text(self) -> str:
+        trigger = self._written.trigger
+        if not trigger:
+            # The first character decides.
+            if self._rest.startswith("{"):
+                self._state = "between"
+                return ""
+            self._written = _TEXT_ALONE
+            return self._take_text()
+        at = self._rest.find(trigger)
+        if at >= 0:
+            self._state = "between"
+            shown, self._rest = self._rest[:at], self._rest[at + len(trigger) :]
+            return shown
+        # Hold back what may be the beginning of the trigger.
+        kept = next(size for size in range(len(trigger) - 1, -1, -1) if self._rest.endswith(trigger[:size]))
+        shown, self._rest = self._rest[: len(self._rest) - kept], self._rest[len(self._rest) - kept :]
+        return shown
+
+    def _begin_call(self, parts: list[CallPart]) -> None:
+        """Skip what is between calls, and take the head of the next one once it is complete."""
+        if (found := self._head.search(self._rest)) is not None:
+            parts.append(CallPart(self.calls, found[1], ""))
+            self.calls += 1
+            self._rest = self._rest[found.end() :]
+            self._state, self._depth, self._in_text, self._is_escaped = "arguments", 0, False, False
+
+    def _take_arguments(self) -> str:
+        """Take the arguments' JSON text up to its end: the bracket that closes the object of the call."""
+        for place, letter in enumerate(self._rest):
+            if self._in_text:
+                self._in_text = self._is_escaped or letter != '"'
+                self._is_escaped = letter == "\\" and not self._is_escaped
+            elif letter == '"':
+                self._in_text = True
+            elif letter in "[{":
+                self._depth += 1
+            elif letter in "]}":
+                self._depth -= 1
+                if self._depth < 0:
+                    taken, self._rest = self._rest[:place], self._rest[place + 1 :]
+                    self._state = "between"
+                    return taken
+        taken, self._rest = self._rest, ""
+        return taken
+
+
+_TEXT_ALONE: Final = ToolFormat("text", "", "\x00\x00", "", "", "", "")
+"""A format whose trigger no text has: for an answer that turned out to be text."""

@@ -1,0 +1,273 @@
+"""Grammars: which tokens may come next, so that an answer has the form that its caller wants.
+
+llguidance computes the masks: its work for one is bounded (usually some 50 us), it takes JSON Schema and context free
+grammars, compiles them lazily, and releases the interpreter's lock meanwhile. A grammar is a text in its Lark format.
+It comes from a tenant, so its size and the work for it are limited, and it is checked in a text process first.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.decode.decode_errors import GrammarRefused
+from gpulease.client.decode.row_records import mask_words
+from gpulease.client.decode.text.tenant_turns import TenantTurns
+
+if TYPE_CHECKING:
+    # Needs the extra `decode`, without which a decoder serves tokens.
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+MAX_GRAMMAR_BYTES: Final = 64 << 10
+"""Longest grammar. With the limits below it compiles within some two seconds."""
+
+GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    # An error with the parser's state would be longer than the grammar.
+    "verbose_errors": False,
+}
+"""llguidance's limits: of a grammar's compilation, of one mask, and of a grammar's states, of some 2 kB each."""
+
+WHITESPACE: Final = " ?"
+"""Between the parts of a JSON text: a space at most. A model that has nothing to say writes more without an end."""
+
+MASK_THREADS: Final = 4
+"""Threads that compile grammars and compute masks at a time. One tenant's occupy all of them but one."""
+
+MAX_GRAMMARS: Final = 64
+"""Compiled grammars that are kept, each for its tenant alone: how long a compilation takes must say nothing about
+others' grammars."""
+
+MAX_SAID_CHARACTERS: Final = 300
+"""Most characters of the library's own message in an error."""
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of the JSON texts that a schema allows."""
+    return f"start: {json_rule(schema)}"
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return a grammar's rule for the JSON texts that a schema allows."""
+    own = {name: value for name, value in schema.items() if name != "x-guidance"}
+    return "%json " + json.dumps(own | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def check_grammar(text: str) -> None:
+    """Compile a grammar within the limits, without a vocabulary. To be called in a text process.
+
+    Raises GrammarRefused, which says what is wrong with the grammar or the schema in it.
+    """
+    if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")
+    library = _library()
+    said = library.LLMatcher.validate_grammar(text, None, limits=_limits())
+    if said and not said.startswith("WARNING"):
+        raise _refused(said)
+
+
+def grammar_digest(text: str) -> str:
+    """Return the SHA-256 of a grammar, as an audit record has it."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def grammar_library() -> str:
+    """Return the library that computes the masks, with its version: tokens depend on both."""
+    return f"llguidance {_library().get_version()}"
+
+
+class GrammarMasks:
+    """The state of one sequence's grammar; a `TokenMasks` of the sequence's guide.
+
+    Attributes:
+        mask: The mask of the next token.
+        is_ready: Whether it is.
+        on_failed: Called if no mask can be computed within the limits, and no token can follow.
+    """
+
+    def __init__(self, grammars: "Grammars", tenant_id: str, matcher: Any, mask: NDArray[np.uint32]) -> None:
+        self.mask, self.is_ready = mask, True
+        self.on_failed: Callable[[GrammarRefused], None] | None = None
+        self._grammars, self._tenant_id, self._matcher = grammars, tenant_id, matcher
+
+    def accept(self, token: int, on_ready: Callable[[], None]) -> None:
+        """Take the emitted token, and compute the next mask in a thread."""
+        self.is_ready = False
+
+        def done(work: "asyncio.Future[NDArray[np.uint32]]") -> None:
+            if work.cancelled():
+                return
+            error = work.exception()
+            if error is None:
+                self.mask, self.is_ready = work.result(), True
+                on_ready()
+            elif isinstance(error, GrammarRefused) and self.on_failed is not None:
+                self.on_failed(error)
+
+        matcher, words = self._matcher, self._grammars.words
+        self._grammars.run(self._tenant_id, lambda: _next_mask(matcher, token, words)).add_done_callback(done)
+
+    def fork(self) -> "GrammarMasks":
+        """Return the same state for another sequence. No token may have been accepted."""
+        return GrammarMasks(self._grammars, self._tenant_id, self._matcher.deep_copy(), self.mask)
+
+
+class Grammars:
+    """Compiles grammars for a decoder, and computes their masks during its steps: in threads, by turns of tenants.
+
+    Attributes:
+        words: Words of a mask.
+    """
+
+    def __init__(
+        self, tokenizer: "Callable[[], Awaitable[Tokenizer]]", vocabulary: int, end_tokens: frozenset[int]
+    ) -> None:
+        """Args: tokenizer: Returns the model's. vocabulary: Number of the model's tokens. end_tokens: The model's."""
+        self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
+        # The library's masks have a bit more than there are tokens.
+        self.words = mask_words(vocabulary)
+        self._turns = TenantTurns[Callable[[], None]](MASK_THREADS - 1)
+        self._busy = 0
+        self._library: asyncio.Task[Any] | None = None
+        self._compiled: OrderedDict[tuple[str, str], GrammarMasks] = OrderedDict()
+
+    async def compile(self, tenant_id: str, text: str) -> GrammarMasks:
+        """Return the initial state of a grammar that `check_grammar` took. Each sequence needs one of its own.
+
+        Raises GrammarRefused for a grammar that the model's tokens can't follow within the limits, ModelRejected for a
+        model without a tokenizer.
+        """
+        key = tenant_id, text
+        if (known := self._compiled.get(key)) is not None:
+            self._compiled.move_to_end(key)
+            return known.fork()
+        if self._library is None or (self._library.done() and self._library.exception() is not None):
+            self._library = asyncio.create_task(self._load())
+        # One load serves all callers, so a caller that is cancelled must not cancel it.
+        library = await asyncio.shield(self._library)
+
+        words = self.words
+
+        def work() -> tuple[Any, NDArray[np.uint32]]:
+            matcher = _library().LLMatcher(library, text, log_level=0, limits=_limits())
+            return matcher, _mask(matcher, words)
+
+        masks = GrammarMasks(self, tenant_id, *await self.run(tenant_id, work))
+        self._compiled[key] = masks
+        if len(self._compiled) > MAX_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return masks.fork()
+
+    def run(self, tenant_id: str, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run work in a thread, when it is the tenant's turn. Returns its outcome."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[T] = loop.create_future()
+
+        def begin() -> None:
+            doing = loop.run_in_executor(None, work)
+            doing.add_done_callback(done)
+
+        def done(doing: "asyncio.Future[T]") -> None:
+            self._busy -= 1
+            self._turns.done(tenant_id)
+            self._begin()
+            if outcome.cancelled() or doing.cancelled():
+                outcome.cancel()
+            elif (error := doing.exception()) is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(doing.result())
+
+        self._turns.add(tenant_id, begin)
+        self._begin()
+        return outcome
+
+    async def stop(self) -> None:
+        """Forget what waits. Work under way ends by itself: it is bounded."""
+        self._turns.drain()
+        if self._library is not None:
+            self._library.cancel()
+            await asyncio.gather(self._library, return_exceptions=True)
+        self._compiled.clear()
+
+    def _begin(self) -> None:
+        while self._busy < MASK_THREADS and (begin := self._turns.take()) is not None:
+            self._busy += 1
+            begin()
+
+    async def _load(self) -> Any:
+        """Return the library's tokenizer: the bytes of every token, in a tree."""
+        tokenizer = await self._tokenizer()
+        return await asyncio.to_thread(_library_tokenizer, tokenizer, self._vocabulary, self._end_tokens)
+
+
+def _library_tokenizer(tokenizer: "Tokenizer", vocabulary: int, end_tokens: list[int]) -> Any:
+    library, special = _library(), tokenizer.special_tokens
+    # Special tokens have no text, and are named instead: no grammar's text matches them.
+    tokens = [special.get(token, "").encode() or tokenizer.bytes_of(token) for token in range(vocabulary)]
+    wrapped = library.TokenizerWrapper(_Vocabulary(tokenizer, tokens, sorted(special), end_tokens))
+    return library.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=end_tokens or None)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance's TokenizerWrapper expects it."""
+
+    bos_token_id = None
+
+    def __init__(
+        self, tokenizer: "Tokenizer", tokens: list[bytes], special_token_ids: list[int], end_tokens: list[int]
+    ) -> None:
+        self.tokens, self.special_token_ids = tokens, special_token_ids
+        self.eos_token_id = end_tokens[0] if end_tokens else 0
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        said = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(said, begins=False)
+
+
+def _next_mask(matcher: Any, token: int, words: int) -> NDArray[np.uint32]:
+    # An ended sequence's last token may be one that the grammar does not have.
+    if not matcher.consume_token(token):
+        raise _refused(matcher.get_error())
+    return _mask(matcher, words)
+
+
+def _mask(matcher: Any, words: int) -> NDArray[np.uint32]:
+    if matcher.is_error():
+        raise _refused(matcher.get_error())
+    mask: NDArray[np.uint32] = np.frombuffer(matcher.compute_bitmask(), np.uint32)[:words]
+    # Limits that are exceeded leave a mask, but it says nothing.
+    if matcher.is_error() or not mask.any():
+        raise _refused(matcher.get_error() or "no token can follow")
+    return mask
+
+
+def _refused(said: str) -> GrammarRefused:
+    text = " ".join(said.replace("<non-verbose/>", "").split())[:MAX_SAID_CHARACTERS]
+    return GrammarRefused(f"the schema or grammar can't be followed: {text}")
+
+
+@cache
+def _limits() -> Any:
+    return _library().LLParserLimits(**GRAMMAR_LIMITS)
+
+
+def _library() -> Any:
+    # Imported late: it needs the extra `decode`, and most requests have no grammar.
+    import llguidance
+
+    return llguidance

@@ -1,0 +1,235 @@
+"""Answers by a schema and calls of tools, with OpenAI's own client: valid, or cut off by their length and called so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from gpulease.client.decode import TINY_MODEL
+from helpers.daemon import Daemon
+from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+
+if TYPE_CHECKING:
+    import openai
+
+USER = [{"role": "user", "content": "Where?"}]
+HERMES_TEMPLATE = (
+    "{% if tools %}<tool_call>:{% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+PLACE = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "side": {"enum": ["left", "right"]}},
+    "required": ["x", "side"],
+    "additionalProperties": False,
+}
+SHORT = {"type": "object", "properties": {"go": {"type": "boolean"}}, "required": ["go"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "walk", "parameters": SHORT}},
+]
+SCHEMAS = {"look": PLACE, "walk": SHORT}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a template of tools."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copy(Path(TINY_MODEL) / name, folder)
+    settings = json.loads((Path(TINY_MODEL) / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES_TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rig(shared_daemon: Daemon, model: Path) -> Iterator[OpenAiRig]:
+    # Behind a front, as servers run: its answers pass through both processes.
+    with openai_rig(shared_daemon, wait_s=60.0, http_processes=1, model=model) as running:
+        yield running
+
+
+@pytest.fixture
+def client(rig: OpenAiRig) -> Iterator[openai.OpenAI]:
+    with rig.client() as asked:
+        yield asked
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 60, "temperature": 1, "seed": 3}
+    return client.chat.completions.create(**given | options)
+
+
+def by_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_is_valid_by_its_schema(client: openai.OpenAI, is_stream: bool) -> None:
+    found = set()
+    for seed in range(3):
+        done = chat(client, seed=seed, response_format=by_schema(PLACE), stream=is_stream)
+        if is_stream:
+            chunks = [chunk.choices[0] for chunk in done]
+            text, finish = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+        else:
+            text, finish = done.choices[0].message.content, done.choices[0].finish_reason
+        assert finish == "stop"
+        jsonschema.validate(json.loads(text), PLACE)
+        found.add(text)
+    assert len(found) > 1
+
+
+def test_an_answer_that_does_not_fit_says_so(client: openai.OpenAI) -> None:
+    """Every finish is one of the two, and `stop` means valid."""
+    schema = {"type": "array", "items": {"type": "string"}}
+    finishes = set()
+    for seed in range(8):
+        done = chat(client, seed=seed, response_format=by_schema(schema), max_tokens=4 + 3 * seed)
+        finishes.add(done.choices[0].finish_reason)
+        if done.choices[0].finish_reason == "stop":
+            jsonschema.validate(json.loads(done.choices[0].message.content), schema)
+    assert "length" in finishes
+    assert finishes <= {"length", "stop"}
+
+
+def test_json_objects_and_completions_have_forms_too(client: openai.OpenAI) -> None:
+    done = chat(client, response_format={"type": "json_object"}, max_tokens=80, temperature=0)
+    assert done.choices[0].finish_reason != "stop" or isinstance(json.loads(done.choices[0].message.content), dict)
+    assert done.choices[0].message.content.startswith("{")
+    extra = {"response_format": by_schema({"enum": ["yes", "no"]})}
+    answer = client.completions.create(model=MODEL, prompt="Is it?", max_tokens=20, extra_body=extra).choices[0]
+    assert (answer.text in ('"yes"', '"no"'), answer.finish_reason) == (True, "stop")
+
+
+def test_forms_are_the_same_in_any_company_and_after_a_loss(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    asked = {"response_format": by_schema(PLACE), "n": 3, "logprobs": True}
+
+    def answers() -> list[Any]:
+        return [(one.message.content, one.logprobs) for one in chat(client, **asked).choices]
+
+    alone = answers()
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(chat, client, seed=seed, max_tokens=30) for seed in (5, 6)]
+        again = pool.submit(answers)
+        region = rig.do(lambda: rig.decoder.regions.pools["ann"].region)
+        rig.wait_for(region.revoke("because"))
+        assert again.result(60) == alone
+        assert all(other.result(60) for other in others)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_a_required_call_is_valid_by_the_tool_s_schema(client: openai.OpenAI, choice: Any) -> None:
+    asked = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 110}
+    for seed in range(2):
+        (answer,) = chat(client, seed=seed, **asked).choices
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+        assert choice == "required" or call.function.name == "look"
+        assert call.id
+        assert call.type == "function"
+
+
+def test_streamed_calls_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    asked = {"tools": TOOLS, "tool_choice": "required", "seed": 11, "max_tokens": 90}
+    whole = chat(client, **asked).choices[0]
+    names, arguments, finish = dict[int, str](), dict[int, str](), None
+    for chunk in chat(client, stream=True, **asked):
+        (choice,) = chunk.choices
+        finish = choice.finish_reason or finish
+        for part in choice.delta.tool_calls or []:
+            if part.function.name:
+                assert part.id
+                names[part.index], arguments[part.index] = part.function.name, ""
+            arguments[part.index] += part.function.arguments
+    calls = whole.message.tool_calls
+    assert [(names[at], arguments[at]) for at in names] == [
+        (one.function.name, one.function.arguments) for one in calls
+    ]
+    assert finish == whole.finish_reason
+
+
+def test_tools_may_be_left_alone(client: openai.OpenAI) -> None:
+    """With auto, text is text, and a call is valid; with none, the tools are not even shown."""
+    for seed in range(3):
+        (answer,) = chat(client, seed=seed, tools=TOOLS, max_tokens=40).choices
+        for call in answer.message.tool_calls or []:
+            if answer.finish_reason != "length":
+                jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    plain, none = chat(client), chat(client, tools=TOOLS, tool_choice="none")
+    assert none.choices[0].message.content == plain.choices[0].message.content
+    assert none.usage == plain.usage
+
+
+def test_calls_and_their_answers_are_messages_of_the_template(client: openai.OpenAI) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 1, "side": "left"}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "Nothing."},
+    ]
+    assert chat(client, messages=messages, max_tokens=2).usage.prompt_tokens > chat(client).usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"response_format": by_schema({"type": "integer", "multipleOf": "x"})}, "response_format"),
+        (
+            {"response_format": by_schema({"not": {"type": "string"}, "type": "array", "uniqueItems": True})},
+            "response_format",
+        ),
+        ({"response_format": by_schema({"enum": ["x" * 70_000]})}, "response_format"),
+        ({"response_format": by_schema(PLACE), "stop": ["a"]}, "stop"),
+        ({"tools": TOOLS, "extra_body": {"min_tokens": 3}}, "min_tokens"),
+    ],
+)
+def test_forms_that_can_t_be_kept_are_refused_by_name(client: openai.OpenAI, options: Any, param: str) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, **options)
+    assert refused.value.param == param
+
+
+def test_a_schema_that_explodes_is_refused_in_bounded_time_while_others_are_served(
+    rig: OpenAiRig, client: openai.OpenAI
+) -> None:
+    import openai
+
+    many = [
+        {"type": "object", "properties": {"a": {"type": "string"}, f"b{i}": {"type": "integer"}}} for i in range(400)
+    ]
+    nested = [{"anyOf": [{"type": "object", "properties": {f"p{i}_{j}": {}}} for j in range(8)]} for i in range(8)]
+    with ThreadPoolExecutor(1) as pool, rig.client("bob") as other:
+        for schema in ({"anyOf": many}, {"allOf": nested}):
+            served = pool.submit(chat, other, max_tokens=10)
+            began = time.monotonic()
+            with pytest.raises(openai.BadRequestError):
+                chat(client, response_format=by_schema(schema))
+            assert time.monotonic() - began < 20
+            assert served.result(60).choices[0].finish_reason
+    assert rig.do(lambda: rig.decoder.scheduler.tenants["ann"].is_idle)
+
+
+def test_a_model_without_tools_in_its_template_refuses_them(shared_daemon: Daemon) -> None:
+    import openai
+
+    with (
+        openai_rig(shared_daemon, wait_s=60.0) as plain,
+        plain.client() as client,
+        pytest.raises(openai.BadRequestError) as refused,
+    ):
+        chat(client, tools=TOOLS)
+    assert refused.value.param == "tools"
