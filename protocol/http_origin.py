@@ -11,7 +11,7 @@ the proxy takes the remaining bytes for another client's next request (RFC 9112,
 and closes the connection.
 
 Programs send neither Origin nor Sec-Fetch-Site, so the check does not affect them. Operators admit a reverse proxy by
-naming the host under which browsers know it.
+naming the host under which browsers know it, and other sites' pages by naming their origins.
 """
 
 import re
@@ -42,11 +42,13 @@ class KnownHosts:
         own: The server's own address and names; None on a Unix socket, which a browser can't address by any name.
         named: Names that the operator added, such as a proxy's, through which the server has another origin.
         setting: The name of the operator's setting, for the refusal's text.
+        origins: Origins of other sites' pages that the operator admits; b"*" admits all.
     """
 
     own: frozenset[str] | None
     named: frozenset[str]
     setting: str
+    origins: frozenset[bytes] = frozenset()
 
 
 def parse_host_names(names: Iterable[str]) -> frozenset[str]:
@@ -93,6 +95,10 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
     # Two lengths: the attack on proxies that the module describes.
     if b"content-length" in headers and b"transfer-encoding" in headers:
         return 400, "There must be Content-Length or Transfer-Encoding, and not both."
+    # A page that the operator admits: its browser checks the rest (Fetch Standard, CORS protocol).
+    origins = headers.get(b"origin", [])
+    if len(origins) == 1 and known.origins & {b"*", origins[0]}:
+        return None
     # Acts need proof that this server's own page, or a program, sends them.
     if is_act and not _is_own_page(headers, hosts[0], known.named):
         return 403, "The request does not come from this server's own page."

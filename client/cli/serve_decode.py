@@ -68,7 +68,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))
-        known = known_hosts(sock, host_names)
+        known = known_hosts(sock, host_names, settings.cors_origins if settings else ())
         demo_keys = None
         if settings is None:
             settings, demo_keys = _demo_settings(stack)
@@ -144,6 +144,8 @@ async def _serve(
             wait_s=settings.wait_s,
             chat_tokens=settings.chat_tokens,
             routes=routes,
+            # Of what a front passes on, the front answers browsers.
+            cors_origins=() if settings.http_processes else settings.cors_origins,
             metrics=metrics.text,
             health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds, "moves": decoder.moves.count},
         )
@@ -192,6 +194,7 @@ async def _fronted(
                 model=settings.name,
                 tenant_keys=settings.keys.digests,
                 host_names=tuple(host_names),
+                cors_origins=settings.cors_origins,
                 inner_path=path,
                 stop_s=STOP_LIMIT_S,
             )
@@ -230,6 +233,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
         name=model.stem,
         listen=DEFAULT_LISTEN,
         address=address,
+        cors_origins=(),
         audit=False,
         decoder=decoder,
         wait_s=DEFAULT_WAIT_S,

@@ -219,15 +219,21 @@ async def _send_refusal(send: Any, status: int, text: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
-    """Return the host names that a server at `sock` answers to. Raises InvalidRequest."""
+def known_hosts(sock: socket.socket, host_names: Iterable[str], origins: Iterable[str] = ()) -> KnownHosts:
+    """Return the host names that a server at `sock` answers to, and the pages that may call it. Raises InvalidRequest.
+
+    Args:
+        sock: Where the server listens.
+        host_names: The operator's further names.
+        origins: Origins of other sites' pages; "*" for all.
+    """
     try:
         named = parse_host_names(host_names)
     except ValueError as error:
         raise InvalidRequest(f"--host-name: {error}") from None
     # A Unix socket has no host name, so only the names that the operator gave count.
     own = None if sock.family == socket.AF_UNIX else loopback_hosts(sock.getsockname()[0])
-    return KnownHosts(own, named, "--host-name")
+    return KnownHosts(own, named, "--host-name", frozenset(origin.encode("ascii") for origin in origins))
 
 
 def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) -> None:

@@ -1,5 +1,7 @@
 """The check of Host, Origin, Sec-Fetch-Site, lengths; tests/daemon/web/test_guard.py has the web page's use of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpulease.protocol.http_origin import KnownHosts, headers_of, host_of, loopback_hosts, refusal
@@ -73,6 +75,21 @@ def test_a_page_that_acts_is_the_server_s_own_or_the_proxy_s(origin: bytes, want
 def test_a_foreign_page_reads_nothing_but_what_links_may_lead_to(site: bytes, wanted: int) -> None:
     assert status(KNOWN, HOST, (b"sec-fetch-site", site), is_act=False) == wanted
     assert status(KNOWN, HOST, (b"sec-fetch-site", site), is_act=False, is_linked=True) == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "wanted"),
+    [(b"https://chat.example", 200), (b"https://chat.example:8443", 403), (b"http://chat.example", 403)],
+)
+def test_a_page_that_the_operator_admits_may_act_and_read_under_a_known_host(origin: bytes, wanted: int) -> None:
+    known = replace(KNOWN, origins=frozenset({b"https://chat.example"}))
+    asked = (b"origin", origin), (b"sec-fetch-site", b"cross-site")
+    for is_act in (False, True):
+        assert status(known, HOST, *asked, is_act=is_act) == wanted
+        assert status(known, (b"host", b"evil.example"), *asked, is_act=is_act) == 421
+        assert status(replace(known, origins=frozenset({b"*"})), HOST, *asked, is_act=is_act) == 200
+        # Two origins are nobody's.
+        assert status(known, HOST, *asked, (b"origin", origin), is_act=is_act) == 403
 
 
 def test_hosts_without_ports() -> None:

@@ -19,6 +19,7 @@ from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.text.grammar import GrammarMasks
+from gpulease.client.decode.text.text_jobs import Job
 
 if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -106,6 +107,10 @@ class DecoderSource:
             if error.reason is AdmissionReason.TOO_LARGE:
                 raise prompt_too_long(self.room(tenant), error.message, is_chat=is_chat) from None
             raise
+
+    async def do(self, tenant: str, job: Job, body: bytes) -> dict[str, Any]:
+        """Have another process do a job for a tenant's body. Raises what `PromptIntake.do` raises."""
+        return await self._decoder.prompts.do(tenant, job, {"body": body, "model": self._model})
 
     async def submit(self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool) -> Submitted:
         """Submit what `read` returned. From here on the scheduler counts the request.

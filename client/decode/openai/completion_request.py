@@ -133,7 +133,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
 
     Raises ApiError for an invalid or unsupported parameter, which it names.
     """
-    said = _object(body)
+    said = parse_object(body)
     # Names first: an unknown or unsupported parameter is reported even if the others are wrong, too.
     check_parameters(said, PARAMETERS, is_chat=is_chat)
     seed = _integer(said, "seed")
@@ -148,6 +148,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     is_echo = _flag(said, "echo")
     schema = _schema(said.get("response_format"))
     tools, must_call = _tools(said)
+    messages, variables = parse_chat_prompt(said) if is_chat else ((), {})
     stops = _stops(said.get("stop"))
     _flag(said, "parallel_tool_calls")
     if schema is not None or tools:
@@ -156,8 +157,8 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         is_chat=is_chat,
         model=_text(said, "model"),
         prompts=prompts,
-        messages=_messages(said.get("messages")) if is_chat else (),
-        variables={**_variables(said.get("chat_template_kwargs")), **({"tools": said["tools"]} if tools else {})},
+        messages=messages,
+        variables=variables,
         schema=schema,
         tools=tools,
         must_call=must_call,
@@ -176,6 +177,13 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         is_stream=is_stream,
         has_usage=_flag(options or {}, "include_usage"),
     )
+
+
+def parse_chat_prompt(said: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
+    """Return a chat's messages and its template's variables. Raises ApiError for invalid ones."""
+    tools, _ = _tools(said)
+    variables = {**_variables(said.get("chat_template_kwargs")), **({"tools": said["tools"]} if tools else {})}
+    return _messages(said.get("messages")), variables
 
 
 def _schema(value: Any) -> Mapping[str, Any] | None:
@@ -251,7 +259,8 @@ def check_model(asked: str, served: str) -> None:
         raise ApiError(404, "model_not_found", f"Model {quoted(asked)} is not served here; use {served}.", "model")
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return a body's JSON object. Raises ApiError if it is none."""
     try:
         # Python would also accept NaN and Infinity, which are not JSON.
         said = json.loads(body, parse_constant=_no_number)

@@ -28,6 +28,9 @@ from gpulease.protocol.settings_reader import BadSetting, Setting, must_be
 MAX_TENANTS: Final = 256
 """Most tenants. Each has a region on the card and its own series in the metrics."""
 
+MAX_ORIGINS: Final = 64
+"""Most origins of pages. Each request's is compared with all of them."""
+
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
 """Seconds that a request waits for its admission. Clients give up or retry after a few minutes."""
@@ -45,6 +48,8 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.-]{1,253}(?::[0-9]{1,5})?")
+_ORIGINS_TEXT: Final = f"a list of at most {MAX_ORIGINS} origins, each http(s)://HOST[:PORT] or *"
 _NAME_TEXT: Final = "1 to 64 letters, digits and .-_"
 
 
@@ -52,6 +57,14 @@ def _read_name(value: Any) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise must_be(_NAME_TEXT, value)
     return value
+
+
+def _read_origins(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or len(value) > MAX_ORIGINS:
+        raise must_be(_ORIGINS_TEXT, value)
+    if not all(isinstance(origin, str) and (origin == "*" or _ORIGIN.fullmatch(origin)) for origin in value):
+        raise must_be(_ORIGINS_TEXT, value)
+    return tuple(value)
 
 
 def _read_digest(value: Any) -> bytes:
@@ -196,6 +209,15 @@ class ServerTable:
             example='"unix:/run/gpulease/gpulease.sock"',
         ),
     ] = None
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Setting(
+            'Origins of pages that may call the server from a browser, such as "https://chat.example"; "*" for all.',
+            what=_ORIGINS_TEXT,
+            read=_read_origins,
+            example='["https://chat.example"]',
+        ),
+    ] = ()
     audit: Annotated[bool, Setting("Whether each finished request becomes a record of the daemon's audit log.")] = False
     engine: Annotated[EngineTable, Setting("The decode engine.")] = field(default_factory=EngineTable)
     operator: Annotated[
@@ -217,6 +239,7 @@ class DecodeSettings:
         name: Its name in requests.
         listen: Where to listen.
         address: The daemon's address; None for the usual one.
+        cors_origins: Origins of pages that may call it from a browser.
         audit: Whether each request becomes a record of the daemon's audit log.
         decoder: The decoder's limits.
         wait_s: Seconds that a request may wait for its admission.
@@ -231,6 +254,7 @@ class DecodeSettings:
     name: str
     listen: str
     address: str | None
+    cors_origins: tuple[str, ...]
     audit: bool
     decoder: DecoderSettings
     wait_s: float
@@ -270,6 +294,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         name=name,
         listen=file.listen,
         address=file.address,
+        cors_origins=file.cors_origins,
         audit=file.audit,
         decoder=file.engine.decoder(),
         wait_s=file.engine.wait_s,

@@ -2,7 +2,10 @@
 
     POST /v1/completions, /v1/chat/completions   as one reply, or as server-sent events
     GET  /v1/models, /v1/models/{id}             the model that is served
-    GET  /healthz                                200 while it serves, 503 while its engine is lost
+    POST /tokenize, /detokenize                  a prompt's tokens, and the text of tokens
+    GET  /healthz, /health                       200 while it serves, 503 while its engine is lost
+    GET  /ready                                  the same without a report
+    GET  /version                                the server's version
     GET  /metrics                                Prometheus' text format
 
 Each caller has a key (`Authorization: Bearer KEY`), which identifies its tenant. The only sign of a lost region is the
@@ -21,11 +24,14 @@ from typing import Any, Final
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+import gpulease
 from gpulease.client.decode.openai.answer_text import Piece
 from gpulease.client.decode.openai.answers import Answer, best_of, together
 from gpulease.client.decode.openai.api_errors import (
@@ -44,8 +50,10 @@ from gpulease.client.decode.openai.completion_intake import (
 from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead
 from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
+from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, text_of, tokens_of
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.decode.text.text_jobs import Job
 from gpulease.client.http.application import read_body
 from gpulease.client.http.event_stream import COMMENT, json_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
@@ -77,6 +85,7 @@ def make_openai_application(
     routes: Sequence[Route] = (),
     metrics: Callable[[], bytes] = lambda: b"",
     health: Callable[[], Mapping[str, Any]] = dict,
+    cors_origins: Sequence[str] = (),
 ) -> Starlette:
     """Make the application of an opened decoder.
 
@@ -89,9 +98,10 @@ def make_openai_application(
         routes: Further routes.
         metrics: Renders the metrics.
         health: Further members of the health report.
+        cors_origins: Origins of pages that may call it from a browser; "*" for all.
     """
     source = DecoderSource(decoder, model, wait_s, chat_tokens)
-    face, models = OpenAiFace(source, keys, model), _Models(source, keys, model)
+    face, models, texts = OpenAiFace(source, keys, model), _Models(source, keys, model), _Texts(source, keys)
 
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
@@ -101,6 +111,12 @@ def make_openai_application(
             report |= {"engine_lost": outage.report(time.monotonic(), time.time())}
         return Response(json.dumps(report), 200 if is_serving else OVERLOADED, media_type=JSON)
 
+    async def show_ready(_: Request) -> Response:
+        return Response(status_code=200 if decoder.is_serving else OVERLOADED)
+
+    async def show_version(_: Request) -> Response:
+        return Response(json.dumps({"version": gpulease.__version__}), media_type=JSON)
+
     async def show_metrics(_: Request) -> Response:
         return Response(metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -108,11 +124,33 @@ def make_openai_application(
         *completion_routes(face),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.show, methods=["GET"]),
+        Route("/tokenize", texts.tokenize, methods=["POST"]),
+        Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/healthz", show_health, methods=["GET"]),
+        Route("/health", show_health, methods=["GET"]),
+        Route("/ready", show_ready, methods=["GET"]),
+        Route("/version", show_version, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
     # The server's own routes come first, so that further routes can't shadow them.
-    return Starlette(routes=[*own, *routes], exception_handlers={404: _not_found, 405: _not_found})
+    handlers = {404: _not_found, 405: _not_found}
+    return Starlette(routes=[*own, *routes], exception_handlers=handlers, middleware=browsers_of(cors_origins))
+
+
+def browsers_of(origins: Sequence[str]) -> list[Middleware]:
+    """Return the middleware that lets pages of some origins call an application from a browser."""
+    if not origins:
+        return []
+    # A key is needed for everything that a page could want, and browsers send it only if the page has it.
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    ]
 
 
 class OpenAiFace:
@@ -245,6 +283,47 @@ class _Models:
     def _described(self, tenant: str) -> dict[str, Any]:
         described = {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
         return described | {"max_model_len": self._source.room(tenant)}
+
+
+class _Texts:
+    """The endpoints that turn texts into tokens and back.
+
+    Args:
+        source: Reads texts in a process of their own.
+        keys: The tenants' keys.
+    """
+
+    def __init__(self, source: DecoderSource, keys: ApiKeys) -> None:
+        self._source, self._keys = source, keys
+
+    async def tokenize(self, request: Request) -> Response:
+        """Reply with the tokens of a prompt or a chat, as the model gets them."""
+
+        def described(tenant: str, answer: dict[str, Any]) -> dict[str, Any]:
+            tokens = tokens_of(answer)
+            return {"count": len(tokens), "max_model_len": self._source.room(tenant), "tokens": tokens}
+
+        return await self._reply(request, read_tokens, described)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Reply with the text of tokens."""
+        return await self._reply(request, read_back, lambda _, answer: {"prompt": text_of(answer)})
+
+    async def _reply(
+        self, request: Request, job: Job, described: Callable[[str, dict[str, Any]], dict[str, Any]]
+    ) -> Response:
+        tenant = ""
+        try:
+            tenant = tenant_of(self._keys, request)
+            # A text costs as much as a prompt's, so it takes a place like one.
+            async with self._source.place(tenant):
+                body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+                answer = await self._source.do(tenant, job, body)
+                return Response(json.dumps(described(tenant, answer)), media_type=JSON)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            return _refusal(reply_to_error(error, self._source.log, tenant, _request_id(request)))
 
 
 def tenant_of(keys: ApiKeys, request: Request) -> str:

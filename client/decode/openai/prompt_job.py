@@ -56,7 +56,8 @@ def with_grammar(reader: "PromptReader", asked: CompletionRequest) -> Completion
     if asked.tools:
         written = format_of(reader.template)
         if written is None:
-            raise invalid("the model's chat template has no format of tools that is known", "tools")
+            text = "the model's chat template has no format of tools that is known"
+            raise invalid(text, "tools", "unsupported_parameter")
         grammar = tool_grammar(
             written,
             asked.tools,

@@ -63,6 +63,10 @@ class PromptReader:
         # A template may add text, so the rendered prompt is checked again.
         return self.read_text(tokenizer.render_chat(messages, variables), begins=tokenizer.chat_begins)
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return self._tokenizer.decode(tokens)
+
     def checked(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens as a list. Raises AdmissionRefused for more tokens than the context has."""
         if len(tokens) > self._context:

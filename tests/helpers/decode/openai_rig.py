@@ -71,11 +71,13 @@ def key_of(tenant: str) -> str:
 
 
 @asynccontextmanager
-async def _fronted(count: int, sock: socket.socket, source: DecoderSource, model: Path) -> AsyncIterator[socket.socket]:
+async def _fronted(
+    count: int, sock: socket.socket, source: DecoderSource, model: Path, cors: Sequence[str]
+) -> AsyncIterator[socket.socket]:
     """Serve by fronts, as `gpulease serve decode` does; yields the socket for what they pass on."""
     keys = {tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS}
     with tempfile.TemporaryDirectory() as folder, listening(f"unix:{folder}/inner.sock") as (inner, _):
-        welcome = Welcome(str(model), MODEL, keys, (), f"{folder}/inner.sock", 5.0)
+        welcome = Welcome(str(model), MODEL, keys, (), tuple(cors), f"{folder}/inner.sock", 5.0)
         async with fronts(count, sock, source, welcome):
             yield inner
 
@@ -87,6 +89,7 @@ def openai_rig(
     wait_s: float = 0.2,
     http_processes: int = 0,
     model: Path = TINY_MODEL,
+    cors: Sequence[str] = (),
 ) -> Iterator[OpenAiRig]:
     servers: list[uvicorn.Server] = []
     rigs: list[OpenAiRig] = []
@@ -97,7 +100,15 @@ def openai_rig(
         keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS})
         with listening("tcp:127.0.0.1:0") as (sock, url):
             async with Decoder.open(model, TENANTS, SETTINGS, address=daemon.address, observers=observers) as decoder:
-                app = make_openai_application(decoder, keys, MODEL, wait_s=wait_s, chat_tokens=CHAT_TOKENS)
+                # A front's own browsers' checks come before what it passes on.
+                app = make_openai_application(
+                    decoder,
+                    keys,
+                    MODEL,
+                    wait_s=wait_s,
+                    chat_tokens=CHAT_TOKENS,
+                    cors_origins=() if http_processes else cors,
+                )
                 await decoder.prompts.start()
                 rigs.append(OpenAiRig(url, decoder, asyncio.get_running_loop()))
 
@@ -106,10 +117,10 @@ def openai_rig(
                     begun.set()
 
                 async with AsyncExitStack() as stack:
-                    known = known_hosts(sock, ())
+                    known = known_hosts(sock, (), cors)
                     if http_processes:
                         source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS)
-                        sock = await stack.enter_async_context(_fronted(http_processes, sock, source, model))
+                        sock = await stack.enter_async_context(_fronted(http_processes, sock, source, model, cors))
                     await serve_within(app, sock, known=known, stop_s=5, began=began)
 
     def body() -> None:

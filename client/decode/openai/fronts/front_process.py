@@ -18,7 +18,7 @@ from gpulease.client.decode.openai.api_keys import distinct_keys
 from gpulease.client.decode.openai.fronts.front_messages import FrontProtocolError, Ready, Welcome, frame, read_to_front
 from gpulease.client.decode.openai.fronts.front_source import FrontSource
 from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
-from gpulease.client.decode.openai.openai_server import OpenAiFace, completion_routes
+from gpulease.client.decode.openai.openai_server import OpenAiFace, browsers_of, completion_routes
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
 
 LOST: Final = 1
@@ -37,7 +37,8 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     source = FrontSource(reader, writer, tokenizer)
     face = OpenAiFace(source, distinct_keys(welcome.tenant_keys), welcome.model)
     # All else is the decoder's process's: the page, metrics, health, the model's description.
-    app = Starlette(routes=[*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))])
+    own = [*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))]
+    app = Starlette(routes=own, middleware=browsers_of(welcome.cors_origins))
 
     def on_begin(_: object) -> None:
         writer.write(frame(Ready()))
@@ -48,7 +49,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
         os._exit(LOST)
 
     receiving = asyncio.create_task(receive())
-    known = known_hosts(listening, welcome.host_names)
+    known = known_hosts(listening, welcome.host_names, welcome.cors_origins)
     await serve_within(app, listening, known=known, stop_s=welcome.stop_s, began=on_begin, keeps_path=False)
     # The streams are over. The task must not see the end of the connection, which would be a failure.
     receiving.cancel()

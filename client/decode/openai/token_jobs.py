@@ -1,0 +1,63 @@
+"""The jobs of `/tokenize` and `/detokenize`, in a text process: both bodies are a tenant's."""
+
+from typing import TYPE_CHECKING, Any, Final
+
+from gpulease.client.decode.openai.api_errors import ApiError, invalid
+from gpulease.client.decode.openai.completion_request import check_model, parse_chat_prompt, parse_object
+from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.prompt_reader import PromptReader
+
+MEMBERS: Final = ("model", "prompt", "messages", "add_special_tokens", "tools", "chat_template_kwargs")
+"""Members of the body of `/tokenize`: those of vLLM's that change the tokens of a prompt."""
+
+
+def read_tokens(reader: "PromptReader", body: bytes, model: str) -> dict[str, Any]:
+    """Tokenize the prompt or the chat of a body; `tokens_of` unpacks the answer."""
+    try:
+        said = parse_object(body)
+        for name, value in said.items():
+            if name not in MEMBERS and value is not None:
+                raise invalid(f"{name} is not a known parameter here; leave it out", code="unknown_parameter")
+        check_model(said.get("model") or "", model)
+        if said.get("messages") is not None:
+            return {"tokens": packed_tokens(reader.read_chat(*parse_chat_prompt(said)))}
+        prompt, begins = said.get("prompt"), said.get("add_special_tokens")
+        if not isinstance(prompt, str) or begins not in (None, True, False):
+            raise invalid("prompt must be a text, and add_special_tokens true or false", "prompt")
+    except ApiError as error:
+        return _packed(error)
+    return {"tokens": packed_tokens(reader.read_text(prompt, begins=begins is not False))}
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    """Return the tokens that `read_tokens` found. Raises ApiError for an invalid body."""
+    if "error" in answer:
+        raise ApiError(*answer["error"])
+    return list(unpacked_tokens(answer["tokens"]))
+
+
+def read_back(reader: "PromptReader", body: bytes, model: str) -> dict[str, Any]:
+    """Return the text of a body's tokens; `text_of` unpacks the answer."""
+    try:
+        said = parse_object(body)
+        check_model(said.get("model") or "", model)
+        tokens = said.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise invalid("tokens must be a list of integers", "tokens")
+    except ApiError as error:
+        return _packed(error)
+    return {"text": reader.text_of(reader.checked(tokens))}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    """Return the text that `read_back` found. Raises ApiError for an invalid body."""
+    if "error" in answer:
+        raise ApiError(*answer["error"])
+    return str(answer["text"])
+
+
+def _packed(error: ApiError) -> dict[str, Any]:
+    # An ApiError is a reply, not a failure of the worker.
+    return {"error": [error.status, error.code, error.message, error.param, error.retry_after_s]}

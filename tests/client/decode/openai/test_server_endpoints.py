@@ -1,0 +1,80 @@
+"""What operators and other servers' clients call besides completions: health, version, tokens, and browsers' checks."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+import gpulease
+from helpers.daemon import Daemon
+from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+
+PAGE = "https://chat.example"
+PROMPT = "Changed in version"
+USER = [{"role": "user", "content": "What does the with statement do?"}]
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["in one process", "behind a front"])
+def rig(shared_daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[OpenAiRig]:
+    with openai_rig(shared_daemon, http_processes=request.param, cors=[PAGE]) as running:
+        yield running
+
+
+@pytest.fixture
+def http(rig: OpenAiRig) -> Iterator[httpx.Client]:
+    with rig.http() as client:
+        yield client
+
+
+def test_health_readiness_and_version_need_no_key(rig: OpenAiRig) -> None:
+    with httpx.Client(base_url=rig.url) as anyone:
+        assert anyone.get("/health").json()["status"] == anyone.get("/healthz").json()["status"] == "ok"
+        assert (anyone.get("/ready").status_code, anyone.get("/ready").content) == (200, b"")
+        assert anyone.get("/version").json() == {"version": gpulease.__version__}
+
+
+def test_tokens_of_a_prompt_and_a_chat_are_those_that_the_model_gets(rig: OpenAiRig, http: httpx.Client) -> None:
+    found = http.post("/tokenize", json={"model": MODEL, "prompt": PROMPT}).json()
+    assert found["count"] == len(found["tokens"]) > 0
+    assert found["max_model_len"] > 0
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": PROMPT}
+    chat = http.post("/tokenize", json={"messages": USER}).json()
+    with rig.client() as client:
+        done = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)  # type: ignore[arg-type]
+    assert done.usage is not None
+    assert chat["count"] == done.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "another"}, "model"),
+        ("/tokenize", {"prompt": "a", "promt": "b"}, None),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", [], None),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_bodies_that_are_none_are_refused_in_openai_s_shape(
+    http: httpx.Client, path: str, body: object, param: str | None
+) -> None:
+    reply = http.post(path, json=body)
+    assert reply.status_code in (400, 404)
+    assert reply.json()["error"]["param"] == param
+
+
+def test_tokens_need_a_key(rig: OpenAiRig) -> None:
+    with httpx.Client(base_url=rig.url) as anyone:
+        assert anyone.post("/tokenize", json={"prompt": "a"}).status_code == 401
+
+
+def test_pages_of_the_given_origins_alone_may_call(http: httpx.Client) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = http.options("/v1/completions", headers={"Origin": PAGE, **asked})
+    assert (allowed.status_code, allowed.headers["Access-Control-Allow-Origin"]) == (200, PAGE)
+    refused = http.options("/v1/completions", headers={"Origin": "https://other.example", **asked})
+    assert "Access-Control-Allow-Origin" not in refused.headers
+    listed = http.get("/v1/models", headers={"Origin": PAGE})
+    assert listed.headers["Access-Control-Allow-Origin"] == PAGE
