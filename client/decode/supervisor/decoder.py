@@ -142,6 +142,13 @@ class DecoderSettings:
             example="3600",
         ),
     ] = None
+    latency: Annotated[
+        bool,
+        Setting(
+            "Whether the engine's lease is of the latency class: the card's other sessions hold back while a step runs."
+            " The daemon's operator must allow it (`may_latency`)."
+        ),
+    ] = False
     text_processes: Annotated[
         int,
         Setting(
@@ -507,7 +514,9 @@ def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], sett
     if settings.region_life_s is not None:
         pools.append(max(pools))  # While a tenant's sequences move, it has two regions.
     wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
-    return EngineSpec(checkpoint, limits, settings.packed, wanted, tenants, settings.region_life_s)
+    return EngineSpec(
+        checkpoint, limits, settings.packed, wanted, tenants, settings.region_life_s, is_latency=settings.latency
+    )
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:

@@ -54,6 +54,7 @@ class EngineSpec:
         size_bytes: Memory of the lease.
         tenants: The tenants, each with a region.
         region_life_s: Seconds of a region; None: regions are renewed.
+        is_latency: Whether the lease is of the latency class.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +63,7 @@ class EngineSpec:
     size_bytes: int
     tenants: tuple[TenantConfig, ...]
     region_life_s: float | None = None
+    is_latency: bool = False
 
 
 class EngineUser(Protocol):
@@ -144,6 +146,8 @@ class ServingEngine:
             is_of_fleet = fleet_of(address) is not None
             lease_s = FLEET_LEASE_S if is_of_fleet else LEASE_S
             builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(lease_s).regions_required()
+            if spec.is_latency:
+                builder.latency()
             lease = await stack.enter_async_context(builder.acquire())
             # Renewed from the start, because loading a large model may take longer than the lease.
             stack.push_async_callback(stop_renewal, lease.keep_alive(lose))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.supervisor import tenant_moves
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Emitted
-from gpulease.client.errors import CapacityExceeded
+from gpulease.client.errors import CapacityExceeded, Denied
 from helpers.daemon import Daemon
 from helpers.decode.decode_lines import lines_of
 from helpers.decode.decoder_rig import (
@@ -362,3 +362,13 @@ def test_a_decoder_that_no_card_has_room_for_leaves_nothing(daemon: Daemon) -> N
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(part())
+
+
+def test_an_engine_of_the_latency_class_needs_the_operator_s_permission(daemon: Daemon) -> None:
+    async def scene() -> None:
+        settings = replace(SETTINGS, latency=True)
+        with pytest.raises(Denied, match="may_latency"):
+            async with Decoder.open(RandomCheckpoint(TINY, 1), (), settings, address=daemon.address):
+                pass
+
+    asyncio.run(scene())
