@@ -124,6 +124,19 @@ def started_ticks(pid: int) -> int:
         return 0
 
 
+_PF_EXITING: Final = 0x4
+"""Flag of a process that is in exit(2), as in the kernel's include/linux/sched.h."""
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether a process is ending (proc_pid_stat(5), field 9): a driver may take seconds to free its memory."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING)
+    except (OSError, ProcessLookupError):
+        return False
+
+
 class _LossyText(io.TextIOBase):
     """Text that is written to a descriptor, and lost when the reader is gone."""
 

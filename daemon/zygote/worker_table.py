@@ -34,6 +34,7 @@ from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import EndedWorker, EndSession, HandoverDone, LivingWorker
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
+from gpulease.daemon.host.processes import is_exiting
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.opcodes import Status
@@ -297,6 +298,9 @@ def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
     # The word goes first: the worker may report the end to its tenants before it dies.
     if state_of(worker.page_fds.lease).word is None:
         flip_word(worker.page_fds.lease, word, cause)
+    # The broker did end it, and it is ending: the driver unpins the host memory of a lease that was parked.
+    if is_exiting(worker.pid):
+        return
     worker.is_overdue = True
     reason = worker.overran or None
     log_event(LogEvent.WORKER_OVERDUE, lease_id=worker.spec.of_lease, worker_pid=worker.pid, reason=reason)

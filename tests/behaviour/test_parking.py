@@ -1,5 +1,6 @@
 """Parked sessions: their bytes leave the card and come back, whatever happens to the broker or the worker meanwhile."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -7,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from gpulease.client import (
     Busy,
@@ -22,9 +25,12 @@ from gpulease.client import (
     NotFound,
     Revoked,
     Unsupported,
+    aio,
 )
+from gpulease.client.cli.__main__ import main
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
 from helpers.daemon import Daemon
 from helpers.lasting import LastingDaemon
@@ -272,3 +278,61 @@ def test_a_worker_that_is_killed_ends_its_lease_once(lasting: LastingDaemon, ste
     wait_until(lambda: row(lasting.address, lease)["state"] == "torndown", "the lease has ended")
     assert host_bytes(lasting.address) == 0
     assert lasting.now.log().count("lease memory proved free") <= 1
+
+
+def test_the_command_parks_a_lease_and_the_list_says_so(node: Daemon) -> None:
+    with parkable(node.address) as lease, GpuSession(lease) as session:
+        buffer = Filled(session, 2)
+        env = {ADDRESS_VARIABLE: node.address}
+        parked = CliRunner().invoke(main, ["park", str(lease.lease_id)], env=env)
+        assert (parked.exit_code, "are in the host's memory" in parked.output) == (0, True), parked.output
+        assert "active (parked" in CliRunner().invoke(main, ["leases"], env=env | {"COLUMNS": "250"}).output
+        buffer.check()
+
+
+def test_an_asyncio_program_parks_too(node: Daemon) -> None:
+    async def program() -> tuple[int, bytes]:
+        wanted = aio.GpuBuilder(node.address).min_vram(SLICE).lease_secs(60).parkable()
+        async with await wanted.acquire() as lease, aio.GpuSession(lease) as session:
+            buffer = await session.mem_alloc(8 * MIB)
+            await session.mem_write(buffer, 0, b"weights")
+            moved_bytes = await lease.park()
+            return moved_bytes, bytes(await session.mem_read(buffer, 0, 7))
+
+    moved_bytes, data = asyncio.run(program())
+    assert (moved_bytes >= 8 * MIB, data) == (True, b"weights")
+
+
+STORM_S = 20.0
+
+
+@pytest.mark.exhaustive
+def test_a_storm_of_parks_and_killed_brokers_gives_no_wrong_byte(lasting: LastingDaemon) -> None:
+    """Four sessions check their bytes on a card that holds three, while they are parked and brokers are killed."""
+    random = Random(5)
+    leases = [parkable(lasting.address, idle_s=0.2, wait_s=60, seconds=600) for _ in range(4)]
+    sessions = [GpuSession(lease) for lease in leases]
+    buffers: list[Filled] = []
+    for mark, session in enumerate(sessions, 1):
+        buffers.append(Filled(session, mark))
+    until = time.monotonic() + STORM_S
+    checks = 0
+    while time.monotonic() < until:
+        match random.randrange(8):
+            case 0:
+                lasting.restart()
+            case 1 | 2:
+                with contextlib.suppress(Busy, CapacityExceeded):
+                    random.choice(leases).park()
+            case 3:
+                time.sleep(0.4)
+            case _:
+                random.choice(buffers).check()
+                checks += 1
+    for buffer in buffers:
+        buffer.check()
+    assert checks > 5
+    for session, lease in zip(sessions, leases, strict=True):
+        session.close()
+        lease.free()
+    assert host_bytes(lasting.address) == 0

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpulease.daemon.host.processes import exit_text, has_ended, name_of, set_name, started_ticks
+from gpulease.daemon.host.processes import exit_text, has_ended, is_exiting, name_of, set_name, started_ticks
 from gpulease.protocol.failures import KILLED
 from helpers.daemon import python_environment
 from helpers.processes import is_running
@@ -122,8 +122,11 @@ def test_whether_a_process_has_ended_and_what_it_is_called() -> None:
     pidfd = os.pidfd_open(process.pid)
     try:
         assert not has_ended(pidfd)
+        assert not is_exiting(process.pid)
         process.kill()
         assert has_ended(pidfd, 10)
+        # It is not reaped yet.
+        assert is_exiting(process.pid)
         assert has_ended(pidfd)
     finally:
         os.close(pidfd)
