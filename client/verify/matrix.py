@@ -12,6 +12,7 @@ from gpulease.client.console.scene import Breach, MatrixCheck, Scene, breach_of
 from gpulease.client.verify.claims import GIB, ClaimResult, check, claims, six_and_no_seventh
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
 from gpulease.client.verify.neighbour import Neighbour, Window, neighbour
+from gpulease.client.verify.parked_claims import CARD_VRAM, HOST_VRAM, SETTINGS, parked_claims
 from gpulease.client.verify.region_claims import broker_killed, region_claims
 
 SIX_LEASES: Final = "six leases"
@@ -79,13 +80,19 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
         fault_results = _run_faults(scene, only, on_fault)
         promises = [*claims(scene), *region_claims(scene)]
         proved = [check(claim.name, partial(claim.prove, scene)) for claim in promises if only in claim.name]
-    # These need daemons of their own: one is killed, the other has a card of a defined size.
+    # These need daemons of their own: one is killed, the others have a card of a defined size.
     if only in BROKER_KILLED:
         proved.append(check(BROKER_KILLED, lambda: broker_killed(scene.driver)))
     if _fits_six(scene) and only in SIX_LEASES:
         with private_daemon(driver, (SIX_VRAM,)) as address:
             six = Scene.at(address)
             proved.append(check(SIX_LEASES, lambda: six_and_no_seventh(six, SIX_SLICES_BYTES)))
+    if any(only in claim.name for claim in parked_claims(scene)):
+        vram = CARD_VRAM if scene.is_card else HOST_VRAM
+        with private_daemon(driver, (vram,), settings=SETTINGS) as address:
+            parking = Scene.at(address)
+            wanted = [claim for claim in parked_claims(parking) if only in claim.name]
+            proved += [check(claim.name, partial(claim.prove, parking)) for claim in wanted]
     return MatrixReport(scene, fault_results, proved)
 
 

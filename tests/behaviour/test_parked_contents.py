@@ -1,0 +1,115 @@
+"""What a session has survives its parks: contents, graphs, streams, events, arrays, kept buffers, variables, guests."""
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from gpulease.client import GpuExclusivityClass, GpuLease, GpuSession
+from helpers.daemon import Daemon
+from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
+from helpers.parking import park
+from helpers.pointers import POINTERS, chase_args, count_args
+
+MIB = 1 << 20
+SLICE = 64 * MIB
+N = 10_000
+CONFIG = """
+[limits]
+park_memory = "1GiB"
+park_stay_ms = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Daemon]:
+    daemon = Daemon(vram=("2GiB",), config=CONFIG)
+    try:
+        daemon.wait_until_it_answers()
+    except BaseException:
+        daemon.discard()
+        raise
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def lease(node: Daemon) -> Iterator[GpuLease]:
+    builder = node.builder(SLICE).parkable().exclusivity(GpuExclusivityClass.SHARED)
+    with builder.acquire() as lease:
+        yield lease
+
+
+@pytest.fixture
+def session(lease: GpuLease) -> Iterator[GpuSession]:
+    with GpuSession(lease) as session:
+        yield session
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_the_main_job_before_between_and_after(lease: GpuLease, shared_memory: bool) -> None:
+    with GpuSession(lease, shared_memory=shared_memory) as session:
+        for _ in range(3):
+            check_main_job(session)
+            park(lease)
+
+
+def test_pointers_in_data_and_variables_of_modules(lease: GpuLease, session: GpuSession) -> None:
+    module = session.module_load(POINTERS)
+    nodes = [session.mem_alloc(16) for _ in range(7)]
+    for one, following in zip(nodes, nodes[1:] + nodes[:1], strict=True):
+        session.mem_write(one, 0, struct.pack("<QQ", following.handle, 0))
+    counted = session.mem_alloc(8)
+    for turn in range(1, 4):
+        park(lease)
+        session.launch(module, "chase", [1], [1], chase_args(nodes[0], 70))
+        session.launch(module, "count", [1], [1], count_args(counted))
+        session.sync()
+        assert [struct.unpack("<Q", session.mem_read(one, 8, 8))[0] for one in nodes] == [10 * turn] * 7
+        assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (5 + turn,)
+
+
+def test_graphs_streams_events_and_arrays(lease: GpuLease, session: GpuSession) -> None:
+    module, buffer = session.module_load(TRANSFORM), session.mem_alloc(4 * N)
+    data, back = session.empty(N, np.float32), session.empty(N, np.float32)
+    with session.record() as graph:
+        session.mem_write(buffer, 0, data)
+        session.launch(module, "bias", [40], [256], scale_args(buffer, N, 7))
+        session.mem_read(buffer, 0, data.nbytes, into=back)
+    stream = session.stream()
+    start = stream.event()
+    for turn in range(3):
+        park(lease)
+        data[:] = numbers(N) * turn
+        graph.launch()
+        session.sync()
+        np.testing.assert_array_equal(back, numbers(N) * turn + 7)
+        park(lease)
+        session.launch(module, "bias", [40], [256], scale_args(buffer, N, 1), stream=stream)
+        stream.sync()
+        park(lease)
+        assert start.elapsed_ms(stream.event()) >= 0
+        assert floats(session.mem_read(buffer, 0, 4))[0] == 8
+
+
+def test_kept_buffers_and_connections(lease: GpuLease) -> None:
+    with GpuSession(lease) as session:
+        buffer = session.mem_alloc(1000)
+        session.mem_write(buffer, 0, b"kept")
+        session.keep(buffer, "model")
+    park(lease)
+    # An attach brings it back.
+    with GpuSession(lease) as session:
+        assert bytes(session.mem_read(session.kept("model"), 0, 4)) == b"kept"
+        park(lease)
+        assert bytes(session.mem_read(session.kept("model"), 0, 4)) == b"kept"
+
+
+def test_a_large_copy_from_many_requests(lease: GpuLease, session: GpuSession) -> None:
+    data = np.random.default_rng(3).integers(0, 255, 20 * MIB, np.uint8)
+    buffer = session.mem_alloc(data.nbytes)
+    park(lease)
+    session.mem_write(buffer, 0, data)
+    park(lease)
+    np.testing.assert_array_equal(np.frombuffer(session.mem_read(buffer, 0, data.nbytes), np.uint8), data)

@@ -1,0 +1,168 @@
+"""Parked sessions on a card: its bytes are free meanwhile, everything is where it was, and how long both ways take."""
+
+import os
+import struct
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from gpulease.client import Buffer, GpuLease, GpuSession
+from helpers.daemon import Daemon
+from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
+from helpers.nvml import SLACK_BYTES, Cards
+from helpers.parking import park
+from helpers.pointers import POINTERS, chase_args, count_args
+
+pytestmark = pytest.mark.gpu
+
+MIB, GIB = 1 << 20, 1 << 30
+CARD_BYTES = 40 * GIB
+CONFIG = """
+[limits]
+park_memory = "48GiB"
+overcommit = 4.0
+park_stay_ms = 0
+"""
+N = 100_000
+PATTERN = os.urandom(MIB)
+
+
+@pytest.fixture(scope="module")
+def node(cards: Cards) -> Iterator[Daemon]:
+    daemon = Daemon(driver="cuda", vram=("40GiB",), config=CONFIG)
+    try:
+        daemon.wait_until_it_answers()
+    except BaseException:
+        daemon.discard()
+        raise
+    yield daemon
+    daemon.stop()
+
+
+def lease_of(node: Daemon, size_bytes: int) -> GpuLease:
+    return node.builder(size_bytes).device(0).lease_secs(300).timeout(30).parkable().acquire()
+
+
+def places(size_bytes: int) -> range:
+    """Where a buffer has the pattern: more than one in each step of a copy would show the same."""
+    return range(0, size_bytes - MIB, 49 * MIB + 4096)
+
+
+def fill(session: GpuSession, size_bytes: int) -> Buffer:
+    buffer = session.mem_alloc(size_bytes)
+    for at in places(size_bytes):
+        session.mem_write(buffer, at, PATTERN)
+    session.sync()
+    return buffer
+
+
+def is_whole(session: GpuSession, buffer: Buffer, size_bytes: int) -> bool:
+    return all(bytes(session.mem_read(buffer, at, MIB)) == PATTERN for at in places(size_bytes))
+
+
+@pytest.mark.parametrize("gib", [1, 16])
+def test_the_bytes_are_free_meanwhile_and_come_back(node: Daemon, cards: Cards, gib: int) -> None:
+    size = gib * GIB
+    with lease_of(node, size + 64 * MIB) as lease, GpuSession(lease) as session:
+        buffer = fill(session, size)
+        figures = []
+        for _ in range(4):
+            session.sync()
+            used = cards.used_bytes()[0]
+            began = time.monotonic()
+            assert park(lease) >= size
+            parked_s = time.monotonic() - began
+            assert used - cards.used_bytes()[0] >= size - SLACK_BYTES
+            began = time.monotonic()
+            session.mem_read(buffer, 0, 64)
+            figures.append((parked_s, time.monotonic() - began))
+            assert is_whole(session, buffer, size)
+        for parked_s, back_s in figures:
+            print(f"{gib} GiB: park {parked_s:.3f} s, first operation {back_s:.3f} s")
+        # The first park may have met host memory that was not prepared.
+        assert min(parked_s for parked_s, _ in figures[1:]) < 0.1 + 0.05 * gib
+        assert min(back_s for _, back_s in figures) < 0.1 + 0.05 * gib
+
+
+def test_kernels_that_chase_pointers_in_their_data_go_on(node: Daemon) -> None:
+    with lease_of(node, 256 * MIB) as lease, GpuSession(lease) as session:
+        module = session.module_load(POINTERS)
+        nodes = [session.mem_alloc(16) for _ in range(20)]
+        for one, following in zip(nodes, nodes[1:] + nodes[:1], strict=True):
+            session.mem_write(one, 0, struct.pack("<QQ", following.handle, 0))
+        counted = session.mem_alloc(8)
+        for turn in range(1, 5):
+            for _ in range(3):
+                session.launch(module, "chase", [1], [1], chase_args(nodes[0], 50))
+            session.launch(module, "count", [1], [1], count_args(counted))
+            session.sync()
+            park(lease)
+            session.launch(module, "chase", [1], [1], chase_args(nodes[0], 50))
+            session.sync()
+            counts = [struct.unpack("<Q", session.mem_read(one, 8, 8))[0] for one in nodes]
+            assert counts == [turn * 4 * (2 + (at < 10)) for at in range(20)]
+            # A variable of the module, which stays on the card.
+            assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (5 + turn,)
+
+
+def test_graphs_and_streams_go_on(node: Daemon) -> None:
+    with lease_of(node, 256 * MIB) as lease, GpuSession(lease) as session:
+        module, buffer = session.module_load(TRANSFORM), session.mem_alloc(4 * N)
+        data, back = session.empty(N, np.float32), session.empty(N, np.float32)
+        with session.record() as graph:
+            session.mem_write(buffer, 0, data)
+            for _ in range(40):
+                session.launch(module, "bias", [391], [256], scale_args(buffer, N, 1))
+            session.mem_write(buffer, 4, np.array([1000, 2000], np.float32).tobytes())
+            session.mem_read(buffer, 0, data.nbytes, into=back)
+        streams = [session.stream() for _ in range(3)]
+        for turn in range(1, 4):
+            data[:] = numbers(N) * turn
+            graph.launch()
+            session.sync()
+            expected = numbers(N) * turn + 40
+            expected[1:3] = (1000, 2000)
+            np.testing.assert_array_equal(back, expected)
+            park(lease)
+            back[:] = 0
+            # The graph itself brings the session back.
+            graph.launch()
+            session.sync()
+            np.testing.assert_array_equal(back, expected)
+            for stream in streams:
+                session.launch(module, "bias", [391], [256], scale_args(buffer, N, 1), stream=stream)
+                stream.sync()
+            assert floats(session.mem_read(buffer, 0, 4))[0] == 43
+
+
+def test_another_lease_uses_the_bytes_meanwhile(node: Daemon, cards: Cards) -> None:
+    """Two sessions that the card has room for once each, in turn: neither sees the other's bytes."""
+    size = 22 * GIB
+    with lease_of(node, size) as first, GpuSession(first) as session:
+        buffer = fill(session, size - 64 * MIB)
+        park(first)
+        with lease_of(node, size) as second, GpuSession(second) as other:
+            fresh = other.mem_alloc(size - 64 * MIB)
+            assert all(bytes(other.mem_read(fresh, at, MIB)) == bytes(MIB) for at in places(size - 64 * MIB))
+            check_main_job(other)
+            park(second)
+            assert is_whole(session, buffer, size - 64 * MIB)
+            park(first)
+            assert bytes(other.mem_read(fresh, 0, MIB)) == bytes(MIB)
+
+
+def test_freed_memory_and_new_memory_after_a_park(node: Daemon) -> None:
+    with lease_of(node, 256 * MIB) as lease, GpuSession(lease) as session:
+        for turn in range(3):
+            kept = [session.mem_alloc(size) for size in (100, 70_000, 3 * MIB, 40 * MIB)]
+            for number, one in enumerate(kept):
+                session.mem_write(one, 0, bytes([number + 1]) * 100)
+            park(lease)
+            fresh = session.mem_alloc(40 * MIB)
+            assert bytes(session.mem_read(fresh, 0, MIB)) == bytes(MIB), turn
+            for number, one in enumerate(kept):
+                assert bytes(session.mem_read(one, 0, 100)) == bytes([number + 1]) * 100
+            for one in (*kept, fresh):
+                session.mem_free(one)
