@@ -57,8 +57,19 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
         "regions of a killed session",
         "256 regions that expire at once",
         "regions of a killed broker",
+        "no byte of a parked session",
+        "a parked session's return to a full card",
     }
     assert report["breaches"] == 0
+
+
+def test_the_promises_of_parked_sessions() -> None:
+    done = verify("--only", "parked", "--json")
+    assert done.exit_code == 0, done.output
+    claims = {claim["name"]: claim for claim in json.loads(done.stdout)["claims"]}
+    assert {claim["breach"] for claim in claims.values()} == {""}
+    assert "none of it readable" in claims["no byte of a parked session"]["found"]
+    assert "Busy" in claims["a parked session's return to a full card"]["found"]
 
 
 @pytest.mark.exhaustive
