@@ -1,0 +1,103 @@
+"""Grammars: what is refused when, whose masks wait for whom, and that a mask is the next token's."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpulease.client.decode import TINY_MODEL, open_model
+from gpulease.client.decode.decode_errors import GrammarRefused
+from gpulease.client.decode.text.grammar import (
+    MASK_THREADS,
+    MAX_GRAMMAR_BYTES,
+    Grammars,
+    check_grammar,
+    json_grammar,
+)
+
+CHECKPOINT = open_model(TINY_MODEL)
+TOKENIZER = CHECKPOINT.tokenizer()
+DIGIT = json_grammar({"type": "integer", "minimum": 0, "maximum": 9})
+AMBIGUOUS = json_grammar(
+    {"anyOf": [{"type": "object", "properties": {"a": {}, f"b{i}": {"type": "integer"}}} for i in range(600)]}
+)
+"""Compiles, but its first step has more items than the limits allow."""
+
+
+def played(part: Callable[[Grammars], Awaitable[None]]) -> None:
+    async def tokenizer() -> Any:
+        return TOKENIZER
+
+    async def play() -> None:
+        grammars = Grammars(tokenizer, CHECKPOINT.config.vocabulary, frozenset(CHECKPOINT.config.end_tokens))
+        try:
+            await part(grammars)
+        finally:
+            await grammars.stop()
+
+    asyncio.run(play())
+
+
+def allowed(mask: np.ndarray[Any, Any]) -> list[bytes]:
+    tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return sorted(TOKENIZER.bytes_of(int(token)) for token in tokens)
+
+
+def test_masks_follow_the_tokens_and_forks_do_not_share_them() -> None:
+    async def part(grammars: Grammars) -> None:
+        masks, other = await grammars.compile("ann", DIGIT), await grammars.compile("ann", DIGIT)
+        assert len(masks.mask) == grammars.words
+        assert allowed(masks.mask) == [b"%d" % digit for digit in range(10)]
+        ready = asyncio.Event()
+        masks.accept(TOKENIZER.encode("7", begins=False)[0], ready.set)
+        assert not masks.is_ready
+        await ready.wait()
+        assert masks.is_ready
+        # Nothing may follow but the end, which has no text.
+        assert allowed(masks.mask) == [b""]
+        assert len(allowed(other.mask)) == 10
+
+    played(part)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ["start: missing", json_grammar({"type": "integer", "multipleOf": "x"}), f'start: "{"x" * MAX_GRAMMAR_BYTES}"'],
+)
+def test_grammars_that_are_wrong_are_refused_before_anything_is_computed(grammar: str) -> None:
+    with pytest.raises(GrammarRefused):
+        check_grammar(grammar)
+
+
+def test_a_grammar_that_needs_too_much_work_fails_alone_wherever_that_shows() -> None:
+    async def part(grammars: Grammars) -> None:
+        failed = asyncio.get_running_loop().create_future()
+        try:
+            masks = await grammars.compile("ann", AMBIGUOUS)
+        except GrammarRefused:
+            return
+        masks.on_failed = failed.set_result
+        masks.accept(TOKENIZER.encode("{", begins=False)[0], lambda: failed.set_exception(AssertionError("ready")))
+        assert isinstance(await failed, GrammarRefused)
+        assert not masks.is_ready
+        # Another request of the same threads.
+        assert (await grammars.compile("ann", DIGIT)).is_ready
+
+    played(part)
+
+
+def test_one_tenant_s_work_leaves_a_thread_to_the_others() -> None:
+    async def part(grammars: Grammars) -> None:
+        release = threading.Event()
+        blocked = [grammars.run("ann", release.wait) for _ in range(3 * MASK_THREADS)]
+        try:
+            assert await asyncio.wait_for(grammars.run("bob", lambda: 5), 20) == 5
+            assert not any(one.done() for one in blocked)
+        finally:
+            release.set()
+        assert await asyncio.gather(*blocked) == [True] * len(blocked)
+
+    played(part)
