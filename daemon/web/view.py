@@ -206,6 +206,8 @@ def _slice(
         found["lease_id"] = lease["lease_id"]
         found["reason"] = lease["reason"]
         found["launches_per_s"] = rates.get(lease["lease_id"])
+        # The broker's account; absent for regions and sessions without a context.
+        found["gpu_s"] = lease.get("gpu_seconds")
     return found
 
 

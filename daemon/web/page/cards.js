@@ -173,6 +173,7 @@ function drawRow(row, slice, isWanted) {
   at(".word").title = slice.reason ?? "";
   const launches = slice.state === "fenced" ? null : slice.launches_per_s ?? null;
   say(at(".launches"), launches === null ? "" : rate(launches));
+  say(at(".gpu-time"), slice.gpu_s == null ? "" : span(slice.gpu_s));
   at(".revoke").hidden = !id || !["pending", "active"].includes(slice.state);
   label(at(".revoke"), `Revoke ${slice.is_region ? "region" : "lease"} ${id} of ${slice.tenant}`);
   row.slice = slice;

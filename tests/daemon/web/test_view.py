@@ -11,7 +11,7 @@ from helpers.web_rig import CARD, GIB, card, lease
 SECRET = b"s" * 32
 NAMES = Pseudonyms(SECRET)
 LEASES = (
-    lease(0xABC, "ann", reason="<b>because</b>", launches=7, allocated_bytes=5),
+    lease(0xABC, "ann", reason="<b>because</b>", launches=7, allocated_bytes=5, gpu_seconds=2.5),
     {key: value for key, value in lease(2, "bob", state="fenced", cause="revoked").items() if key != "allocated_bytes"},
     lease(3, "ann", state="pending", remaining_ms=0),
 )
@@ -79,6 +79,8 @@ def test_what_both_see(is_named: bool) -> None:
     assert (other["state"], other["remaining_s"]) == ("pending", None)
     # A worker's word: no more than its lease has; unknown where there is no worker.
     assert (ann["allocated_bytes"], bob["allocated_bytes"]) == (5, None)
+    # What a lease used of its card is for operators.
+    assert [one.get("gpu_s", "unsaid") for one in (ann, bob)] == ([2.5, None] if is_named else ["unsaid"] * 2)
     lying = snapshot(lease(1, "ann", size_bytes=GIB, allocated_bytes=9 * GIB))
     assert view_of(lying, NAMES, 100.0, is_named=is_named)["cards"][0]["slices"][0]["allocated_bytes"] == GIB
 
