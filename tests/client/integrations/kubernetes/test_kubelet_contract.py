@@ -717,6 +717,7 @@ def test_a_claim_s_lease_is_renewed_while_it_is_prepared(start_daemon: Callable[
         wait_until(lambda: node.daemon.query(lease_id)["cause"] == "expired", "it ends by itself")
 
 
+@pytest.mark.exhaustive
 def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(start_daemon: Callable[..., Daemon]) -> None:
     """Its pod runs elsewhere; the kubelet of this node is cut off, and ends nothing."""
     with Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as node:
@@ -734,6 +735,7 @@ def test_the_lease_of_a_claim_that_is_gone_ends_by_itself(start_daemon: Callable
         assert node.daemon.query(second)["state"] == "active", node.log()
 
 
+@pytest.mark.exhaustive
 def test_a_pod_of_a_lost_node_gets_another_lease_elsewhere(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     with (
         Node(start_daemon(vram=["64MiB"], config=OPEN_SOCKET), "--lease-secs", "10") as lost,
