@@ -12,6 +12,7 @@ import pytest
 from gpulease.client import Denied, GpuLease, GpuSession, KernelArgs
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS
+from helpers.lasting import LastingDaemon
 from helpers.waiting import wait_until
 
 TENANT = f"uid:{os.getuid()}"
@@ -42,7 +43,7 @@ def saturating(lease: GpuLease) -> Iterator[None]:
 
 def used(daemon: Daemon, lease: GpuLease) -> dict[str, float]:
     report = daemon.query(lease.lease_id)
-    return {key: float(report[f"{key}_seconds"]) for key in ("gpu", "busy", "held_back")}
+    return {key: float(report.get(f"{key}_seconds", 0.0)) for key in ("gpu", "busy", "held_back")}
 
 
 def test_a_session_s_time_is_accounted_while_it_works(daemon: Daemon) -> None:
@@ -105,3 +106,21 @@ def _is_granted(daemon: Daemon) -> bool:
     except Denied:
         return False
     return True
+
+
+def test_the_next_daemon_continues_the_account() -> None:
+    node = LastingDaemon()
+    try:
+        daemon = node.start()
+        lease = daemon.builder().acquire()
+        with saturating(lease):
+            time.sleep(0.5)
+            before = used(daemon, lease)
+            daemon = node.restart()
+            # The session worked while no daemon ran.
+            wait_until(lambda: used(daemon, lease)["busy"] > before["busy"], "the account continues")
+        after = used(daemon, lease)
+        assert after["gpu"] >= before["gpu"] > 0
+        lease.free()
+    finally:
+        node.stop()
