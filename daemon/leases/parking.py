@@ -287,11 +287,15 @@ class Parking(ParkingViews):
         state = None if lease is None else lease.park
         if lease is None or state is None or lease.state is not LeaseState.ACTIVE or event.number != state.number:
             return
-        if state.is_awaited or state.phase not in (ParkPhase.PARKED, ParkPhase.PROVING):
+        is_known = state.is_awaited and state.phase is ParkPhase.PARKED
+        if is_known or state.phase not in (ParkPhase.PARKED, ParkPhase.PROVING):
             return
         state.is_awaited = True
         # Its bytes are not the card's yet, so they need no room.
         if state.phase is ParkPhase.PROVING:
+            # But an earlier table may have given them away: then the proof comes first, and the wait for room.
+            if self._store.account_by_uuid[lease.card_uuid].free_bytes < 0:
+                return
             self._refuse_requests(lease, state, denials.is_returning(lease.lease_id), out)
             self._order_return(lease, state, now_ns, out)
         else:
