@@ -53,6 +53,10 @@ SPIN_NS: Final = 150_000
 request costs a wake-up, tens of microseconds on a virtual machine, and a tenant that waits for replies soon sends
 again."""
 
+LATENCY_SPIN_NS: Final = 5_000_000
+"""The same in a session of the latency class: a wake-up would be a quarter of what its launches may take. The broker
+waits for as long at most until the worker reads its messages."""
+
 SPINS_PER_REPLY: Final = 2
 """Polls of that time after a reply. A tenant that only launches waits for nothing: the worker sleeps while requests
 gather, and takes many at once."""
@@ -454,6 +458,11 @@ class RingWire:
             spin_ns=0 if policy.yields else SPIN_NS,
             quantum_ns=QUANTUM_NS,
         )
+
+    def spin_longer(self) -> None:
+        """Poll for LATENCY_SPIN_NS before each sleep, if this host has cores for it."""
+        if self.spins_when_quiet and not self._spin_policy.yields:
+            self._ends.spin_ns = LATENCY_SPIN_NS
 
     def offered(self) -> None:
         os.close(self.fd)

@@ -48,6 +48,7 @@ from gpulease.daemon.session.connection import (
     UNSENT_BYTES,
     AttachedConnection,
     ConnectionLost,
+    RingWire,
     SendBuffer,
     WorkerSpinPolicy,
     can_share,
@@ -256,7 +257,13 @@ class SessionServer:
                     self._say_goodbye()
                 case LatencyWord() as word:
                     self._session.use_latency_word(word, fds)
+                    for connection in self._connections.values():
+                        self._spin_for_latency(connection)
             close_all(fds)
+
+    def _spin_for_latency(self, connection: AttachedConnection) -> None:
+        if self._session.pacer.has_own_word and isinstance(connection.wire, RingWire):
+            connection.wire.spin_longer()
 
     def _serve_region(self, message: Message | None, fds: list[int]) -> bool:
         """Serve a message about regions or the slice, and close its descriptors; False if it is another one."""
@@ -487,6 +494,7 @@ class SessionServer:
         if ring is not None:
             ring.offered()
             connection.wire = ring
+            self._spin_for_latency(connection)
 
     def _arena_for(self, connection: AttachedConnection, wanted: Wanted) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.

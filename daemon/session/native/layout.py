@@ -304,6 +304,8 @@ class PacingState(ctypes.Structure):
     rest_mean   The mean of work that had no mark when the limits came.
     copy_mean   The mean of copies in native code, which leave nothing outstanding: 1.
     admitted_ns When work was admitted last.
+    slack_ns    By how much `running_ns` may be too late.
+    linger_ns   Up to which age of an interval native code polls for its end, where it polls for requests anyway.
     """
 
     _fields_ = (
@@ -333,6 +335,8 @@ class PacingState(ctypes.Structure):
         ("rest_mean", ctypes.c_uint64),
         ("copy_mean", ctypes.c_uint64),
         ("admitted_ns", ctypes.c_uint64),
+        ("slack_ns", ctypes.c_uint64),
+        ("linger_ns", ctypes.c_uint64),
     )
 
 

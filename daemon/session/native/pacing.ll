@@ -7,12 +7,13 @@
 ; While limits are set, a mark of the driver follows each launch. The marks show what has ended, and the time between
 ; two of them how long a kernel takes. A kernel's mean moves by a quarter of the difference towards a shorter time, and
 ; by an eighth towards a longer one, at most to the double: a longer time may contain another process's turn on the card.
+; An end that was polled for late makes this time too long and the next one too short, so it counts for neither.
 ;
 ; Offsets, as in layout.py.
 ;   PacingState: page 0, counters 8, driver 16, idle 24, mark 32, reached 40, own_word 48, words 56, first 64, next 72,
 ;     queued_ns 80, running_ns 88, polled_ns 96, marks 104, spin_ns 112, is_marked 120, seen_ns 128, ask_ns 136,
 ;     own_bit 144, is_ready 152, unknown 160, rest_mean 168, copy_mean 176,
-;     admitted_ns 184
+;     admitted_ns 184, slack_ns 192, linger_ns 200
 ;   A mark: estimate 0, mean's address 8; 16 bytes; mark n is at n modulo 64, as in the driver.
 ;   The lease's page: revocation word 0, deadline 8, allowance 3816, queue bound 3824, latency mask 3832, patience 3840,
 ;     until 3848. Claims: busy 144, busy since 152, held back 160, held back since 168, last busy from 184, until 192.
@@ -177,6 +178,19 @@ leave:
   ret void
 }
 
+; Whether the poll for requests is to go on until the work ends, instead of a sleep: early in an interval, where a sleep
+; would be a large part of it.
+define internal i1 @is_young(ptr %pacing, i64 %time) {
+  %counters = call ptr @place(ptr %pacing, i64 8)
+  %since = call i64 @word(ptr %counters, i64 152)
+  %is.busy = icmp ne i64 %since, 0
+  %age = call i64 @llvm.usub.sat.i64(i64 %time, i64 %since)
+  %linger = call i64 @word(ptr %pacing, i64 200)
+  %is.young = icmp ult i64 %age, %linger
+  %polls.on = and i1 %is.busy, %is.young
+  ret i1 %polls.on
+}
+
 ; --- the limits ---
 
 ; Whether the page has a limit, in force or lapsed.
@@ -233,6 +247,9 @@ learn:
   %unpolled = call i64 @llvm.usub.sat.i64(i64 %time, i64 %polled.before)
   %unpolled.more = shl i64 %unpolled, 2
   %is.sharp = icmp ule i64 %unpolled.more, %elapsed
+  %slack = call i64 @word(ptr %pacing, i64 192)
+  %slack.more = shl i64 %slack, 2
+  %began.sharply = icmp ule i64 %slack.more, %elapsed
   ; Several that ended at once share their time in proportion to their estimates.
   %elapsed.fine = shl i64 %elapsed, 10
   %sum.least = call i64 @llvm.umax.i64(i64 %sum, i64 1)
@@ -262,6 +279,8 @@ compare:
   %is.shorter = icmp ult i64 %sample, %mean
   br i1 %is.shorter, label %shorter, label %longer
 shorter:
+  br i1 %began.sharply, label %move.down, label %taught
+move.down:
   %less = sub i64 %mean, %sample
   %less.part = lshr i64 %less, 2
   %mean.less = sub i64 %mean, %less.part
@@ -276,7 +295,7 @@ move:
   %mean.more = add i64 %mean, %more.part
   br label %store
 store:
-  %mean.now = phi i64 [ %sample, %teach ], [ %mean.less, %shorter ], [ %mean.more, %move ]
+  %mean.now = phi i64 [ %sample, %teach ], [ %mean.less, %move.down ], [ %mean.more, %move ]
   call void @set(ptr %mean.at, i64 0, i64 %mean.now)
   br label %taught
 taught:
@@ -288,6 +307,7 @@ done:
   %queued.less = sub i64 %queued, %sum
   call void @set(ptr %pacing, i64 80, i64 %queued.less)
   call void @set(ptr %pacing, i64 64, i64 %number)
+  call void @set(ptr %pacing, i64 192, i64 %unpolled)
   call void @set(ptr %pacing, i64 88, i64 %time)
   call void @set(ptr %pacing, i64 96, i64 %time)
   ret void
@@ -558,6 +578,7 @@ start:
   %time = call i64 @word(ptr %pacing, i64 184)
   call void @set(ptr %pacing, i64 88, i64 %time)
   call void @set(ptr %pacing, i64 96, i64 %time)
+  call void @set(ptr %pacing, i64 192, i64 0)
   br label %leave
 leave:
   ret void

@@ -38,6 +38,10 @@ MIN_NAP_S: Final = 100e-6
 MAX_NAP_S: Final = 20e-3
 """Longest such sleep."""
 
+YOUNG_NS: Final = 3_000_000
+"""Age of an interval of work up to which native code polls for its end without a sleep, on a host with cores to spare.
+Up to there a sleep of MIN_NAP_S, with what the host adds, is more than a NAPS_PER_INTERVALth part of it."""
+
 NAPS_PER_INTERVAL: Final = 16
 """Such sleeps are this part of the time for which work is outstanding. Its end is taken to be in the middle of a
 sleep, so an interval is wrong by at most half of it: a 32nd, in either direction."""
@@ -86,7 +90,7 @@ class Pacer:
     Args:
         page: The control page, with the account and the limits.
         context: The driver's context.
-        spin_ns: For how long native code may spin while work is held back; 0 for not at all.
+        spin_ns: For how long native code may spin while work is held back; 0 for not at all, nor for the work's end.
     """
 
     def __init__(self, page: WorkerPage, context: Context, spin_ns: int = 0) -> None:
@@ -113,6 +117,7 @@ class Pacer:
             words=ctypes.addressof(self._words),
             marks=ctypes.addressof(self._marks),
             spin_ns=spin_ns,
+            linger_ns=YOUNG_NS if spin_ns else 0,
             copy_mean=1,
         )
         self._state_words = memoryview(self._state).cast("B").cast("Q")
@@ -201,6 +206,11 @@ class Pacer:
         return min(max(age_ns / NAPS_PER_INTERVAL / 1e9, MIN_NAP_S), MAX_NAP_S)
 
     # --- latency words ---
+
+    @property
+    def has_own_word(self) -> bool:
+        """Whether the session is of the latency class."""
+        return bool(self._state.own_bit)
 
     def use_word(self, number: int, fd: int, *, is_own: bool) -> None:
         """Map a latency word, in place of an earlier one with this number. The caller closes the descriptor.

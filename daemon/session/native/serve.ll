@@ -1155,7 +1155,12 @@ entry:
   %capacity = call i64 @word(ptr %ends, i64 16)
   %size = call i64 @word(ptr %ends, i64 72)
   %buffer = call ptr @place(ptr %state, i64 88)
-  %quantum = call i64 @word(ptr %ends, i64 112)
+  %quantum.usual = call i64 @word(ptr %ends, i64 112)
+  ; Under limits little is queued, and less than Python takes for its rounds: these come more rarely.
+  %pacing.first = call ptr @place(ptr %state, i64 280)
+  %limited = call i1 @is_limited(ptr %pacing.first)
+  %quantum.long = shl i64 %quantum.usual, 2
+  %quantum = select i1 %limited, i64 %quantum.long, i64 %quantum.usual
   %began = call i64 @now()
   %quantum.end = add i64 %began, %quantum
   call void @set(ptr %state, i64 128, i64 %began)
@@ -1331,11 +1336,13 @@ spin:
   %spin.end = add i64 %spin.began, %spin.ns
   br label %look
 look:
-  %looks = phi i64 [ 0, %spin ], [ 0, %linger ], [ %looks.more, %rest ], [ %looks.more, %patience ]
+  %looks = phi i64 [ 0, %spin ], [ 0, %linger ], [ %looks.more, %rest ], [ %looks.more, %patience ], [ %looks.more, %young ]
   %lingered.now = phi i1 [ %has.lingered, %spin ], [ true, %linger ], [ %lingered.now, %rest ],
-    [ %lingered.now, %patience ]
-  %head.now = phi i64 [ %head, %spin ], [ %head.here, %linger ], [ %head.now, %rest ], [ %head.now, %patience ]
-  %until = phi i64 [ %spin.end, %spin ], [ %linger.end, %linger ], [ %until, %rest ], [ %until, %patience ]
+    [ %lingered.now, %patience ], [ %lingered.now, %young ]
+  %head.now = phi i64 [ %head, %spin ], [ %head.here, %linger ], [ %head.now, %rest ], [ %head.now, %patience ],
+    [ %head.now, %young ]
+  %until = phi i64 [ %spin.end, %spin ], [ %linger.end, %linger ], [ %until, %rest ], [ %until, %patience ],
+    [ %until, %young ]
   %tail.seen = call i64 @shown(ptr %words, i64 0)
   %is.there = icmp ne i64 %tail.seen, %head.now
   br i1 %is.there, label %arrive, label %asked.word
@@ -1363,7 +1370,16 @@ patience:
   %pacing = call ptr @place(ptr %state, i64 280)
   call void @poll_when_due(ptr %pacing, i64 %spin.now)
   %is.over = icmp ugt i64 %spin.now, %until
-  br i1 %is.over, label %give.up, label %look
+  br i1 %is.over, label %young, label %look
+young:
+  ; Unless the regions have changed, for which Python looks around.
+  %is.young = call i1 @is_young(ptr %pacing, i64 %spin.now)
+  %epoch.now = call i64 @shown(ptr %epoch.at, i64 0)
+  %is.quiet.still = icmp eq i64 %epoch.now, %epoch.seen
+  %may.poll = and i1 %is.young, %is.quiet.still
+  %has.turn = xor i1 %lingered.now, true
+  %polls.on = and i1 %may.poll, %has.turn
+  br i1 %polls.on, label %look, label %give.up
 give.up:
   br i1 %lingered.now, label %quantum.over, label %is.idle
 
