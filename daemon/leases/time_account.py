@@ -21,6 +21,10 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import TimeClaims
 
+MAX_CLAIM_NS: Final = 1 << 62
+"""Longest time that a claim is taken for, 146 years. A hostile worker may claim any u64, and what is computed from it
+must fit the control page."""
+
 Span = tuple[float, float, float]
 """A piece of time: its begin and end in monotonic nanoseconds, and the part of it in which a session was busy."""
 
@@ -122,7 +126,8 @@ class TimeAccount:
         pieces: dict[int, list[Span]] = {}
         self.partly_busy = 0
         for session, claim in claims.items():
-            busy_ns, held_ns = claim.busy_until(now_ns), claim.held_back_until(now_ns)
+            busy_ns = min(claim.busy_until(now_ns), MAX_CLAIM_NS)
+            held_ns = min(claim.held_back_until(now_ns), MAX_CLAIM_NS)
             if (time := self.sessions.get(session)) is None:
                 # Seen for the first time: what it had before was another daemon's to count, or nothing. Of an interval
                 # that has begun since the last sample, all counts.

@@ -287,6 +287,19 @@ def test_a_query_sees_the_present_account(node: Node, monkeypatch: pytest.Monkey
     assert use.gpu_ns == pytest.approx(200 * MS)
 
 
+@pytest.mark.parametrize("node", [{"ann": TenantLimits(max_weight=3, may_latency=True)}], indirect=True)
+def test_any_claims_of_one_worker_leave_the_others_accounted(node: Node) -> None:
+    liar, honest = node.open("ann", weight=3, latency=True), node.open("bob")
+    node.look()
+    node.busy(honest)
+    for value in (2**64 - 1, 2**63, 1, 2**64 - 1):
+        for counter in range(Counter.BUSY_NS, Counter.LAST_BUSY_UNTIL_NS + 1):
+            node.pages[liar].counters[counter] = value
+        node.look(20 * MS)
+    assert 0.03 <= node.gpu_s(honest) <= 0.08
+    assert node.gpu_s(liar) <= 0.08
+
+
 def test_a_submit_s_time_is_its_lease_s(node: Node) -> None:
     number = node.open("ann")
     submit = node.open("bob")
