@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "install-service": ("service:install_service", "Print or install the units for systemd."),
     "leases": ("node:leases", "List leases: your own, or all of them if you are an operator."),
     "metrics": ("metrics:metrics", "Print the node's metrics in Prometheus's format."),
-    "park": ("node:park", "Move a parkable lease's memory to the host's memory, until its next operation."),
+    "park": ("node:park", "Move a lease's memory to the host until its next operation."),
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
     "renew": ("acquire:renew", "Make a lease last longer."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),

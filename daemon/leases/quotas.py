@@ -330,7 +330,7 @@ class CoreLimits:
             "Host memory that holds the bytes of parked sessions; 0: no session is parked.",
             key="park_memory",
             what="a size",
-            read=read_size,
+            read=lambda value: 0 if value == 0 and value is not False else read_size(value),
             least=0,
             unit="byte",
             is_later=True,

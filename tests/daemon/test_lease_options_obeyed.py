@@ -13,4 +13,4 @@ OF_WORKERS = ("session", "workers", "zygote")
 def test_a_lease_option_is_read_where_it_is_obeyed(name: str) -> None:
     folders = OF_WORKERS if name in WORKER_OPTIONS else ("leases", "broker")
     sources = [path.read_text(encoding="utf-8") for folder in folders for path in (DAEMON / folder).rglob("*.py")]
-    assert any(re.search(rf"\b(options|spec|terms)\.{name}\b", source) for source in sources)
+    assert any(re.search(rf"\b(lease|options|spec|terms)\.{name}\b", source) for source in sources)

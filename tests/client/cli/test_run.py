@@ -258,7 +258,7 @@ def test_what_makes_no_sense(start: Start) -> None:
 
 def test_outside_of_it_there_is_no_lease_to_attach_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LEASE_ID_VARIABLE, raising=False)
-    with pytest.raises(InvalidRequest, match="GPULEASE_LEASE_ID is not set") as caught:
+    with pytest.raises(InvalidRequest, match="neither GPULEASE_LEASE_ID nor GPULEASE_LEASES is set") as caught:
         GpuSession.attach()
     assert "gpulease run --vram 4GiB -- CMD" in str(caught.value)
     monkeypatch.setenv(LEASE_ID_VARIABLE, "4f090dbe")
