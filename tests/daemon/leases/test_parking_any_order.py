@@ -144,7 +144,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case RenameWorker(from_id, to_id):
                 if from_id in self.workers:
                     renamed = self.workers[to_id] = self.workers.pop(from_id)
-                    renamed.worker_id, renamed.answers = to_id, []
+                    # A warm context that did not answer in time for a lease goes back to its own id, to be killed: its
+                    # session never opened, so no tenant has allocated there.
+                    renamed.worker_id, renamed.answers, renamed.size = to_id, [], 0
             case KillWorker(worker_id):
                 self.kills.append(worker_id)
             case ProveReclaimed(worker_id=worker_id):
