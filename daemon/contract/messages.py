@@ -532,7 +532,7 @@ class SliceResizedReport(Message):
 
 
 class ParkRefusal(Enum):
-    """Why a session was not parked. Its bytes are where they were, and it goes on.
+    """Why a session was not parked. Its bytes are where they were, and it continues.
 
     Attributes:
         RUNNING: Something that it launched had not ended in time.

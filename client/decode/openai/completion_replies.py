@@ -51,7 +51,7 @@ class ReplyHead:
         if self.is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
             if piece.calls:
-                # Beside calls, an answer without text has no content.
+                # Next to calls, an answer without text has no content.
                 message["content"] = piece.text.strip() or None
                 message["tool_calls"] = self._whole_calls(index, piece)
             choice["message"] = message

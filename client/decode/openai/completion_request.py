@@ -449,7 +449,7 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
             raise invalid(f"{where}: {quoted(name)} is not supported", "messages", "unsupported_parameter")
     content, calls = message.get("content"), message.get("tool_calls")
     if role == "assistant" and calls:
-        # The content beside calls may be missing.
+        # The content next to calls may be missing.
         text = "" if content is None else _content(where, content)
         return {"role": role, "content": text, "tool_calls": _calls(where, calls)}
     read = {"role": ROLES[role], "content": _content(where, content)}

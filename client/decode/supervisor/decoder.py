@@ -172,7 +172,7 @@ class Decoder:
         scheduler: Decides what steps compute; only the decoder may change it.
         log: Where losses and recoveries are written.
         prompts: Parses prompts in processes of its own: texts of several tenants must be tokenized there.
-        grammars: Compiles grammars, and computes their masks beside the steps.
+        grammars: Compiles grammars, and computes their masks during the steps.
     """
 
     def __init__(

@@ -328,7 +328,7 @@ def _report_usage(records: JobRecords, job: str) -> None:
     mark = f"[gpulease {node} gib_s={usage.byte_seconds / GIB:.1f} gpu_s={usage.gpu_seconds:.1f}]"
     text = admin_comment(job)
     if text is JobState.OVER or records.usage_age_s(job) > USAGE_KEPT_S:
-        # Nobody can be told but the operator: the cluster has no accounting, or the accounting has no such job.
+        # Only the log is left for it: the cluster has no accounting, or the accounting has no such job.
         click.echo(f"gpulease-slurm: job {job}: used {mark}", err=True)
         records.forget_usage(job)
     elif isinstance(text, JobState):
@@ -352,9 +352,16 @@ def _is_fault_of_node(refusal: RefusedForUser, request: JobRequest, address: str
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     except GpuLeaseError:
         return True
-    # No room, although enough cards are large enough: Slurm's count of the node's memory differs from the daemon's.
-    large = [card for card in cards if card["capacity_bytes"] >= request.size_bytes and request.fits(card["name"])]
-    return refusal.status is Status.CAPACITY_EXCEEDED and len(large) >= request.cards
+    if refusal.status is not Status.CAPACITY_EXCEEDED:
+        return False
+    fitting = [card for card in cards if request.fits(card["name"])]
+    # Too few cards are large enough: no start of this job can have its leases here.
+    if sum(card["capacity_bytes"] >= request.size_bytes for card in fitting) < request.cards:
+        return False
+    # As much as the job wants is free, but in pieces on several cards: Slurm counts the sum, so it could not know. With
+    # less than that, Slurm's count of the node's memory differs from the daemon's, and every job would meet it.
+    free_bytes = sum(card["available_bytes"] for card in fitting)
+    return free_bytes < request.size_bytes * request.cards
 
 
 def request_id(environment: Mapping[str, str], job: str, restarts: int, number: int, card: str) -> bytes:

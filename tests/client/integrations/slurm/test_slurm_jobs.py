@@ -377,12 +377,21 @@ def test_a_job_of_several_cards_has_a_lease_on_each(folder: Path, start_daemon: 
         refused = cluster.ask("sbatch", "--parsable", "--gres=vram:31,vram_cards:2", "--wrap=true")
         assert "can't be shared equally by 2 cards" in refused
         wait_until(lambda: not daemon.leases(), "they are freed", seen=cluster.logs)
-        # One lease would have room, two have not: nothing remains of the first one.
+        # One lease would have room, two have not, though enough is free in pieces: the job fails, nothing remains of
+        # its first lease, and the node continues.
         held = GpuBuilder(daemon.address).min_vram("40MiB").lease_secs(600).acquire()
         job = cluster.submit("echo it ran", 0, "--gres=vram:64,vram_cards:2")
-        wait_until(lambda: "drain" in cluster.ask("sinfo", "-h", "-o", "%T"), "the node is drained", seen=cluster.logs)
+        show = ("scontrol", "show", "job", "-o", job)
+        wait_until(lambda: "JobState=FAILED" in cluster.ask(*show), "the job fails", seen=cluster.logs)
+        assert "gpulease-slurm: the job has no lease: " in cluster.output(job)
         assert [lease["lease_id"] for lease in daemon.leases()] == [held.lease_id_text]
+        assert "drain" not in cluster.ask("sinfo", "-h", "-o", "%T")
+        # Less is free than Slurm counts: the node's configuration is wrong, and the node is drained.
+        also = GpuBuilder(daemon.address).min_vram("60MiB").lease_secs(600).acquire()
+        cluster.submit("echo it ran", 64)
+        wait_until(lambda: "drain" in cluster.ask("sinfo", "-h", "-o", "%T"), "the node is drained", seen=cluster.logs)
         held.free()
+        also.free()
     finally:
         cluster.stop()
 
