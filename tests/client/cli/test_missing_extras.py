@@ -31,7 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                 (CLI, ("serve", "directory", "-h"), "daemon,fleet"),
                 (CLI, ("serve", "gateway", "--demo"), "serve"),
                 (CLI, ("serve", "models", "--demo"), "serve"),
-                ("gpulease.client.integrations.kubernetes", ("slices", "--node", "n"), "dra"),
+                ("gpulease.client.integrations.kubernetes", ("serve", "--node", "n"), "dra"),
             )
         ),
     ],
