@@ -360,7 +360,7 @@ def _is_fault_of_node(refusal: RefusedForUser, request: JobRequest, address: str
         return False
     # As much as the job wants is free, but in pieces on several cards: Slurm counts the sum, so it could not know. With
     # less than that, Slurm's count of the node's memory differs from the daemon's, and every job would meet it.
-    free_bytes = sum(card["available_bytes"] for card in fitting)
+    free_bytes = sum(int(card["available_bytes"]) for card in fitting)
     return free_bytes < request.size_bytes * request.cards
 
 

@@ -381,8 +381,8 @@ def test_a_job_of_several_cards_has_a_lease_on_each(folder: Path, start_daemon: 
         # its first lease, and the node continues.
         held = GpuBuilder(daemon.address).min_vram("40MiB").lease_secs(600).acquire()
         job = cluster.submit("echo it ran", 0, "--gres=vram:64,vram_cards:2")
-        show = ("scontrol", "show", "job", "-o", job)
-        wait_until(lambda: "JobState=FAILED" in cluster.ask(*show), "the job fails", seen=cluster.logs)
+        state = ("scontrol", "show", "job", "-o", job)
+        wait_until(lambda: "JobState=FAILED" in cluster.ask(*state), "the job fails", seen=cluster.logs)
         assert "gpulease-slurm: the job has no lease: " in cluster.output(job)
         assert [lease["lease_id"] for lease in daemon.leases()] == [held.lease_id_text]
         assert "drain" not in cluster.ask("sinfo", "-h", "-o", "%T")
