@@ -18,11 +18,15 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive
 
 from gpulease.client.http.problems import MEDIA_TYPE, Problem, RequestRefused
 
 BINARY: Final = "application/octet-stream"
 JSON: Final = "application/json"
+
+BODY_LIMIT_S: Final = 10.0
+"""Seconds for a body to arrive, so that a caller can't hold a connection by sending a byte at a time."""
 
 
 def make_application(
@@ -97,6 +101,13 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
         text = f"{slow_subject} did not arrive within {limit_s:g} s."
         raise RequestRefused(Problem(408, "body_too_slow", text)) from None
     return bytes(body)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has closed the connection. The request's body must have been read."""
+    # After the body, the only message that can come is the disconnect.
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def problem_response(problem: Problem, request_id: str = "", *, is_body_unread: bool) -> Response:

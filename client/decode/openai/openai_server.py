@@ -54,13 +54,10 @@ from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, tex
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.text.text_jobs import Job
-from gpulease.client.http.application import read_body
+from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 from gpulease.client.http.event_stream import COMMENT, json_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
-
-BODY_LIMIT_S: Final = 10.0
-"""Seconds for a body to arrive, so that a caller can't hold a connection by sending a byte at a time."""
 
 SEND_LIMIT_S: Final = 60.0
 """Seconds for a caller to receive a piece of a stream. A caller that does not read would hold its answer in memory."""
@@ -448,9 +445,7 @@ async def _ended_with(generations: Sequence[Generation], receive: Receive) -> As
             generation.cancel()
 
     async def watch_caller() -> None:
-        # The body was read, so the only message that can come is the disconnect.
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         cancel()
 
     watching = asyncio.create_task(watch_caller())

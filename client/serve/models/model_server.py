@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response
 
 from gpulease.client.http.application import (
     BINARY,
+    BODY_LIMIT_S,
     JSON,
     make_application,
     media_type_of,
@@ -50,9 +51,6 @@ from gpulease.client.serve.models.model_metrics import ModelServerMetrics
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.client.serve.rpc import Outcome, RpcServer
 from gpulease.protocol.rpc import CallError, CallErrorCode
-
-BODY_LIMIT_S: Final = 10.0
-"""Seconds for a body to arrive, so that a peer can't hold a connection by sending a byte now and then."""
 
 MAX_DEADLINE_MS: Final = 3_600_000
 

@@ -8,13 +8,8 @@ import h11
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from gpulease.client.http.application import read_body
-
-MAX_INNER_BODY_BYTES: Final = 4 << 20
-"""Most bytes of a body that is passed on, as of a completion's."""
-
-BODY_LIMIT_S: Final = 10.0
-"""Seconds for such a body to arrive."""
+from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
+from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 
 PIECE_BYTES: Final = 64 << 10
 
@@ -34,10 +29,10 @@ class InnerProxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the request over a connection of its own, and pass the reply on as it comes."""
-        body = await read_body(Request(scope, receive), MAX_INNER_BODY_BYTES, BODY_LIMIT_S, "The body")
+        body = await read_body(Request(scope, receive), MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
         reader, writer = await asyncio.open_unix_connection(self._path)
         answering = asyncio.create_task(self._answer(scope, body, reader, writer, send))
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(disconnected(receive))
         try:
             # A stream, as of the page's events, lasts until either side ends it.
             await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -81,9 +76,3 @@ class InnerProxy:
             elif not isinstance(part, h11.InformationalResponse):
                 # It ended in the middle, for example because the server stops.
                 raise ClientDisconnect
-
-
-async def _disconnected(receive: Receive) -> None:
-    # The body was read, so the only message that can come is the disconnect.
-    while (await receive())["type"] != "http.disconnect":
-        pass
