@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import secrets
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,32 +173,24 @@ async def _serve(
         decoder.check_alive()
 
 
-@contextlib.asynccontextmanager
-async def _fronted(
+def _fronted(
     settings: "DecodeSettings", decoder: Decoder, sock: socket.socket, host_names: Sequence[str]
-) -> AsyncIterator[socket.socket]:
+) -> contextlib.AbstractAsyncContextManager[socket.socket]:
     """Have processes speak HTTP at a socket until the block ends. Yields the socket for what they pass on."""
     from gpulease.client.decode.openai.completion_intake import DecoderSource
     from gpulease.client.decode.openai.fronts.front_messages import Welcome
     from gpulease.client.decode.openai.fronts.front_server import fronts
-    from gpulease.client.http.uvicorn_server import listening
 
-    # Only this user may open the folder, because what is passed on was checked by the fronts.
-    with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
-        path = f"{folder}/inner.sock"
-        with listening(f"unix:{path}") as (inner, _):
-            source = DecoderSource(decoder, settings.name, settings.wait_s, settings.chat_tokens)
-            welcome = Welcome(
-                model_path=str(settings.model.resolve()),
-                model=settings.name,
-                tenant_keys=settings.keys.digests,
-                host_names=tuple(host_names),
-                cors_origins=settings.cors_origins,
-                inner_path=path,
-                stop_s=STOP_LIMIT_S,
-            )
-            async with fronts(settings.http_processes, sock, source, welcome):
-                yield inner
+    source = DecoderSource(decoder, settings.name, settings.wait_s, settings.chat_tokens)
+    welcome = Welcome(
+        model_path=str(settings.model.resolve()),
+        model=settings.name,
+        tenant_keys=settings.keys.digests,
+        host_names=tuple(host_names),
+        cors_origins=settings.cors_origins,
+        stop_s=STOP_LIMIT_S,
+    )
+    return fronts(settings.http_processes, sock, source, welcome)
 
 
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":

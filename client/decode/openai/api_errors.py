@@ -127,6 +127,11 @@ class ApiError(Exception):
         self.status, self.code, self.message, self.param = status, code, message, param
         self.retry_after_s = retry_after_s
 
+    @property
+    def parts(self) -> tuple[int, str, str, str | None, float | None]:
+        """Its arguments, for another process: `ApiError(*parts)` is the same error."""
+        return self.status, self.code, self.message, self.param, self.retry_after_s
+
     def body(self) -> dict[str, Any]:
         # OpenAI's clients choose an exception class by the status, and show the type.
         kind = _KINDS.get(self.status, INVALID if self.status < 500 else "server_error")

@@ -32,7 +32,7 @@ def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_se
         asked = with_grammar(reader, asked)
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.
-        return {"error": [error.status, error.code, error.message, error.param, error.retry_after_s]}
+        return {"error": error.parts}
     prompts = read_prompts(reader, asked)
     # Only the tokens are needed from here on, so the texts are not sent back.
     short = replace(asked, prompts=(), messages=(), variables={}, schema=None, tools=())

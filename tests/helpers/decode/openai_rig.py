@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -70,18 +68,6 @@ def key_of(tenant: str) -> str:
     return f"key-of-{tenant}"
 
 
-@asynccontextmanager
-async def _fronted(
-    count: int, sock: socket.socket, source: DecoderSource, model: Path, cors: Sequence[str]
-) -> AsyncIterator[socket.socket]:
-    """Serve by fronts, as `gpulease serve decode` does; yields the socket for what they pass on."""
-    keys = {tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS}
-    with tempfile.TemporaryDirectory() as folder, listening(f"unix:{folder}/inner.sock") as (inner, _):
-        welcome = Welcome(str(model), MODEL, keys, (), tuple(cors), f"{folder}/inner.sock", 5.0)
-        async with fronts(count, sock, source, welcome):
-            yield inner
-
-
 @contextmanager
 def openai_rig(
     daemon: Daemon,
@@ -120,7 +106,8 @@ def openai_rig(
                     known = known_hosts(sock, (), cors)
                     if http_processes:
                         source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS)
-                        sock = await stack.enter_async_context(_fronted(http_processes, sock, source, model, cors))
+                        welcome = Welcome(str(model), MODEL, keys.digests, (), tuple(cors), 5.0)
+                        sock = await stack.enter_async_context(fronts(http_processes, sock, source, welcome))
                     await serve_within(app, sock, known=known, stop_s=5, began=began)
 
     def body() -> None:

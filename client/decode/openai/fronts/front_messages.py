@@ -80,8 +80,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
         tenant_keys: The sha256 of each tenant's key, by tenant.
         host_names: Further names of the server.
         cors_origins: Origins of pages that may call it from a browser.
-        inner_path: The Unix socket of the decoder's process, for all other paths.
         stop_s: Seconds for streams to finish when the server stops.
+        inner_path: The Unix socket of the decoder's process, for all other paths.
     """
 
     model_path: str
@@ -89,8 +89,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     tenant_keys: dict[str, bytes]
     host_names: tuple[str, ...]
     cors_origins: tuple[str, ...]
-    inner_path: str
     stop_s: float
+    inner_path: str = ""
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):

@@ -9,12 +9,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpulease.client.decode.openai.api_errors import ApiError
+import msgspec
+
 from gpulease.client.decode.openai.completion_intake import DecoderSource, Submitted, reply_to_error
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
@@ -39,7 +41,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.text.text_jobs import packed
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS
+from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
 
 MAX_UNREAD_BYTES: Final = 64 << 20
 """Most bytes that a front has not read. One that is stopped or hangs would otherwise fill the memory of the decoder's
@@ -85,7 +87,6 @@ class FrontConnection:
         # Sequences with something to take, in the order in which it came; sent together at the end of this turn of the
         # event loop, so in one message a step.
         self._changed: dict[tuple[int, int], Generation] = {}
-        self._is_scored: set[tuple[int, int]] = set()
 
     async def receive(self, message: FromFront) -> None:
         """Act on a message. Raises FrontProtocolError for one that a front never sends."""
@@ -166,9 +167,8 @@ class FrontConnection:
             if request is None:
                 continue
             taken = generation.take()
-            # A prompt's scores are complete when its first token comes.
-            if taken and generation.prompt_scores and (number, sequence) not in self._is_scored:
-                self._is_scored.add((number, sequence))
+            # A prompt's scores are complete when its first token comes, and are sent with it.
+            if taken and len(taken) == len(generation.tokens):
                 scores += [_token(number, sequence, scored) for scored in generation.prompt_scores]
             tokens += [_token(number, sequence, emitted) for emitted in taken]
             if generation.is_ended:
@@ -177,14 +177,13 @@ class FrontConnection:
 
     def _end(self, number: int, sequence: int, request: _FrontRequest, generation: Generation) -> End:
         del request.generations[sequence]
-        self._is_scored.discard((number, sequence))
         if not request.generations:
             del self._requests[number]
         reason = None if generation.reason is None else generation.reason.value
         if generation.error is None:
             return End(number, sequence, reason, None)
         known = reply_to_error(generation.error, self._source.log, request.tenant, request.request_id)
-        return End(number, sequence, reason, _parts(known))
+        return End(number, sequence, reason, known.parts)
 
     async def _drop(self, number: int) -> None:
         request = self._requests.pop(number, None)
@@ -195,24 +194,21 @@ class FrontConnection:
             await asyncio.gather(request.task, return_exceptions=True)
         # Has no effect if the request gave its place back itself.
         await request.place.aclose()
-        for sequence, generation in request.generations.items():
-            self._is_scored.discard((number, sequence))
+        for generation in request.generations.values():
             generation.cancel()
 
     def _refuse(self, number: int, error: Exception, tenant: str, request_id: str) -> None:
         known = reply_to_error(error, self._source.log, tenant, request_id)
-        self._send(Refused(number, _parts(known)))
+        self._send(Refused(number, known.parts))
 
 
 def _begun(number: int, answer: bytes, submitted: Submitted) -> Begun:
-    prompts = {id(prompt): place for place, prompt in enumerate(submitted.prompts)}
-    tries = submitted.asked.tries
-    sequences = []
-    for place, generation in enumerate(submitted.generations):
-        its = generation.request
-        prompt = prompts.get(id(its.token_ids), place // tries)
-        sequences.append(Sequence(prompt, its.sampling.seed, its.max_emitted_tokens))
-    return Begun(number, answer, tuple(sequences), tuple(submitted.end_tokens))
+    # The sequences are in the order of their prompts, as many for each.
+    sequences = tuple(
+        Sequence(place // submitted.asked.tries, its.sampling.seed, its.max_emitted_tokens)
+        for place, its in enumerate(generation.request for generation in submitted.generations)
+    )
+    return Begun(number, answer, sequences, tuple(submitted.end_tokens))
 
 
 def _token(number: int, sequence: int, emitted: Emitted) -> Token:
@@ -227,15 +223,13 @@ def _token(number: int, sequence: int, emitted: Emitted) -> Token:
     )
 
 
-def _parts(error: ApiError) -> tuple[int, str, str, str | None, float | None]:
-    return error.status, error.code, error.message, error.param, error.retry_after_s
-
-
 # --- the processes ---
 
 
 @asynccontextmanager
-async def fronts(count: int, sock: socket.socket, source: DecoderSource, welcome: Welcome) -> AsyncIterator[None]:
+async def fronts(
+    count: int, sock: socket.socket, source: DecoderSource, welcome: Welcome
+) -> AsyncIterator[socket.socket]:
     """Serve HTTP in `count` processes until the block ends. They accept connections when the block begins.
 
     At the end they finish their streams, for at most `welcome.stop_s` seconds.
@@ -244,10 +238,21 @@ async def fronts(count: int, sock: socket.socket, source: DecoderSource, welcome
         count: The number of processes.
         sock: The listening socket, which all of them accept from.
         source: Computes completions.
-        welcome: What the fronts need to know.
+        welcome: What the fronts need to know, but for `inner_path`.
 
-    Raises FrontsFailed if one of them does not start.
+    Yields the listening socket on which this process must serve what the fronts pass on. Raises FrontsFailed if one of
+    them does not start.
     """
+    # Only this user may open the folder, because what is passed on was checked by the fronts.
+    with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
+        path = f"{folder}/inner.sock"
+        with listening(f"unix:{path}") as (inner, _):
+            async with _processes(count, sock, source, msgspec.structs.replace(welcome, inner_path=path)):
+                yield inner
+
+
+@asynccontextmanager
+async def _processes(count: int, sock: socket.socket, source: DecoderSource, welcome: Welcome) -> AsyncIterator[None]:
     running = [_Front(sock, source, welcome) for _ in range(count)]
     tasks = [asyncio.create_task(front.run()) for front in running]
     try:
