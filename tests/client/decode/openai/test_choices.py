@@ -23,12 +23,6 @@ def rig(shared_daemon: Daemon) -> Iterator[OpenAiRig]:
         yield running
 
 
-@pytest.fixture
-def client(rig: OpenAiRig) -> Iterator[openai.OpenAI]:
-    with rig.client() as asked:
-        yield asked
-
-
 def complete(client: openai.OpenAI, **options: Any) -> Any:
     given: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 1, "seed": 7}
     return client.completions.create(**given | options)

@@ -62,12 +62,6 @@ def patient(shared_daemon: Daemon) -> Iterator[OpenAiRig]:
         yield running
 
 
-@pytest.fixture
-def client(rig: OpenAiRig) -> Iterator[openai.OpenAI]:
-    with rig.client() as asked:
-        yield asked
-
-
 def complete(client: openai.OpenAI, **options: Any) -> Any:
     given: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     return client.completions.create(**given | options)

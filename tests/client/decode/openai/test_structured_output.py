@@ -59,12 +59,6 @@ def rig(shared_daemon: Daemon, model: Path) -> Iterator[OpenAiRig]:
         yield running
 
 
-@pytest.fixture
-def client(rig: OpenAiRig) -> Iterator[openai.OpenAI]:
-    with rig.client() as asked:
-        yield asked
-
-
 def chat(client: openai.OpenAI, **options: Any) -> Any:
     given: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 60, "temperature": 1, "seed": 3}
     return client.chat.completions.create(**given | options)
