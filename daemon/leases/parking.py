@@ -48,6 +48,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms
 from gpulease.daemon.leases.park_state import ParkCause, ParkPhase, ParkSnapshot, ParkState
+from gpulease.daemon.leases.quotas import Rates
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.protocol.sizes import size_text
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
@@ -93,8 +94,8 @@ class Parking(ParkingViews):
 
     def __init__(self, store: LeaseStore) -> None:
         super().__init__(store)
-        # By card, the time at which its budget of parks is whole again; see `AcquireRates`.
-        self._full_at_ns: dict[str, int] = {}
+        # Of parks, by card.
+        self._paces = Rates()
         # Time for which the node's timer is armed; None if it is not.
         self._armed_ns: int | None = None
 
@@ -142,13 +143,13 @@ class Parking(ParkingViews):
         most_bytes = self._store.limits.park_memory_bytes
         if not most_bytes:
             return denials.parking_off(lease.lease_id)
-        needed_bytes = _host_bytes(lease.terms)
+        needed_bytes = host_bytes_of(lease.terms.size_bytes)
         # What sessions on the card keep for their next park gives way.
         held_bytes = self._fixed_host_bytes()
         if held_bytes + needed_bytes > most_bytes:
             return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - held_bytes)
         bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
-        mine = sum(one.terms.size_bytes for one in self._off_leases() if one.tenant == lease.tenant)
+        mine = self._parked_bytes(lease.tenant)
         if bound is None or mine + lease.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
@@ -165,9 +166,11 @@ class Parking(ParkingViews):
 
     def _pace_wait_ns(self, card_uuid: str, now_ns: int) -> int:
         """Return the time until a card may have its next park; 0 if it may have one now."""
-        interval_ns = NS_PER_MINUTE // self._store.limits.parks_per_minute
-        full_at_ns = max(self._full_at_ns.get(card_uuid, 0), now_ns)
-        return max(0, full_at_ns + interval_ns - (now_ns + PARK_BURST * interval_ns))
+        return self._paces.early_ns(card_uuid, self._park_interval_ns, PARK_BURST, now_ns)
+
+    @property
+    def _park_interval_ns(self) -> int:
+        return NS_PER_MINUTE // self._store.limits.parks_per_minute
 
     # --- parking ---
 
@@ -176,15 +179,14 @@ class Parking(ParkingViews):
         state = lease.park
         if state is None:
             return
-        interval_ns = NS_PER_MINUTE // self._store.limits.parks_per_minute
-        self._full_at_ns[lease.card_uuid] = max(self._full_at_ns.get(lease.card_uuid, 0), now_ns) + interval_ns
+        self._paces.count(lease.card_uuid, self._park_interval_ns, now_ns)
         self._hold_host(lease, out)
         state.cause = cause
         self._order(lease, state, now_ns, out)
 
     def _hold_host(self, lease: Lease, out: list[Effect]) -> None:
         """Hold host memory for a session, and take it from sessions on the card that only keep it."""
-        needed_bytes = _host_bytes(lease.terms)
+        needed_bytes = host_bytes_of(lease.terms.size_bytes)
         more_bytes = needed_bytes - (lease.park.host_bytes if lease.park is not None else 0)
         if more_bytes <= 0:
             return
@@ -205,7 +207,7 @@ class Parking(ParkingViews):
     def _prepare_host(self, lease: Lease, out: list[Effect]) -> None:
         """Give a session on the card host memory ahead of its park, if there is some that nobody needs now."""
         # Fresh memory takes ten times as long as the copy, so a park is fast only into memory that was prepared.
-        needed_bytes = _host_bytes(lease.terms)
+        needed_bytes = host_bytes_of(lease.terms.size_bytes)
         if self._store.parked_host_bytes + needed_bytes <= self._store.limits.park_memory_bytes:
             self._give_host(lease, needed_bytes, out)
 
@@ -226,6 +228,10 @@ class Parking(ParkingViews):
         state.phase = ParkPhase.PROVING
         state.moved_bytes = event.moved_bytes
         state.kept_bytes = min(event.kept_bytes, lease.terms.size_bytes)
+        self._prove(lease, state, out)
+
+    def _prove(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
+        """Have the card show that the worker holds no more than what it keeps of its slice, and what is beyond it."""
         allowed_bytes = self._store.charge_bytes(lease.lease_id) - lease.terms.size_bytes + state.kept_bytes
         out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
 
@@ -408,8 +414,7 @@ class Parking(ParkingViews):
         out.append(RefuseReturn(lease.lease_id, lease.park.number, reason))
         lease.park.phase, lease.park.is_awaited = ParkPhase.PROVING, False
         lease.park.cause = lease.park.cause or ParkCause.ADOPTED
-        allowed_bytes = self._store.charge_bytes(lease.lease_id) - lease.terms.size_bytes + lease.park.kept_bytes
-        out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
+        self._prove(lease, lease.park, out)
 
     # --- idleness and need ---
 
@@ -497,19 +502,21 @@ class Parking(ParkingViews):
         victims: list[Lease] = []
         host_bytes = self._store.limits.park_memory_bytes - self._fixed_host_bytes()
         resident = sorted((lease for lease in on_card if _is_resident(lease)), key=_used_ns)
-        parked_by_tenant: dict[str, int] = {}
+        # What each tenant would have parked.
+        parked_bytes: dict[str, int] = {}
         for lease in resident:
             if self._free_ns(lease) > now_ns or self._check_park(lease, now_ns) is not None:
                 continue
             # Each was checked as if it were the only one: add up what they take together.
-            host_bytes -= _host_bytes(lease.terms)
-            parked_by_tenant[lease.tenant] = parked_by_tenant.get(lease.tenant, 0) + lease.terms.size_bytes
-            bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
-            mine = sum(one.terms.size_bytes for one in self._off_leases() if one.tenant == lease.tenant)
-            if host_bytes < 0 or (bound is not None and mine + parked_by_tenant[lease.tenant] > bound):
-                host_bytes += _host_bytes(lease.terms)
-                parked_by_tenant[lease.tenant] -= lease.terms.size_bytes
+            tenant, needed_host_bytes = lease.tenant, host_bytes_of(lease.terms.size_bytes)
+            if tenant not in parked_bytes:
+                parked_bytes[tenant] = self._parked_bytes(tenant)
+            mine = parked_bytes[tenant] + lease.terms.size_bytes
+            bound = self._store.limits.tenants.of(tenant).max_parked_bytes
+            if needed_host_bytes > host_bytes or (bound is not None and mine > bound):
                 continue
+            host_bytes -= needed_host_bytes
+            parked_bytes[tenant] = mine
             victims.append(lease)
             missing_bytes -= lease.terms.size_bytes
             if missing_bytes <= 0:
@@ -552,7 +559,7 @@ class Parking(ParkingViews):
             return
         state.used_ns = now_ns
         if state.parked_ns:
-            self._store.hold_host(lease, _host_bytes(lease.terms))
+            self._store.hold_host(lease, host_bytes_of(lease.terms.size_bytes))
             state.cause = ParkCause.ADOPTED
             self._order(lease, state, now_ns, out)
         else:
@@ -584,6 +591,10 @@ class Parking(ParkingViews):
     def _off_leases(self) -> Iterator[Lease]:
         """Yield the leases whose bytes are, or may be, in the host's memory."""
         return (lease for lease in self._store.parkable.values() if lease.park is not None and lease.park.is_off)
+
+    def _parked_bytes(self, tenant: str) -> int:
+        """Return how many bytes of a tenant's slices are, or may be, in the host's memory."""
+        return sum(one.terms.size_bytes for one in self._off_leases() if one.tenant == tenant)
 
     def _fixed_host_bytes(self) -> int:
         """Return the host memory that can't be taken from its sessions: all but what resident ones keep."""
@@ -637,6 +648,6 @@ def _used_ns(lease: Lease) -> int:
     return 0 if lease.park is None else lease.park.used_ns
 
 
-def _host_bytes(terms: LeaseTerms) -> int:
-    """Return the host memory that a session of these terms needs, in whole granules."""
-    return -(-terms.size_bytes // PARK_GRANULE_BYTES) * PARK_GRANULE_BYTES
+def host_bytes_of(size_bytes: int) -> int:
+    """Return the host memory for so many bytes of a session, in whole granules."""
+    return -(-size_bytes // PARK_GRANULE_BYTES) * PARK_GRANULE_BYTES

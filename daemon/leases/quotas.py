@@ -171,25 +171,35 @@ class TenantRules:
         return self.by_name.get(tenant, self.default)
 
 
-class AcquireRates:
-    """Each tenant's rate of requests: a token bucket, stored as the time at which it will be full again.
+class Rates:
+    """Rates of events by a key: token buckets, each stored as the time at which it will be full again.
 
-    An acquire moves that time forward by one interval. It is allowed while the time is less than a burst of intervals
-    ahead. This is the generic cell rate algorithm (ITU-T I.371) as a virtual schedule.
+    An event moves that time forward by one interval. It is in time while that is less than a burst of intervals ahead.
+    This is the generic cell rate algorithm (ITU-T I.371) as a virtual schedule.
     """
 
     def __init__(self) -> None:
         self.full_at_ns: dict[str, int] = {}
+
+    def early_ns(self, key: str, interval_ns: int, burst: int, now_ns: int) -> int:
+        """Return by how much an event now would be too early; 0 if it would not."""
+        # The bucket may be at most a burst of intervals away from full.
+        full_at_ns = max(self.full_at_ns.get(key, 0), now_ns)
+        return max(0, full_at_ns + interval_ns - (now_ns + burst * interval_ns))
+
+    def count(self, key: str, interval_ns: int, now_ns: int) -> None:
+        self.full_at_ns[key] = max(self.full_at_ns.get(key, 0), now_ns) + interval_ns
+
+
+class AcquireRates(Rates):
+    """Each tenant's rate of requests."""
 
     def wait_ns(self, tenant: str, limits: TenantLimits, now_ns: int) -> int:
         """Return how long the tenant must wait before asking; 0 if it may ask now, and then count the request."""
         if limits.acquires_per_minute is None:
             return 0
         interval_ns = NS_PER_MINUTE // limits.acquires_per_minute
-        full_at_ns = max(self.full_at_ns.get(tenant, 0), now_ns)
-        # By how much the request is too early: the bucket may be at most a burst of intervals away from full.
-        early_ns = full_at_ns + interval_ns - (now_ns + limits.acquire_burst * interval_ns)
-        if early_ns > 0:
+        if early_ns := self.early_ns(tenant, interval_ns, limits.acquire_burst, now_ns):
             return early_ns
         # The table is full: forget tenants with a full bucket, who lose nothing by it. If none has one, refuse the
         # newcomer for one interval rather than let it displace another tenant's count.
@@ -197,7 +207,7 @@ class AcquireRates:
             self.full_at_ns = {name: due_ns for name, due_ns in self.full_at_ns.items() if due_ns > now_ns}
             if len(self.full_at_ns) >= MAX_RATES:
                 return interval_ns
-        self.full_at_ns[tenant] = full_at_ns + interval_ns
+        self.count(tenant, interval_ns, now_ns)
         return 0
 
     def denial(self, tenant: str, limits: TenantLimits, now_ns: int) -> Denial | None:

@@ -30,6 +30,7 @@ from gpulease.daemon.leases import (
     SessionReturnFailed,
     SessionsUsed,
 )
+from gpulease.daemon.leases.parking import host_bytes_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import clean_text
@@ -39,9 +40,6 @@ from gpulease.protocol.time_units import NS_PER_MS
 USE_ROUND_S: Final = 0.25
 """Seconds between two polls of who uses its parkable session. A poll reads some words of shared memory; a session is
 parked that much later than its idle time says."""
-
-PARK_MEMORY_GRANULE_BYTES: Final = 2 << 20
-"""Host memory for a session is a multiple of it, as its pages are."""
 
 _USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
 
@@ -78,8 +76,7 @@ class ParkOrders:
 
     def give_memory(self, order: GiveParkMemory) -> None:
         """Give a worker host memory for its session. Without memory it will refuse to park, and say so."""
-        most_bytes = order.host_bytes + self._allowance_bytes
-        size_bytes = -(-most_bytes // PARK_MEMORY_GRANULE_BYTES) * PARK_MEMORY_GRANULE_BYTES
+        size_bytes = host_bytes_of(order.host_bytes + self._allowance_bytes)
         # A sparse file: what the session does not fill takes no memory. It lives as long as the worker's mapping, so
         # nothing of it is left after the worker, even if this process is killed.
         with contextlib.suppress(OSError):
