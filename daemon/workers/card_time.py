@@ -193,9 +193,7 @@ class CardTimes:
         if self._timer is not None:
             self._timer.cancel()
         for card in self._cards.values():
-            for _, word in card.words.values():
-                word.close()
-            card.words.clear()
+            self._close_words(card)
 
     # --- rounds ---
 
@@ -297,9 +295,10 @@ class CardTimes:
         for number, member in card.members.items():
             page = member.worker.page
             # Most sessions are idle most of the time: their claims are as they were.
-            if member.seen and number not in card.words and page.time_bytes() == member.seen:
+            seen = page.time_bytes()
+            if seen == member.seen and number not in card.words:
                 continue
-            seen, claim = page.time_bytes(), page.time_claims()
+            claim = page.time_claims()
             # An older worker keeps no account: it counts as neither busy nor idle.
             if claim is not None:
                 claims[number] = claim
@@ -419,6 +418,7 @@ class CardTimes:
     def _close_words(self, card: _Card) -> None:
         for _, word in card.words.values():
             word.close()
+        card.words.clear()
 
 
 def _free_numbers(taken: set[int]) -> Iterator[int]:

@@ -140,10 +140,13 @@ class MappedPages:
 
     def is_zeroed(self) -> bool:
         """Return whether all memsets and copies have ended. Raises the error that ended the context."""
-        (error,) = self._api.cuStreamQuery(OWN_STREAM)
-        if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
+        return self._has_ended(self._api.cuStreamQuery(OWN_STREAM))
+
+    def _has_ended(self, answer: tuple[Any]) -> bool:
+        """Return whether a query's answer says that all has ended. Raises the error that it reports."""
+        if answer[0] == self._api.CUresult.CUDA_ERROR_NOT_READY:
             return False
-        self.check((error,))
+        self.check(answer)
         return True
 
     def unmap(self, piece: Piece) -> None:
@@ -275,14 +278,7 @@ class MappedPages:
         return event
 
     def _await(self, event: Any, poll: Poll) -> None:
-        def is_done() -> bool:
-            (error,) = self._api.cuEventQuery(event)
-            if error == self._api.CUresult.CUDA_ERROR_NOT_READY:
-                return False
-            self.check((error,))
-            return True
-
-        self._wait(is_done, poll)
+        self._wait(lambda: self._has_ended(self._api.cuEventQuery(event)), poll)
         self._events.append(event)
 
     def _wipe(self, piece: Piece, size_bytes: int) -> None:
