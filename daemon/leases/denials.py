@@ -659,10 +659,21 @@ def no_host_memory(lease_id: int, needed_bytes: int, left_bytes: int) -> Denial:
     )
 
 
-def has_regions(lease_id: int) -> Denial:
-    """Deny a park because the lease has regions."""
+def region_moves(lease_id: int) -> Denial:
+    """Deny a park because a region of the lease is being opened or ended."""
     return Denial(
-        DenialReason.BUSY, f"Lease {lease_id:032x} can't be parked: it has regions.", "Free its regions first."
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} can't be parked now: a region of it is being opened or ended.",
+        "Try again in a moment.",
+    )
+
+
+def has_fenced_region(lease_id: int) -> Denial:
+    """Deny a park because the memory of an ended region was never shown free."""
+    return Denial(
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} can't be parked: the memory of a region that ended was not shown free.",
+        "End the lease, or have an operator clear the card's fences.",
     )
 
 

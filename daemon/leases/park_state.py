@@ -95,6 +95,11 @@ class ParkState:
         return self.phase is not ParkPhase.RESIDENT
 
     @property
+    def is_shown_off(self) -> bool:
+        """Return whether the card has shown that it has nothing of the slice but what the worker keeps."""
+        return self.phase is ParkPhase.PARKED
+
+    @property
     def is_leaving(self) -> bool:
         """Return whether the card will have the session's bytes back soon."""
         return self.phase in (ParkPhase.PARKING, ParkPhase.PROVING)

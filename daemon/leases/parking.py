@@ -14,9 +14,11 @@
    process.
 5. Thrash is damped: a session that returned, or that is in use, is not parked for others' need for `park_stay_ms`; a
    card has at most `parks_per_minute`.
-6. A lease with regions, a submit or a resize in progress is not parked. Neither is one whose kernels do not end within
+6. Regions are parked with their session. One that ends meanwhile is wiped in the host's memory, and its bytes need no
+   other proof than the park's. While a region opens or ends, or its fence lasts, nothing is parked.
+7. A lease with a submit or a resize in progress is not parked. Neither is one whose kernels do not end within
    PARK_GRACE_MS: it stays where it is, and its worker says so.
-7. An earlier table's session may be parked, parking or returning. It is charged in full, and its worker is ordered to
+8. An earlier table's session may be parked, parking or returning. It is charged in full, and its worker is ordered to
    do what the record says: an order that was carried out before is answered again.
 """
 
@@ -46,7 +48,7 @@ from gpulease.daemon.leases.events import (
     TimerKind,
     WaitTimerFired,
 )
-from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms
+from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms, RegionState
 from gpulease.daemon.leases.park_state import ParkCause, ParkPhase, ParkSnapshot, ParkState
 from gpulease.daemon.leases.quotas import Rates
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
@@ -130,8 +132,8 @@ class Parking(ParkingViews):
 
     def _check_park(self, lease: Lease, now_ns: int) -> Denial | None:
         """Return the denial for a park of a resident session; None if it may be parked now."""
-        if lease.regions:
-            return denials.has_regions(lease.lease_id)
+        if (denial := _check_regions(lease)) is not None:
+            return denial
         if lease.submit_id or lease.own_submit_bytes or lease.next_submit is not None:
             return denials.has_submit(lease.lease_id)
         if lease.resize is not None:
@@ -435,7 +437,7 @@ class Parking(ParkingViews):
             if self._check_park(lease, now_ns) is None:
                 self._park(lease, ParkCause.IDLE, now_ns, out)
             else:
-                # Full host, regions, the pace: look again after another idle time.
+                # Full host, a region that moves, the pace: look again after another idle time.
                 state.used_ns = now_ns
                 self._arm_idle(lease, out)
             return
@@ -611,6 +613,16 @@ class Parking(ParkingViews):
 
     def _arm(self, lease: Lease, due_ns: int, out: list[Effect]) -> None:
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))
+
+
+def _check_regions(lease: Lease) -> Denial | None:
+    """Return the denial for a park of a lease with a region whose bytes are in doubt; None if there is none."""
+    # The proof of a park is about the whole slice, so no other proof may be awaited on the card meanwhile.
+    states = {region.state for region in lease.slots.values()} - {RegionState.ACTIVE}
+    if not states:
+        return None
+    has_lasting_fence = any(region.is_given_up for region in lease.slots.values())
+    return denials.has_fenced_region(lease.lease_id) if has_lasting_fence else denials.region_moves(lease.lease_id)
 
 
 def check_parkable(terms: LeaseTerms) -> Denial | None:

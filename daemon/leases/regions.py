@@ -11,6 +11,7 @@
 4. The lease's end ends all its regions, with its cause. Their bytes are proved free, or fenced, with the lease's own.
 5. The bytes kept in an ended region's place stay charged until the session releases the address.
 6. A slot is used again once its region is returned, with a number that no region of the lease had before.
+7. Regions are parked with their lease's session. The worker of a parked session wipes the host's copy of one that ends.
 """
 
 from collections.abc import Callable
@@ -272,7 +273,7 @@ class Regions(RegionViews):
         if region.state is RegionState.OPENING:
             self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, out, denials.region_refused(event.reason))
         region.move(Trigger.REGION_TAKEN, now_ns)
-        if region.address:
+        if region.address and not _is_shown_off(lease):
             # It was open once, so the worker's answer alone proves nothing.
             self._prove(lease, region, now_ns, out)
         else:
@@ -359,7 +360,7 @@ class Regions(RegionViews):
         region.move(Trigger.REGION_TAKEN, now_ns)
         # Bytes that neither figure accounts for stay charged.
         region.kept_bytes = min(region.size_bytes, max(event.kept_bytes, region.size_bytes - event.freed_bytes))
-        if event.is_shown:
+        if event.is_shown or _is_shown_off(lease):
             self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
         else:
             self._prove(lease, region, now_ns, out)
@@ -561,6 +562,11 @@ class Regions(RegionViews):
 def _rounded(event: events.RegionRequested) -> int:
     """Return the size asked for, rounded up to a multiple of the session's granularity."""
     return -(-event.size_bytes // event.granule_bytes) * event.granule_bytes
+
+
+def _is_shown_off(lease: Lease) -> bool:
+    """Return whether a lease's session is parked, so that the card has shown its regions' bytes free already."""
+    return lease.park is not None and lease.park.is_shown_off
 
 
 def _check_room(lease: Lease, size_bytes: int) -> Denial | None:

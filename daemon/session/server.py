@@ -281,6 +281,8 @@ class SessionServer:
                 self._session.ended.advance(now=True)
                 regions.open(message)
             case EndRegionOrder():
+                # It may still wait to be opened, after the return: then there is nothing to end, and nothing to open.
+                self._forget_opening(message.region_id)
                 regions.end(message)
             case ResizeSliceOrder():
                 regions.resize(message)
@@ -319,6 +321,14 @@ class SessionServer:
     @property
     def _waits_for_return(self) -> bool:
         return bool(self._held or self._held_orders)
+
+    def _forget_opening(self, region_id: int) -> None:
+        """Drop the order to open a region that waits for the session's return."""
+        self._held_orders = deque(
+            (order, fds)
+            for order, fds in self._held_orders
+            if not (isinstance(order, OpenRegionOrder) and order.region_id == region_id)
+        )
 
     def _hold(self, connection: AttachedConnection) -> None:
         """Serve a connection of a parked session: what it sends waits for the return. Raises as `receive` does."""

@@ -10,6 +10,8 @@ from gpulease.daemon.leases import (
     DenialReason,
     Denied,
     DropParkMemory,
+    EndRegion,
+    FreeRequested,
     GiveParkMemory,
     Granted,
     LeaseEnded,
@@ -25,8 +27,12 @@ from gpulease.daemon.leases import (
     ParkTimerFired,
     ProveRegion,
     RefuseReturn,
+    RegionEnded,
+    RegionOpened,
     RegionProved,
+    RegionReleased,
     RegionRequested,
+    RenewRequested,
     ResizeRequested,
     ReturnSession,
     ReturnWanted,
@@ -300,15 +306,57 @@ def test_a_card_has_a_bounded_rate_of_parks() -> None:
 
 def test_what_a_parked_session_can_not_have() -> None:
     s = scenario()
-    s.active(1, 40, park_idle_ms=0)
-    s.region(100, 4)
-    assert denied(s.do(ParkRequested(7, 1, "ann"))).reason is DenialReason.BUSY
     s.active(2, 20, park_idle_ms=0)
     parked(s, 2)
     assert denied(s.do(ResizeRequested(8, 2, "ann", 30))).reason is DenialReason.BUSY
     # A region is opened by the worker once it has asked for the session's return.
     s.do(RegionRequested(9, 2, 101, "ann", "ann", 4, 5000, 1))
     assert s.do(ReturnWanted(2, number_of(s, 2))) == [ReturnSession(2, number_of(s, 2))]
+
+
+def test_regions_are_parked_with_their_session_and_stay_what_they_are() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.region(100, 8)
+    before = s.table.regions.get(100)
+    assert LeaseParked in map(type, parked(s, 1))
+    assert (s.card().held_bytes, s.table.regions.get(100)) == (10, before)
+    number = number_of(s, 1)
+    s.do(ReturnWanted(1, number))
+    s.do(SessionReturned(1, number, 60))
+    assert (s.card().held_bytes, s.table.regions.get(100)) == (70, before)
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_region_that_ends_while_parked_needs_no_proof_of_its_own(is_shown: bool) -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.region(100, 8)
+    parked(s, 1)
+    effects = s.do(RevokeRequested(9, 100, "maintenance", is_operator=True))
+    assert EndRegion in kinds(effects)
+    effects = s.do(RegionEnded(100, 6, 2, is_shown))
+    assert (ProveRegion in kinds(effects), one(effects, LeaseEnded).lease.lease_id) == (False, 100)
+    assert (s.card().held_bytes, s.table.regions.held_bytes(1)) == (10, 2)
+    s.do(RegionReleased(100))
+    assert s.table.regions.held_bytes(1) == 0
+
+
+@pytest.mark.parametrize("step", ["opening", "ending", "fenced", "given up"])
+def test_nothing_is_parked_while_a_region_of_it_is_in_doubt(step: str) -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.do(RegionRequested(9, 1, 100, "ann", "ann", 8, 60_000, 1))
+    if step != "opening":
+        s.do(RegionOpened(100, 0x1000))
+        s.do(FreeRequested(10, 100, "ann"))
+    if step in ("fenced", "given up"):
+        s.do(RegionEnded(100, 6, 2, is_shown=False))
+    if step == "given up":
+        s.do(RenewRequested(11, 1, "ann", 600_000))
+        s.at(300).do(TimerFired(100, 1, TimerKind.RECLAIM))
+    denial = denied(s.do(ParkRequested(7, 1, "ann")))
+    assert (denial.reason, "not shown free" in denial.message) == (DenialReason.BUSY, step == "given up")
 
 
 @pytest.mark.parametrize("step", ["parking", "proving", "parked", "waiting", "returning"])

@@ -1,7 +1,8 @@
 """Parking against workers that are slow, refuse, die and lose their broker, judged by the bytes that are really there.
 
-Each simulated worker knows where its session is. The node's truth is the sum of what the workers have on the card. No
-order of events may let that sum exceed the card, answer a request twice or never, or leave host memory behind.
+Each simulated worker knows where its session and its regions are. The node's truth is the sum of what the workers have
+on the card. No order of events may let that sum exceed the card, answer a request twice or never, leave host memory
+behind, or open a region that has ended.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from gpulease.daemon.leases import (
     Denied,
     DropParkMemory,
     Effect,
+    EndRegion,
     Event,
     FreeRequested,
     GiveParkMemory,
@@ -32,6 +34,7 @@ from gpulease.daemon.leases import (
     LeaseState,
     LeaseTable,
     LeaseTerms,
+    OpenRegion,
     ParkRequested,
     ParkSession,
     PoolTimerFired,
@@ -39,7 +42,14 @@ from gpulease.daemon.leases import (
     ProveRegion,
     ReclaimProved,
     RefuseReturn,
+    RegionEnded,
+    RegionGranted,
+    RegionOpened,
     RegionProved,
+    RegionRefused,
+    RegionReleased,
+    RegionRequested,
+    RegionRestored,
     RenameWorker,
     RenewRequested,
     ReturnSession,
@@ -82,7 +92,13 @@ ANY = st.integers(0, 1 << 16)
 
 @dataclass
 class ModelWorker:
-    """A worker process: what it has on the card, the orders in its channel, and the park that it is in."""
+    """A worker process: what it has on the card, the orders in its channel, and the park that it is in.
+
+    Attributes:
+        held: Orders to open a region that wait for the session's return.
+        regions: Bytes of each open region; they are part of the slice.
+        gone: Bytes of ended regions that nothing else of the session may use yet.
+    """
 
     worker_id: int
     size: int = 0
@@ -92,10 +108,33 @@ class ModelWorker:
     waits: bool = False
     orders: list[Effect] = field(default_factory=list)
     answers: list[Event] = field(default_factory=list)
+    held: list[OpenRegion] = field(default_factory=list)
+    regions: dict[int, int] = field(default_factory=dict)
+    gone: dict[int, int] = field(default_factory=dict)
 
     @property
     def bytes_on_card(self) -> int:
-        return CARD.overhead_bytes + (self.size if self.on_card else 0)
+        return CARD.overhead_bytes + (self.size - sum(self.gone.values()) if self.on_card else 0)
+
+    def open(self, order: OpenRegion) -> None:
+        self.regions[order.region_id] = order.size_bytes
+        self.answers.append(RegionOpened(order.region_id, 0x1000))
+
+    def end_region(self, region_id: int, *, is_shown: bool) -> None:
+        self.held = [order for order in self.held if order.region_id != region_id]
+        size = self.regions.pop(region_id, 0) or self.gone.get(region_id, 0)
+        if not size:
+            self.answers.append(RegionRefused(region_id, "the session has nothing of the region"))
+            return
+        self.gone[region_id] = size
+        # A parked session's bytes were shown when it was parked, and what stays of a region is in the host, too.
+        self.answers.append(RegionEnded(region_id, size - 2, 2, is_shown or not self.on_card))
+
+    def come_back(self) -> None:
+        self.on_card, self.park, self.waits = True, 0, False
+        held, self.held = self.held, []
+        for order in held:
+            self.open(order)
 
 
 class ParkingAnyOrder(RuleBasedStateMachine):
@@ -122,7 +161,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         before = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
-        if not isinstance(event, LeaseRestored | WorkerFound):
+        if not isinstance(event, LeaseRestored | RegionRestored | WorkerFound):
             self.table.validate_charges(before)
         self.disk.saw(event, effects, self.table)
         # What is lost with the last rows: nobody was told of it, so the next daemon may report it again.
@@ -154,20 +193,27 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
-            case RefuseReturn(lease_id):
+            case RefuseReturn(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
             case ProveRegion():
                 self.proofs = [one for one in self.proofs if one.region_id != effect.region_id] + [effect]
             case LeaseEnded(lease):
                 self.ended[lease.lease_id] = self.ended.get(lease.lease_id, 0) + 1
+                if lease.parent_id in self.workers:
+                    self.return_region(self.workers[lease.parent_id], lease.lease_id)
             case LeaseParked(lease) | LeaseReturned(lease):
                 self.records.setdefault(lease.lease_id, []).append(type(effect))
         request = getattr(effect, "request", None)
-        if isinstance(effect, Granted | Denied | SessionParkDone) and request in self.open:
+        if isinstance(effect, Granted | RegionGranted | Denied | SessionParkDone) and request in self.open:
             self.open.discard(request)
         elif isinstance(effect, SessionParkDone):
             raise AssertionError(f"request {request} was answered twice")
+
+    def return_region(self, worker: ModelWorker, region_id: int) -> None:
+        worker.gone.pop(region_id, None)
+        # Its tenant gives up the address; what was kept there is the slice's again.
+        worker.answers.append(RegionReleased(region_id))
 
     def ask(self, event: Event) -> None:
         self.open.add(self.number)
@@ -192,7 +238,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case DropParkMemory():
                 worker.has_memory = worker.has_memory and not worker.on_card
             case ParkSession(lease_id, number):
-                if worker.on_card and (not worker.has_memory or luck % 5 == 1):
+                if worker.on_card and (not worker.has_memory or luck % 5 == 1 or worker.gone):
                     lacks = not worker.has_memory
                     worker.answers.append(SessionParkRefused(lease_id, number, "it runs", lacks_memory=lacks))
                     return
@@ -207,10 +253,17 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 elif luck % 7 == 1 or self.held() + worker.size > CARD.capacity_bytes:
                     worker.answers.append(SessionReturnFailed(lease_id, number, "the address was refused"))
                 else:
-                    worker.on_card, worker.park, worker.waits = True, 0, False
                     worker.answers.append(SessionReturned(lease_id, number, worker.size))
+                    worker.come_back()
             case RefuseReturn(number=number):
                 worker.waits = worker.waits and number != worker.park
+            case OpenRegion() as order if worker.on_card:
+                worker.open(order)
+            case OpenRegion() as order:
+                worker.held.append(order)
+                worker.answers.append(ReturnWanted(worker.worker_id, worker.park))
+            case EndRegion(region_id=region_id):
+                worker.end_region(region_id, is_shown=luck % 3 > 0)
 
     def reap(self, worker_id: int) -> None:
         if worker_id in self.workers:
@@ -328,6 +381,23 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         else:
             self.send(FreeRequested(number, lease.lease_id, lease.tenant))
 
+    @rule(pick=ANY, size=st.sampled_from([20, 90]), ttl_ms=st.sampled_from([1500, 50_000]))
+    def open_region(self, pick: int, size: int, ttl_ms: int) -> None:
+        if (worker := self.some(pick)) is not None and (lease := self.table.get(worker.worker_id)) is not None:
+            number, tenant = self.next_number(), lease.tenant
+            self.ask(RegionRequested(number, lease.lease_id, number, tenant, tenant, size, ttl_ms, 1))
+
+    @rule(pick=ANY, is_revoked=st.booleans())
+    def end_a_region(self, pick: int, is_revoked: bool) -> None:
+        regions = self.table.regions.snapshots()
+        if not regions:
+            return
+        region, number = regions[pick % len(regions)], self.next_number()
+        if is_revoked:
+            self.send(RevokeRequested(number, region.lease_id, "maintenance", is_operator=True))
+        else:
+            self.send(FreeRequested(number, region.lease_id, region.tenant))
+
     @rule(pick=ANY)
     def renew(self, pick: int) -> None:
         if (worker := self.some(pick)) is not None and (lease := self.table.get(worker.worker_id)) is not None:
@@ -346,6 +416,17 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
         for kept in contents.leases:
             self.send(LeaseRestored(kept, has_worker=kept.lease_id in self.workers, has_session=True))
+        for region in contents.regions:
+            self.send(RegionRestored(region))
+        for worker in self.workers.values():
+            # What the new daemon does not know, a session ends by itself when it gets the new page, after these orders.
+            is_known = self.table.regions.get
+            worker.held = [order for order in worker.held if is_known(order.region_id)]
+            worker.orders = [
+                order for order in worker.orders if not isinstance(order, OpenRegion) or is_known(order.region_id)
+            ]
+            worker.regions = {one: size for one, size in worker.regions.items() if self.table.regions.get(one)}
+            worker.gone = {one: size for one, size in worker.gone.items() if self.table.regions.get(one)}
         known = {kept.lease_id for kept in contents.leases}
         for worker in list(self.workers.values()):
             worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]
@@ -362,6 +443,14 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             return
         held = self.held()
         assert held <= CARD.capacity_bytes, f"{held} bytes are on a card of {CARD.capacity_bytes}"
+
+    @invariant()
+    def open_regions_are_known(self) -> None:
+        for worker in getattr(self, "workers", {}).values():
+            for region_id in worker.regions.keys() - self.table.regions.open_ids() - worker.gone.keys():
+                # An end of its lease is not ordered region by region.
+                lease = self.table.get(worker.worker_id)
+                assert lease is None or lease.state is not LeaseState.ACTIVE, f"region {region_id} is open for nobody"
 
     @invariant()
     def records_alternate(self) -> None:

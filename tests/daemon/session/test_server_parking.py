@@ -516,6 +516,19 @@ def test_orders_that_need_the_card_wait_for_the_return() -> None:
         assert made.hear(SliceResizedReport) == SliceResizedReport(SLICE // 2, "")
 
 
+def test_a_region_that_ends_before_the_return_opens_it_is_never_opened() -> None:
+    with worker(is_parkable=True) as (made, _):
+        made.open_region(GRANULE)
+        made.give_memory(MEMORY)
+        made.park()
+        made.say(OpenRegionOrder(REGION + 1, 1, 1, GRANULE))
+        made.hear(ReturnWantedReport)
+        made.say(EndRegionOrder(REGION + 1, 1000))
+        assert made.hear(RegionEndedReport) == RegionEndedReport(REGION + 1, 0, 0, 0)
+        made.bring_back()
+        assert made.hears_nothing(RegionOpenedReport, 0.05)
+
+
 # --- the host memory ---
 
 

@@ -1,0 +1,163 @@
+"""Regions of a parked session: they come back with it, and one that ends meanwhile never does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from gpulease.client import Busy, GpuExclusivityClass, GpuSession
+from gpulease.client.errors import RegionExpired, RegionFailed, RegionFreed, RegionRevoked
+from helpers.daemon import Daemon
+from helpers.kernels import TRANSFORM, floats
+from helpers.lasting import LastingDaemon
+from helpers.parking import park
+from helpers.region_scene import REGION_BYTES, SLICE_BYTES, N, Scene
+from helpers.waiting import wait_until
+
+CONFIG = """
+[limits]
+park_memory = "1GiB"
+overcommit = 4.0
+park_stay_ms = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Daemon]:
+    daemon = Daemon(vram=("200MiB",), config=CONFIG)
+    try:
+        daemon.wait_until_it_answers()
+    except BaseException:
+        daemon.discard()
+        raise
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def lasting() -> Iterator[LastingDaemon]:
+    node = LastingDaemon(vram=("200MiB",), config=CONFIG)
+    try:
+        node.start()
+        yield node
+    finally:
+        node.stop()
+
+
+@contextmanager
+def parkable_scene(daemon: Daemon, wait_s: float = 0) -> Iterator[Scene]:
+    builder = daemon.builder(SLICE_BYTES).timeout(wait_s).parkable().exclusivity(GpuExclusivityClass.SHARED)
+    with builder.acquire() as lease, GpuSession(lease) as session:
+        yield Scene(daemon, lease, session, session.module_load(TRANSFORM))
+
+
+def is_parked(scene: Scene) -> bool:
+    return bool(scene.daemon.query(scene.lease.lease_id)["park"]["phase"] == "parked")
+
+
+def test_a_launch_that_names_a_region_brings_the_session_back(node: Daemon) -> None:
+    with parkable_scene(node) as scene:
+        region, other = scene.region(), scene.region()
+        before = [node.query(one.lease_id) for one in (region, other)]
+        for turn in range(1, 4):
+            assert park(scene.lease) >= 2 * REGION_BYTES
+            assert is_parked(scene)
+            scene.double(region)
+            assert not is_parked(scene)
+            scene.check(region, 2**turn)
+            park(scene.lease)
+            scene.check(other, 1)
+        same = ("generation", "address", "slot", "number", "state", "size_bytes")
+        after = [node.query(one.lease_id) for one in (region, other)]
+        assert [[row[name] for name in same] for row in after] == [[row[name] for name in same] for row in before]
+
+
+@pytest.mark.parametrize(
+    ("end", "error"), [("revoked", RegionRevoked), ("expired", RegionExpired), ("freed", RegionFreed)]
+)
+def test_a_region_that_ends_while_parked_is_returned_and_refused(
+    node: Daemon, end: str, error: type[RegionFailed]
+) -> None:
+    with parkable_scene(node) as scene:
+        kept = scene.region()
+        region = scene.region(**({"ttl_secs": 2} if end == "expired" else {}))
+        park(scene.lease)
+        if end == "revoked":
+            node.revoke(region.lease_id)
+        elif end == "freed":
+            region.free()
+        scene.wait_until_returned(region)
+        assert is_parked(scene), "the end of a region needs nothing of the card"
+        with pytest.raises(error):
+            scene.double(region)
+        scene.double(kept)
+        scene.check(kept, 2)
+        # What the region had is the slice's again, and nothing of its bytes is there.
+        with scene.lease.region(SLICE_BYTES - 2 * REGION_BYTES) as later:
+            found = floats(scene.session.mem_read(later, 0, 4 * N))
+            np.testing.assert_array_equal(found, np.zeros(N, np.float32))
+
+
+def test_a_region_is_renewed_while_parked_and_keeps_its_time(node: Daemon) -> None:
+    with parkable_scene(node) as scene:
+        region = scene.region(ttl_secs=3)
+        park(scene.lease)
+        for _ in range(3):
+            generation = node.query(region.lease_id)["generation"]
+            region.renew(60)
+            assert node.query(region.lease_id)["generation"] == generation + 1
+        assert is_parked(scene)
+        scene.double(region)
+        scene.check(region, 2)
+
+
+def test_a_region_asked_for_while_parked_is_opened_by_the_return(node: Daemon) -> None:
+    with parkable_scene(node) as scene:
+        first = scene.region()
+        park(scene.lease)
+        second = scene.region()
+        assert not is_parked(scene)
+        for region in (first, second):
+            scene.double(region)
+            scene.check(region, 2)
+
+
+def test_without_room_a_launch_in_a_region_is_busy_and_nothing_is_lost(node: Daemon) -> None:
+    with parkable_scene(node) as scene:
+        region = scene.region()
+        park(scene.lease)
+        with node.builder(180 << 20).acquire(), pytest.raises(Busy, match="parked"):
+            scene.double(region)
+        scene.check(region, 1)
+        scene.double(region)
+        scene.check(region, 2)
+
+
+def test_the_end_of_a_parked_lease_ends_its_regions_with_it(node: Daemon) -> None:
+    with parkable_scene(node) as scene:
+        region = scene.region()
+        park(scene.lease)
+        node.revoke(scene.lease.lease_id)
+        wait_until(lambda: scene.state_of(region) == "torndown", "the region has ended")
+        assert node.query(region.lease_id)["cause"] == "revoked"
+
+
+def test_the_next_daemon_finds_parked_regions_and_ends_what_had_ended(lasting: LastingDaemon) -> None:
+    with parkable_scene(lasting.now) as scene:
+        kept, ended, late = scene.region(), scene.region(), scene.region(ttl_secs=4)
+        park(scene.lease)
+        lasting.now.revoke(ended.lease_id)
+        lasting.kill()
+        scene.daemon = lasting.start()
+        wait_until(lambda: is_parked(scene), "the next daemon finds it parked")
+        for region in (ended, late):
+            scene.wait_until_returned(region)
+        scene.double(kept)
+        scene.check(kept, 2)
+        for region, error in ((ended, RegionRevoked), (late, RegionExpired)):
+            with pytest.raises(error):
+                scene.double(region)
+        park(scene.lease)
+        scene.check(kept, 2)
+    lasting.check_idle()
