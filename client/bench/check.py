@@ -19,7 +19,7 @@ from gpulease.client.bench.figures import Figures, Say
 from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.bench.region_times import measure_regions
 from gpulease.client.bench.suite import REQUEST_CONTEXTS, RunSize, measure_beside_direct_calls
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.transform import transform_ptx
 
@@ -53,7 +53,7 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
         say: Receives the name of each measurement before it starts.
         warn: Receives what could not be measured.
 
-    Raises CannotStart if the running daemon has another driver, or a prerequisite is missing.
+    Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
     """
     report: dict[str, Any] = {"host": _host()}
     # Whether "auto" finds a card is known only once a daemon runs: a card's sizes also suit the embedded driver.
@@ -100,7 +100,7 @@ def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
         from gpulease.client.bench.rebind_times import measure_rebinds
         from gpulease.client.decode import RandomCheckpoint
     except ImportError as error:
-        raise CannotStart(f"the decode engine's promises need the extra `decode`: {error}") from None
+        raise MissingPrerequisite(f"the decode engine's promises need the extra `decode`: {error}") from None
     shape = SHAPES[driver]
     checkpoint = RandomCheckpoint(CONFIGS[shape], 1)
     steps: dict[str, dict[str, Figures]] = {"step": {}, "direct": {}, "torch": {}}
@@ -133,23 +133,23 @@ def check_promises(report: Mapping[str, Any]) -> list[BoundOutcome]:
 
 
 def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier run's report. Raises CannotStart if the file is not one, or is of another kind of card."""
+    """An earlier run's report. Raises MissingPrerequisite if the file is not one, or is of another kind of card."""
     # One byte more than allowed shows that the file is too large.
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise CannotStart(f"{path}: {error.strerror}") from None
+        raise MissingPrerequisite(f"{path}: {error.strerror}") from None
     try:
         earlier = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
     except (ValueError, RecursionError):
         earlier = None
     if not isinstance(earlier, dict) or not {"driver", "card", "title"} <= set(earlier):
-        raise CannotStart(f"{path} must be a file that `gpulease bench --check` has written")
+        raise MissingPrerequisite(f"{path} must be a file that `gpulease bench --check` has written")
     # Figures of another card would look like regressions, or hide them.
     for key in ("driver", "card"):
         if earlier[key] != report[key]:
-            raise CannotStart(
+            raise MissingPrerequisite(
                 f"{path} is of {earlier['card']} ({earlier['driver']}), this run of {report['card']}"
                 f" ({report['driver']}): only runs on the same kind of card are compared"
             )

@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 from gpulease.client.bench.bounds import keeps_bounds
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 LEASES: Final = 10_000
 TIMEOUT_S: Final = 300
@@ -17,7 +17,7 @@ KEPT: Final = ((), ("journal",), ("audit",), ("journal", "audit"), ("journal", "
 
 
 def measure_core(leases: int) -> dict[str, dict[str, float]]:
-    """Measure the core once for each set of KEPT; returns the figures by the set's name. Raises CannotStart."""
+    """Measure the core once for each set of KEPT; returns the figures by the set's name. Raises MissingPrerequisite."""
     return {" + ".join(kept) or "nothing kept": core_figures(leases, kept) for kept in KEPT}
 
 
@@ -29,7 +29,7 @@ def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
 
 
 def core_figures(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
-    """Measure one run, in a process of its own. Raises CannotStart."""
+    """Measure one run, in a process of its own. Raises MissingPrerequisite."""
     # A process of its own: the client imports nothing of the daemon.
     command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table", str(leases), *kept]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
@@ -38,5 +38,5 @@ def core_figures(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
         figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise CannotStart(f"the core can't be measured: {said}") from None
+        raise MissingPrerequisite(f"the core can't be measured: {said}") from None
     return figures

@@ -447,7 +447,7 @@ def measure_storm(
 ) -> dict[str, Any]:
     """The report of a storm on the running daemon, or on a private one with an audit log.
 
-    Raises what `run_storm` raises, and CannotStart.
+    Raises what `run_storm` raises, and MissingPrerequisite.
     """
     with contextlib.ExitStack() as stack:
         # A private daemon keeps the audit log that is checked; a running one must be given by its folder.

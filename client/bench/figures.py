@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 PROCESS_TIMEOUT_S: Final = 300.0
 """Longest time for one round of direct calls, in seconds. Stops a hung driver from hanging the benchmark."""
@@ -107,7 +107,10 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 def in_a_process(
     module: str, *words: str, standard_input: bytes = b"", timeout_s: float = PROCESS_TIMEOUT_S
 ) -> Figures:
-    """Run a measurement module of the daemon in a process of its own; returns its figures. Raises CannotStart."""
+    """Run a measurement module of the daemon in a process of its own; returns its figures.
+
+    Raises MissingPrerequisite.
+    """
     command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
     return figures_of(command, standard_input=standard_input, timeout_s=timeout_s)
 
@@ -127,7 +130,7 @@ def figures_of(
         timeout_s: Longest time for it, in seconds.
         variables: Environment variables to add.
 
-    Raises CannotStart, with the last line that the command wrote to stderr.
+    Raises MissingPrerequisite, with the last line that the command wrote to stderr.
     """
     # Nothing of this process's environment is left out: libraries may need it.
     environment = os.environ | (variables or {})
@@ -139,9 +142,9 @@ def figures_of(
         figures: Figures = json.loads(done.stdout.splitlines()[0])
     except (IndexError, ValueError):
         said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise CannotStart(f"the direct calls failed: {said}") from None
+        raise MissingPrerequisite(f"the direct calls failed: {said}") from None
     except subprocess.TimeoutExpired:
-        raise CannotStart(f"the direct calls have not ended within {timeout_s:.0f} s") from None
+        raise MissingPrerequisite(f"the direct calls have not ended within {timeout_s:.0f} s") from None
     return figures
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.bench.figures import Say
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.named_tenant import Tenant, Work, acquire_name, overlaps
 from gpulease.client.console.private_daemon import PrivateDaemon, short_folder
 from gpulease.client.console.private_fleet import CuttableLink, EtcdMember, PrivateFleet, leader_of, private_etcd
@@ -72,12 +72,12 @@ class _Scene:
             link.cut()
 
     def kill_leader(self) -> None:
-        """Kill the member of etcd that leads. Raises CannotStart without a leader."""
+        """Kill the member of etcd that leads. Raises MissingPrerequisite without a leader."""
         # An election may be in progress.
         until_s = time.monotonic() + LEADER_S
         while (leader := leader_of(self.members)) is None:
             if time.monotonic() > until_s:
-                raise CannotStart("etcd has no leader")
+                raise MissingPrerequisite("etcd has no leader")
             time.sleep(_LOOK_S)
         leader.kill()
 
@@ -102,7 +102,7 @@ STAYS: Final = "leader"
 def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: Say) -> Figures:
     """Measure each of these faults `rounds` times, each time in a new fleet: a killed node stays dead.
 
-    Raises CannotStart, or GpuLeaseError if no node serves the name again.
+    Raises MissingPrerequisite, or GpuLeaseError if no node serves the name again.
     """
     found: Figures = {
         "horizon_s": horizon_s,
@@ -178,7 +178,7 @@ def _run(fault: str, horizon_s: int) -> Figures:
         after = stack.enter_context(_computing(Tenant(second, transform_ptx())))
         after.await_kernels(STEADY_KERNELS)
         if not after.work.spans:
-            raise CannotStart(f"the session of the second lease ended at once: {after.work.end}")
+            raise MissingPrerequisite(f"the session of the second lease ended at once: {after.work.end}")
         # The first session must end by itself; only with an intact node is it stopped.
         if fault != STAYS:
             before.join()

@@ -87,7 +87,7 @@ def measure_leases(
         launches: Launches pipelined in a round.
         say: Receives what is measured next.
 
-    Raises CannotStart, or GpuLeaseError.
+    Raises MissingPrerequisite, or GpuLeaseError.
     """
     home = folder / "host"
     home.mkdir(parents=True)

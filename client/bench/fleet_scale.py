@@ -15,7 +15,7 @@ from typing import Any, Final
 from gpulease.client.bench.figures import Say
 from gpulease.client.bench.fleet_fail_over import FAULTS, GOAL_HORIZON_S, STAYS, fails_over, measure_fail_over
 from gpulease.client.bench.fleet_leases import measure_leases
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import short_folder, unwound_by_signals
 from gpulease.client.console.private_fleet import etcd_program, private_etcd
 
@@ -72,7 +72,7 @@ def plan_of(quick: bool, **given: int | None) -> FleetPlan:
 
 
 def measure_fleet(plan: FleetPlan, say: Say) -> Figures:
-    """Measure all of it. Raises CannotStart, immediately without etcd, or GpuLeaseError."""
+    """Measure all of it. Raises MissingPrerequisite, immediately without etcd, or GpuLeaseError."""
     # Before anything else: without etcd no part can be measured.
     etcd_program()
     # A short folder: the daemons' sockets lie in it.
@@ -130,5 +130,5 @@ def _figures(module: str, *arguments: str) -> Figures:
         figures: Figures = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise CannotStart(f"the fleet can't be measured: {said}. pip install '.[daemon,fleet]'") from None
+        raise MissingPrerequisite(f"the fleet can't be measured: {said}. pip install '.[daemon,fleet]'") from None
     return figures

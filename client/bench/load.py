@@ -89,7 +89,7 @@ def measure(
         say: Receives a line about each sample.
 
     Raises:
-        CannotStart: The private daemon does not start.
+        MissingPrerequisite: The private daemon does not start.
         ValueError: The daemon is not on this host.
     """
     with contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ from gpulease.client.bench.bounds import load_bounds
 from gpulease.client.bench.figures import Figures, Say, figures_of, medians
 from gpulease.client.bench.lease_life import warm_acquisition
 from gpulease.client.bench.round_trips import measure_session
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 LEASED: Final = "leased"
 C: Final = "C"
@@ -120,7 +120,7 @@ def _in_turn(
             say(f"round {number + 1} of {rounds}: round trips, {name}")
             try:
                 found[name].append(ready[name]())
-            except CannotStart as error:
+            except MissingPrerequisite as error:
                 # Without the session there is nothing to compare.
                 if name == LEASED:
                     raise
@@ -148,7 +148,7 @@ def _peers(
     # Each caller needs something that may be missing: a compiler, or a package.
     try:
         program = compile_direct_calls(folder)
-    except CannotStart as error:
+    except MissingPrerequisite as error:
         absent[C] = str(error)
     else:
         ready[C] = partial(_run_program, program, words, variables)
@@ -175,10 +175,10 @@ def why_missing(package: str, module: str) -> str:
 
 
 def compile_direct_calls(folder: Path) -> Path:
-    """Compile the C caller into a folder; returns the program's path. Raises CannotStart."""
+    """Compile the C caller into a folder; returns the program's path. Raises MissingPrerequisite."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise CannotStart(f"no C compiler was found: install one of {', '.join(COMPILERS)}")
+        raise MissingPrerequisite(f"no C compiler was found: install one of {', '.join(COMPILERS)}")
     # The source is part of the package; a compiler needs it as a file.
     program = folder / "direct_calls"
     with as_file(files("gpulease.client.bench").joinpath("direct_calls.c")) as source:
@@ -187,9 +187,9 @@ def compile_direct_calls(folder: Path) -> Path:
             run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
         except CalledProcessError as error:
             said = (error.stderr.strip() or "no output").splitlines()[-1]
-            raise CannotStart(f"{Path(compiler).name} failed: {said}") from None
+            raise MissingPrerequisite(f"{Path(compiler).name} failed: {said}") from None
         except (OSError, TimeoutExpired) as error:
-            raise CannotStart(f"{Path(compiler).name} failed: {error}") from None
+            raise MissingPrerequisite(f"{Path(compiler).name} failed: {error}") from None
     return program
 
 

@@ -21,7 +21,7 @@ from gpulease.client.bench.session_speed import bulk_copies, copy_sizes, graph_f
 from gpulease.client.bench.stream import stream_rates
 from gpulease.client.bench.submit_times import submit_figures
 from gpulease.client.console.card import card_title
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.reports import first_card
 from gpulease.client.console.transform import transform_ptx
@@ -62,7 +62,7 @@ class RunSize:
 def measure_beside_direct_calls(plan: RunSize, say: Say, warn: Say) -> dict[str, Any]:
     """Measure everything on the running daemon, or on a private one; returns the report.
 
-    Raises CannotStart if the running daemon has another driver, or a prerequisite is missing.
+    Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
     """
     with contextlib.ExitStack() as stack:
         running = address = running_address()
@@ -86,7 +86,7 @@ def measure_beside_direct_calls(plan: RunSize, say: Say, warn: Say) -> dict[str,
 def measure_round_trips(plan: RunSize, say: Say) -> dict[str, Any]:
     """Measure only round trips, compared with other callers of the driver.
 
-    Raises CannotStart if the running daemon has another driver, or a prerequisite is missing, and WrongResult.
+    Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing, and WrongResult.
     """
     with contextlib.ExitStack() as stack:
         address = running_address()
@@ -98,11 +98,13 @@ def measure_round_trips(plan: RunSize, say: Say) -> dict[str, Any]:
 
 
 def _card_for(address: str, driver: str) -> dict[str, Any]:
-    """The daemon's first card. Raises CannotStart if it computes with another driver than the wanted one."""
+    """The daemon's first card. Raises MissingPrerequisite if it computes with another driver than the wanted one."""
     card = first_card(address)
     if driver not in ("auto", card["driver"]):
         # A figure of another driver under this one's name would mislead.
-        raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
+        raise MissingPrerequisite(
+            f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first"
+        )
     return card
 
 

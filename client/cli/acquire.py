@@ -17,7 +17,7 @@ import click
 from gpulease.client.cli.fleet import ask_about
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.lease_options import WantedLease, lease_options, time_option
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.client.core import lease as engine
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
@@ -58,7 +58,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
     """
     # Without an output the id would be lost, and with it the way to free the lease.
     if sys.stdout is None:
-        raise CannotStart("the lease can't be printed: the output is closed")
+        raise MissingPrerequisite("the lease can't be printed: the output is closed")
 
     def use(lease: engine.LeaseHandle) -> None:
         try:

@@ -21,7 +21,7 @@ from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import measure_regions
 from gpulease.client.bench.suite import RunSize, measure_beside_direct_calls, measure_requests, measure_round_trips
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.reports import first_card
 from gpulease.client.console.scene import Scene
@@ -246,7 +246,7 @@ def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: b
     try:
         to.write_text(indented_json(report) + "\n", encoding="utf-8")
     except OSError as error:
-        raise CannotStart(f"{to}: {error.strerror}") from None
+        raise MissingPrerequisite(f"{to}: {error.strerror}") from None
     # The bounds are those of the report's driver.
     now = check_promises(report)
     earlier = None if against is None else read_earlier(against, report)

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 import click
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 _STARTER: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
 
@@ -28,11 +28,13 @@ def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoR
         words: Its arguments.
         extra: The extra that has the packages it needs.
 
-    Raises CannotStart if no daemon is installed.
+    Raises MissingPrerequisite if no daemon is installed.
     """
     # The daemon need not be installed where its client is.
     if find_spec(module.rpartition(".")[0]) is None:
-        raise CannotStart(f"no daemon is installed with this client: pip install '.[{extra}]' in gpulease's repository")
+        raise MissingPrerequisite(
+            f"no daemon is installed with this client: pip install '.[{extra}]' in gpulease's repository"
+        )
     # execv keeps the process id and the terminal: for a shell it is the same command.
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client import GpuLeaseError
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.named_tenant import ASK_PAUSE_S, Tenant, acquire_name, builder_of, overlaps
 from gpulease.client.console.private_daemon import PrivateDaemon, short_folder, unwound_by_signals
 from gpulease.client.console.private_fleet import PrivateFleet, private_etcd
@@ -24,7 +24,7 @@ KERNELS: Final = 100
 
 
 def run_fleet_demo(ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Run the demonstration; returns its report. Raises CannotStart or GpuLeaseError.
+    """Run the demonstration; returns its report. Raises MissingPrerequisite or GpuLeaseError.
 
     Args:
         ptx: PTX with the kernel `bias`.
@@ -94,4 +94,4 @@ def _refusal(address: str) -> str:
                 return str(error)
             time.sleep(ASK_PAUSE_S)
         else:
-            raise CannotStart("two nodes serve one name: please report this")
+            raise MissingPrerequisite("two nodes serve one name: please report this")

@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 """The folder of the units, next to the client's, in a checkout as in an installation."""
@@ -82,10 +82,12 @@ class Environment:
 
 
 def this_environment() -> Environment:
-    """The environment of this command. Raises CannotStart if the daemon is not installed."""
+    """The environment of this command. Raises MissingPrerequisite if the daemon is not installed."""
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
-        raise CannotStart("no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository")
+        raise MissingPrerequisite(
+            "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
+        )
     package = Path(daemon.origin)
     python = Path(sys.executable)
     # The service must be able to read all of these: also those behind symbolic links, and a virtual environment's base.
@@ -161,7 +163,7 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
             " install gpulease elsewhere, in /opt/gpulease for one"
         )
         if installs and root == Path("/"):
-            raise CannotStart(complaint)
+            raise MissingPrerequisite(complaint)
         click.echo(f"gpulease: {complaint}", err=True)
     # Printing is the default: nothing is written without --install.
     if prints or not installs:
@@ -183,7 +185,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
         # Name the path: several files are written, and one of them failed.
         except OSError as error:
             fix = "; do this as root" if isinstance(error, PermissionError) and os.geteuid() != 0 else ""
-            raise CannotStart(f"{path} can't be written: {error.strerror}{fix}") from None
+            raise MissingPrerequisite(f"{path} can't be written: {error.strerror}{fix}") from None
 
 
 def _write(path: Path, text: str, *, is_operators: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client import GpuBuilder, KernelArgs, Submission
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 DEFAULT_ROOM_MIB: Final = 64
 """MiB reserved for the job: a small image, and the largest outputs of a job several times over."""
@@ -102,4 +102,4 @@ def _push(submission: Submission, text: str) -> None:
     except ValueError:
         raise click.BadParameter(f"{text!r}: the value must be a number, not {value!r}", param_hint="--arg") from None
     except OSError as error:
-        raise CannotStart(f"{value} can't be read: {error.strerror}") from None
+        raise MissingPrerequisite(f"{value} can't be read: {error.strerror}") from None

@@ -25,7 +25,7 @@ from gpulease.client import (
     RegionRevoked,
 )
 from gpulease.client.cli.live_lines import LiveLines
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.reports import first_card
 from gpulease.client.console.scene import Breach, Scene
 from gpulease.client.console.tables import size_text, table
@@ -236,7 +236,7 @@ class Bob:
 def run_tenants_demo(
     address: str, lines: LiveLines, transform_ptx: bytes, *, is_private: bool
 ) -> tuple[dict[str, Any], list[Claim]]:
-    """Run the demonstration; returns its report and its claims. Raises CannotStart, Breach or GpuLeaseError.
+    """Run the demonstration; returns its report and its claims. Raises MissingPrerequisite, Breach or GpuLeaseError.
 
     Args:
         address: The daemon's address.
@@ -335,7 +335,7 @@ def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
     size = free_bytes * 3 // 4 if is_private else min(SHARED_BYTES, free_bytes // 4)
     size -= size % (2 * MIB)
     if size < LEAST_BYTES:
-        raise CannotStart(
+        raise MissingPrerequisite(
             f"the card has {size_text(free_bytes)} free; the demonstration needs {size_text(4 * LEAST_BYTES)}"
         )
     return size
@@ -363,7 +363,7 @@ def _bob_at_work(scene: Scene, size: int, written_bytes: int, lines: LiveLines) 
         finally:
             bob.leave()
         return
-    raise CannotStart(f"this host is too slow: no kernel was started within {BOB_S[-1]:g} s")
+    raise MissingPrerequisite(f"this host is too slow: no kernel was started within {BOB_S[-1]:g} s")
 
 
 def _refusal(scene: Scene, size: int) -> str:

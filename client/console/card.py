@@ -4,25 +4,28 @@ import subprocess
 import time
 from typing import Final
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 QUERY_S: Final = 30.0
 """Longest time for nvidia-smi to answer, in seconds."""
 
 
 def card_title(driver: str, card_name: str, card_uuid: str) -> str:
-    """The title line: the card, its driver and the date. Raises CannotStart."""
+    """The title line: the card, its driver and the date. Raises MissingPrerequisite."""
     # The version matters for a card; the embedded driver is of this package's own.
     version = f" {ask_card(card_uuid, 'driver_version')}" if driver == "cuda" else ""
     return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
 
 
 def ask_card(card_uuid: str, what: str) -> str:
-    """Query one property of the card from nvidia-smi. Raises CannotStart: without it, nothing would be proved."""
+    """Query one property of the card from nvidia-smi.
+
+    Raises MissingPrerequisite: without the program, nothing would be proved.
+    """
     command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     # One figure, without its title and unit, so that nothing has to be parsed.
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise CannotStart(f"nvidia-smi does not say {what}: {error}") from None
+        raise MissingPrerequisite(f"nvidia-smi does not say {what}: {error}") from None
     return done.stdout.strip()

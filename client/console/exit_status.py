@@ -26,13 +26,16 @@ TRACEBACK_VARIABLE: Final = "GPULEASE_TRACEBACK"
 """If set, a bug in this program is shown as Python's traceback, for its authors."""
 
 
-class CannotStart(Exception):
+class MissingPrerequisite(Exception):
     """A prerequisite of the command, other than a running daemon, is missing; the message names it."""
 
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Import packages that only an extra (or several, with commas) installs. Raises CannotStart if one is missing."""
+    """Import packages that only an extra (or several, with commas) installs.
+
+    Raises MissingPrerequisite if one is missing.
+    """
     try:
         yield
     except ImportError as error:
@@ -41,7 +44,7 @@ def needing(extra: str) -> Iterator[None]:
             raise  # our own bug
         # If a package is installed in a version that lacks a name, the message names the package.
         what = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
-        raise CannotStart(f"{what}: pip install '.[{extra}]' in gpulease's repository") from None
+        raise MissingPrerequisite(f"{what}: pip install '.[{extra}]' in gpulease's repository") from None
 
 
 @contextmanager
@@ -57,7 +60,7 @@ def failures_as_sentences() -> Iterator[None]:
         die_by_signal(signal.SIGINT)
     except BrokenPipeError:
         die_by_signal(signal.SIGPIPE)
-    except CannotStart as error:
+    except MissingPrerequisite as error:
         fail(str(error), EXIT_FAILED)
     # Often the output itself: a full disk, for example. Nothing more can be written there.
     except OSError as error:

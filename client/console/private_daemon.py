@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from gpulease.client.console.exit_status import CannotStart, die_by_signal
+from gpulease.client.console.exit_status import MissingPrerequisite, die_by_signal
 from gpulease.client.console.footprint import processes_of
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
@@ -76,7 +76,7 @@ class PrivateServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, and wait until it answers. Raises CannotStart."""
+        """Start the process, and wait until it answers. Raises MissingPrerequisite."""
         self.begin()
         self.await_answer()
 
@@ -89,7 +89,7 @@ class PrivateServer:
             )
 
     def await_answer(self) -> None:
-        """Wait until the process answers at its socket. Raises CannotStart."""
+        """Wait until the process answers at its socket. Raises MissingPrerequisite."""
         if self._process is not None:
             _wait_until_it_answers(self._process, self._path, self._log_path)
 
@@ -145,7 +145,7 @@ def private_daemon(
     warm_contexts: int = 0,
     settings: str = "",
 ) -> Iterator[str]:
-    """Start a daemon that ends with the block; yields its address. Raises CannotStart.
+    """Start a daemon that ends with the block; yields its address. Raises MissingPrerequisite.
 
     Args:
         driver: The daemon's driver.
@@ -174,7 +174,7 @@ def private_daemon(
 
 @contextlib.contextmanager
 def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
-    """Start a daemon until the block ends; its leases outlive its broker. Raises CannotStart."""
+    """Start a daemon until the block ends; its leases outlive its broker. Raises MissingPrerequisite."""
     with unwound_by_signals(), _folder() as folder:
         daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
         try:
@@ -238,10 +238,10 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
             # The daemon's last line is its reason. A missing module means that the extra is not installed.
             said = log.read_text(errors="replace").strip().splitlines()
             if any("No module named" in line for line in said):
-                raise CannotStart(
+                raise MissingPrerequisite(
                     "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
                 )
-            raise CannotStart(said[-1] if said else "the daemon did not start, and printed nothing")
+            raise MissingPrerequisite(said[-1] if said else "the daemon did not start, and printed nothing")
         time.sleep(_LOOK_S)
 
 

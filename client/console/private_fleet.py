@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.fleet_listing import listing_of
 from gpulease.client.console.private_daemon import SOCKET_NAME, PrivateDaemon, PrivateServer
 from gpulease.client.core.lease_request import fleet_of
@@ -84,16 +84,16 @@ def leader_of(members: Sequence[EtcdMember]) -> EtcdMember | None:
 
 
 def etcd_program() -> str:
-    """Path of the program etcd. Raises CannotStart if it is not installed."""
+    """Path of the program etcd. Raises MissingPrerequisite if it is not installed."""
     program = shutil.which(ETCD)
     if program is None:
-        raise CannotStart(f"etcd is not installed: {INSTALL}")
+        raise MissingPrerequisite(f"etcd is not installed: {INSTALL}")
     return program
 
 
 @contextlib.contextmanager
 def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
-    """Run an etcd of `count` members with its data in a new folder; yields them. Raises CannotStart."""
+    """Run an etcd of `count` members with its data in a new folder; yields them. Raises MissingPrerequisite."""
     program = etcd_program()
     # Each member has a port for clients and one for its peers, known to all members in advance.
     ports = _free_ports(2 * count)
@@ -126,7 +126,7 @@ def _say_that_it_is_new(members: list[EtcdMember], folder: Path) -> None:
         ended = [number for number, member in enumerate(members) if member.process.poll() is not None]
         if ended or time.monotonic() > until_s:
             said = (folder / f"m{ended[0] if ended else 0}" / "log").read_text(errors="replace").splitlines()
-            raise CannotStart(f"etcd does not start: {said[-1] if said else 'it printed nothing'}")
+            raise MissingPrerequisite(f"etcd does not start: {said[-1] if said else 'it printed nothing'}")
         time.sleep(_LOOK_S)
     key, value = (base64.b64encode(text).decode() for text in (GENERATION, b"a private fleet"))
     leader.ask("/v3/kv/put", key=key, value=value)
@@ -166,7 +166,7 @@ class PrivateFleet:
         self._stack.close()
 
     def add(self, count: int, endpoints_of_first: Sequence[str] = ()) -> None:
-        """Start further daemons; the first of them may use other endpoints of etcd. Raises CannotStart."""
+        """Start further daemons; the first of them may use other endpoints of etcd. Raises MissingPrerequisite."""
         new: list[PrivateDaemon] = []
         # Start all first, then wait for all: they start concurrently.
         for _ in range(count):
@@ -197,7 +197,7 @@ class PrivateFleet:
         self.address = f"fleet:{directory.address}"
 
     def await_nodes(self) -> None:
-        """Wait until the directory lists all nodes. Raises CannotStart."""
+        """Wait until the directory lists all nodes. Raises MissingPrerequisite."""
         fleet = fleet_of(self.address)
         if fleet is None or self._directory is None:
             raise ValueError("open_directory comes first")
@@ -207,7 +207,7 @@ class PrivateFleet:
         # Count the nodes that are not silent; an error says only that the directory is not ready.
         while known < len(self.nodes):
             if time.monotonic() > until_s:
-                raise CannotStart(
+                raise MissingPrerequisite(
                     f"the directory knows {known} of {counted(len(self.nodes), 'node')} after {JOIN_S:g} s: {why}"
                 )
             time.sleep(_LOOK_S)

@@ -17,7 +17,7 @@ MAX_NAMED: Final = 16
 """Most kept buffers that an error message lists."""
 
 
-class KeptBuffers:
+class SessionKeptBuffers:
     """The buffers that a session's lease keeps."""
 
     def __init__(self, operations: RequestPipeline) -> None:

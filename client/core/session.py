@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 from gpulease.client.core.attachment import Attachment
 from gpulease.client.core.copies import Copies, CopyCommands
 from gpulease.client.core.graphs import Graphs
-from gpulease.client.core.kept_buffers import KeptBuffers
+from gpulease.client.core.kept_buffers import SessionKeptBuffers
 from gpulease.client.core.launch import LaunchCommands, Launches
 from gpulease.client.core.lease import LeaseHandle
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, whole
@@ -86,7 +86,7 @@ class SessionCore:
         self.launches = Launches(self.operations, self.streams, refused)
         self.graphs = Graphs(self.operations, self.streams, refused)
         self.region_sets = RegionSets(self.operations)
-        self.kept = KeptBuffers(self.operations)
+        self.kept = SessionKeptBuffers(self.operations)
 
     def attach(self) -> Procedure[None]:
         """Open the session. Raises the reason if it can't be opened."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession, KernelArgs
 from gpulease.client.bench.figures import percentile
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, rule_breakers
 
 SLICE_BYTES: Final = 64 << 20
@@ -71,14 +71,14 @@ class Neighbour:
 
 @contextlib.contextmanager
 def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
-    """Run a neighbour on a card during the block. Raises CannotStart if it can't start."""
+    """Run a neighbour on a card during the block. Raises MissingPrerequisite if it can't start."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", address, card_uuid]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     # The first window shows that it has begun to work.
     try:
         beside = Neighbour(process)
         if error := beside.window().error:
-            raise CannotStart(f"the neighbour can't work: {error}")
+            raise MissingPrerequisite(f"the neighbour can't work: {error}")
         yield beside
     finally:
         # At the end of its input it frees its lease.

@@ -7,7 +7,7 @@ from gpulease.daemon.broker.connection_tracker import ConnectionTracker
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
 from gpulease.daemon.broker.token_service import ConnectionTokens
-from gpulease.daemon.leases import Denied
+from gpulease.daemon.leases import RequestDenied
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.messages import Body, LeaseEvent, RegionEvent
@@ -59,7 +59,7 @@ class Caller:
 
     def answer_denied(self, request: Request, answer: Result) -> None:
         """Answer a request that the lease table denied, or that was refused on its way there."""
-        if isinstance(answer, Denied):
+        if isinstance(answer, RequestDenied):
             self.answer(request, answer.denial.failure)
         elif isinstance(answer, Failure):
             self.answer(request, answer)

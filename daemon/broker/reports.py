@@ -18,7 +18,7 @@ from gpulease.daemon.leases import (
     SubmitSnapshot,
     ends_ns,
 )
-from gpulease.daemon.leases.time_account import LeaseUse
+from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.messages import DrainStatus, Inventory, InventoryEntry
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
@@ -30,7 +30,7 @@ leases with small regions from delaying the broker's loop: 4,096 took half a sec
 
 
 def full_report(
-    lease: LeaseSnapshot, table: LeaseTable, workers: Workers, use: LeaseUse | None = None
+    lease: LeaseSnapshot, table: LeaseTable, workers: Workers, use: LeaseTimeUse | None = None
 ) -> dict[str, Any]:
     """Report one lease with its connections and submits. `use`: what it used of its card's time, if that is known."""
     # One moment for all times of the report.
@@ -106,7 +106,7 @@ def lease_report(
     return report
 
 
-def use_report(use: LeaseUse) -> dict[str, Any]:
+def use_report(use: LeaseTimeUse) -> dict[str, Any]:
     """Report what a lease has used of its card's time."""
     return {
         "gpu_seconds": round(use.gpu_ns / NS_PER_S, 6),

@@ -34,13 +34,11 @@ from gpulease.daemon.leases import (
     CapacityChanged,
     Card,
     Checked,
-    Denied,
     DrainTimerFired,
     DropParkMemory,
     Effect,
     EndRegion,
     Event,
-    FenceCleared,
     GiveParkMemory,
     Granted,
     KillWorker,
@@ -57,12 +55,13 @@ from gpulease.daemon.leases import (
     ProveReclaimed,
     ProveRegion,
     RecycleWorker,
-    RefuseReturn,
     RefuseSubmit,
+    RefuseWaitingOperations,
     RefuseWork,
     RegionGranted,
     RenameWorker,
     Renewed,
+    RequestDenied,
     RequesterGone,
     ResizeSlice,
     ReturnSession,
@@ -70,6 +69,7 @@ from gpulease.daemon.leases import (
     SetDeadline,
     SetHorizon,
     SetRegion,
+    SlicesCleared,
     SpawnSubmit,
     SpawnWorker,
     SubmitEnded,
@@ -437,7 +437,7 @@ class Runtime:
             SubmitEnded: self._end_submit,
             WarmEnded: self._end_warm_context,
             SubmitFenced: self._fence_submit,
-            FenceCleared: self._clear_fences,
+            SlicesCleared: self._clear_fences,
             OpenRegion: self._regions.open,
             SetRegion: self._regions.set,
             EndRegion: self._regions.end,
@@ -447,7 +447,7 @@ class Runtime:
             DropParkMemory: self._parks.drop_memory,
             ParkSession: self._parks.park,
             ReturnSession: self._parks.bring_back,
-            RefuseReturn: self._parks.refuse_return,
+            RefuseWaitingOperations: self._parks.refuse_return,
             Checked: self.claimed_acquires.on_checked,
             # Only subscribers, the records and the log use these.
             LeaseParked: lambda _: None,
@@ -582,7 +582,7 @@ class Runtime:
         self._reclaimer.give_up(effect.submit_id)
         self.connections.update(effect.lease_id)
 
-    def _clear_fences(self, effect: FenceCleared) -> None:
+    def _clear_fences(self, effect: SlicesCleared) -> None:
         # The bytes are vouched for: their processes no longer count as the daemon's, and the claims of the names end.
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
         for lease in filter(None, map(self.table.get, effect.lease_ids)):
@@ -672,7 +672,7 @@ class PendingRequests:
         if isinstance(answered, Granted | RegionGranted):
             self._recorder.answer(answered, self._answer)
             return
-        if isinstance(answered, Denied) and (withheld := withheld_lease(outcome)) is not None:
+        if isinstance(answered, RequestDenied) and (withheld := withheld_lease(outcome)) is not None:
             operation, lease = withheld
             self._recorder.refused(operation, lease.tenant, lease.lease_id, answered.denial.message)
             self._metrics.refused(operation, Status.BUSY)

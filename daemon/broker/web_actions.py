@@ -14,15 +14,15 @@ from gpulease.daemon.broker.handlers.admin_requests import shown_reason
 from gpulease.daemon.broker.reports import drain_status
 from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
 from gpulease.daemon.leases import (
-    Denied,
     DrainCancelled,
     DrainRequested,
     DrainSet,
     Event,
-    FenceCleared,
     FenceClearRequested,
+    RequestDenied,
     RevokeDone,
     RevokeRequested,
+    SlicesCleared,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -227,8 +227,8 @@ def _answer_of(number: int, outcome: Result) -> ActionOutcome:
         case DrainSet():
             status = drain_status(outcome)
             return DrainChanged(number, status.left_ms, status.leases)
-        case FenceCleared():
+        case SlicesCleared():
             return FencesCleared(number, outcome.count)
-        case Denied():
+        case RequestDenied():
             return ActionRefused(number, WebRefusal.DENIED, f"{outcome.denial.message} {outcome.denial.hint}")
     raise TypeError(f"{outcome!r} must be the outcome of an action")

@@ -18,7 +18,7 @@ TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CuInitResult:
     """The result of cuInit.
 
     Attributes:
@@ -30,27 +30,27 @@ class Answer:
     reason: str = ""
 
 
-def ask() -> Answer:
+def ask() -> CuInitResult:
     """Call cuInit in a child process, and wait for it."""
     command = [sys.executable, "-P", "-m", "gpulease.daemon.gpus.cuinit"]
     try:
         # -P: the daemon's working folder must not be on the child's import path.
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Answer(None, f"it did not return within {TIMEOUT_S:g} s")
+        return CuInitResult(None, f"it did not return within {TIMEOUT_S:g} s")
     except OSError as error:
-        return Answer(None, f"no process can be started: {error.strerror}")
+        return CuInitResult(None, f"no process can be started: {error.strerror}")
     # A crash in the driver is a result too: the sentence says by which signal.
     if done.returncode < 0:
-        return Answer(None, f"it died of signal {-done.returncode}")
+        return CuInitResult(None, f"it died of signal {-done.returncode}")
     try:
         found = json.loads(done.stdout)
     except ValueError:
-        return Answer(None, f"it exited with status {done.returncode}, and said nothing")
-    return Answer(found["number"], found["reason"])
+        return CuInitResult(None, f"it exited with status {done.returncode}, and said nothing")
+    return CuInitResult(found["number"], found["reason"])
 
 
-def _call() -> Answer:
+def _call() -> CuInitResult:
     try:
         library = ctypes.CDLL(LIBRARY)
         function = library.cuInit
@@ -58,9 +58,9 @@ def _call() -> Answer:
         # A missing library has its own diagnosis; a library that is there and can't be loaded is reported with the
         # loader's words.
         text = str(error)
-        return Answer(None, "" if f"{LIBRARY}: cannot open shared object file: No such file" in text else text)
+        return CuInitResult(None, "" if f"{LIBRARY}: cannot open shared object file: No such file" in text else text)
     function.argtypes, function.restype = [ctypes.c_uint], ctypes.c_int
-    return Answer(int(function(0)))
+    return CuInitResult(int(function(0)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ class AcquireStep(Enum):
     BOTH = "both"
     """Check and place in one step, because the acquire claims nothing."""
     CHECK = "check"
-    """Count the acquire against its tenant's rate and check the request. The reply is `Checked` or `Denied`."""
+    """Count the acquire against its tenant's rate and check the request. The reply is `Checked` or `RequestDenied`."""
     PLACE = "place"
     """Repeat every check but the rate, because the node may have changed since CHECK, and place the acquire."""
 

@@ -11,13 +11,13 @@ from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
-    Denied,
     DrainCancelled,
     DrainRequested,
     DrainSet,
     DrainTimerFired,
     Effect,
     HoldTimerFired,
+    RequestDenied,
     TenantRulesChanged,
     WaitTimerFired,
     Warned,
@@ -58,13 +58,13 @@ class Admission:
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Check the request, then place it, queue it or refuse it.
 
-        Appends exactly one of `Denied`, `Checked`, a placement's effects, or the queue's timer.
+        Appends exactly one of `RequestDenied`, `Checked`, a placement's effects, or the queue's timer.
         """
         # Step 1: the checks that need no card. The rate comes first, so that refused requests count against it too.
         denial = self._check_rate(event, now_ns) or self._store.drain_denial(now_ns)
         denial = denial or self._check_request(event) or self._check_claim(event, now_ns) or self._check_counts(event)
         if denial is not None:
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
             return
         # Step 2: narrow the cards down. `selected`: the cards that the request names. `usable`: those that its tenant
         # may use. `suitable`: those of the right kind. `candidates`: those that could hold the lease if they were
@@ -76,7 +76,7 @@ class Admission:
         denial = self._check_devices(event, selected, usable)
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         if denial is not None:
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
             return
         # Step 3: a claimed acquire stops here. The node asks the fleet for the claim and comes back with PLACE.
         if event.step is AcquireStep.CHECK:
@@ -94,7 +94,7 @@ class Admission:
         if account is not None:
             self._place(event, account, now_ns, out)
         elif event.wait_ms == 0 and not self._parking.may_make_room(tuple(allowed), event.terms, now_ns):
-            out.append(Denied(event.request, self._no_room(event, candidates)))
+            out.append(RequestDenied(event.request, self._no_room(event, candidates)))
         else:
             self._enqueue(event, candidates, now_ns, out)
 
@@ -109,7 +109,7 @@ class Admission:
             if waiter.returning is not None:
                 self._parking.give_room(waiter.returning, now_ns, out)
             elif now_ns >= waiter.due_ns:
-                out.append(Denied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
+                out.append(RequestDenied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
             else:
                 self._place(waiter.acquire, account, now_ns, out)
         self._store.has_freed_room = False
@@ -126,7 +126,7 @@ class Admission:
         if waiter.returning is not None:
             self._parking.refuse_return(waiter, now_ns, out)
             return
-        out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
+        out.append(RequestDenied(request, self._waited_in_vain(waiter, now_ns)))
 
     def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
         """End the holds that are due, serve the waiters that they kept back, and arm the timer for the next end."""
@@ -145,7 +145,7 @@ class Admission:
         # Sessions that are to return belong to leases, which have the drain's time, or end by themselves.
         for waiter in [waiter for waiter in self._store.queue if waiter.returning is None]:
             self._store.queue.leave(waiter)
-            out.append(Denied(waiter.acquire.request, denial))
+            out.append(RequestDenied(waiter.acquire.request, denial))
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         orphan_ms = event.terms.orphan_ms
@@ -174,7 +174,7 @@ class Admission:
     ) -> None:
         denial = self._check_queue(event)
         if denial is not None:
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
             return
         queue = self._store.queue
         # Remember when the shared timer is due before this waiter joins, to see whether it must fire earlier now.

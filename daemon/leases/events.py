@@ -7,10 +7,11 @@ acquire may have the same number. An event about a lease that is unknown or has 
 The shell executes effects in the order given and decides nothing. All times are monotonic nanoseconds.
 
 Every acquire, renew, free, revoke, fence clear, drain, submit, region request, cancel and resize gets exactly one of
-`Granted`, `Renewed`, `Freed`, `RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady`, `RegionGranted`,
-`RegionCancelSet`, `Resized` or `Denied`. An acquire, submit or region request gets none if its client has disconnected.
+`Granted`, `Renewed`, `FreeDone`, `RevokeDone`, `SlicesCleared`, `DrainSet`, `SubmitReady`, `RegionGranted`,
+`RegionCancelSet`, `Resized` or `RequestDenied`. An acquire, submit or region request gets none if its client has
+disconnected.
 
-A region's id is used like a lease's: renew, free and revoke accept it, and `Renewed`, `Freed`, `RevokeDone`,
+A region's id is used like a lease's: renew, free and revoke accept it, and `Renewed`, `FreeDone`, `RevokeDone`,
 `LeaseEnded` and the timers carry it.
 """
 
@@ -971,7 +972,7 @@ class ReturnSession:
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseReturn:
+class RefuseWaitingOperations:
     """Have the worker refuse, as BUSY, the operations that wait for its parked session; `reason` is a sentence."""
 
     lease_id: int
@@ -1060,7 +1061,7 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class FreeDone:
     """Reply to a free: the lease is torn down and its bytes are proved back."""
 
     request: int
@@ -1076,7 +1077,7 @@ class RevokeDone:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceCleared:
+class SlicesCleared:
     """Reply to a fence clear: how many slices were released, and their leases and warm contexts."""
 
     request: int
@@ -1110,7 +1111,7 @@ class SubmitReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Denied:
+class RequestDenied:
     """Reply to any request that is refused; `denial` has the reason for its client."""
 
     request: int
@@ -1169,13 +1170,13 @@ Outcome = (
     | Resized
     | SessionParkDone
     | Renewed
-    | Freed
+    | FreeDone
     | RevokeDone
-    | FenceCleared
+    | SlicesCleared
     | DrainSet
     | SubmitReady
     | Checked
-    | Denied
+    | RequestDenied
 )
 
 Effect = (
@@ -1200,12 +1201,12 @@ Effect = (
     | Warned
     | Granted
     | Renewed
-    | Freed
+    | FreeDone
     | RevokeDone
-    | FenceCleared
+    | SlicesCleared
     | DrainSet
     | Checked
-    | Denied
+    | RequestDenied
     | OpenRegion
     | SetRegion
     | EndRegion
@@ -1216,7 +1217,7 @@ Effect = (
     | Resized
     | ParkSession
     | ReturnSession
-    | RefuseReturn
+    | RefuseWaitingOperations
     | GiveParkMemory
     | DropParkMemory
     | LeaseParked

@@ -15,7 +15,7 @@ A lease is claimed if it has a name, or counts against its tenant's quota in the
 """
 
 from gpulease.daemon.leases import denials
-from gpulease.daemon.leases.events import Denied, Effect
+from gpulease.daemon.leases.events import Effect, RequestDenied
 from gpulease.daemon.leases.horizon_events import ClaimsLost, HorizonMoved, SetHorizon
 from gpulease.daemon.leases.model import Cause, Horizon, Lease, LeaseState
 from gpulease.daemon.leases.table_state import LeaseStore
@@ -53,7 +53,7 @@ class Horizons:
             if waiter.acquire.terms.is_claimed:
                 self._store.queue.leave(waiter)
                 self._store.has_freed_room = True
-                out.append(Denied(waiter.acquire.request, denials.isolated(event.reason)))
+                out.append(RequestDenied(waiter.acquire.request, denials.isolated(event.reason)))
         for lease in list(self._store.capped.values()):
             self._teardown.expire_if_due(lease, now_ns, out)
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):

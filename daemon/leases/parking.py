@@ -31,7 +31,6 @@ from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
-    Denied,
     DropParkMemory,
     Effect,
     GiveParkMemory,
@@ -41,7 +40,8 @@ from gpulease.daemon.leases.events import (
     ParkSession,
     ParkTimerFired,
     ProveRegion,
-    RefuseReturn,
+    RefuseWaitingOperations,
+    RequestDenied,
     ReturnSession,
     SessionParkDone,
     TimerFired,
@@ -111,7 +111,7 @@ class Parking(ParkingViews):
         if denial is None and (lease is None or lease.park is None):
             denial = denials.not_parkable(event.lease_id)
         if denial is not None or lease is None or lease.park is None:
-            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # A session that is parked already, or is being parked, answers this request too.
         state = lease.park
@@ -119,12 +119,12 @@ class Parking(ParkingViews):
             out.append(SessionParkDone(event.request, lease.snapshot(), state.moved_bytes))
             return
         if state.phase is ParkPhase.PARKED:
-            out.append(Denied(event.request, denials.is_returning(lease.lease_id)))
+            out.append(RequestDenied(event.request, denials.is_returning(lease.lease_id)))
             return
         # The tenant may know of its return before this table does: the worker answers both at the same time.
         if state.phase is ParkPhase.RESIDENT:
             if (denial := self._check_park(lease, now_ns)) is not None:
-                out.append(Denied(event.request, denial))
+                out.append(RequestDenied(event.request, denial))
                 return
             cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
             self._park(lease, cause, now_ns, out)
@@ -268,7 +268,7 @@ class Parking(ParkingViews):
             return
         out.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
         for request in lease.park.requests:
-            out.append(Denied(request, denials.park_refused(lease.lease_id, event.reason)))
+            out.append(RequestDenied(request, denials.park_refused(lease.lease_id, event.reason)))
         lease.park.requests.clear()
         if event.lacks_memory:
             # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
@@ -368,7 +368,7 @@ class Parking(ParkingViews):
         waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)
         account = self._store.account_by_uuid[lease.card_uuid]
         reason = denials.no_room_to_return(lease.lease_id, lease.park.off_bytes, max(0, account.free_bytes), waited_ms)
-        out.append(RefuseReturn(lease.lease_id, lease.park.number, reason))
+        out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         out.append(ParkFailed(lease.snapshot(), None, reason))
 
     def take_room_back(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
@@ -413,7 +413,7 @@ class Parking(ParkingViews):
         # The worker still has its image and would ask again at once; the operations that wait are refused instead.
         self._refuse_requests(lease, lease.park, denials.park_refused(lease.lease_id, event.reason), out)
         reason = denials.return_failed(lease.lease_id, event.reason)
-        out.append(RefuseReturn(lease.lease_id, lease.park.number, reason))
+        out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         lease.park.phase, lease.park.is_awaited = ParkPhase.PROVING, False
         lease.park.cause = lease.park.cause or ParkCause.ADOPTED
         self._prove(lease, lease.park, out)
@@ -604,7 +604,7 @@ class Parking(ParkingViews):
         return self._store.parked_host_bytes - sum(state.host_bytes for state in resident if state is not None)
 
     def _refuse_requests(self, lease: Lease, state: ParkState, denial: Denial, out: list[Effect]) -> None:
-        out.extend(Denied(request, denial) for request in state.requests)
+        out.extend(RequestDenied(request, denial) for request in state.requests)
         state.requests.clear()
 
     def _arm_idle(self, lease: Lease, out: list[Effect]) -> None:

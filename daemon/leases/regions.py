@@ -22,16 +22,16 @@ from gpulease.daemon.leases import denials, events
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import (
     ArmTimer,
-    Denied,
     Effect,
     EndRegion,
-    Freed,
+    FreeDone,
     LeaseEnded,
     OpenRegion,
     ProveRegion,
     RegionCancelSet,
     RegionGranted,
     Renewed,
+    RequestDenied,
     RevokeDone,
     SetRegion,
     TimerFired,
@@ -137,7 +137,7 @@ class Regions(RegionViews):
         lease = self._store.live.get(event.lease_id)
         denial = self._check_request(lease, event, now_ns)
         if denial is not None or lease is None:
-            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # Enter it before the worker answers: its bytes and its slot are taken from now on.
         region = TableRegion(
@@ -189,7 +189,7 @@ class Regions(RegionViews):
         denial = denial or self._store.denial_for(region.region_id, now_ns)
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, region.tenant)
         if denial is not None or region.deadline_ns is None:
-            out.append(Denied(event.request, denial or denials.not_found(region.region_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_found(region.region_id)))
             return
         # The new generation invalidates the tokens and timers of the old one.
         region.generation += 1
@@ -205,7 +205,7 @@ class Regions(RegionViews):
         denial = self._store.denial_unless_owner(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
         if denial is not None:
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
             return
         region.free_request = event.request
         by_whom = "an operator" if event.tenant != region.tenant else "its tenant"
@@ -231,7 +231,7 @@ class Regions(RegionViews):
             self._expire_if_due(region, now_ns, out)
         denial = denial or self._store.denial_for(event.region_id, now_ns)
         if denial is not None or region is None:
-            out.append(Denied(event.request, denial or denials.not_a_region(event.region_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_a_region(event.region_id)))
             return
         # Write the word only if it changes: raising the epoch makes the worker read the page again.
         if region.is_cancelled != event.is_cancelled:
@@ -340,7 +340,7 @@ class Regions(RegionViews):
         region.cause, region.reason = cause, reason
         out.append(_word(region))
         if self._store.region_requests.pop(region.request, None) is not None:
-            out.append(Denied(region.request, denial or denials.lease_ended(region.snapshot())))
+            out.append(RequestDenied(region.request, denial or denials.lease_ended(region.snapshot())))
 
     def _expire_if_due(self, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
         if region.is_expired(now_ns):
@@ -413,7 +413,7 @@ class Regions(RegionViews):
     def _return(self, lease: Lease, region: TableRegion, trigger: Trigger, now_ns: int, out: list[Effect]) -> None:
         self._store.return_region(lease, region, trigger, now_ns)
         if region.free_request is not None:
-            out.append(Freed(region.free_request, region.snapshot()))
+            out.append(FreeDone(region.free_request, region.snapshot()))
         self._report(region, RevokeOutcome.TORN_DOWN, out)
 
     def _give_up(self, region: TableRegion, reason: str, now_ns: int, out: list[Effect]) -> None:
@@ -422,7 +422,7 @@ class Regions(RegionViews):
         region.is_given_up, region.ended_ns, region.end_due_ns = True, now_ns, None
         region.reason = f"{region.reason.rstrip('.')}; {reason}" if region.reason else reason
         if region.free_request is not None:
-            out.append(Denied(region.free_request, denials.lease_ended(region.snapshot())))
+            out.append(RequestDenied(region.free_request, denials.lease_ended(region.snapshot())))
         self._report(region, RevokeOutcome.FENCED, out)
         # Answered for good: clearing the fence later sends no second answer.
         region.free_request, region.revoke_requests = None, []

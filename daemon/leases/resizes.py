@@ -14,7 +14,15 @@ from dataclasses import replace
 
 from gpulease.daemon.leases import denials, events
 from gpulease.daemon.leases.denials import Denial
-from gpulease.daemon.leases.events import ArmTimer, Denied, Effect, ProveRegion, Resized, ResizeSlice, WaitTimerFired
+from gpulease.daemon.leases.events import (
+    ArmTimer,
+    Effect,
+    ProveRegion,
+    RequestDenied,
+    Resized,
+    ResizeSlice,
+    WaitTimerFired,
+)
 from gpulease.daemon.leases.model import Lease, LeaseState, Resize
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.sizes import size_text
@@ -32,7 +40,7 @@ class Resizes:
         lease = self._store.live.get(event.lease_id)
         denial = self._check_request(lease, event, now_ns)
         if denial is not None or lease is None:
-            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # A restored lease's worker may have another size than the journal says, if the earlier daemon was killed before
         # it wrote the new one. So even a resize to the recorded size is carried out.
@@ -133,7 +141,7 @@ class Resizes:
         if request is None:
             return
         del self._asked[request]
-        out.append(Resized(request, lease.snapshot()) if denial is None else Denied(request, denial))
+        out.append(Resized(request, lease.snapshot()) if denial is None else RequestDenied(request, denial))
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         """Answer a request that has waited too long; return False if the request was not for a resize."""

@@ -22,11 +22,11 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     ArmTimer,
-    Denied,
     Effect,
     KillWorker,
     ProveReclaimed,
     RefuseSubmit,
+    RequestDenied,
     SetDeadline,
     SpawnSubmit,
     SubmitEnded,
@@ -240,7 +240,7 @@ class Submits(SubmitViews):
         lease = self._store.live.get(event.lease_id)
         denial = _check_request(self._store, lease, event, now_ns)
         if denial is not None or lease is None:
-            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # Noted for a submit that starts at once too: a client that disconnects is found by its request.
         due_ns = now_ns + MAX_WAIT_S * NS_PER_S
@@ -337,7 +337,7 @@ class Submits(SubmitViews):
         is_warm = may_be_warm and self._pool is not None and self._pool.has_ready(lease.card_uuid)
         if not self._has_place(lease, is_warm=is_warm):
             del self._asked[request]
-            out.append(Denied(request, denials.no_context(lease.lease_id)))
+            out.append(RequestDenied(request, denials.no_context(lease.lease_id)))
             return
         self._last_id += 1
         submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
@@ -514,13 +514,13 @@ class Submits(SubmitViews):
         """Refuse the client that waits for the submit or for its replacement."""
         submit.is_replaced = False
         if self._asked.pop(submit.request, None) is not None and denial is not None:
-            out.append(Denied(submit.request, denial))
+            out.append(RequestDenied(submit.request, denial))
 
     def _refuse_next(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
         following, lease.next_submit = lease.next_submit, None
         if following is not None:
             del self._asked[following.request]
-            out.append(Denied(following.request, denial))
+            out.append(RequestDenied(following.request, denial))
 
     def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:
         """Forget a submit: its bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""

@@ -15,14 +15,14 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
 from gpulease.daemon.leases.events import (
     ArmTimer,
-    Denied,
     Effect,
     Event,
-    FenceCleared,
     Granted,
     Renewed,
+    RequestDenied,
     RevokeDone,
     SetDeadline,
+    SlicesCleared,
     TimerFired,
     TimerKind,
     Warned,
@@ -391,7 +391,7 @@ class LeaseTable:
             self.regions.on_renew(region, event, now_ns, out)
             return
         if (denial := self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)) is not None:
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
         # Expire it first: a renewal that arrives after the deadline, before the late timer, must fail.
@@ -400,7 +400,7 @@ class LeaseTable:
             event.ttl_ms, self._store.limits, event.tenant if lease is None else lease.tenant
         )
         if denial is not None or lease is None or lease.deadline_ns is None:
-            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # The new generation invalidates the timers of the old deadline, and the tokens of the old generation.
         lease.generation += 1
@@ -445,7 +445,7 @@ class LeaseTable:
             self.regions.on_free(region, event, now_ns, out)
             return
         if (denial := self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)) is not None:
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
         self._teardown.expire_if_due(lease, now_ns, out)
@@ -458,11 +458,11 @@ class LeaseTable:
             return
         # Neither pending nor active: it has ended, or it is not known. Say which.
         denial = self._store.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
-        out.append(Denied(event.request, denial))
+        out.append(RequestDenied(event.request, denial))
 
     def _on_revoke_requested(self, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
         if (denial := self._check_revoke(event)) is not None:
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
             return
         # A returned region is over: the answer below is that of an ended lease.
         region = self._store.regions.get(event.lease_id)
@@ -505,7 +505,7 @@ class LeaseTable:
         selected = devices.select(self._store.accounts, event.card_uuid)
         if event.card_uuid is not None and not selected:
             cards = [account.card for account in self._store.accounts]
-            out.append(Denied(event.request, denials.unknown_card(event.card_uuid, cards)))
+            out.append(RequestDenied(event.request, denials.unknown_card(event.card_uuid, cards)))
             return
         # Leases first, with their regions; then lasting fences of regions in live leases; then warm contexts and
         # submits.
@@ -521,7 +521,7 @@ class LeaseTable:
             self._store.cleared.add(lease_id)
         warm_ids = self._pool.clear_fences(uuids)
         count = len(cleared) + len(of_living) + len(warm_ids) + self.submits.clear_fences(uuids, out)
-        out.append(FenceCleared(event.request, count, tuple(lease_ids), warm_ids))
+        out.append(SlicesCleared(event.request, count, tuple(lease_ids), warm_ids))
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
         self._store.is_shutting_down = True

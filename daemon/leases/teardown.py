@@ -9,13 +9,13 @@ from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import (
     ArmTimer,
-    Denied,
     Effect,
-    Freed,
+    FreeDone,
     KillWorker,
     LeaseEnded,
     ProveReclaimed,
     RefuseWork,
+    RequestDenied,
     RevokeDone,
     ScrubWorker,
     TimerFired,
@@ -112,7 +112,7 @@ class Teardown:
         if was_pending:
             self._store.leave_pending(lease)
             if cause is not Cause.ABANDONED:
-                out.append(Denied(lease.request, denial or denials.lease_ended(lease.snapshot())))
+                out.append(RequestDenied(lease.request, denial or denials.lease_ended(lease.snapshot())))
         # Step 5: a dead worker needs no kill, only the proof of its bytes.
         if lease.is_worker_gone:
             self._prove(lease, now_ns, out)
@@ -234,7 +234,7 @@ class Teardown:
         self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         snapshot = lease.snapshot()
         if lease.free_request is not None:
-            out.append(Freed(lease.free_request, snapshot))
+            out.append(FreeDone(lease.free_request, snapshot))
         self._report(lease, RevokeOutcome.TORN_DOWN, out)
 
     def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
@@ -259,7 +259,7 @@ class Teardown:
         self.regions.fence_with(lease, now_ns, out)
         self.submits.fence_with(lease, out)
         if lease.free_request is not None:
-            out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))
+            out.append(RequestDenied(lease.free_request, denials.lease_ended(lease.snapshot())))
         self._report(lease, RevokeOutcome.FENCED, out)
 
     def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:

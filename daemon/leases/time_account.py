@@ -30,7 +30,7 @@ Span = tuple[float, float, float]
 
 
 @dataclass(slots=True)
-class LeaseUse:
+class LeaseTimeUse:
     """What a lease has used of its card's time, its submits included; in nanoseconds.
 
     Attributes:
@@ -43,7 +43,7 @@ class LeaseUse:
     busy_ns: int = 0
     held_ns: int = 0
 
-    def add(self, other: "LeaseUse") -> None:
+    def add(self, other: "LeaseTimeUse") -> None:
         self.gpu_ns += other.gpu_ns
         self.busy_ns += other.busy_ns
         self.held_ns += other.held_ns

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Generic, NamedTuple, TypeVar
 
 from gpulease.daemon.host.processes import start_thread
-from gpulease.daemon.leases import Denial, Denied, Event, Granted, RegionGranted, RevokeRequested
+from gpulease.daemon.leases import Denial, Event, Granted, RegionGranted, RequestDenied, RevokeRequested
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_S
@@ -320,10 +320,10 @@ class DurableReplies:
             if self._timer is None:
                 self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
 
-    def refuse(self, granted: Granted | RegionGranted, denial: Denial) -> Denied:
+    def refuse(self, granted: Granted | RegionGranted, denial: Denial) -> RequestDenied:
         """Revoke a grant that can't be made durable. Return the denial that its tenant gets in its place."""
         self._post(RevokeRequested(0, granted.lease.lease_id, denial.message))
-        return Denied(granted.request, denial)
+        return RequestDenied(granted.request, denial)
 
     def on_change(self) -> None:
         """Check again which replies are durable. Called in the committer's thread."""

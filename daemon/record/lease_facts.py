@@ -20,15 +20,13 @@ from gpulease.daemon.leases import (
     CapacityChanged,
     Cause,
     Checked,
-    Denied,
     DrainCancelled,
     DrainRequested,
     DrainSet,
     Effect,
     Event,
-    FenceCleared,
     FenceClearRequested,
-    Freed,
+    FreeDone,
     FreeRequested,
     Granted,
     KillWorker,
@@ -50,6 +48,7 @@ from gpulease.daemon.leases import (
     RenameWorker,
     Renewed,
     RenewRequested,
+    RequestDenied,
     RequesterGone,
     Resized,
     ResizeRequested,
@@ -58,6 +57,7 @@ from gpulease.daemon.leases import (
     SessionFaulted,
     SessionParkDone,
     SetRegion,
+    SlicesCleared,
     SpawnSubmit,
     SpawnWorker,
     SubmitEnded,
@@ -72,12 +72,12 @@ from gpulease.daemon.leases import (
     WorkerScrubbed,
     kind_of,
 )
-from gpulease.daemon.leases.time_account import LeaseUse
+from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.metrics import families
-from gpulease.daemon.record.metrics.families import Family
+from gpulease.daemon.record.metrics.families import MetricFamily
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.session_words import ENDED_WORDS
 
@@ -114,13 +114,13 @@ class FactRow:
     logs: tuple[LogEvent, ...] = ()
     audit: RecordKind | None = None
     has_worker: bool = False
-    counts: tuple[Family, ...] = ()
-    counts_lives: tuple[Family, ...] = ()
-    of_regions: tuple[Family, ...] = ()
-    lives_of_regions: tuple[Family, ...] = ()
+    counts: tuple[MetricFamily, ...] = ()
+    counts_lives: tuple[MetricFamily, ...] = ()
+    of_regions: tuple[MetricFamily, ...] = ()
+    lives_of_regions: tuple[MetricFamily, ...] = ()
 
     @property
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> tuple[MetricFamily, ...]:
         return self.counts + self.counts_lives + self.of_regions + self.lives_of_regions
 
 
@@ -181,16 +181,18 @@ class FactKind(Enum):
         sources=(SessionParkDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
     )
     CANCEL_SET = FactRow(sources=(RegionCancelSet,), is_answer=True)
-    FREED = FactRow(sources=(Freed,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
+    FREED = FactRow(sources=(FreeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
     REVOKED = FactRow(sources=(RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
     FENCES_CLEARED = FactRow(
-        sources=(FenceCleared,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+        sources=(SlicesCleared,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
     )
-    UNFENCED = FactRow(sources=(FenceCleared,), is_answer=True, logs=(LogEvent.LEASE_UNFENCED,), audit=RecordKind.CLEAR)
+    UNFENCED = FactRow(
+        sources=(SlicesCleared,), is_answer=True, logs=(LogEvent.LEASE_UNFENCED,), audit=RecordKind.CLEAR
+    )
     """Fences were cleared: one fact for each lease."""
     DRAIN_SET = FactRow(sources=(DrainSet,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
     DENIED = FactRow(
-        sources=(Denied,),
+        sources=(RequestDenied,),
         is_answer=True,
         logs=(LogEvent.REQUEST_DENIED,),
         audit=RecordKind.DENY,
@@ -371,7 +373,7 @@ class Fact(NamedTuple):
     times: Times = NO_TIMES
     card: str = ""
     is_warm: bool = False
-    use: LeaseUse | None = None
+    use: LeaseTimeUse | None = None
 
 
 class LeaseHistory:
@@ -389,7 +391,7 @@ class LeaseHistory:
         self,
         lookup: Lookup,
         lease_of_submit: Callable[[int], int] = lambda _: 0,
-        use_of: Callable[[int], LeaseUse | None] = lambda _: None,
+        use_of: Callable[[int], LeaseTimeUse | None] = lambda _: None,
     ) -> None:
         self._lookup = lookup
         self._lease_of_submit = lease_of_submit
@@ -416,7 +418,7 @@ class LeaseHistory:
             Granted: self._granted,
             RegionGranted: self._granted,
             Checked: self._checked,
-            Denied: self._denied,
+            RequestDenied: self._denied,
             RefuseWork: self._refused_work,
             SetRegion: self._set_region,
             LeaseEnded: self._ended,
@@ -575,7 +577,7 @@ class LeaseHistory:
         asked = self._take_request(effect.request, now_ns)
         return Fact(FactKind.GRANTED, now_ns, effect, lease.lease_id, lease, asked, times)
 
-    def _denied(self, effect: Denied, now_ns: int) -> Fact:
+    def _denied(self, effect: RequestDenied, now_ns: int) -> Fact:
         asked = self._take_request(effect.request, now_ns)
         self._forget_request(asked)
         lease_id = getattr(asked.request, "lease_id", 0)
@@ -590,7 +592,7 @@ class LeaseHistory:
         return Fact(FactKind.SUBMIT_READY, now_ns, effect, effect.lease_id, lease, asked)
 
     def _unfenced(self, cleared: Fact) -> list[Fact]:
-        effect: FenceCleared = cleared.source
+        effect: SlicesCleared = cleared.source
         return [
             Fact(FactKind.UNFENCED, cleared.now_ns, effect, lease_id, self._lookup(lease_id), cleared.asked)
             for lease_id in effect.lease_ids
@@ -692,7 +694,7 @@ def end_under_earlier_daemon(lease: LeaseSnapshot, now_ns: int) -> Fact:
 
 
 def _end_of(
-    lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times: Times, use: LeaseUse | None = None
+    lease: LeaseSnapshot, effect: LeaseEnded | None, now_ns: int, times: Times, use: LeaseTimeUse | None = None
 ) -> Fact:
     kind = FactKind.FENCED if lease.state is LeaseState.FENCED else FactKind.ENDED
     return Fact(kind, now_ns, effect, lease.lease_id, lease, times=times, use=use)

@@ -14,11 +14,11 @@ from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.leases import (
     Cause,
     Denial,
-    Denied,
     Event,
     LeaseSnapshot,
+    RequestDenied,
 )
-from gpulease.daemon.leases.time_account import LeaseUse
+from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import WARNING, LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of, use_entry
@@ -101,7 +101,7 @@ class LeaseLog(FactRecorder):
             if (entry := entry_of(end_under_earlier_daemon(lease, now_ns))) is not None:
                 self.record(entry, now_ns)
 
-    def used(self, lease: LeaseSnapshot, use: LeaseUse) -> None:
+    def used(self, lease: LeaseSnapshot, use: LeaseTimeUse) -> None:
         """Record what a live lease has used of its card's time so far. The log has no such line."""
         self.record(use_entry(lease, use), time.monotonic_ns())
 
@@ -176,9 +176,9 @@ class LeaseLog(FactRecorder):
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
         """Pass the grant on, and log the denial if one takes its place."""
 
-        def answered(outcome: Grant | Denied) -> None:
+        def answered(outcome: Grant | RequestDenied) -> None:
             # The log has a line about the grant already, so the line about the denial has to contradict it.
-            if isinstance(outcome, Denied):
+            if isinstance(outcome, RequestDenied):
                 lease, denial = granted.lease, outcome.denial
                 operation = "region_open" if lease.parent_id else "acquire"
                 fields = {"operation": operation, "denial": denial.reason.value, "reason": denial.message}

@@ -186,7 +186,7 @@ class _Refused(Exception):
         self.why = why
 
 
-class Parking:
+class SessionParking:
     """Parks one session and brings it back.
 
     Args:

@@ -39,7 +39,7 @@ from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.native.pacing import Pacer
 from gpulease.daemon.session.operations import NO_OPTIONS, LeaseOver, Operation, OperationHandler, SessionResources
-from gpulease.daemon.session.parking import Parking
+from gpulease.daemon.session.parking import SessionParking
 from gpulease.daemon.session.region_memory import RegionMemory
 from gpulease.daemon.session.region_operations import RegionGate, RegionOperations
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, failed, failure_of, refusal_of, refused
@@ -154,7 +154,7 @@ class Session:
         self._modules = ModuleOperations(resources, planner)
         self._gate = gate = RegionGate(resources, self._launches_begun)
         self.regions = RegionMemory(resources, gate, lambda: self.streams.live, lambda: self.keeps_failure)
-        self.parking = Parking(
+        self.parking = SessionParking(
             resources, lambda: gate.is_ending(), lambda: self.lost is not None, is_parkable=is_parkable
         )
         self._region_sets = RegionOperations(resources, gate, self.regions.forget)

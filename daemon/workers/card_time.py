@@ -28,7 +28,7 @@ from gpulease.daemon.contract.control_page import (
 from gpulease.daemon.contract.messages import LatencyWord
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.leases import CoreLimits, LeaseTable
-from gpulease.daemon.leases.time_account import LeaseUse, TimeAccount
+from gpulease.daemon.leases.time_account import LeaseTimeUse, TimeAccount
 from gpulease.daemon.leases.time_shares import LAPSE_NS, ROUND_NS, SharedSession, TimeShares
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -131,11 +131,11 @@ class CardTimes:
         self._table = table
         self._workers = workers
         self._cards: dict[str, _Card] = {}
-        self._uses: dict[int, LeaseUse] = {}
+        self._uses: dict[int, LeaseTimeUse] = {}
         # What each lease had used when that was recorded last.
         self._recorded: dict[int, float] = {}
         # What has not been counted in metrics yet.
-        self._uncounted: dict[Pair, LeaseUse] = {}
+        self._uncounted: dict[Pair, LeaseTimeUse] = {}
         self._last_serial = 0
         self._is_stale = True
         self._timer: asyncio.TimerHandle | None = None
@@ -143,21 +143,21 @@ class CardTimes:
 
     # --- what others ask ---
 
-    def use_of(self, lease_id: int, card_uuid: str) -> LeaseUse | None:
+    def use_of(self, lease_id: int, card_uuid: str) -> LeaseTimeUse | None:
         """Return what a live lease has used until now; None if nothing is known of it."""
         self._sample_soon_enough(card_uuid)
         return self._uses.get(lease_id)
 
-    def known_use(self, lease_id: int) -> LeaseUse | None:
+    def known_use(self, lease_id: int) -> LeaseTimeUse | None:
         """Return what a lease had used at the last sample; None if nothing is known of it."""
         return self._uses.get(lease_id)
 
-    def take_uncounted(self) -> dict[Pair, LeaseUse]:
+    def take_uncounted(self) -> dict[Pair, LeaseTimeUse]:
         """Return what the tenants have used of each card since the last call."""
         found, self._uncounted = self._uncounted, {}
         return found
 
-    def take_unrecorded(self) -> list[tuple[int, LeaseUse]]:
+    def take_unrecorded(self) -> list[tuple[int, LeaseTimeUse]]:
         """Return the leases that have used their card since the last call, and what they have used so far."""
         found = [(lease, use) for lease, use in self._uses.items() if use.gpu_ns != self._recorded.get(lease, 0.0)]
         self._recorded |= {lease: use.gpu_ns for lease, use in found}
@@ -253,12 +253,12 @@ class CardTimes:
                 if number not in card.members and (before := member.worker.page.time_account()).sampled_ns:
                     card.account.resume(number, before.busy_ns, before.held_back_ns, before.sampled_ns)
                     if member.lease_id not in self._uses:
-                        self._uses[member.lease_id] = LeaseUse(before.gpu_ns, before.busy_ns, before.held_back_ns)
+                        self._uses[member.lease_id] = LeaseTimeUse(before.gpu_ns, before.busy_ns, before.held_back_ns)
             for number in card.members.keys() - members.keys():
                 card.account.end(number)
             card.members = members
             for member in members.values():
-                self._uses.setdefault(member.lease_id, LeaseUse())
+                self._uses.setdefault(member.lease_id, LeaseTimeUse())
             self._update_rules(card, limits)
             card.due_ns = 0
 
@@ -325,10 +325,10 @@ class CardTimes:
         spent, member = card.account.sessions[number], card.members[number]
         if not (spent.more_busy_ns or spent.more_held_ns):
             return
-        more = LeaseUse(spent.more_gpu_ns, spent.more_busy_ns, spent.more_held_ns)
-        use = self._uses.setdefault(member.lease_id, LeaseUse())
+        more = LeaseTimeUse(spent.more_gpu_ns, spent.more_busy_ns, spent.more_held_ns)
+        use = self._uses.setdefault(member.lease_id, LeaseTimeUse())
         use.add(more)
-        self._uncounted.setdefault((uuid, member.tenant), LeaseUse()).add(more)
+        self._uncounted.setdefault((uuid, member.tenant), LeaseTimeUse()).add(more)
         page = member.worker.page
         page.set_time_account(TimeAccounted(int(use.gpu_ns), spent.busy_ns, spent.held_ns, now_ns))
 

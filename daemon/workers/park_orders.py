@@ -21,7 +21,7 @@ from gpulease.daemon.leases import (
     GiveParkMemory,
     LeaseTable,
     ParkSession,
-    RefuseReturn,
+    RefuseWaitingOperations,
     ReturnSession,
     ReturnWanted,
     SessionParked,
@@ -98,7 +98,7 @@ class ParkOrders:
         if not self._send(order.lease_id, messages.ReturnOrder(order.number)):
             self._post(SessionReturnFailed(order.lease_id, order.number, "its worker takes no orders now"))
 
-    def refuse_return(self, order: RefuseReturn) -> None:
+    def refuse_return(self, order: RefuseWaitingOperations) -> None:
         # A worker that does not get this asks again within a second.
         self._send(order.lease_id, messages.RefuseReturn(order.number, order.reason))
 

@@ -22,7 +22,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.host.unsolicited_fds import refuse_descriptors
 from gpulease.daemon.leases import Cause
 from gpulease.daemon.record.metrics import families
-from gpulease.daemon.record.metrics.families import Family
+from gpulease.daemon.record.metrics.families import MetricFamily
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import ZygoteClient
 from gpulease.protocol.failures import KILLED, LEASE_ENDS
@@ -309,7 +309,7 @@ _FAMILIES: Final = (
 )
 
 
-def counter_increments(worker: Worker) -> list[tuple[Family, float]]:
+def counter_increments(worker: Worker) -> list[tuple[MetricFamily, float]]:
     """Return the increments of a worker's counters since the last call.
 
     Metrics count by tenant, and a tenant outlives its sessions, so increments are added up.

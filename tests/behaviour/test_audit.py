@@ -16,7 +16,7 @@ from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession, Permiss
 from gpulease.daemon.record.audit.files import log_files
 from gpulease.daemon.record.audit.log_reader import find_log
 from gpulease.daemon.record.audit.record_writer import BEAT_S
-from gpulease.daemon.record.audit.records import Record, RecordKind
+from gpulease.daemon.record.audit.records import AuditRecord, RecordKind
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.capabilities import AttachOption
@@ -218,7 +218,7 @@ def test_no_grant_that_was_told_is_lost_to_a_kill(start_daemon: Callable[..., Da
     assert used["byte_us"] == used["lease_us"] * SIZE
 
 
-def used_by(everything: list[Record], lease: str) -> int:
+def used_by(everything: list[AuditRecord], lease: str) -> int:
     """Microseconds of one lease: the rest of the log tells when its daemon lived, and no more."""
     total = UsageSum()
     for record in everything:

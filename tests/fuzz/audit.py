@@ -16,11 +16,11 @@ from itertools import pairwise
 from gpulease.daemon.record.audit.log_reader import find_log, line_of, usage_map, usage_table
 from gpulease.daemon.record.audit.records import (
     MAX_RECORD_BYTES,
+    AuditRecord,
     ChainEnd,
     NotAHead,
     NotARecord,
     NotCanonical,
-    Record,
     RecordKind,
     canonical_bytes,
     head_bytes,
@@ -43,7 +43,7 @@ assert WHOLE.head is not None
 HEAD = WHOLE.head
 
 
-def _record_in(line: bytes) -> Record | None:
+def _record_in(line: bytes) -> AuditRecord | None:
     """The record in a line; None for a torn line."""
     try:
         return read_record(line[:-1])
@@ -101,7 +101,7 @@ def verdict_of(files: dict[str, bytes], head: ChainEnd | None) -> Verdict:
     return verifier.finish()
 
 
-def read(files: dict[str, bytes]) -> list[Record]:
+def read(files: dict[str, bytes]) -> list[AuditRecord]:
     """The records in a log, each of which is written in its one way."""
     verifier = Verifier()
     records = []
@@ -114,8 +114,8 @@ def read(files: dict[str, bytes]) -> list[Record]:
     return records
 
 
-def text_of(record: Record) -> bytes:
-    return canonical_bytes({name: getattr(record, name) for name in Record.__slots__})
+def text_of(record: AuditRecord) -> bytes:
+    return canonical_bytes({name: getattr(record, name) for name in AuditRecord.__slots__})
 
 
 def lines_of(files: dict[str, bytes]) -> Iterator[tuple[str, int, bytes]]:
@@ -208,7 +208,7 @@ def sealed(draws: Draws) -> bytes:
                 (1, 2, {}, [], None, True, "", "x", after.prev, {"offset": 0}, {"boot": 5}, {"end": 1}, after.seq)
             )
         )
-    record = {name: getattr(after, name) for name in Record.__slots__} | {
+    record = {name: getattr(after, name) for name in AuditRecord.__slots__} | {
         "seq": after.seq + 1,
         "prev": hashlib.sha256(text_of(after)).hexdigest(),
         "kind": draws.pick(tuple(RecordKind)).value,

@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.daemon.gpus import cuinit
-from gpulease.daemon.gpus.cuinit import Answer
+from gpulease.daemon.gpus.cuinit import CuInitResult
 from gpulease.daemon.gpus.diagnosis import Library, describe_host, diagnose
 from gpulease.daemon.gpus.nvidia import NvidiaCards
 from helpers.nvml import Cards
@@ -18,7 +18,7 @@ def test_a_whole_host(cards: Cards) -> None:
     assert host.module_version[:1].isdigit()
     assert (host.missing, host.closed) == ((), ())
     assert host.has_cards is not False
-    assert cuinit.ask() == Answer(0)
+    assert cuinit.ask() == CuInitResult(0)
     source = NvidiaCards()
     assert source.why_no_context() is None
     source.close()
@@ -27,5 +27,5 @@ def test_a_whole_host(cards: Cards) -> None:
 def test_cards_that_are_hidden(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     answer = cuinit.ask()
-    assert answer == Answer(NO_DEVICE)
+    assert answer == CuInitResult(NO_DEVICE)
     assert "CUDA sees no card" in diagnose(Library.CUDA, NO_DEVICE, describe_host()).message

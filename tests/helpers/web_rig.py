@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.web_frontend import WebFrontend
-from gpulease.daemon.leases import DrainSet, FenceCleared, Outcome, RevokeDone
+from gpulease.daemon.leases import DrainSet, Outcome, RevokeDone, SlicesCleared
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.fleet_membership import FleetMembership
 from gpulease.daemon.web.http_settings import HttpSettings
@@ -115,7 +115,7 @@ class Scene:
 
     def clear_fences(self, card_uuid: str, on_outcome: Callable[[Outcome], None]) -> None:
         self.cleared.append(card_uuid)
-        on_outcome(FenceCleared(0, 2, (8,)))
+        on_outcome(SlicesCleared(0, 2, (8,)))
 
     def refused(self, operation: str, lease_id: int, message: str) -> None:
         self.refusals.append(operation)

@@ -34,7 +34,7 @@ class TokenText:
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer.
 
     Attributes:
@@ -93,7 +93,7 @@ class AnswerText:
     def is_stopped(self) -> bool:
         return self._filter.is_stopped
 
-    def add(self, emitted: Emitted) -> Piece:
+    def add(self, emitted: Emitted) -> AnswerPiece:
         """Add a token. Returns the text that is certain now, with its tokens."""
         self.completion_tokens += 1
         self.log_probability += emitted.log_probability
@@ -110,7 +110,7 @@ class AnswerText:
             piece.replays = self._replays = emitted.attempt
         return piece
 
-    def end(self, finish: str) -> Piece:
+    def end(self, finish: str) -> AnswerPiece:
         """End the answer. Returns the rest of the text, with the finish reason."""
         # An incomplete character at the end becomes U+FFFD; the filter may still find a stop with it.
         rest = "" if self.is_stopped else self._filter.add(self._stream.end())
@@ -118,7 +118,7 @@ class AnswerText:
         piece.finish = "stop" if self.is_stopped else finish
         return piece
 
-    def _piece(self, text: str, *, is_last: bool) -> Piece:
+    def _piece(self, text: str, *, is_last: bool) -> AnswerPiece:
         self._given += len(text)
         waiting = self._waiting
         # At the end without a stop, everything that was held back is part of the answer.
@@ -134,7 +134,7 @@ class AnswerText:
                 count = 0
         tokens = [token for token, _ in waiting[:count]]
         del waiting[:count]
-        return Piece(text, tokens)
+        return AnswerPiece(text, tokens)
 
 
 def token_text(bytes_of: Callable[[int], bytes], emitted: Emitted, begin: int) -> TokenText:
@@ -144,9 +144,9 @@ def token_text(bytes_of: Callable[[int], bytes], emitted: Emitted, begin: int) -
     return TokenText(bytes_of(emitted.token), log, begin, ranks)
 
 
-def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted]) -> Piece:
+def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted]) -> AnswerPiece:
     """Return a prompt as the first piece of its answer, with its tokens if they were scored."""
-    stream, piece = tokenizer.stream(), Piece()
+    stream, piece = tokenizer.stream(), AnswerPiece()
     for place, token in enumerate(prompt):
         begin = len(piece.text)
         piece.text += stream.add(token)
@@ -158,7 +158,7 @@ def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted
     return piece
 
 
-async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Piece]:
+async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[AnswerPiece]:
     """Yield an answer's pieces as they come. The last one has the finish reason.
 
     Raises what the generation raises, and ApiError if it was cancelled before its answer was complete.
@@ -176,7 +176,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[Pi
             replays = None
             yield piece
     else:
-        piece = Piece(replays=replays)
+        piece = AnswerPiece(replays=replays)
     # A stop cancels the generation, but to the caller that is a normal end.
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:

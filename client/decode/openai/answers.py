@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpulease.client.decode.openai.answer_text import AnswerText, Piece, echo, pieces
+from gpulease.client.decode.openai.answer_text import AnswerPiece, AnswerText, echo, pieces
 from gpulease.client.decode.openai.completion_request import CompletionRequest
 from gpulease.client.decode.openai.tool_formats import ToolCallParser, format_named
 from gpulease.client.decode.supervisor.generation import Generation
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 
-class Answer:
+class CompletionAnswer:
     """One answer.
 
     Attributes:
@@ -25,7 +25,7 @@ class Answer:
     def __init__(
         self, tokenizer: "Tokenizer", asked: CompletionRequest, end_tokens: frozenset[int], generation: Generation
     ) -> None:
-        self.whole = Piece()
+        self.whole = AnswerPiece()
         self._tokenizer, self._asked, self._end_tokens = tokenizer, asked, end_tokens
         self._calls: ToolCallParser | None = None
         shown: dict[int, bytes] = {}
@@ -47,7 +47,7 @@ class Answer:
     def likelihood(self) -> float:
         return self._text.log_probability / max(1, self._text.completion_tokens)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """Yield the answer's pieces as they come. The last one has the finish reason.
 
         Raises what `answer_text.pieces` raises.
@@ -90,7 +90,7 @@ class Answer:
             whole.finish = piece.finish
 
 
-def best_of(answers: Sequence[Answer], count: int) -> Sequence[Answer]:
+def best_of(answers: Sequence[CompletionAnswer], count: int) -> Sequence[CompletionAnswer]:
     """Return the likeliest answers, the likeliest first; all of them in their order if that many are wanted."""
     if count == len(answers):
         return answers

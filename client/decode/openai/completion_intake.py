@@ -45,7 +45,7 @@ class Submitted:
     end_tokens: frozenset[int]
 
 
-class Place(Protocol):
+class QueuePlace(Protocol):
     """A tenant's place for one request, which counts as a request that waits until its sequences are submitted."""
 
     async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
@@ -61,7 +61,7 @@ class CompletionSource(Protocol):
 
     log: DecodeLog
 
-    def place(self, tenant: str) -> AbstractAsyncContextManager[Place]:
+    def place(self, tenant: str) -> AbstractAsyncContextManager[QueuePlace]:
         """Take a place for a request. Raises AdmissionRefused or ApiError if the tenant has none left."""
 
     async def tokenizer(self) -> "Tokenizer":
@@ -89,7 +89,7 @@ class DecoderSource:
         return tenant in self._decoder.scheduler.tenants
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[Place]:
+    async def place(self, tenant: str) -> AsyncIterator[QueuePlace]:
         """Take a place until the block ends. Raises AdmissionRefused."""
         with self._decoder.prompts.place(tenant):
             yield _DecoderPlace(self, tenant)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpulease.client.decode.openai.answer_text import Piece, TokenText
+from gpulease.client.decode.openai.answer_text import AnswerPiece, TokenText
 from gpulease.client.decode.openai.api_errors import EXTENSION
 from gpulease.client.decode.openai.tool_formats import CallPart
 from gpulease.client.http.event_stream import event
@@ -38,14 +38,14 @@ class ReplyHead:
     has_usage: bool
     seed: int | None
 
-    def whole(self, answers: Sequence[Piece], prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[AnswerPiece], prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
         """Return the body of a reply that is not a stream, with each whole answer as one piece."""
         choices = [self._choice(index, piece) for index, piece in enumerate(answers)]
         body = self._object(choices, is_chunk=False) | {"usage": usage(prompt_tokens, completion_tokens)}
         replays = max((piece.replays for piece in answers if piece.replays is not None), default=None)
         return body | self._extension(replays, is_first=True)
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
         logprobs = self._logprobs(piece.tokens)
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish, "logprobs": logprobs}
         if self.is_chat:
@@ -59,7 +59,7 @@ class ReplyHead:
             choice["text"] = piece.text
         return choice
 
-    def chunk(self, piece: Piece, index: int = 0, *, is_first: bool) -> dict[str, Any]:
+    def chunk(self, piece: AnswerPiece, index: int = 0, *, is_first: bool) -> dict[str, Any]:
         """Return the stream's object for a piece of an answer; `is_first` if it begins that answer."""
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish or None}
         # Only the first chunk of a chat has the role, even if its content is still empty.
@@ -76,7 +76,7 @@ class ReplyHead:
     def _call_id(self, index: int, call: int) -> str:
         return f"call_{self.request_id}_{index}_{call}"
 
-    def _whole_calls(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def _whole_calls(self, index: int, piece: AnswerPiece) -> list[dict[str, Any]]:
         """Return an answer's calls, put together from their pieces."""
         names, arguments = dict[int, str](), defaultdict[int, str](str)
         for part in piece.calls:

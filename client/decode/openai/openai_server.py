@@ -32,8 +32,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 import gpulease
-from gpulease.client.decode.openai.answer_text import Piece
-from gpulease.client.decode.openai.answers import Answer, best_of, together
+from gpulease.client.decode.openai.answer_text import AnswerPiece
+from gpulease.client.decode.openai.answers import CompletionAnswer, best_of, together
 from gpulease.client.decode.openai.api_errors import (
     CLOSED_REQUEST,
     OVERLOADED,
@@ -210,7 +210,7 @@ class OpenAiFace:
             seed=asked.sampling.seed if asked.is_seed_chosen else None,
         )
         tokenizer = await self._source.tokenizer()
-        answers = [Answer(tokenizer, asked, submitted.end_tokens, one) for one in generations]
+        answers = [CompletionAnswer(tokenizer, asked, submitted.end_tokens, one) for one in generations]
         if not asked.is_stream:
             # One reply: collect all pieces first, so an error can still be the reply's status.
             await together(answer.collect() for answer in answers)
@@ -223,14 +223,14 @@ class OpenAiFace:
             await reply.whole(head.whole(wholes, prompt_tokens, completion_tokens))
             return
 
-        async def send(index: int, answer: Answer) -> None:
+        async def send(index: int, answer: CompletionAnswer) -> None:
             is_first = True
             async for piece in answer.pieces():
                 last = piece.finish
                 if last and (piece.text or piece.calls or is_first):
                     # Clients expect the finish reason in a separate object.
                     await reply.event(head.chunk(replace(piece, finish=""), index, is_first=is_first))
-                    is_first, piece = False, Piece(finish=last)
+                    is_first, piece = False, AnswerPiece(finish=last)
                 await reply.event(head.chunk(piece, index, is_first=is_first))
                 is_first = False
 

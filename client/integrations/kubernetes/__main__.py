@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.console.exit_status import CannotStart, failures_as_sentences, needing
+from gpulease.client.console.exit_status import MissingPrerequisite, failures_as_sentences, needing
 from gpulease.client.integrations.kubernetes.resource_pool import DRIVER
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 
@@ -100,7 +100,7 @@ def serve(
         try:
             return KubeletPlugin(DRIVER, claims, lambda: cards.health(node), registry, folder, _say, instance=pod_uid)
         except OSError as error:
-            raise CannotStart(f"can't listen for the kubelet: {error}. End what listens there") from None
+            raise MissingPrerequisite(f"can't listen for the kubelet: {error}. End what listens there") from None
 
     plugin = listening()
     # Published only once the driver listens: a slice is an offer.
@@ -117,7 +117,7 @@ def serve(
                 keep_at = time.monotonic() + renew_s
             # A driver that does not publish any more is useless; its pod's next start is not.
             if not publisher.is_alive:
-                raise CannotStart("the ResourceSlices are not published any more: the log says why")
+                raise MissingPrerequisite("the ResourceSlices are not published any more: the log says why")
             # Restarting the kubelet or cleaning its folder may remove them.
             if lost := plugin.lost_sockets():
                 _say(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
@@ -139,7 +139,7 @@ def probe(kubelet: Path, pod_uid: str) -> None:
         from gpulease.client.integrations.kubernetes.driver_probe import problem_of
 
     if problem := problem_of(DRIVER, kubelet / "plugins_registry", pod_uid):
-        raise CannotStart(problem)
+        raise MissingPrerequisite(problem)
 
 
 def _say(text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 from gpulease.client.console.reports import cards_of, health_of, leases_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.kubernetes.kubelet_plugin import DeviceHealth
-from gpulease.client.integrations.kubernetes.resource_pool import Card, Trouble, device_name
+from gpulease.client.integrations.kubernetes.resource_pool import PublishedCard, Trouble, device_name
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory
@@ -27,9 +27,9 @@ class NodeCards:
             lease_ids: Returns the ids of the leases that claims of this node hold, as in reports.
         """
         self._address, self._lease_ids = address, lease_ids
-        self._last: list[Card] | None = None
+        self._last: list[PublishedCard] | None = None
 
-    def read(self) -> list[Card]:
+    def read(self) -> list[PublishedCard]:
         """Return the cards. Those of a daemon that stopped answering are the last ones, marked as unreachable.
 
         Raises GpuLeaseError if the daemon has not answered yet.
@@ -40,7 +40,7 @@ class NodeCards:
         except GpuLeaseError:
             if self._last is None:
                 raise
-            return [Card(one.uuid, one.product, one.driver, 0, (Trouble.UNREACHABLE,)) for one in self._last]
+            return [PublishedCard(one.uuid, one.product, one.driver, 0, (Trouble.UNREACHABLE,)) for one in self._last]
 
     def health(self, pool: str) -> list[DeviceHealth]:
         """Return the cards' health, as devices of a pool. It is not known of a daemon that does not answer."""
@@ -50,7 +50,7 @@ class NodeCards:
             return []
         return [_health(card, pool) for card in cards]
 
-    def _read(self) -> list[Card]:
+    def _read(self) -> list[PublishedCard]:
         # A lease that is granted between the two readings would be missing from both the free and the held bytes.
         leases = self._leases()
         for _ in range(_ATTEMPTS):
@@ -76,7 +76,7 @@ class NodeCards:
         return leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self._address).report)
 
 
-def _health(card: Card, pool: str) -> DeviceHealth:
+def _health(card: PublishedCard, pool: str) -> DeviceHealth:
     said = ", ".join(trouble.value for trouble in card.troubles)
     is_healthy = None if Trouble.UNREACHABLE in card.troubles else not any(one.is_unhealthy for one in card.troubles)
     return DeviceHealth(pool, device_name(card.uuid), is_healthy, said)
@@ -86,7 +86,7 @@ def _with_flags(inventory: Inventory) -> list[tuple[Mapping[str, Any], int]]:
     return list(zip(cards_of(inventory), (entry.flags for entry in inventory.entries), strict=True))
 
 
-def _card(found: Mapping[str, Any], flags: int, held: Mapping[str, int], *, is_sick: bool) -> Card:
+def _card(found: Mapping[str, Any], flags: int, held: Mapping[str, int], *, is_sick: bool) -> PublishedCard:
     troubles = []
     is_drained = found.get("drain_left_ms") is not None
     if is_drained:
@@ -97,4 +97,6 @@ def _card(found: Mapping[str, Any], flags: int, held: Mapping[str, int], *, is_s
         troubles.append(Trouble.FENCED)
     # Of a drained node the inventory reports no free bytes. Its devices keep their size: their taint says what is up.
     free = found["capacity_bytes"] if is_drained else found["available_bytes"] + held.get(found["uuid"], 0)
-    return Card(found["uuid"], found["name"], found["driver"], min(free, int(found["capacity_bytes"])), tuple(troubles))
+    return PublishedCard(
+        found["uuid"], found["name"], found["driver"], min(free, int(found["capacity_bytes"])), tuple(troubles)
+    )

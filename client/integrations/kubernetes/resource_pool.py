@@ -61,7 +61,7 @@ class Trouble(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class PublishedCard:
     """A card, as its device is to be published.
 
     Attributes:
@@ -94,7 +94,7 @@ class Verb(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class ApiWrite:
     """A write to the API server; a replacement has the resourceVersion that it is based on."""
 
     verb: Verb
@@ -118,7 +118,7 @@ def quantity_text(size_bytes: int) -> str:
     return f"{size_bytes}{_SUFFIXES[power]}"
 
 
-def device_of(card: Card) -> dict[str, Any]:
+def device_of(card: PublishedCard) -> dict[str, Any]:
     """Describe a card as a device of a ResourceSlice."""
     troubles = card.troubles
     # Whole steps only, because the scheduler rounds requests up to a step. A capacity below the least request would be
@@ -170,7 +170,7 @@ def writes_to(
     stored: Sequence[Mapping[str, Any]],
     owner: Owner,
     stored_as: Mapping[str, str],
-) -> list[Write]:
+) -> list[ApiWrite]:
     """Return the writes that turn the stored slices of this node and driver into those of `devices`, in order.
 
     Args:
@@ -198,18 +198,18 @@ def writes_to(
     is_one = not missing and not obsolete and len(changed) == 1
     generation = max(highest, 1) if is_one else highest + 1
     pool = {"name": owner.name, "generation": generation, "resourceSliceCount": len(parts)}
-    writes = [Write(Verb.DELETE, {"metadata": {"name": found["metadata"]["name"]}}) for found in obsolete]
+    writes = [ApiWrite(Verb.DELETE, {"metadata": {"name": found["metadata"]["name"]}}) for found in obsolete]
     for name, part in wanted.items():
         if name in by_name and is_one and name not in changed:
             continue
         body = _slice(name, part, pool, owner)
         if name not in by_name:
-            writes.append(Write(Verb.CREATE, body))
+            writes.append(ApiWrite(Verb.CREATE, body))
             continue
         # Based on what was read: a write of somebody else in between makes the server refuse this one.
         body["metadata"]["resourceVersion"] = by_name[name]["metadata"]["resourceVersion"]
         _keep_times(body["spec"]["devices"], by_name[name]["spec"].get("devices") or ())
-        writes.append(Write(Verb.REPLACE, body))
+        writes.append(ApiWrite(Verb.REPLACE, body))
     return writes
 
 

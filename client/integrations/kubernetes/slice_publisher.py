@@ -12,9 +12,9 @@ from typing import Any, Final, Protocol
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
 from gpulease.client.integrations.kubernetes.resource_pool import (
+    ApiWrite,
     Owner,
     Verb,
-    Write,
     digest_of,
     dropped_fields,
     writes_to,
@@ -204,7 +204,7 @@ class SlicePublisher:
             self._write(write)
         return bool(writes)
 
-    def _write(self, write: Write) -> None:
+    def _write(self, write: ApiWrite) -> None:
         if write.verb is Verb.DELETE:
             try:
                 self._cluster.delete_slice(write.name)

@@ -25,7 +25,7 @@ from typing import IO, Final
 
 import click
 
-from gpulease.client.console.exit_status import CannotStart, failures_as_sentences
+from gpulease.client.console.exit_status import MissingPrerequisite, failures_as_sentences
 from gpulease.client.console.reports import Report, cards_of
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.errors import GpuLeaseError
@@ -162,7 +162,7 @@ def service(folder: Path) -> None:
     with (folder / SERVICE_LOCK).open("ab") as held:
         # The prolog checks this lock, by which it knows that leases are renewed.
         if not _lock(held):
-            raise CannotStart(f"another gpulease-slurm service already serves {folder}")
+            raise MissingPrerequisite(f"another gpulease-slurm service already serves {folder}")
         while True:
             # Renew the leases first: reporting what ended jobs used asks slurmctld, and may wait for it.
             for job, step in [
@@ -171,7 +171,7 @@ def service(folder: Path) -> None:
             ]:
                 try:
                     step(records, job)
-                except CannotStart as error:
+                except MissingPrerequisite as error:
                     # The next round tries again. A lasting fault is logged in each round.
                     click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
             time.sleep(RENEW_S)
@@ -183,7 +183,7 @@ def service(folder: Path) -> None:
 def _acquire(records: JobRecords, job: str, record: JobRecord, request: JobRequest) -> None:
     """Acquire a job's leases, each on a card of its own, and record them.
 
-    If it raises RefusedForUser or CannotStart, nothing remains of the leases.
+    If it raises RefusedForUser or MissingPrerequisite, nothing remains of the leases.
     """
     until_s = time.monotonic() + WAIT_S
     used_cards: set[str] = set()
@@ -206,7 +206,7 @@ def _acquire(records: JobRecords, job: str, record: JobRecord, request: JobReque
 def _acquire_one(
     job: str, record: JobRecord, request: JobRequest, number: int, used_cards: set[str], until_s: float
 ) -> tuple[str, str]:
-    """Return the id of a job's next lease, and its card's UUID. Raises RefusedForUser, and CannotStart."""
+    """Return the id of a job's next lease, and its card's UUID. Raises RefusedForUser, and MissingPrerequisite."""
     # The daemon itself waits for room on any card, in its fair queue. Otherwise the cards are tried in turn.
     if request == JobRequest(request.size_bytes):
         wait_s = max(0.0, until_s - time.monotonic())
@@ -267,7 +267,7 @@ def _renew_one(lease_id: str, address: str) -> str:
 
 
 def _keep(records: JobRecords, job: str) -> None:
-    """Renew a job's leases, or end them if slurmctld reports that the job is over. Raises CannotStart."""
+    """Renew a job's leases, or end them if slurmctld reports that the job is over. Raises MissingPrerequisite."""
     with records.locked(job, waits=False) as is_free:
         record = records.read(job) if is_free else None
         # A prolog or an epilog holds the lock, or the job has no lease to renew.
@@ -321,7 +321,7 @@ def _free(lease_id: LeaseId, address: str) -> str:
 def _report_usage(records: JobRecords, job: str) -> None:
     """Append what a job's leases used on this node to its AdminComment, which a site's accounting reads.
 
-    Raises CannotStart.
+    Raises MissingPrerequisite.
     """
     usage = records.usage(job)
     node = socket.gethostname().partition(".")[0]
@@ -384,10 +384,10 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _check_service(folder: Path) -> None:
-    """Raise CannotStart unless the service runs: without it a lease would end in the middle of its job."""
+    """Raise MissingPrerequisite unless the service runs: without it a lease would end in the middle of its job."""
     with (folder / SERVICE_LOCK).open("ab") as file:
         if _lock(file):
-            raise CannotStart("the service does not run on this node: systemctl enable --now gpulease-slurm")
+            raise MissingPrerequisite("the service does not run on this node: systemctl enable --now gpulease-slurm")
 
 
 def run() -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.integrations.file_replacement import replace_file
 from gpulease.client.integrations.slurm.job_usage import JobUsage
 
@@ -69,7 +69,7 @@ class JobRecords:
         return [path.stem for path in sorted(self._folder.glob(f"*{_SUFFIX}"))]
 
     def read(self, job: str) -> JobRecord | None:
-        """Return a job's record; None if it has none. Raises CannotStart if the file is not a record."""
+        """Return a job's record; None if it has none. Raises MissingPrerequisite if the file is not a record."""
         path = self._path(job)
         try:
             members = json.loads(path.read_text())
@@ -94,7 +94,7 @@ class JobRecords:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, AttributeError) as error:
-            raise CannotStart(f"{path} must be a job's record: {error}. Was it changed?") from None
+            raise MissingPrerequisite(f"{path} must be a job's record: {error}. Was it changed?") from None
 
     def write(self, job: str, record: JobRecord) -> None:
         """Replace a job's record. It is on the disk when this returns."""
@@ -109,7 +109,7 @@ class JobRecords:
         return [path.stem for path in sorted(self._folder.glob(f"*{_USAGE_SUFFIX}"))]
 
     def usage(self, job: str) -> JobUsage:
-        """Return what a job's ended leases used. Raises CannotStart if the file is not a usage."""
+        """Return what a job's ended leases used. Raises MissingPrerequisite if the file is not a usage."""
         path = self._usage_path(job)
         try:
             members = json.loads(path.read_text())
@@ -117,7 +117,7 @@ class JobRecords:
         except FileNotFoundError:
             return JobUsage()
         except (ValueError, TypeError, LookupError) as error:
-            raise CannotStart(f"{path} must be a job's usage: {error}. Was it changed?") from None
+            raise MissingPrerequisite(f"{path} must be a job's usage: {error}. Was it changed?") from None
 
     def write_usage(self, job: str, usage: JobUsage) -> None:
         """Replace a job's usage. It is on the disk when this returns."""

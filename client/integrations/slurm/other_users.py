@@ -6,7 +6,7 @@ import pwd
 from collections.abc import Callable
 from typing import Final
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.opcodes import Status
 
@@ -14,7 +14,7 @@ MAX_ERROR_CHARS: Final = 1024
 """Most characters of an error that the child passes on: the reason of a refusal, for the job's output."""
 
 
-class RefusedForUser(CannotStart):
+class RefusedForUser(MissingPrerequisite):
     """The daemon refused a request that was made as the job's user.
 
     Attributes:
@@ -31,7 +31,7 @@ def as_user(user: int, action: Callable[[], str]) -> str:
 
     The child has the user's groups, so a user who may not write to the daemon's socket gets no lease.
 
-    Raises RefusedForUser if the daemon refuses, and CannotStart for any other error of the child.
+    Raises RefusedForUser if the daemon refuses, and MissingPrerequisite for any other error of the child.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -59,10 +59,10 @@ def as_user(user: int, action: Callable[[], str]) -> str:
     os.waitpid(child, 0)
     # No answer at all: the child did not reach its last line.
     if not text:
-        raise CannotStart(f"as user {user}: the request's process was killed")
+        raise MissingPrerequisite(f"as user {user}: the request's process was killed")
     answer = json.loads(text)
     if "done" in answer:
         return str(answer["done"])
     if "status" in answer:
         raise RefusedForUser(str(answer["error"]), Status(int(answer["status"])))
-    raise CannotStart(f"as user {user}: {answer['error']}")
+    raise MissingPrerequisite(f"as user {user}: {answer['error']}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 MIB: Final = 1 << 20
 
@@ -74,20 +74,20 @@ def request_of_job(environment: Mapping[str, str]) -> JobRequest | None:
 
 
 def job_id(environment: Mapping[str, str]) -> str:
-    """Return the job's number. Raises CannotStart without one."""
+    """Return the job's number. Raises MissingPrerequisite without one."""
     job = environment.get("SLURM_JOB_ID", "")
     if not re.fullmatch(r"[1-9][0-9]{0,9}", job):
-        raise CannotStart(
+        raise MissingPrerequisite(
             f"SLURM_JOB_ID must be a job's number, not {job[:32]!r}: Slurm runs this, as Prolog, TaskProlog or Epilog"
         )
     return job
 
 
 def number_in(environment: Mapping[str, str], name: str, default: str = "") -> int:
-    """Return a number of the environment. Raises CannotStart."""
+    """Return a number of the environment. Raises MissingPrerequisite."""
     text = environment.get(name, default)
     if not re.fullmatch(r"[0-9]{1,10}", text):
-        raise CannotStart(f"{name} must be a number, not {text[:32]!r}")
+        raise MissingPrerequisite(f"{name} must be a number, not {text[:32]!r}")
     return int(text)
 
 

@@ -10,10 +10,10 @@ from gpulease.daemon.leases import (
     DrainRequested,
     DrainSet,
     Event,
-    FenceCleared,
     FenceClearRequested,
     RevokeDone,
     RevokeRequested,
+    SlicesCleared,
 )
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.protocol import messages
@@ -60,7 +60,7 @@ class AdminHandler:
 
     def fence_clear(self, request: Request, body: messages.FenceClear) -> None:
         def on_outcome(outcome: Result) -> None:
-            if isinstance(outcome, FenceCleared):
+            if isinstance(outcome, SlicesCleared):
                 self._caller.answer(request, messages.FenceCleared(outcome.count))
             else:
                 self._caller.answer_denied(request, outcome)

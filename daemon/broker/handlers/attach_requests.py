@@ -16,8 +16,8 @@ from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.leases import (
-    Denied,
     GuestAttached,
+    RequestDenied,
     SessionOpened,
     SubmitAbandoned,
     SubmitReady,
@@ -164,7 +164,7 @@ class AttachHandler:
             self._open_submits.pop(number, None)
             if isinstance(outcome, SubmitReady | Failure):
                 on_ready(outcome)
-            elif isinstance(outcome, Denied):
+            elif isinstance(outcome, RequestDenied):
                 on_ready(outcome.denial.failure)
 
         self._caller.need_memory()

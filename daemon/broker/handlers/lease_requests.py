@@ -17,7 +17,7 @@ from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.leases import (
     AcquireRequested,
     Denial,
-    Freed,
+    FreeDone,
     FreeRequested,
     Granted,
     GuestAttached,
@@ -145,7 +145,7 @@ class LeaseHandler:
 
     def lease_free(self, request: Request, body: messages.LeaseRef) -> None:
         def on_outcome(outcome: Result) -> None:
-            if isinstance(outcome, Freed):
+            if isinstance(outcome, FreeDone):
                 self._caller.answer(request, messages.Empty())
             else:
                 self._caller.answer_denied(request, outcome)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
-from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, Family, FamilyKind, NodeCollector
+from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, FamilyKind, MetricFamily, NodeCollector
 from gpulease.daemon.web.http_settings import HttpSettings
 from gpulease.protocol.http_origin import loopback_hosts
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 FRESH_S: Final = 1.0
 """Greatest age of the exposition. Rendering it visits every node, and any user of the host may ask."""
 
-PLACEMENTS: Final = Family(
+PLACEMENTS: Final = MetricFamily(
     "gpu_directory_placements",
     FamilyKind.COUNTER,
     "Requests for a place, by result: placed, unplaced if no node fits, or the status of the refusal.",
     ("result",),
 )
-LISTINGS: Final = Family(
+LISTINGS: Final = MetricFamily(
     "gpu_directory_listings",
     FamilyKind.COUNTER,
     "Requests for the list of nodes and names, by result: listed, or the status of the refusal.",
     ("result",),
 )
-NODES: Final = Family(
+NODES: Final = MetricFamily(
     "gpu_directory_nodes", FamilyKind.GAUGE, "Nodes that it knows, by state: ready, draining or silent.", ("state",)
 )
-NAMES: Final = Family("gpu_directory_names", FamilyKind.GAUGE, "Names whose claims it knows.")
-VIEW_AGE: Final = Family("gpu_directory_view_age_seconds", FamilyKind.GAUGE, "Time since etcd last answered.")
-CURRENT: Final = Family(
+NAMES: Final = MetricFamily("gpu_directory_names", FamilyKind.GAUGE, "Names whose claims it knows.")
+VIEW_AGE: Final = MetricFamily("gpu_directory_view_age_seconds", FamilyKind.GAUGE, "Time since etcd last answered.")
+CURRENT: Final = MetricFamily(
     "gpu_directory_current", FamilyKind.GAUGE, "1 while it names nodes; 0 while its view is too old."
 )
-BAD_RECORDS: Final = Family(
+BAD_RECORDS: Final = MetricFamily(
     "gpu_directory_bad_records", FamilyKind.COUNTER, "Records of etcd's that could not be read."
 )
-CONNECTIONS: Final = Family(
+CONNECTIONS: Final = MetricFamily(
     "gpu_directory_connections", FamilyKind.GAUGE, "Connections of tenants, open or in a handshake."
 )
 

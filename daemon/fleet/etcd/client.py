@@ -144,7 +144,7 @@ class EtcdSettings:
         return read_certificates(certificate_files(self.ca_file, self.key_file, self.cert_file))
 
 
-class _Member:
+class _EtcdMember:
     """A member of etcd: the channel to it, and its services."""
 
     def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
@@ -160,7 +160,7 @@ class _Member:
     def is_connected(self) -> bool:
         return self.channel.get_state() is grpc.ChannelConnectivity.READY
 
-    async def connect(self) -> "_Member":
+    async def connect(self) -> "_EtcdMember":
         """Return this member once it is connected. Waits forever if it never is."""
         # gRPC connects by itself once asked; each change of state is one round.
         while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
@@ -238,7 +238,7 @@ class EtcdClient:
     async def compact(self, revision: int) -> Outcome:
         """Remove the history before a revision. Rejected: it is gone, in the future, or this user may not compact."""
 
-        async def ask(member: _Member, limit_s: float) -> TransactionAnswer:
+        async def ask(member: _EtcdMember, limit_s: float) -> TransactionAnswer:
             request = messages.CompactionRequest(revision=revision)
             reply = await member.calls.compact(request, timeout=limit_s, metadata=_LEADER_NEEDED)
             return TransactionAnswer(True, reply.header.revision, cluster_id=reply.header.cluster_id)
@@ -248,7 +248,7 @@ class EtcdClient:
     async def sizes(self) -> list[StoreSize]:
         """Return the database sizes of those members that answer within SIZES_LIMIT_S."""
 
-        async def ask(member: _Member) -> StoreSize:
+        async def ask(member: _EtcdMember) -> StoreSize:
             reply = await member.calls.status(messages.StatusRequest(), timeout=SIZES_LIMIT_S)
             return StoreSize(member.endpoint, reply.db_size, reply.db_size_quota)
 
@@ -289,16 +289,16 @@ class EtcdClient:
             await self._closing
         await asyncio.gather(*(member.channel.close(None) for member in members))
 
-    def _open(self) -> list[_Member]:
+    def _open(self) -> list[_EtcdMember]:
         credentials, now = None, self._certificates
         if now is not None:
             credentials = grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
         # A random order spreads the nodes of a fleet over the members.
         endpoints = list(self._settings.endpoints)
         self._draw.shuffle(endpoints)
-        return [_Member(endpoint, credentials) for endpoint in endpoints]
+        return [_EtcdMember(endpoint, credentials) for endpoint in endpoints]
 
-    async def _connected(self, unfit: Sequence[_Member], until: float) -> _Member | None:
+    async def _connected(self, unfit: Sequence[_EtcdMember], until: float) -> _EtcdMember | None:
         """Return a member with a connection that is up, the last good one first; None if that takes too long."""
         fit = [member for member in self._members if member not in unfit]
         # A connection that is up is used as it is, so an ordinary request waits for nothing here.
@@ -310,7 +310,7 @@ class EtcdClient:
             fit = self._members
         return await _first_connected(fit, _left_s(until))
 
-    async def _connected_for_watch(self) -> _Member:
+    async def _connected_for_watch(self) -> _EtcdMember:
         """Return a member for a watch, another one each time, once one is connected. Raises WatchRefused."""
         while self._members:
             # Begin with another member each time: a member that ends watches must not get the next one, too.
@@ -324,7 +324,7 @@ class EtcdClient:
                 await asyncio.sleep(WATCH_RETRY_S)
         raise WatchRefused("the client is closed")
 
-    def _prefer_another(self, member: _Member) -> None:
+    def _prefer_another(self, member: _EtcdMember) -> None:
         """Move a member that did not answer to the end: a hanging host keeps its connection up."""
         if member in self._members:
             self._members.remove(member)
@@ -352,12 +352,12 @@ class EtcdClient:
         return "no member of etcd can be reached; " + "; ".join(await asyncio.gather(*asked))
 
     async def _attempt(
-        self, ask: Callable[[_Member, float], Awaitable[_Reply]], *, is_read: bool
+        self, ask: Callable[[_EtcdMember, float], Awaitable[_Reply]], *, is_read: bool
     ) -> _Reply | Unknown | TransactionRejected:
         """Ask members within the settings' time until one answers. A write stops once a member may have done it."""
         until = asyncio.get_running_loop().time() + self._settings.timeout_s
         # Members that failed this attempt are unfit for it; the loop ends with the time or with the last member.
-        unfit: list[_Member] = []
+        unfit: list[_EtcdMember] = []
         why = ""
         while (member := await self._connected(unfit, until)) is not None:
             # A read may be repeated, so it leaves time for other members. A write is sent once and gets all the time.
@@ -380,7 +380,9 @@ class EtcdClient:
                 unfit.append(member)
         return Unknown(why or await self._why_none())
 
-    async def _ask(self, member: _Member, transaction: Transaction, request: Any, limit_s: float) -> TransactionAnswer:
+    async def _ask(
+        self, member: _EtcdMember, transaction: Transaction, request: Any, limit_s: float
+    ) -> TransactionAnswer:
         reply = await member.calls.txn(request, timeout=limit_s, metadata=_LEADER_NEEDED)
         # The responses are in the order of the operations: the writes come first, if the comparisons held (see
         # _request).
@@ -434,7 +436,7 @@ class EtcdClient:
             "etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm"
         )
 
-    async def _watch_once(self, member: _Member, prefix: bytes, revision: int) -> AsyncGenerator[WatchBatch, None]:
+    async def _watch_once(self, member: _EtcdMember, prefix: bytes, revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yield a watch's batches from one stream. Raises AioRpcError, Compacted and WatchRefused."""
         call = member.calls.watch(timeout=WATCH_LIFE_S, metadata=_LEADER_NEEDED)
         try:
@@ -464,11 +466,11 @@ class EtcdClient:
             call.cancel()
 
 
-async def _read_page(request: Any, member: _Member, limit_s: float) -> Any:
+async def _read_page(request: Any, member: _EtcdMember, limit_s: float) -> Any:
     return await member.calls.range(request, timeout=limit_s, metadata=_LEADER_NEEDED)
 
 
-async def _first_connected(members: Sequence[_Member], within_s: float) -> _Member | None:
+async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _EtcdMember | None:
     """Return the member that connects first, of all tried at once; None if none does in time."""
     tasks = [asyncio.ensure_future(member.connect()) for member in members]
     # All are tried at once: members that are down cost no time if one is up.

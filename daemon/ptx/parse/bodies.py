@@ -13,7 +13,7 @@ from gpulease.daemon.ptx.limits import (
 )
 from gpulease.daemon.ptx.parse import stack_memory
 from gpulease.daemon.ptx.parse.declarations import parse_scalar, parse_variable, round_up
-from gpulease.daemon.ptx.parse.lexer import Cursor, Token
+from gpulease.daemon.ptx.parse.lexer import Cursor, Lexeme
 from gpulease.daemon.ptx.parse.operands import LISTS, UNRESOLVED, CallParser
 from gpulease.daemon.ptx.parse.scopes import Listing, NameTaken, RegisterFile, Scope, TooManyRegisters
 from gpulease.daemon.ptx.parse.syntax import (
@@ -77,7 +77,7 @@ class BodyParser(CallParser):
         self.shared = Area(Space.SHARED)
         self.local = Area(Space.LOCAL)
         self.calls = Area(Space.CALL)
-        self._pending: list[tuple[int, Scope, Token]] = []
+        self._pending: list[tuple[int, Scope, Lexeme]] = []
         self._depth = 0
         self._stack: stack_memory.StackMemory | None = None
         # Parameters are names of the outermost block.
@@ -145,7 +145,7 @@ class BodyParser(CallParser):
         except TooManyRegisters as error:
             raise cursor.problem(str(error), at) from None
 
-    def _parse_directive(self, at: Token) -> None:
+    def _parse_directive(self, at: Lexeme) -> None:
         cursor = self.cursor
         match at.text[1:]:
             case "reg":
@@ -165,10 +165,10 @@ class BodyParser(CallParser):
             case _:
                 raise cursor.problem(f"the directive {at.text[:60]} is not supported in a kernel", at)
 
-    def _declare(self, variable: DeclaredVariable, area: Area, at: Token) -> None:
+    def _declare(self, variable: DeclaredVariable, area: Area, at: Lexeme) -> None:
         self.scope.declare(variable.name, self._place(area, variable, at))
 
-    def _place(self, area: Area, variable: DeclaredVariable, at: Token) -> DeclaredVariable:
+    def _place(self, area: Area, variable: DeclaredVariable, at: Lexeme) -> DeclaredVariable:
         placed = area.place(variable)
         # Declared sizes are a tenant's: the limit applies to the sum, before anything is allocated.
         limit = _AREA_LIMITS[area.space]
@@ -230,7 +230,7 @@ class BodyParser(CallParser):
         made = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
         self.instructions.extend(self._stack_steps(made, opcode) if made.opcode in stack_memory.OPCODES else (made,))
 
-    def _stack_steps(self, made: Instruction, at: Token) -> list[Instruction]:
+    def _stack_steps(self, made: Instruction, at: Lexeme) -> list[Instruction]:
         # The first such instruction of a function reserves the memory and the registers.
         if self._stack is None:
             room = self._place(self.local, stack_memory.ROOM, at)
@@ -270,7 +270,7 @@ class BodyParser(CallParser):
         listing = scope.find_listing(name)
         return listing.names if isinstance(listing, Listing) and listing.kind == ".branchtargets" else (name,)
 
-    def _place_of(self, name: str, scope: Scope, at: Token) -> Target:
+    def _place_of(self, name: str, scope: Scope, at: Lexeme) -> Target:
         found = scope.find_label(name)
         if found is None:
             raise self.cursor.problem(f"unknown name {name[:60]}", at)

@@ -7,13 +7,13 @@ lists are those of kernels, functions and prototypes (sections 5.1.6 and 11.3).
 import struct
 
 from gpulease.daemon.ptx.limits import MAX_INITIALISERS, MAX_PARAMETER_BYTES
-from gpulease.daemon.ptx.parse.lexer import Cursor, Token, parse_integer
+from gpulease.daemon.ptx.parse.lexer import Cursor, Lexeme, parse_integer
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, DeclaredVariable, Relocation, Scalar, Space
 
 _POINTER_BYTES = 8
 
 
-def parse_relocation(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> Relocation:
+def parse_relocation(cursor: Cursor, first: Lexeme, scalar: Scalar, offset: int) -> Relocation:
     """Parse an address that fills one element of a type; its first token was taken before."""
     # `0xFF00(x)`: a number comes first, a mask.
     if first.kind != "word":
@@ -25,7 +25,7 @@ def parse_relocation(cursor: Cursor, first: Token, scalar: Scalar, offset: int) 
     return Relocation(offset, _POINTER_BYTES, symbol, addend)
 
 
-def _parse_masked(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> Relocation:
+def _parse_masked(cursor: Cursor, first: Lexeme, scalar: Scalar, offset: int) -> Relocation:
     """Parse one byte of an address, selected by a mask such as 0xFF00."""
     mask = parse_integer(first.text) if first.kind == "number" else None
     shifts = [shift for shift in range(0, 64, 8) if mask == 0xFF << shift]
@@ -37,7 +37,7 @@ def _parse_masked(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> 
     return Relocation(offset, 1, symbol, addend, shifts[0])
 
 
-def _parse_symbol(cursor: Cursor, first: Token) -> tuple[str, int]:
+def _parse_symbol(cursor: Cursor, first: Lexeme) -> tuple[str, int]:
     """Parse `x+4` or `generic(x)+4`. Global and generic addresses are equal here, so `generic` changes nothing."""
     name = first.text
     if name == "generic" and cursor.accept("("):
@@ -206,7 +206,7 @@ def _parse_initial(cursor: Cursor, scalar: Scalar, offset: int, relocations: lis
     return pattern.to_bytes(scalar.size, "little")
 
 
-def _number_pattern(token: Token, scalar: Scalar, negative: bool) -> int | None:
+def _number_pattern(token: Lexeme, scalar: Scalar, negative: bool) -> int | None:
     """Return the bits of a literal as one element, or None if the literal is not one of that type."""
     if token.kind == "number" and not scalar.is_float:
         value = parse_integer(token.text)

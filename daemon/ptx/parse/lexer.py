@@ -8,7 +8,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.ptx.limits import MAX_NUMBER_CHARACTERS, rejected
 
 
-class Token(NamedTuple):
+class Lexeme(NamedTuple):
     """A token with its kind: "word", "directive", "number", "real", "string", a sign itself, or "end"."""
 
     kind: str
@@ -46,26 +46,26 @@ class Source:
         end = self.text.find("\n", position, position + 200)
         return self.text[start : end if end >= 0 else position + 200]
 
-    def problem(self, reason: str, at: Token, *, kernel: str = "", hint: str = "") -> ImageRejected:
+    def problem(self, reason: str, at: Lexeme, *, kernel: str = "", hint: str = "") -> ImageRejected:
         """Word the refusal of a token, with its line and kernel."""
         return rejected(reason, line=at.line, text=self.line_text(at.start), kernel=kernel, hint=hint)
 
-    def tokens(self, position: int = 0, line: int = 1) -> Iterator[Token]:
+    def tokens(self, position: int = 0, line: int = 1) -> Iterator[Lexeme]:
         """Yield the tokens from a position on, then one of kind "end". Memory does not grow with the text."""
         length, match = len(self.text), _TOKEN.match
         while position < length:
             found = match(self.text, position)
             # The text is a tenant's: an unknown character ends the scan with a refusal.
             if found is None or found.lastgroup == "unclosed":
-                at = Token("?", self.text[position], position, line)
+                at = Lexeme("?", self.text[position], position, line)
                 raise self.problem("this comment never ends" if found else "unexpected character", at)
             kind, word = found.lastgroup or "", found.group()
             if kind == "blank":
                 line += word.count("\n")
             else:
-                yield Token(word if kind == "sign" else kind, word, position, line)
+                yield Lexeme(word if kind == "sign" else kind, word, position, line)
             position = found.end()
-        yield Token("end", "", length, line)
+        yield Lexeme("end", "", length, line)
 
 
 def parse_integer(text: str) -> int | None:
@@ -97,14 +97,14 @@ class Cursor:
         # The function being read, for messages.
         self.kernel = ""
 
-    def take(self) -> Token:
+    def take(self) -> Lexeme:
         """Take and return the next token. At the end of the text it is "end" every time."""
         token = self.peek
         if token.kind != "end":
             self.peek = next(self._tokens)
         return token
 
-    def go_back(self, token: Token) -> None:
+    def go_back(self, token: Lexeme) -> None:
         """Move the cursor back to a token that was taken before; scanning restarts there."""
         self._tokens = self.source.tokens(token.start, token.line)
         self.peek = next(self._tokens)
@@ -116,7 +116,7 @@ class Cursor:
         self.take()
         return True
 
-    def expect(self, kind: str) -> Token:
+    def expect(self, kind: str) -> Lexeme:
         """Take the next token. Raises ImageRejected if it is of another kind."""
         if self.peek.kind != kind:
             raise self.problem(f"expected {kind!r}, found {self.peek.text[:60] or 'the end'!r}")
@@ -151,6 +151,6 @@ class Cursor:
                 raise self.problem("'{' is never closed", token)
             depth += (token.kind == "{") - (token.kind == "}")
 
-    def problem(self, reason: str, at: Token | None = None, *, hint: str = "") -> ImageRejected:
+    def problem(self, reason: str, at: Lexeme | None = None, *, hint: str = "") -> ImageRejected:
         """Word the refusal of a token, by default the next one."""
         return self.source.problem(reason, at or self.peek, kernel=self.kernel, hint=hint)

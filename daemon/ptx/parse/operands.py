@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from gpulease.daemon.ptx.limits import MAX_LISTED, MAX_OPERANDS
 from gpulease.daemon.ptx.parse.declarations import parse_parameters, parse_real, skip_function_directives
-from gpulease.daemon.ptx.parse.lexer import Cursor, Token, parse_integer
+from gpulease.daemon.ptx.parse.lexer import Cursor, Lexeme, parse_integer
 from gpulease.daemon.ptx.parse.scopes import Listing, Scope, TooManyRegisters
 from gpulease.daemon.ptx.parse.syntax import (
     Address,
@@ -85,7 +85,7 @@ class OperandParser:
             return Integer(_PREDEFINED[token.text])
         return self._parse_name(token)
 
-    def _parse_name(self, token: Token) -> Operand:
+    def _parse_name(self, token: Lexeme) -> Operand:
         # In this order: a declared name; then a special register, which begins with a percent sign; else a label.
         meaning = self._find(token)
         if isinstance(meaning, Register):
@@ -98,7 +98,7 @@ class OperandParser:
             return Special(token.text + (self.cursor.take().text if self.cursor.peek.kind == "directive" else ""))
         return Target(token.text, UNRESOLVED)
 
-    def _parse_number(self, token: Token, negative: bool) -> Integer | Real:
+    def _parse_number(self, token: Lexeme, negative: bool) -> Integer | Real:
         if token.kind == "real":
             real = parse_real(token.text)
             if real is not None and not negative:
@@ -158,7 +158,7 @@ class OperandParser:
             raise self.cursor.problem(f"unknown register {token.text[:60]}", token)
         return meaning
 
-    def _find(self, token: Token) -> Register | DeclaredVariable | None:
+    def _find(self, token: Lexeme) -> Register | DeclaredVariable | None:
         try:
             return self.find(token.text)
         except TooManyRegisters as error:
@@ -189,7 +189,7 @@ class CallParser(OperandParser):
             cursor.expect(",")
         target = cursor.expect("word")
         arguments: tuple[DeclaredVariable, ...] = ()
-        listed: Token | None = None
+        listed: Lexeme | None = None
         if cursor.accept(","):
             if cursor.peek.kind == "(":
                 arguments = self._parse_passed()
@@ -252,13 +252,13 @@ class CallParser(OperandParser):
             passed.append(meaning)
         return tuple(passed)
 
-    def _listed_signature(self, listed: Token | None, target: Token) -> Signature:
+    def _listed_signature(self, listed: Lexeme | None, target: Lexeme) -> Signature:
         listing = self.scope.find_listing(listed.text) if listed else None
         if listing is None or listing.signature is None:
             raise self.cursor.problem("a call through a register needs a .callprototype or .calltargets", target)
         return listing.signature
 
-    def _check(self, site: CallSite, at: Token) -> None:
+    def _check(self, site: CallSite, at: Lexeme) -> None:
         for given, wanted in (
             (site.arguments, site.signature.parameters),
             (site.results, site.signature.results),

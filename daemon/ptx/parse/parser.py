@@ -22,7 +22,7 @@ from gpulease.daemon.ptx.parse.declarations import (
     round_up,
     skip_function_directives,
 )
-from gpulease.daemon.ptx.parse.lexer import Cursor, Source, Token
+from gpulease.daemon.ptx.parse.lexer import Cursor, Lexeme, Source
 from gpulease.daemon.ptx.parse.scopes import NameTaken, Scope
 from gpulease.daemon.ptx.parse.syntax import Bounds, DeclaredVariable, Function, Image, Signature, Space
 
@@ -55,7 +55,7 @@ class _ImageParser:
         self.signatures: dict[str, Signature] = {}
         self.variables: list[DeclaredVariable] = []
         self._refusals: dict[str, ImageRejected] = {}
-        self._aliases: dict[str, tuple[str, Token]] = {}
+        self._aliases: dict[str, tuple[str, Lexeme]] = {}
         self._instructions_left = MAX_IMAGE_INSTRUCTIONS
         self._dynamic_alignment = 1
         self._most_parameter_bytes = MAX_PARAMETER_BYTES
@@ -123,7 +123,7 @@ class _ImageParser:
         except NameTaken as error:
             raise cursor.problem(f"{str(error)[:60]} is declared twice", at) from None
 
-    def _parse_named(self, at: Token, name: str | None, linkage: list[str]) -> None:
+    def _parse_named(self, at: Lexeme, name: str | None, linkage: list[str]) -> None:
         cursor = self.cursor
         match name:
             case "entry":
@@ -163,7 +163,7 @@ class _ImageParser:
             self.variables.append(variable)
         self.scope.declare(variable.name, variable)
 
-    def _parse_entry(self, at: Token) -> None:
+    def _parse_entry(self, at: Lexeme) -> None:
         """Take `.entry name(parameters) directives { body }` (PTX ISA section 11.3.1)."""
         cursor = self.cursor
         name = cursor.expect("word").text
@@ -173,7 +173,7 @@ class _ImageParser:
         parameters, size = parse_parameters(cursor, Space.PARAM, self._most_parameter_bytes)
         self.functions[name] = self._parse_function(name, at, Signature(parameters, size), is_kernel=True)
 
-    def _parse_func(self, at: Token) -> None:
+    def _parse_func(self, at: Lexeme) -> None:
         """Take `.func (results) name(parameters) { body }`, or a declaration (PTX ISA section 11.3.2)."""
         cursor = self.cursor
         results, result_bytes = parse_parameters(cursor, Space.RESULT)
@@ -197,7 +197,7 @@ class _ImageParser:
             self.subroutines[name] = self._parse_function(name, at, signature, is_kernel=False)
         cursor.kernel = ""
 
-    def _parse_function(self, name: str, at: Token, signature: Signature, *, is_kernel: bool) -> Function:
+    def _parse_function(self, name: str, at: Lexeme, signature: Signature, *, is_kernel: bool) -> Function:
         """Parse what follows the parameters. If that is refused, keep the refusal and no instructions."""
         cursor, start = self.cursor, self.cursor.peek
         if len(self.functions) + len(self.subroutines) >= MAX_FUNCTIONS:
@@ -216,13 +216,13 @@ class _ImageParser:
         cursor.kernel = ""
         return replace(self._function(name, at, signature, body), bounds=bounds, is_kernel=is_kernel)
 
-    def _count_instructions(self, count: int, at: Token) -> None:
+    def _count_instructions(self, count: int, at: Lexeme) -> None:
         # An image's sum, so that many small functions are bounded as one large one is.
         if count > self._instructions_left:
             raise self.cursor.problem(f"the image has more than {MAX_IMAGE_INSTRUCTIONS} instructions", at)
         self._instructions_left -= count
 
-    def _skip_body(self, start: Token, error: ImageRejected) -> None:
+    def _skip_body(self, start: Lexeme, error: ImageRejected) -> None:
         """Go back to the end of a function's parameters, and take its braces. Raises `error` if they don't balance."""
         self.cursor.go_back(start)
         try:
@@ -232,7 +232,7 @@ class _ImageParser:
         except ImageRejected:
             raise error from None
 
-    def _function(self, name: str, at: Token, signature: Signature, body: BodyParser) -> Function:
+    def _function(self, name: str, at: Lexeme, signature: Signature, body: BodyParser) -> Function:
         return Function(
             name=name,
             line=at.line,
@@ -253,7 +253,7 @@ class _ImageParser:
             bounds=Bounds(),
         )
 
-    def _parse_alias(self, at: Token) -> None:
+    def _parse_alias(self, at: Lexeme) -> None:
         """Take `.alias name, function;` (PTX ISA section 11.3.3)."""
         cursor = self.cursor
         name = cursor.expect("word").text

@@ -17,7 +17,7 @@ from gpulease.daemon.record.audit.log_reader import (
     usage_map,
     usage_table,
 )
-from gpulease.daemon.record.audit.records import ChainEnd, Record, RecordKind, canonical_bytes
+from gpulease.daemon.record.audit.records import AuditRecord, ChainEnd, RecordKind, canonical_bytes
 from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
 from gpulease.protocol.counts import counted
@@ -92,7 +92,7 @@ def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: 
     # A first pass finds the full id, so that a prefix of two leases is an error and not a mixture of their records.
     wanted = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
-    def is_wanted(record: Record) -> bool:
+    def is_wanted(record: AuditRecord) -> bool:
         # An operator's record has `by` and no tenant.
         people = (record.data.get("tenant"), record.data.get("by"))
         return (
@@ -162,8 +162,8 @@ def _lease_named(source: LogSource, digits: str) -> str:
     return found[0]
 
 
-def _json_line(record: Record) -> str:
-    return canonical_bytes({name: getattr(record, name) for name in Record.__slots__}).decode()
+def _json_line(record: AuditRecord) -> str:
+    return canonical_bytes({name: getattr(record, name) for name in AuditRecord.__slots__}).decode()
 
 
 def _link(text: str) -> ChainEnd:

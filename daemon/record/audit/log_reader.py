@@ -11,9 +11,9 @@ from gpulease.daemon.record.audit.files import HEAD_NAME, log_files
 from gpulease.daemon.record.audit.records import (
     HEAD_BYTES,
     MAX_RECORD_BYTES,
+    AuditRecord,
     Head,
     NotAHead,
-    Record,
     clean_text,
     read_head,
 )
@@ -47,7 +47,7 @@ class LogSource:
             except OSError as error:
                 raise CannotRead(f"{path}: {error.strerror}") from None
 
-    def records(self, verifier: Verifier | None = None) -> Iterator[Record]:
+    def records(self, verifier: Verifier | None = None) -> Iterator[AuditRecord]:
         """Yield every line that is a record. `verifier` knows afterwards whether the chain is intact."""
         verifier = verifier or Verifier()
         for file, offset, line in self.lines():
@@ -97,7 +97,7 @@ _FIRST: Final[tuple[str, ...]] = ("operation", "action", "cause", "reason", "pro
 _OWN_COLUMNS: Final = frozenset({"lease", "tenant", "by"})
 
 
-def line_of(record: Record) -> str:
+def line_of(record: AuditRecord) -> str:
     """Format a record: number, time, kind, tenant, lease and particulars."""
     data = record.data
     # What explains a record best comes first, then the other particulars in the record's order.

@@ -18,7 +18,7 @@ from gpulease.daemon.leases import (
     RevokeRequested,
     SubmitRequested,
 )
-from gpulease.daemon.leases.time_account import LeaseUse
+from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.audit.records import MAX_INTEGER, RecordKind, clean_text
 from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Asked, Fact, FactKind
 from gpulease.protocol.lease_ids import lease_text
@@ -261,12 +261,12 @@ def _lease(lease: LeaseSnapshot) -> Particulars:
     )
 
 
-def use_entry(lease: LeaseSnapshot, use: LeaseUse) -> Entry:
+def use_entry(lease: LeaseSnapshot, use: LeaseTimeUse) -> Entry:
     """Return the record of what a live lease has used of its card's time so far."""
     return RecordKind.USE, _lease(lease) | _use(use)
 
 
-def _use(use: LeaseUse | None) -> Particulars:
+def _use(use: LeaseTimeUse | None) -> Particulars:
     if use is None:
         return {}
     return {

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
-from gpulease.daemon.leases import Denial, Denied, Event, Granted, LeaseSnapshot, RegionGranted
+from gpulease.daemon.leases import Denial, Event, Granted, LeaseSnapshot, RegionGranted, RequestDenied
 from gpulease.daemon.leases.denials import NO_AUDIT_LOG, no_note, not_noted, not_recorded, too_many_notes
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -26,7 +26,7 @@ from gpulease.protocol.log_budget import LogBudget
 from gpulease.protocol.time_units import NS_PER_S, NS_PER_US, US_PER_MS
 
 Grant = Granted | RegionGranted
-OnOutcome = Callable[[Grant | Denied], None]
+OnOutcome = Callable[[Grant | RequestDenied], None]
 OnNoted = Callable[[Denial | None], None]
 
 
@@ -78,7 +78,7 @@ class FactRecorder:
         return None
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` with a grant once it may be reported to its tenant, or with a `Denied` in its place."""
+        """Call `on_outcome` with a grant once it may be reported to its tenant, or else with a `RequestDenied`."""
         on_outcome(granted)
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:

@@ -184,7 +184,7 @@ class Draft(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AuditRecord:
     """A line that was read. The package's docstring explains the members."""
 
     seq: int
@@ -246,7 +246,7 @@ def _line(draft: Draft, data: bytes, after: ChainEnd, boot: str) -> bytes:
     )
 
 
-def read_record(line: bytes) -> Record:
+def read_record(line: bytes) -> AuditRecord:
     """Read a line without its newline. Raises NotARecord."""
     # From the cheapest check to the strictest: size, JSON, members, types, forms.
     if len(line) > MAX_RECORD_BYTES:
@@ -258,7 +258,7 @@ def read_record(line: bytes) -> Record:
     if not isinstance(members, dict) or members.keys() != _MEMBERS:
         raise NotARecord("its members are not those of a record")
     # The members' types are checked one by one: JSON allows any.
-    record = Record(**members)
+    record = AuditRecord(**members)
     if not (_is_count(record.seq) and record.seq > 0 and _is_count(record.mono_us)):
         raise NotARecord("seq or mono_us is not a count")
     if not (_is(_HASH, record.prev) and _is(_BOOT, record.boot) and _is(_AT, record.at)):

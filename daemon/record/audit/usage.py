@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Any, Final, NamedTuple
 
-from gpulease.daemon.record.audit.records import ENDS, Head, Record, RecordKind
+from gpulease.daemon.record.audit.records import ENDS, AuditRecord, Head, RecordKind
 from gpulease.protocol.time_units import US_PER_S
 
 
@@ -128,7 +128,7 @@ class UsageSum:
     _ending: set[str] = field(default_factory=set)
     _last_us: dict[str, int] = field(default_factory=dict)
 
-    def take(self, record: Record) -> None:
+    def take(self, record: AuditRecord) -> None:
         # The last time of each boot at which a record shows that its daemon lived.
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == RecordKind.START:
@@ -154,7 +154,7 @@ class UsageSum:
 
     # --- kinds of records ---
 
-    def _on_lease(self, lease: str, record: Record) -> None:
+    def _on_lease(self, lease: str, record: AuditRecord) -> None:
         data = record.data
         # A region is part of its lease, which counts already.
         if "parent" in data:
@@ -181,7 +181,7 @@ class UsageSum:
             if record.kind != RecordKind.DENY:
                 opened.doubt_us = None
 
-    def _close_by(self, lease: str, record: Record) -> None:
+    def _close_by(self, lease: str, record: AuditRecord) -> None:
         """End a lease by a record that reports it. If the log lacks its grant, that record is sufficient."""
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
@@ -204,7 +204,7 @@ class UsageSum:
         self._count_left(boot)
         self._ending.clear()
 
-    def _adopt(self, lease: str, record: Record) -> None:
+    def _adopt(self, lease: str, record: AuditRecord) -> None:
         """Let a lease continue. If the log lacks its grant, it counts from here."""
         # Adopted within the same boot: the lease never stopped, and counts from its grant on.
         left = self._left.get(lease)
@@ -215,7 +215,7 @@ class UsageSum:
         self._open[lease].seen_us = record.mono_us
         self._open[lease].doubt_us = None
 
-    def _on_gap(self, record: Record) -> None:
+    def _on_gap(self, record: AuditRecord) -> None:
         dropped = record.data.get("dropped")
         if not isinstance(dropped, dict) or not dropped.keys() & ENDS:
             return
@@ -258,7 +258,7 @@ class UsageSum:
                 of_day.lease_us += span_us
                 of_day.byte_us += span_us * size_bytes
 
-    def _add_gpu(self, lease: str, record: Record) -> None:
+    def _add_gpu(self, lease: str, record: AuditRecord) -> None:
         """Count the GPU time that a lease has used since its last record about that."""
         so_far_us = _count(record.data, "gpu_us")
         more_us = max(0, so_far_us - self._gpu_us.get(lease, 0))
@@ -277,7 +277,7 @@ class UsageSum:
         return self.days.setdefault(DayOfTenant(day, tenant, card), DayUse())
 
 
-def _opened(record: Record, since_us: int) -> _Open:
+def _opened(record: AuditRecord, since_us: int) -> _Open:
     data = record.data
     return _Open(
         _text(data, "tenant"),
@@ -290,7 +290,7 @@ def _opened(record: Record, since_us: int) -> _Open:
     )
 
 
-def _wall_us(record: Record) -> int:
+def _wall_us(record: AuditRecord) -> int:
     """Return the wall clock of a record, in microseconds from 1970."""
     try:
         return int(datetime.fromisoformat(record.at).timestamp()) * US_PER_S

@@ -9,7 +9,15 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gpulease.daemon.record.audit.records import FORMAT, ChainEnd, NotARecord, Record, RecordKind, hash_of, read_record
+from gpulease.daemon.record.audit.records import (
+    FORMAT,
+    AuditRecord,
+    ChainEnd,
+    NotARecord,
+    RecordKind,
+    hash_of,
+    read_record,
+)
 from gpulease.protocol.counts import counted
 
 MAX_FINDINGS: Final = 100
@@ -97,7 +105,7 @@ class Verifier:
         self._removed: set[ChainEnd] = set()
         self._scrap: _Scrap | None = None
 
-    def take(self, file: str, offset_bytes: int, line: bytes) -> Record | None:
+    def take(self, file: str, offset_bytes: int, line: bytes) -> AuditRecord | None:
         """Check one line, with its newline if it has one. Return its record, None if it is not one."""
         # Step 1: is it a record at all? Other bytes are collected, because the next record may describe them.
         try:
@@ -150,7 +158,7 @@ class Verifier:
             )
         return verdict
 
-    def _check_place(self, record: Record, file: str, offset_bytes: int) -> None:
+    def _check_place(self, record: AuditRecord, file: str, offset_bytes: int) -> None:
         end, seq = self.verdict.end, record.seq
         # The first record of what is left: its predecessor was removed or never existed, which `finish` decides.
         if not self.verdict.records:
@@ -188,7 +196,7 @@ class Verifier:
             self._scrap = _Scrap(file, offset_bytes, self.verdict.end.seq + 1, problem)
         self._scrap.add(line)
 
-    def _judge_scrap(self, record: Record | None, file: str, offset_bytes: int) -> None:
+    def _judge_scrap(self, record: AuditRecord | None, file: str, offset_bytes: int) -> None:
         """Report bytes that are not a record, unless the record after them describes them."""
         # A record's `torn` and the bytes before it belong together: each without the other is a finding.
         scrap, self._scrap = self._scrap, None

@@ -23,12 +23,10 @@ from gpulease.daemon.leases import (
     Checked,
     Denial,
     DenialReason,
-    Denied,
     DrainSet,
     Effect,
     Event,
-    FenceCleared,
-    Freed,
+    FreeDone,
     Granted,
     LeaseEnded,
     LeaseParked,
@@ -51,6 +49,7 @@ from gpulease.daemon.leases import (
     RegionRestored,
     RegionRow,
     Renewed,
+    RequestDenied,
     Resized,
     ResizeSlice,
     ReturnSession,
@@ -58,6 +57,7 @@ from gpulease.daemon.leases import (
     SessionFaulted,
     SessionParkDone,
     SetRegion,
+    SlicesCleared,
     SubmitReady,
     WarmEnded,
 )
@@ -118,7 +118,7 @@ class Journal:
         """Record the result of an event. Called before any effect is executed."""
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` once everything before the outcome is durable; if it can't be, with a `Denied` instead."""
+        """Call `on_outcome` once everything before the outcome is durable, or else with a `RequestDenied`."""
         on_outcome(outcome)
 
     def denial(self) -> Denial | None:
@@ -287,7 +287,7 @@ class FileJournal(Journal):
             on_outcome(outcome)
             return
         # Most denials change no row, and a client may ask again after a restart.
-        if isinstance(outcome, Denied) and outcome.denial.reason not in _LASTING_DENIALS:
+        if isinstance(outcome, RequestDenied) and outcome.denial.reason not in _LASTING_DENIALS:
             on_outcome(outcome)
             return
         self._hold(partial(self._finish, outcome, on_outcome))
@@ -301,7 +301,7 @@ class FileJournal(Journal):
     def _finish(self, outcome: Outcome, on_outcome: OnOutcome, problem: str) -> None:
         on_outcome(self._not_kept(outcome, problem) if problem else outcome)
 
-    def _not_kept(self, outcome: Outcome, problem: str) -> Denied:
+    def _not_kept(self, outcome: Outcome, problem: str) -> RequestDenied:
         """Return the answer in place of an outcome that can't be recorded."""
         match outcome:
             # A grant is taken back. Everything else has happened already; the answer can only say that a restart may
@@ -309,24 +309,26 @@ class FileJournal(Journal):
             case Granted() | RegionGranted():
                 return self._replies.refuse(outcome, not_kept(problem))
             case Renewed(request, lease):
-                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was renewed", problem))
-            case Freed(request, lease):
-                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was freed", problem))
+                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was renewed", problem))
+            case FreeDone(request, lease):
+                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was freed", problem))
             case RevokeDone(request):
-                return Denied(request, done_but_not_kept("The lease has ended", problem))
-            case FenceCleared(request, count):
-                return Denied(request, done_but_not_kept(f"{count} fences were cleared", problem))
+                return RequestDenied(request, done_but_not_kept("The lease has ended", problem))
+            case SlicesCleared(request, count):
+                return RequestDenied(request, done_but_not_kept(f"{count} fences were cleared", problem))
             case Resized(request, lease):
-                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} has its new size", problem))
+                return RequestDenied(
+                    request, done_but_not_kept(f"Lease {lease.lease_id:032x} has its new size", problem)
+                )
             case SessionParkDone(request, lease):
-                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} is parked", problem))
+                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} is parked", problem))
             case RegionCancelSet(request):
-                return Denied(request, done_but_not_kept("The region's launches are as requested", problem))
+                return RequestDenied(request, done_but_not_kept("The region's launches are as requested", problem))
             case DrainSet(request):
-                return Denied(request, done_but_not_kept("The drain is set as requested", problem))
+                return RequestDenied(request, done_but_not_kept("The drain is set as requested", problem))
             case SubmitReady(request) | Checked(request):
-                return Denied(request, not_kept(problem))
-            case Denied():
+                return RequestDenied(request, not_kept(problem))
+            case RequestDenied():
                 return outcome
 
 
@@ -389,7 +391,7 @@ _CHANGING: Final = frozenset(
         LeaseReturned,
         RefuseWork,
         LeaseEnded,
-        FenceCleared,
+        SlicesCleared,
         WarmEnded,
         DrainSet,
         OpenRegion,
@@ -492,7 +494,7 @@ class JournalProjector:
                 self._update(lease.lease_id, table, out)
             case LeaseEnded(lease=lease):
                 self._bury(lease.lease_id, lease, out)
-            case FenceCleared(lease_ids=lease_ids, warm_ids=warm_ids):
+            case SlicesCleared(lease_ids=lease_ids, warm_ids=warm_ids):
                 # An operator vouched for the bytes: fences become tombstones, and their ids are kept as cleared.
                 for lease_id in lease_ids:
                     self._update_region(lease_id, table, out)

@@ -35,7 +35,7 @@ class FamilyKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """A family of series.
 
     Attributes:
@@ -82,12 +82,12 @@ some hundred microseconds, and the launches in flight their time."""
 LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-def _counter(name: str, meaning: str, labels: tuple[str, ...] = PAIR) -> Family:
-    return Family(name, FamilyKind.COUNTER, meaning, labels)
+def _counter(name: str, meaning: str, labels: tuple[str, ...] = PAIR) -> MetricFamily:
+    return MetricFamily(name, FamilyKind.COUNTER, meaning, labels)
 
 
-def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> Family:
-    return Family(name, FamilyKind.GAUGE, meaning, labels)
+def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> MetricFamily:
+    return MetricFamily(name, FamilyKind.GAUGE, meaning, labels)
 
 
 # --- sessions: what workers say on their control pages ---
@@ -127,32 +127,32 @@ SUBMITS: Final = _counter("gpu_lease_submits", "Submits that got a context.")
 LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatever the cause.")
 LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that are usable now.", PAIR)
 LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)
-LEASE_SECONDS: Final = Family(
+LEASE_SECONDS: Final = MetricFamily(
     "gpu_lease_lifetime_seconds", FamilyKind.SUMMARY, "How long ended leases lasted, until work was refused.", PAIR
 )
 DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", DENIED)
-ACQUIRE_SECONDS: Final = Family(
+ACQUIRE_SECONDS: Final = MetricFamily(
     "gpu_lease_acquire_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the request to the grant, including waiting in the queue.",
     CARD,
     (*LATENCY_BOUNDS_S, 60.0, 300.0),
 )
-REVOCATION_SECONDS: Final = Family(
+REVOCATION_SECONDS: Final = MetricFamily(
     "gpu_lease_revocation_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the refusal of work to the end of the worker's process, by the cause of the lease's end.",
     ("cause",),
     LATENCY_BOUNDS_S,
 )
-RECLAIM_SECONDS: Final = Family(
+RECLAIM_SECONDS: Final = MetricFamily(
     "gpu_lease_reclaim_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the refusal of work to the proof that the memory is free.",
     CARD,
     LATENCY_BOUNDS_S,
 )
-EXPIRY_LATENESS_SECONDS: Final = Family(
+EXPIRY_LATENESS_SECONDS: Final = MetricFamily(
     "gpu_lease_expiry_lateness_seconds",
     FamilyKind.HISTOGRAM,
     "How long after its deadline an expired lease's work was refused by the broker.",
@@ -165,14 +165,14 @@ PARKS_FAILED: Final = _counter("gpu_lease_park_failed", "Parks and returns that 
 PARKED_BYTES: Final = _gauge("gpu_lease_parked_bytes", "Bytes of slices that parked sessions have left to others.")
 PARK_HOST_BYTES: Final = _gauge("gpu_lease_park_host_bytes", "Host memory that is held for parked sessions.", ())
 PARK_HOST_LIMIT_BYTES: Final = _gauge("gpu_lease_park_host_limit_bytes", "The setting `park_memory`.", ())
-PARK_SECONDS: Final = Family(
+PARK_SECONDS: Final = MetricFamily(
     "gpu_lease_park_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the order to park a session to the proof that its memory is free.",
     (),
     LATENCY_BOUNDS_S,
 )
-RETURN_SECONDS: Final = Family(
+RETURN_SECONDS: Final = MetricFamily(
     "gpu_lease_return_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the order to return a session to its card until it is whole, without its wait for room.",
@@ -187,28 +187,28 @@ REGIONS_ACTIVE: Final = _gauge("gpu_region_active", "Regions in which launches m
 REGIONS_BYTES: Final = _gauge(
     "gpu_region_bytes", "Bytes of regions that are not returned yet: parts of the slices of their leases.", PAIR
 )
-REGION_OPEN_SECONDS: Final = Family(
+REGION_OPEN_SECONDS: Final = MetricFamily(
     "gpu_region_open_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the request for a region to its grant.",
     CARD,
     FLIP_BOUNDS_S,
 )
-REGION_RETURN_SECONDS: Final = Family(
+REGION_RETURN_SECONDS: Final = MetricFamily(
     "gpu_region_return_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the refusal of a region's launches to the proof that its memory is free, by the cause of its end.",
     ("cause",),
     FLIP_BOUNDS_S,
 )
-FORWARD_REVOKED_SECONDS: Final = Family(
+FORWARD_REVOKED_SECONDS: Final = MetricFamily(
     "gpu_region_forward_revoked_seconds",
     FamilyKind.HISTOGRAM,
     "Time from the change of a region's state word to the first launch refused because of it, as sessions report.",
     ("status",),
     FLIP_BOUNDS_S,
 )
-FORWARD_TOLD_SECONDS: Final = Family(
+FORWARD_TOLD_SECONDS: Final = MetricFamily(
     "gpu_region_forward_told_seconds",
     FamilyKind.HISTOGRAM,
     "Time from that change to the reply that reports the first refused launch to its tenant.",
@@ -274,7 +274,7 @@ FLEET_STORE_BYTES: Final = _gauge("gpu_fleet_store_bytes", "Size of the largest 
 FLEET_STORE_QUOTA_BYTES: Final = _gauge(
     "gpu_fleet_store_quota_bytes", "etcd's limit on this size, above which it accepts no heartbeat.", ()
 )
-LOOP_LAG_SECONDS: Final = Family(
+LOOP_LAG_SECONDS: Final = MetricFamily(
     "gpulease_loop_lag_seconds",
     FamilyKind.HISTOGRAM,
     "How late the broker's loop ran due work, sampled once a second.",
@@ -283,7 +283,7 @@ LOOP_LAG_SECONDS: Final = Family(
 )
 BUILD_INFO: Final = _gauge("gpulease_build_info", "1, with the running version and driver.", ("version", "driver"))
 
-FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstance(value, Family))
+FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstance(value, MetricFamily))
 """Every family, in the order of this file."""
 
 
@@ -320,7 +320,7 @@ class Distribution:
 class Histogram:
     """The distributions of a histogram, or of a summary, which has no bounds."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: MetricFamily) -> None:
         self.family = family
         self.of: dict[Labels, Distribution] = {}
 
@@ -371,14 +371,14 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SAMPLES_PER_CHUNK: Final = 256
 """Lines of one piece of text. A line takes some 3 us to make."""
 
-Content = Mapping[Family, Mapping[Labels, float] | Histogram]
+Content = Mapping[MetricFamily, Mapping[Labels, float] | Histogram]
 """The values of each family. A family without values is left out of the text."""
 
 
 class NodeCollector(Collector):
     """Gives a registry families, the node's if no others are named. Calls `read` once a scrape for their values."""
 
-    def __init__(self, read: Callable[[], Content], families: Sequence[Family] = FAMILIES) -> None:
+    def __init__(self, read: Callable[[], Content], families: Sequence[MetricFamily] = FAMILIES) -> None:
         self._read = read
         self._families = families
 
@@ -420,7 +420,7 @@ class _Alone(Collector):
         return (self._metric,)
 
 
-def _metric(family: Family, values: Mapping[Labels, float] | Histogram) -> Metric:
+def _metric(family: MetricFamily, values: Mapping[Labels, float] | Histogram) -> Metric:
     metric = Metric(family.name, family.meaning, family.kind.value)
     if isinstance(values, Histogram):
         for labels, distribution in values.of.items():
@@ -432,7 +432,7 @@ def _metric(family: Family, values: Mapping[Labels, float] | Histogram) -> Metri
     return metric
 
 
-def _add_distribution(metric: Metric, family: Family, labels: dict[str, str], distribution: Distribution) -> None:
+def _add_distribution(metric: Metric, family: MetricFamily, labels: dict[str, str], distribution: Distribution) -> None:
     # Buckets are cumulative: each counts everything up to its bound (Prometheus text format, histogram).
     below = 0
     if family.kind is FamilyKind.HISTOGRAM:

@@ -7,7 +7,7 @@ from typing import Final
 
 from gpulease.daemon.leases import CardSnapshot, LeaseSnapshot, LeaseState, WaiterSnapshot, WarmSnapshot, WarmState
 from gpulease.daemon.record.metrics import families
-from gpulease.daemon.record.metrics.families import Family, Labels
+from gpulease.daemon.record.metrics.families import Labels, MetricFamily
 from gpulease.protocol.time_units import NS_PER_S
 
 RECYCLED: Final = "recycled"
@@ -117,7 +117,7 @@ class FleetFacts:
     store_quota_bytes: int
 
 
-def gauges(facts: NodeFacts) -> dict[Family, Values]:
+def gauges(facts: NodeFacts) -> dict[MetricFamily, Values]:
     """Return the values of every gauge, and of the counters of the audit log and the fleet.
 
     Families that do not apply are empty.
@@ -125,7 +125,7 @@ def gauges(facts: NodeFacts) -> dict[Family, Values]:
     return _of_tenants(facts) | _of_cards(facts) | _of_pool_and_line(facts) | _of_daemon(facts) | _of_fleet(facts.fleet)
 
 
-def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
+def _of_tenants(facts: NodeFacts) -> dict[MetricFamily, Values]:
     of = facts.tenants
     return {
         # Every pair of tenant and card that ever had a value, zeros included.
@@ -137,7 +137,7 @@ def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
     }
 
 
-def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
+def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
     # A copy: a second call with the same facts must not count the contexts again.
     fenced = facts.tenants.fenced.copy()
     for context in facts.warm:
@@ -175,7 +175,7 @@ def _state_of(context: WarmSnapshot) -> str:
     return RECYCLED if context.is_recycled and context.state is WarmState.READY else context.state.value
 
 
-def _of_pool_and_line(facts: NodeFacts) -> dict[Family, Values]:
+def _of_pool_and_line(facts: NodeFacts) -> dict[MetricFamily, Values]:
     # A ready context that waits for its tenant has a state of its own: it is of no use to others.
     contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
     # Every state of every card, zeros included: a series that comes and goes is hard to alert on.
@@ -189,7 +189,7 @@ def _of_pool_and_line(facts: NodeFacts) -> dict[Family, Values]:
     }
 
 
-def _of_daemon(facts: NodeFacts) -> dict[Family, Values]:
+def _of_daemon(facts: NodeFacts) -> dict[MetricFamily, Values]:
     audit = facts.audit
     return {
         families.READY: {(): all(facts.checks.values())},
@@ -204,7 +204,7 @@ def _of_daemon(facts: NodeFacts) -> dict[Family, Values]:
     }
 
 
-def _of_fleet(fleet: FleetFacts | None) -> dict[Family, Values]:
+def _of_fleet(fleet: FleetFacts | None) -> dict[MetricFamily, Values]:
     return {
         families.FLEET_HORIZON_SECONDS: {} if fleet is None else {(): fleet.horizon_s},
         families.FLEET_BEATS: {} if fleet is None else {(): fleet.beats},

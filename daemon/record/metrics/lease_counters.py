@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from gpulease.daemon.leases import Cause, LeaseSnapshot
-from gpulease.daemon.leases.time_account import LeaseUse
+from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.lease_facts import REQUESTS, Fact, FactKind
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
     MAX_PAIR_SERIES,
     MAX_TENANT_SERIES,
     Counts,
-    Family,
     Histogram,
     Labels,
+    MetricFamily,
     TenantLabels,
     counts,
 )
@@ -74,8 +74,8 @@ class LeaseCounters:
     """
 
     def __init__(self, cards: Sequence[str], tenants: TenantLabels | None = None) -> None:
-        self.counters: dict[Family, Counts] = {family: counts() for family in _COUNTED}
-        self.histograms: dict[Family, Histogram] = {family: Histogram(family) for family in _MEASURED}
+        self.counters: dict[MetricFamily, Counts] = {family: counts() for family in _COUNTED}
+        self.histograms: dict[MetricFamily, Histogram] = {family: Histogram(family) for family in _MEASURED}
         self.pairs: dict[Labels, None] = {}
         # Labels are limited to what all cards and tenants together may have.
         self._tenants = tenants or TenantLabels(max(1, min(MAX_TENANT_SERIES, MAX_PAIR_SERIES // max(1, len(cards)))))
@@ -119,7 +119,7 @@ class LeaseCounters:
         if told_after_ns is not None:
             self._observe(families.FORWARD_TOLD_SECONDS, (status,), told_after_ns)
 
-    def worked(self, pair: Labels, increments: Iterable[tuple[Family, float]]) -> None:
+    def worked(self, pair: Labels, increments: Iterable[tuple[MetricFamily, float]]) -> None:
         """Add what sessions of a GPU and tenant did since the last call."""
         for family, more in increments:
             self.counters[family][pair] += more
@@ -128,7 +128,7 @@ class LeaseCounters:
         """Return the labels of a lease's GPU and tenant."""
         return self._pair(lease.card_uuid, lease.tenant)
 
-    def used(self, card_uuid: str, tenant: str, use: LeaseUse) -> None:
+    def used(self, card_uuid: str, tenant: str, use: LeaseTimeUse) -> None:
         """Add what a tenant used of a GPU's time."""
         spent = (
             (families.SESSION_BUSY_SECONDS, use.busy_ns / NS_PER_S),
@@ -148,7 +148,7 @@ class LeaseCounters:
 
     # --- facts ---
 
-    def _count(self, family: Family, fact: Fact) -> None:
+    def _count(self, family: MetricFamily, fact: Fact) -> None:
         """Add 1 to the series of the fact, if it has the family's labels."""
         if family.labels == families.DENIED:
             asked = None if fact.asked is None else REQUESTS.get(type(fact.asked.request))
@@ -199,5 +199,5 @@ class LeaseCounters:
             over_ns = fact.now_ns if times.over_ns is None else times.over_ns
             self._observe(families.LEASE_SECONDS, self.pair(lease), over_ns - times.began_ns)
 
-    def _observe(self, family: Family, labels: Labels, ns: int) -> None:
+    def _observe(self, family: MetricFamily, labels: Labels, ns: int) -> None:
         self.histograms[family].observe(labels, ns / NS_PER_S)

@@ -30,7 +30,7 @@ from gpulease.daemon.session.native.layout import (
     Move,
     Outcome,
     PlanRecord,
-    RegionRefusal,
+    RegionCheckRecord,
     RingEnds,
     ServingState,
 )
@@ -162,7 +162,7 @@ class LaunchFastPath:
             self._chains.add(self._planner.expected)
         return outcome
 
-    def _note_refusal(self, refusal: RegionRefusal) -> Outcome:
+    def _note_refusal(self, refusal: RegionCheckRecord) -> Outcome:
         """Do for a launch that native code has refused what `_take` does, and return what is to be done next."""
         plan = self._planner.plan_at(refusal.plan)
         position = int.from_bytes(int(refusal.position).to_bytes(8, sys.byteorder), "big")
@@ -325,7 +325,9 @@ class NativeServing:
         self._page_shown: WorkerRegions | None = None
         self._refusal_front = refusal_front()
         self._refusal_reply = ctypes.create_string_buffer(REFUSAL_BYTES)
-        self.refusal = RegionRefusal(front=address_of(self._refusal_front), reply=ctypes.addressof(self._refusal_reply))
+        self.refusal = RegionCheckRecord(
+            front=address_of(self._refusal_front), reply=ctypes.addressof(self._refusal_reply)
+        )
         self._state.refusal = ctypes.addressof(self.refusal)
         self.show_regions()
         self._state_address = ctypes.addressof(self._state)

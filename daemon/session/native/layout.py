@@ -14,7 +14,7 @@ class Outcome(IntEnum):
     something that Python has to handle. QUANTUM_OVER: the connection was served for its full time, so others get their
     share; or the regions page has changed, so that the broker is about to send something. WAKE_READER: a reply is in
     the ring, and the client sleeps until one comes: wake it. WAKE_WRITER: the ring has room, and the client sleeps
-    until it has: wake it. REFUSED: a launch was refused because of a revoked region (RegionRefusal); no caller of
+    until it has: wake it. REFUSED: a launch was refused because of a revoked region (RegionCheckRecord); no caller of
     `LaunchFastPath` gets this one.
     """
 
@@ -105,7 +105,7 @@ class RegionRecord(ctypes.Structure):
     )
 
 
-class RegionRefusal(ctypes.Structure):
+class RegionCheckRecord(ctypes.Structure):
     """The regions page, the regions of the set in use, and the last refusal of a launch in them.
 
     words       Address of the page's words.
@@ -216,7 +216,7 @@ class ServingState(ctypes.Structure):
     zero          Address of its zero.
     replay        Address of its replay; 0 if there is none.
     in_rows       Launches that were taken four or more in a row, since Python last reset the number.
-    refusal       Address of the RegionRefusal; 0 leaves every comparison of regions to Python.
+    refusal       Address of the RegionCheckRecord; 0 leaves every comparison of regions to Python.
     pacing        Address of the PacingState.
     """
 

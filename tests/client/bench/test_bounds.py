@@ -18,7 +18,7 @@ from gpulease.client.bench.bounds import (
 )
 from gpulease.client.bench.check import fallen, read_earlier
 from gpulease.client.cli.bench import check_table, missed_text
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 
 FILE = """
 [launch]
@@ -118,12 +118,12 @@ def test_a_report_is_flattened_to_its_numbers() -> None:
 def test_an_earlier_file_of_another_kind_is_refused(tmp_path: Path, text: str, error: str) -> None:
     file = tmp_path / "earlier.json"
     file.write_text(text)
-    with pytest.raises(CannotStart, match=error):
+    with pytest.raises(MissingPrerequisite, match=error):
         read_earlier(file, {"driver": "cuda", "card": "NVIDIA H200", "title": "now"})
 
 
 def test_an_earlier_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CannotStart, match="No such file"):
+    with pytest.raises(MissingPrerequisite, match="No such file"):
         read_earlier(tmp_path / "none.json", {"driver": "cpu", "card": "c", "title": "t"})
 
 

@@ -9,7 +9,7 @@ from gpulease.client.bench import core
 from gpulease.client.bench.bounds import load_bounds
 from gpulease.client.bench.core import core_figures
 from gpulease.client.cli.bench import CORE_ROWS, bench
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from helpers.daemon import python_environment
 
 LEAST_PER_S, LATEST_MS = (bound.limit for bound in load_bounds("cuda") if bound.figure.startswith("core."))
@@ -45,5 +45,5 @@ def test_a_core_below_its_bounds_fails_the_bench(
 
 def test_a_core_that_can_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
-    with pytest.raises(CannotStart, match="must be some of journal, audit, log, not stamps"):
+    with pytest.raises(MissingPrerequisite, match="must be some of journal, audit, log, not stamps"):
         core_figures(10, ("stamps",))

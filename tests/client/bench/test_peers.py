@@ -26,7 +26,7 @@ from gpulease.client.bench.peers import (
 )
 from gpulease.client.bench.round_trips import Calls, WrongCallerResult, measure_calls, measure_session
 from gpulease.client.cli.bench import round_trip_table
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from helpers.daemon import Daemon
 
 EVERY_FIGURE = {row.figure(percent) for row in ROWS for percent in (50, 99)}
@@ -68,11 +68,11 @@ def test_what_is_not_installed_is_named_with_its_command(monkeypatch: pytest.Mon
     missing = why_missing("some-package", "some_package_of_nobody.driver")
     assert missing == "some-package is not installed: pip install some-package"
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CannotStart, match="no C compiler was found: install one of cc, gcc, clang"):
+    with pytest.raises(MissingPrerequisite, match="no C compiler was found: install one of cc, gcc, clang"):
         compile_direct_calls(tmp_path)
     (tmp_path / "gcc").write_text("#!/bin/sh\necho 'stdio.h: not there' >&2\nexit 1\n")
     (tmp_path / "gcc").chmod(0o755)
-    with pytest.raises(CannotStart, match=r"gcc failed: stdio\.h: not there"):
+    with pytest.raises(MissingPrerequisite, match=r"gcc failed: stdio\.h: not there"):
         compile_direct_calls(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_each_round_begins_with_another_caller_and_one_that_fails_is_left_out() 
         def measured() -> Figures:
             order.append(name)
             if name == C:
-                raise CannotStart("the direct calls failed: no card")
+                raise MissingPrerequisite("the direct calls failed: no card")
             return {"x": float(len(order))}
 
         return measured

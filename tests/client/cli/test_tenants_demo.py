@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from gpulease.client.cli import live_lines, tenants_demo
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.live_lines import PIPE_LINE_S, LiveLines
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon
 from helpers.waiting import wait_until
@@ -119,7 +119,7 @@ def test_a_claim_that_does_not_hold_fails_it(daemon: Daemon) -> None:
 
 
 def test_a_card_without_room_says_how_much_is_needed() -> None:
-    with pytest.raises(CannotStart, match=r"has 100 MiB free; the demonstration needs 256 MiB"):
+    with pytest.raises(MissingPrerequisite, match=r"has 100 MiB free; the demonstration needs 256 MiB"):
         tenants_demo._bob_bytes(100 << 20, is_private=False)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client.console import private_fleet
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_fleet import GENERATION, CuttableLink, etcd_program, leader_of, private_etcd
 from gpulease.daemon.fleet.records import fleet_records
 from helpers.etcd_cluster import need_etcd
@@ -15,7 +15,7 @@ from helpers.waiting import wait_until
 
 def test_a_missing_etcd_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(CannotStart, match="etcd is not installed: install it, as by `apt install etcd-server`"):
+    with pytest.raises(MissingPrerequisite, match="etcd is not installed: install it, as by `apt install etcd-server`"):
         etcd_program()
 
 
@@ -39,7 +39,7 @@ def test_an_etcd_that_can_not_start_says_why(tmp_path: Path, monkeypatch: pytest
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(private_fleet, "_free_ports", lambda count: [port] * count)
-        with pytest.raises(CannotStart, match="etcd does not start"), private_etcd(tmp_path / "etcd"):
+        with pytest.raises(MissingPrerequisite, match="etcd does not start"), private_etcd(tmp_path / "etcd"):
             pass
 
 

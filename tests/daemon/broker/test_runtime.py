@@ -18,11 +18,10 @@ from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
     Cause,
-    Denied,
     Effect,
     Event,
     FenceClearRequested,
-    Freed,
+    FreeDone,
     FreeRequested,
     Granted,
     LeaseState,
@@ -32,6 +31,7 @@ from gpulease.daemon.leases import (
     ReclaimFailed,
     ReclaimProved,
     Renewed,
+    RequestDenied,
     RevokeRequested,
     SessionCondemned,
     SubmitRequested,
@@ -205,7 +205,7 @@ def test_a_fenced_workers_bytes_are_off_the_card_once(fence: Callable[[Runtime],
     asyncio.run(story())
 
 
-def snapshot(outcome: type[Granted] | type[Renewed] | type[Freed]) -> Granted | Renewed | Freed:
+def snapshot(outcome: type[Granted] | type[Renewed] | type[FreeDone]) -> Granted | Renewed | FreeDone:
     table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
     table.handle(AcquireRequested(1, "ann", 5, LeaseTerms(900, 60_000)), 0)
     lease = table.get(5)
@@ -214,10 +214,10 @@ def snapshot(outcome: type[Granted] | type[Renewed] | type[Freed]) -> Granted | 
 
 
 @pytest.mark.parametrize(
-    ("outcome", "operation"), [(Granted, "LEASE_ALLOC"), (Renewed, "LEASE_RENEW"), (Freed, None)], ids=str
+    ("outcome", "operation"), [(Granted, "LEASE_ALLOC"), (Renewed, "LEASE_RENEW"), (FreeDone, None)], ids=str
 )
 def test_only_a_withheld_grant_or_renewal_counts_as_refused(
-    outcome: type[Granted] | type[Renewed] | type[Freed], operation: str | None
+    outcome: type[Granted] | type[Renewed] | type[FreeDone], operation: str | None
 ) -> None:
     withheld = withheld_lease(snapshot(outcome))
     assert (None if withheld is None else withheld[0]) == operation
@@ -230,6 +230,6 @@ def test_an_outcome_of_a_dropped_request_goes_nowhere() -> None:
     kept, dropped = pending.add(answered.append), pending.add(answered.append)
     pending.remove(dropped)
     for number in (dropped, kept, kept):
-        pending.resolve(Denied(number, not_found(5)))
-    assert answered == [Denied(kept, not_found(5))]
+        pending.resolve(RequestDenied(number, not_found(5)))
+    assert answered == [RequestDenied(kept, not_found(5))]
     assert pending.unanswered == 0

@@ -24,7 +24,7 @@ from gpulease.daemon.broker.web_actions import (
     WebActionRunner,
 )
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
-from gpulease.daemon.leases import Freed, LeaseState, RevokeDone
+from gpulease.daemon.leases import FreeDone, LeaseState, RevokeDone
 from gpulease.daemon.web.web_messages import (
     FROM_WEB,
     ActionOutcome,
@@ -196,7 +196,7 @@ def test_a_fault_of_an_action_is_raised_and_frees_its_place() -> None:
 def test_an_outcome_that_no_action_has_is_a_refusal() -> None:
     """The page waits, and nothing else would answer it."""
     answers: list[ActionOutcome] = []
-    handler = WebActionHandler(Actions(outcome=Freed(0, None)), DIGEST)  # type: ignore[arg-type]
+    handler = WebActionHandler(Actions(outcome=FreeDone(0, None)), DIGEST)  # type: ignore[arg-type]
     handler.handle(RevokeLease(7, TOKEN, "0" * 32, "why"), answers.append)
     assert [isinstance(answer, ActionRefused) and answer.why for answer in answers] == [WebRefusal.FAILED]
 

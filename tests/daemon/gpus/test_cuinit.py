@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.gpus import cuinit
-from gpulease.daemon.gpus.cuinit import Answer, ask
+from gpulease.daemon.gpus.cuinit import CuInitResult, ask
 from helpers.daemon import python_environment
 from helpers.made_libraries import make, make_cuda
 
@@ -22,23 +22,23 @@ def _searched_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [0, 100, 803, 999])
 def test_it_answers(tmp_path: Path, number: int) -> None:
     make_cuda(tmp_path, f"return {number};")
-    assert ask() == Answer(number)
+    assert ask() == CuInitResult(number)
 
 
 def test_it_dies(tmp_path: Path) -> None:
     make_cuda(tmp_path, "abort();")
-    assert ask() == Answer(None, f"it died of signal {signal.SIGABRT:d}")
+    assert ask() == CuInitResult(None, f"it died of signal {signal.SIGABRT:d}")
 
 
 def test_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_cuda(tmp_path, "for (;;) pause();")
     monkeypatch.setattr(cuinit, "TIMEOUT_S", 0.5)
-    assert ask() == Answer(None, "it did not return within 0.5 s")
+    assert ask() == CuInitResult(None, "it did not return within 0.5 s")
 
 
 def test_it_ends_the_process(tmp_path: Path) -> None:
     make_cuda(tmp_path, "exit(3);")
-    assert ask() == Answer(None, "it exited with status 3, and said nothing")
+    assert ask() == CuInitResult(None, "it exited with status 3, and said nothing")
 
 
 def test_a_library_without_it(tmp_path: Path) -> None:
@@ -57,4 +57,4 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
 
 def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuinit, "LIBRARY", "libcuda-not-there.so.1")
-    assert cuinit._call() == Answer(None, "")
+    assert cuinit._call() == CuInitResult(None, "")

@@ -7,7 +7,6 @@ from gpulease.daemon.leases import (
     ClaimsLost,
     Effect,
     Event,
-    FenceCleared,
     Granted,
     Horizon,
     HorizonMoved,
@@ -18,6 +17,7 @@ from gpulease.daemon.leases import (
     LeaseState,
     RefuseWork,
     SetHorizon,
+    SlicesCleared,
     TimerFired,
     TimerKind,
 )
@@ -76,7 +76,7 @@ class ExpectedNames:
             assert not is_of_fleet or effect.worker_id in claimed, "a lease without a claim felt the fleet"
         elif isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
             self._release(effect.lease.lease_id)
-        elif isinstance(effect, FenceCleared):
+        elif isinstance(effect, SlicesCleared):
             for lease_id in effect.lease_ids:
                 self._release(lease_id)
 

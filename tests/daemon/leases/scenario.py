@@ -9,7 +9,6 @@ from gpulease.daemon.leases import (
     CardSnapshot,
     CoreLimits,
     Denial,
-    Denied,
     Effect,
     Event,
     FreeRequested,
@@ -24,6 +23,7 @@ from gpulease.daemon.leases import (
     RegionOpened,
     RegionRequested,
     RegionRestored,
+    RequestDenied,
     SpawnWorker,
     SubmitFound,
     TimerEvent,
@@ -137,7 +137,7 @@ def kinds(effects: list[Effect]) -> list[type]:
 
 
 def denied(effects: list[Effect]) -> Denial:
-    denial = one(effects, Denied).denial
+    denial = one(effects, RequestDenied).denial
     for text in (denial.message, denial.hint):
         assert text[0].isupper() or text[0].isdigit(), text
         assert text.endswith("."), text

@@ -13,13 +13,11 @@ from gpulease.daemon.leases import (
     CardPolled,
     Cause,
     CoreLimits,
-    Denied,
     DrainSet,
     DrainTimerFired,
     Effect,
     Event,
-    FenceCleared,
-    Freed,
+    FreeDone,
     Granted,
     HoldTimerFired,
     KillWorker,
@@ -42,10 +40,12 @@ from gpulease.daemon.leases import (
     RegionRestored,
     RenameWorker,
     Renewed,
+    RequestDenied,
     Resized,
     RevokeDone,
     ScrubWorker,
     SetDeadline,
+    SlicesCleared,
     SpawnSubmit,
     SpawnWorker,
     SubmitEnded,
@@ -104,12 +104,12 @@ REPLIES = (
     RegionCancelSet,
     Resized,
     Renewed,
-    Freed,
+    FreeDone,
     RevokeDone,
-    FenceCleared,
+    SlicesCleared,
     DrainSet,
     SubmitReady,
-    Denied,
+    RequestDenied,
 )
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
@@ -177,9 +177,9 @@ class Shell:
         self.disk.saw(event, effects, self.table)
         self.revoked_last.clear()
         # Bytes released by an operator may be granted by the same call.
-        self.submits.is_cleared = any(isinstance(effect, FenceCleared) for effect in effects)
+        self.submits.is_cleared = any(isinstance(effect, SlicesCleared) for effect in effects)
         for effect in effects:
-            if isinstance(effect, FenceCleared):
+            if isinstance(effect, SlicesCleared):
                 of_leases = [number for number, lease_id in self.submits.leases.items() if lease_id in effect.lease_ids]
                 for lease_id in (*effect.lease_ids, *effect.warm_ids, *of_leases):
                     self.forget(lease_id)

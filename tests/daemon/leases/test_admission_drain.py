@@ -6,7 +6,6 @@ from gpulease.daemon.leases import (
     Card,
     Cause,
     DenialReason,
-    Denied,
     DrainCancelled,
     DrainRequested,
     DrainSet,
@@ -19,6 +18,7 @@ from gpulease.daemon.leases import (
     RefuseWork,
     Renewed,
     RenewRequested,
+    RequestDenied,
     RevokeRequested,
     SpawnWorker,
     TimerKind,
@@ -51,7 +51,7 @@ def test_a_drained_node_grants_nothing() -> None:
     s.acquire(2, 20)
     s.acquire(3, 90, wait_ms=9000)
     out = drain(s)
-    refused = {effect.request: effect.denial for effect in out if isinstance(effect, Denied)}
+    refused = {effect.request: effect.denial for effect in out if isinstance(effect, RequestDenied)}
     assert set(refused) == {1002, 1003}, "who waits, and who has no worker yet"
     assert {denial.reason for denial in refused.values()} == {DenialReason.DRAINED}
     assert one(out, DrainSet) == DrainSet(90, s.now_ns + 5 * S, 1)

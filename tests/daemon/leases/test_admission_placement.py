@@ -9,7 +9,6 @@ from gpulease.daemon.leases import (
     Cause,
     CoreLimits,
     DenialReason,
-    Denied,
     FreeRequested,
     HoldTimerFired,
     LeaseTable,
@@ -17,6 +16,7 @@ from gpulease.daemon.leases import (
     PlacementOrder,
     ReclaimFailed,
     ReclaimProved,
+    RequestDenied,
     RequesterGone,
     SpawnWorker,
     WaitTimerFired,
@@ -155,7 +155,7 @@ def test_device_exclusivity_needs_an_empty_card_and_keeps_it_empty() -> None:
     assert s.card().available_bytes == 0
     assert "to themselves" in denied(s.acquire(4, 10)).message
     s.do(FreeRequested(50, 3, "ann"))
-    assert Denied in kinds(s.acquire(5, 10)), "it lives until its bytes are proved back"
+    assert RequestDenied in kinds(s.acquire(5, 10)), "it lives until its bytes are proved back"
     s.gone(3)
     assert placed(s.acquire(6, 10))
 
@@ -166,7 +166,7 @@ def test_a_fenced_lease_keeps_device_exclusive_ones_off() -> None:
     s.do(FreeRequested(50, 1, "ann"))
     s.at(30)
     s.do(ReclaimFailed(1, "x"))
-    assert Denied in kinds(s.acquire(2, 10, exclusivity=Exclusivity.DEVICE_EXCLUSIVE))
+    assert RequestDenied in kinds(s.acquire(2, 10, exclusivity=Exclusivity.DEVICE_EXCLUSIVE))
     assert placed(s.acquire(3, 10))
 
 
@@ -177,7 +177,7 @@ def test_partition_exclusivity_needs_a_partition() -> None:
     assert "the device is not a MIG partition" in denial.message
     s = Scenario(card(0, 500), card(1, is_partition=True))
     assert placed(s.acquire(1, exclusivity=Exclusivity.PARTITION_EXCLUSIVE)) == [(1, "GPU-b")]
-    assert Denied in kinds(s.acquire(2, selector="1")), "a partition owned is not shared"
+    assert RequestDenied in kinds(s.acquire(2, selector="1")), "a partition owned is not shared"
 
 
 def test_session_exclusive_is_placed_like_shared() -> None:
@@ -216,7 +216,7 @@ def test_a_waiter_past_its_time_is_not_placed_though_its_timer_is_late() -> None
     s.acquire(2, 50, wait_ms=5000)
     s.acquire(3, 50, wait_ms=50_000)
     effects = end(s.at(6), 1)
-    assert one(effects, Denied).request == 1002
+    assert one(effects, RequestDenied).request == 1002
     assert placed(effects) == [(3, "GPU-a")]
 
 
@@ -238,7 +238,7 @@ def test_a_waiter_for_another_card_may_pass() -> None:
     s.acquire(2, 80, tenant="bob", selector="0", wait_ms=5000)
     assert placed(s.acquire(3, 10)) == [(3, "GPU-b")], "any card will do, and 1 is not awaited"
     assert placed(s.acquire(4, 10, selector="1")) == [(4, "GPU-b")]
-    assert Denied in kinds(s.acquire(5, 10, selector="0"))
+    assert RequestDenied in kinds(s.acquire(5, 10, selector="0"))
 
 
 def test_a_waiter_blocks_only_cards_that_could_serve_it() -> None:

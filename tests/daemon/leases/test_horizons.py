@@ -6,7 +6,6 @@ from gpulease.daemon.leases import (
     AcquireRequested,
     Cause,
     ClaimsLost,
-    Denied,
     Effect,
     FenceClearRequested,
     Granted,
@@ -20,6 +19,7 @@ from gpulease.daemon.leases import (
     ReclaimFailed,
     RefuseWork,
     RenewRequested,
+    RequestDenied,
     SetDeadline,
     SetHorizon,
     TimerFired,
@@ -53,7 +53,7 @@ def named(ahead_s: float = 30) -> Scenario:
 
 
 def denial_of(effects: list[Effect]) -> DenialReason:
-    (denied,) = (effect for effect in effects if isinstance(effect, Denied))
+    (denied,) = (effect for effect in effects if isinstance(effect, RequestDenied))
     return denied.denial.reason
 
 
@@ -136,7 +136,7 @@ def test_who_waits_for_room_has_claims_and_loses_them_with_the_others() -> None:
     ask(s, 2, epoch=8, wait_ms=1000)
     s.do(AcquireRequested(1003, "bob", 3, LeaseTerms(20, 60_000, fleet_bytes=20), None, 1000))
     assert (s.table.claims(), s.table.counted()) == ({"a": 8}, {3: "bob"})
-    assert len([denied for denied in s.do(ClaimsLost("it was fenced")) if isinstance(denied, Denied)]) == 2
+    assert len([denied for denied in s.do(ClaimsLost("it was fenced")) if isinstance(denied, RequestDenied)]) == 2
     assert (s.table.claims(), s.table.counted()) == ({}, {})
 
 
@@ -146,7 +146,9 @@ def test_a_taken_name_tells_the_lease_to_its_own_tenant_alone() -> None:
     for tenant in ("ann", "bob"):
         terms = LeaseTerms(20, 60_000, name="a", epoch=8)
         (denied,) = (
-            effect for effect in s.do(AcquireRequested(1002, tenant, 2, terms, None, 0)) if isinstance(effect, Denied)
+            effect
+            for effect in s.do(AcquireRequested(1002, tenant, 2, terms, None, 0))
+            if isinstance(effect, RequestDenied)
         )
         assert denied.denial.reason is DenialReason.NAME_TAKEN
         told[tenant] = f"{1:032x}" in denied.denial.message
@@ -161,7 +163,7 @@ def test_an_epoch_that_is_not_higher_is_refused() -> None:
     moved(s, 40)
     for epoch in (6, 7):
         assert denial_of(ask(s, 10 + epoch, epoch=epoch)) is DenialReason.FENCED
-    assert not any(isinstance(effect, Denied) for effect in ask(s, 20, epoch=8))
+    assert not any(isinstance(effect, RequestDenied) for effect in ask(s, 20, epoch=8))
 
 
 def test_a_fenced_slice_keeps_its_name_until_the_fence_is_cleared() -> None:

@@ -8,7 +8,6 @@ from gpulease.daemon.leases import (
     Card,
     CoreLimits,
     DenialReason,
-    Denied,
     DropParkMemory,
     EndRegion,
     FreeRequested,
@@ -26,13 +25,14 @@ from gpulease.daemon.leases import (
     ParkSession,
     ParkTimerFired,
     ProveRegion,
-    RefuseReturn,
+    RefuseWaitingOperations,
     RegionEnded,
     RegionOpened,
     RegionProved,
     RegionReleased,
     RegionRequested,
     RenewRequested,
+    RequestDenied,
     ResizeRequested,
     ReturnSession,
     ReturnWanted,
@@ -121,7 +121,7 @@ def test_an_operation_that_comes_before_the_proof_needs_no_room() -> None:
     number = number_of(s, 1)
     s.do(SessionParked(1, number, 60))
     effects = s.do(ReturnWanted(1, number))
-    assert kinds(effects) == [Denied, ReturnSession]
+    assert kinds(effects) == [RequestDenied, ReturnSession]
     assert s.do(RegionProved(1)) == [], "a proof that comes late frees nothing"
     assert s.card().held_bytes == 70
 
@@ -131,7 +131,7 @@ def test_a_refused_park_changes_nothing() -> None:
     s.active(1, 60, park_idle_ms=0)
     s.do(ParkRequested(7, 1, "ann"))
     effects = s.do(SessionParkRefused(1, number_of(s, 1), "a kernel of it still runs"))
-    assert kinds(effects) == [ParkFailed, Denied]
+    assert kinds(effects) == [ParkFailed, RequestDenied]
     assert denied(effects).reason is DenialReason.BUSY
     assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.RESIDENT, 70)
 
@@ -263,7 +263,7 @@ def test_a_return_that_finds_no_room_in_time_is_refused_and_nothing_is_lost() ->
     s.active(2, 80, ttl_ms=60_000)
     assert ArmTimer(WaitTimerFired(-1), s.now_ns + 20 * S) in s.do(ReturnWanted(1, number_of(s, 1)))
     effects = s.at(20).do(WaitTimerFired(-1))
-    assert kinds(effects) == [RefuseReturn, ParkFailed]
+    assert kinds(effects) == [RefuseWaitingOperations, ParkFailed]
     assert phase(s, 1) is ParkPhase.PARKED
     end(s, 2)
     assert s.do(ReturnWanted(1, number_of(s, 1))) == [ReturnSession(1, number_of(s, 1))]
@@ -276,7 +276,7 @@ def test_a_failed_return_keeps_the_session_parked_and_proves_the_card_again() ->
     number = number_of(s, 1)
     s.do(ReturnWanted(1, number))
     effects = s.do(SessionReturnFailed(1, number, "the address was refused"))
-    assert kinds(effects) == [ParkFailed, RefuseReturn, ProveRegion]
+    assert kinds(effects) == [ParkFailed, RefuseWaitingOperations, ProveRegion]
     assert s.card().held_bytes == 70
     assert kinds(s.do(RegionProved(1))) == []
     assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.PARKED, 10)

@@ -18,7 +18,6 @@ from gpulease.daemon.leases import (
     ArmTimer,
     Card,
     CoreLimits,
-    Denied,
     DropParkMemory,
     Effect,
     EndRegion,
@@ -41,7 +40,7 @@ from gpulease.daemon.leases import (
     ProveReclaimed,
     ProveRegion,
     ReclaimProved,
-    RefuseReturn,
+    RefuseWaitingOperations,
     RegionEnded,
     RegionGranted,
     RegionOpened,
@@ -52,6 +51,7 @@ from gpulease.daemon.leases import (
     RegionRestored,
     RenameWorker,
     RenewRequested,
+    RequestDenied,
     ReturnSession,
     ReturnWanted,
     RevokeRequested,
@@ -193,7 +193,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
-            case RefuseReturn(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
+            case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
             case ProveRegion():
@@ -205,7 +205,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case LeaseParked(lease) | LeaseReturned(lease):
                 self.records.setdefault(lease.lease_id, []).append(type(effect))
         request = getattr(effect, "request", None)
-        if isinstance(effect, Granted | RegionGranted | Denied | SessionParkDone) and request in self.open:
+        if isinstance(effect, Granted | RegionGranted | RequestDenied | SessionParkDone) and request in self.open:
             self.open.discard(request)
         elif isinstance(effect, SessionParkDone):
             raise AssertionError(f"request {request} was answered twice")
@@ -255,7 +255,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 else:
                     worker.answers.append(SessionReturned(lease_id, number, worker.size))
                     worker.come_back()
-            case RefuseReturn(number=number):
+            case RefuseWaitingOperations(number=number):
                 worker.waits = worker.waits and number != worker.park
             case OpenRegion() as order if worker.on_card:
                 worker.open(order)

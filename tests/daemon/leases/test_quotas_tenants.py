@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from gpulease.daemon.leases import (
     CoreLimits,
     DenialReason,
-    Denied,
     Effect,
     Renewed,
     RenewRequested,
+    RequestDenied,
     TenantRulesChanged,
     WorkerReady,
 )
@@ -29,7 +29,7 @@ def scene(**own: object) -> Scenario:
 
 
 def check_denied(effects: list[Effect], limit: str, reason: DenialReason = DenialReason.LIMIT) -> str:
-    denial = one(effects, Denied).denial
+    denial = one(effects, RequestDenied).denial
     assert denial.reason is reason
     assert f"(limit {limit} of tenant 'ann')" in denial.message
     assert denial.hint.endswith(".")
@@ -49,7 +49,7 @@ def test_queued_bytes_count() -> None:
     scenario = scene(max_vram_bytes=150)
     scenario.active(1, 100, tenant="bob")
     scenario.active(2, 100, tenant="bob")
-    assert not [effect for effect in scenario.acquire(3, 100, wait_ms=5000) if isinstance(effect, Denied)]
+    assert not [effect for effect in scenario.acquire(3, 100, wait_ms=5000) if isinstance(effect, RequestDenied)]
     check_denied(scenario.acquire(4, 51, wait_ms=5000), "max_vram")
 
 
@@ -86,7 +86,7 @@ def test_cards() -> None:
         assert scenario.active(lease_id, 20).card_uuid == "GPU-b"
     check_denied(scenario.acquire(3, selector="0"), "devices")
     # The denial speaks of the tenant's own card, not of room on the other.
-    assert "waits" not in one(scenario.acquire(4, 60), Denied).denial.message
+    assert "waits" not in one(scenario.acquire(4, 60), RequestDenied).denial.message
     assert scenario.active(5, 90, tenant="bob").card_uuid == "GPU-a"
 
 
@@ -146,7 +146,7 @@ def test_waiters_stay_queued_under_changed_bounds() -> None:
     scenario = scene()
     scenario.active(1, 100, tenant="bob")
     scenario.active(2, 100, tenant="bob")
-    assert not [effect for effect in scenario.acquire(3, 60, wait_ms=60_000) if isinstance(effect, Denied)]
+    assert not [effect for effect in scenario.acquire(3, 60, wait_ms=60_000) if isinstance(effect, RequestDenied)]
     scenario.do(TenantRulesChanged(TenantRules(by_name={ANN: TenantLimits(max_vram_bytes=1)})))
     check_denied(scenario.acquire(4, 1, wait_ms=60_000), "max_vram")
 
@@ -156,7 +156,7 @@ def test_weights_and_the_latency_class_are_bounded_by_the_tenant() -> None:
     check_denied(scenario.acquire(1, weight=4), "max_weight")
     assert scenario.active(2, weight=3).weight == 3
     # Nobody may have either without the operator's permission.
-    assert one(scenario.acquire(3, weight=2, tenant="bob"), Denied).denial.reason is DenialReason.LIMIT
+    assert one(scenario.acquire(3, weight=2, tenant="bob"), RequestDenied).denial.reason is DenialReason.LIMIT
     check_denied(scenario.acquire(4, latency=True), "may_latency")
     # A reload applies to the next acquire.
     scenario.do(TenantRulesChanged(TenantRules(by_name={ANN: TenantLimits(may_latency=True)})))

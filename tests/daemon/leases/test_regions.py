@@ -7,12 +7,11 @@ from gpulease.daemon.leases import (
     AcquireRequested,
     Cause,
     DenialReason,
-    Denied,
     DrainCancelled,
     DrainRequested,
     Effect,
     EndRegion,
-    Freed,
+    FreeDone,
     FreeRequested,
     LeaseEnded,
     LeaseState,
@@ -32,6 +31,7 @@ from gpulease.daemon.leases import (
     RegionStuck,
     Renewed,
     RenewRequested,
+    RequestDenied,
     RequesterGone,
     RevokeDone,
     RevokeRequested,
@@ -220,7 +220,7 @@ def test_a_refusal_that_comes_late_ends_the_region_too(s: Scenario) -> None:
 def test_a_region_whose_requester_left_is_taken_back_without_a_reply(s: Scenario) -> None:
     s.do(asking())
     out = s.do(RequesterGone(2002))
-    assert Denied not in kinds(out)
+    assert RequestDenied not in kinds(out)
     assert one(out, EndRegion).region_id == 2
     assert one(taken(s), LeaseEnded).cause is Cause.ABANDONED
 
@@ -316,7 +316,7 @@ def test_an_ended_region_is_never_cancelled(s: Scenario) -> None:
     s.do(FreeRequested(8, 2, "bob"))
     for is_cancelled in (True, False):
         out = s.do(RegionCancelRequested(9, 2, "bob", is_cancelled))
-        assert kinds(out) == [Denied]
+        assert kinds(out) == [RequestDenied]
     assert denied(s.do(RegionCancelRequested(9, 1, "ann", is_cancelled=True))).reason is DenialReason.INVALID_REQUEST
 
 
@@ -351,7 +351,7 @@ def test_the_first_cause_is_kept(s: Scenario) -> None:
     s.do(FreeRequested(8, 2, "bob"))
     assert kinds(s.do(RevokeRequested(9, 2, "because"))) == []
     out = taken(s)
-    assert one(out, Freed).lease.cause is Cause.FREED
+    assert one(out, FreeDone).lease.cause is Cause.FREED
     assert one(out, RevokeDone).outcome is RevokeOutcome.TORN_DOWN
     assert one(out, LeaseEnded).cause is Cause.FREED
 
@@ -374,7 +374,7 @@ def test_the_bytes_stay_charged_until_they_are_proved_back(s: Scenario) -> None:
     assert s.lease(2).state is LeaseState.DRAINING
     assert denied(s.do(asking(3, size_bytes=5))).reason is DenialReason.CAPACITY_EXCEEDED
     out = s.do(RegionProved(2))
-    assert kinds(out) == [Freed, LeaseEnded]
+    assert kinds(out) == [FreeDone, LeaseEnded]
     assert s.table.regions.held_bytes(1) == 2
     s.region(3, 18)
     s.do(RegionReleased(2))
@@ -393,7 +393,7 @@ def test_a_worker_that_has_nothing_of_an_open_region_is_not_believed_alone(s: Sc
     s.region(2, 16)
     s.do(FreeRequested(8, 2, "bob"))
     assert one(s.do(RegionRefused(2, "It has none.")), ProveRegion).allowed_bytes == 14
-    assert one(s.do(RegionProved(2)), Freed).lease.lease_id == 2
+    assert one(s.do(RegionProved(2)), FreeDone).lease.lease_id == 2
     assert s.table.regions.held_bytes(1) == 0
 
 

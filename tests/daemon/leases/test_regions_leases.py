@@ -5,11 +5,9 @@ import pytest
 from gpulease.daemon.leases import (
     Cause,
     DenialReason,
-    Denied,
     Effect,
-    FenceCleared,
     FenceClearRequested,
-    Freed,
+    FreeDone,
     FreeRequested,
     KillWorker,
     LeaseEnded,
@@ -20,12 +18,14 @@ from gpulease.daemon.leases import (
     RefuseWork,
     RegionEnded,
     RegionRequested,
+    RequestDenied,
     RevokeDone,
     RevokeRequested,
     ScrubWorker,
     SessionCondemned,
     SetRegion,
     ShutdownRequested,
+    SlicesCleared,
     TimerKind,
     WarmUp,
     WorkerExited,
@@ -83,14 +83,14 @@ def test_a_region_that_had_ended_keeps_its_cause_and_its_requests_are_answered(s
         (3, Cause.REVOKED, LeaseState.TORNDOWN),
         (1, Cause.WORKER_DIED, LeaseState.TORNDOWN),
     ]
-    assert one(out, Freed).request == 8
+    assert one(out, FreeDone).request == 8
     assert one(out, RevokeDone).request == 9
 
 
 def test_a_region_that_opens_is_denied_when_its_lease_ends(s: Scenario) -> None:
     s.do(RegionRequested(77, 1, 4, "ann", "bob", 1, 1000, 1))
     out = s.do(RevokeRequested(9, 1, "because"))
-    assert one(out, Denied).request == 77
+    assert one(out, RequestDenied).request == 77
     assert denied(out).reason is DenialReason.REVOKED
 
 
@@ -116,9 +116,9 @@ def test_a_lease_that_is_fenced_fences_its_regions(s: Scenario) -> None:
         (7, RevokeOutcome.FENCED),
         (9, RevokeOutcome.FENCED),
     ]
-    assert one(out, Denied).request == 8
+    assert one(out, RequestDenied).request == 8
     out = s.do(FenceClearRequested(10, None))
-    cleared = one(out, FenceCleared)
+    cleared = one(out, SlicesCleared)
     assert (cleared.count, cleared.lease_ids) == (1, (1, 2, 3))
     assert LeaseEnded not in kinds(out), "their ends were told"
     assert {s.lease(number).state for number in (1, 2, 3)} == {LeaseState.TORNDOWN}
@@ -129,7 +129,7 @@ def test_an_operator_vouches_for_a_region_whose_lease_goes_on(s: Scenario) -> No
     s.do(RevokeRequested(7, 2, "first"))
     s.now_ns = armed(s.do(RegionEnded(2, 3, 1, is_shown=False)), TimerKind.RECLAIM).due_ns
     s.fire(2, TimerKind.RECLAIM)
-    cleared = one(s.do(FenceClearRequested(10, None)), FenceCleared)
+    cleared = one(s.do(FenceClearRequested(10, None)), SlicesCleared)
     assert (cleared.count, cleared.lease_ids) == (1, (2,))
     assert s.table.regions.held_bytes(1) == 4 + 1
 

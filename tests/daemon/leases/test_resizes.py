@@ -5,7 +5,6 @@ import pytest
 from gpulease.daemon.leases import (
     AcquireRequested,
     DenialReason,
-    Denied,
     DrainRequested,
     FreeRequested,
     HorizonMoved,
@@ -15,6 +14,7 @@ from gpulease.daemon.leases import (
     ProveRegion,
     RegionProved,
     RegionRequested,
+    RequestDenied,
     Resized,
     ResizeRequested,
     ResizeSlice,
@@ -170,13 +170,13 @@ def test_a_refused_growth_is_charged_until_the_card_shows_that_nothing_of_it_is_
 
 def test_a_refused_shrink_changes_nothing(s: Scenario) -> None:
     s.do(resize(5))
-    assert kinds(s.do(SliceResized(1, 20, "the session uses 7 bytes"))) == [Denied]
+    assert kinds(s.do(SliceResized(1, 20, "the session uses 7 bytes"))) == [RequestDenied]
     assert s.lease(1).size_bytes == 20
 
 
 def test_a_worker_is_believed_within_its_charge_alone(s: Scenario) -> None:
     s.do(resize(50))
-    assert kinds(s.do(SliceResized(1, 1 << 40, ""))) == [Denied]
+    assert kinds(s.do(SliceResized(1, 1 << 40, ""))) == [RequestDenied]
     assert (s.lease(1).size_bytes, s.card().held_bytes) == (50, 60)
 
 

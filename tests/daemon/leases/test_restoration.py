@@ -14,7 +14,6 @@ from gpulease.daemon.leases import (
     DrainCancelled,
     DrainTimerFired,
     Effect,
-    FenceCleared,
     FenceClearRequested,
     FreeRequested,
     KillWorker,
@@ -35,6 +34,7 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
     SetDeadline,
+    SlicesCleared,
     TimerFired,
     TimerKind,
     WarmEnded,
@@ -139,7 +139,7 @@ def test_a_fence_holds_until_it_is_cleared() -> None:
     assert s.effects == []
     assert (s.card().fenced_bytes, s.card().available_bytes) == (30, 70)
     assert one(s.do(RevokeRequested(8, 1, "x")), RevokeDone).outcome is RevokeOutcome.FENCED
-    assert one(s.do(FenceClearRequested(9, None)), FenceCleared).lease_ids == (1,)
+    assert one(s.do(FenceClearRequested(9, None)), SlicesCleared).lease_ids == (1,)
     assert s.card().held_bytes == 0
 
 
@@ -151,7 +151,7 @@ def test_a_fenced_warm_context_holds_its_bytes_and_its_number() -> None:
     assert (s.card().fenced_bytes, s.card().available_bytes) == (10, 90)
     assert s.do(PoolTimerFired()) == []
     effects = s.do(FenceClearRequested(9, None))
-    assert one(effects, FenceCleared).warm_ids == (WARM + 4,)
+    assert one(effects, SlicesCleared).warm_ids == (WARM + 4,)
     assert one(effects, WarmUp).warm_id == WARM + 5
 
 

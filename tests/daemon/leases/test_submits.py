@@ -12,11 +12,9 @@ from gpulease.daemon.leases import (
     Cause,
     CoreLimits,
     DenialReason,
-    Denied,
     Effect,
-    FenceCleared,
     FenceClearRequested,
-    Freed,
+    FreeDone,
     FreeRequested,
     KillWorker,
     LeaseRestored,
@@ -29,11 +27,13 @@ from gpulease.daemon.leases import (
     ReclaimProved,
     RefuseSubmit,
     RenewRequested,
+    RequestDenied,
     RequesterGone,
     RevokeRequested,
     SessionCondemned,
     SessionOpened,
     SetDeadline,
+    SlicesCleared,
     SpawnSubmit,
     SpawnWorker,
     SubmitAbandoned,
@@ -268,7 +268,7 @@ def test_a_submit_waits_for_a_bounded_time() -> None:
     ask(s, 21)
     assert kinds(s.at(1).do(WaitTimerFired(21))) == [WaitTimerFired]
     s.do(RenewRequested(5, LEASE, "ann", 100_000))
-    assert one(s.at(MAX_WAIT_S).do(WaitTimerFired(21)), Denied).denial.reason is DenialReason.BUSY
+    assert one(s.at(MAX_WAIT_S).do(WaitTimerFired(21)), RequestDenied).denial.reason is DenialReason.BUSY
     assert kinds(ask(s, 22)) == [WaitTimerFired]
 
 
@@ -296,11 +296,11 @@ def test_a_lease_is_torn_down_only_once_its_submit_is_proved_gone() -> None:
     s = leased()
     run(s)
     s.do(FreeRequested(5, LEASE, "ann"))
-    assert Freed not in kinds(s.gone(LEASE))
+    assert FreeDone not in kinds(s.gone(LEASE))
     assert s.card().held_bytes == SIZE + 2 * OVERHEAD
     s.do(WorkerExited(FIRST, "killed"))
     effects = s.do(ReclaimProved(FIRST))
-    assert one(effects, Freed).request == 5
+    assert one(effects, FreeDone).request == 5
     assert s.card().held_bytes == 0
 
 
@@ -309,7 +309,7 @@ def test_a_waiting_submit_learns_that_its_lease_ended() -> None:
     ask(s)
     ask(s, 21)
     effects = s.do(RevokeRequested(5, LEASE, "why"))
-    told = {effect.request: effect.denial.reason for effect in effects if isinstance(effect, Denied)}
+    told = {effect.request: effect.denial.reason for effect in effects if isinstance(effect, RequestDenied)}
     assert told == {20: DenialReason.REVOKED, 21: DenialReason.REVOKED}
     assert KillWorker(FIRST) in effects
 
@@ -344,7 +344,7 @@ def test_a_requester_that_leaves_early_gets_no_answer() -> None:
     ask(s, 21)
     assert kinds(s.do(RequesterGone(21))) == []
     effects = s.do(RequesterGone(20))
-    assert Denied not in kinds(effects)
+    assert RequestDenied not in kinds(effects)
     assert KillWorker(FIRST) in effects
     assert kinds(s.do(RequesterGone(20))) == []
 
@@ -368,7 +368,7 @@ def test_a_submit_that_is_not_proved_gone_bars_the_next_ones() -> None:
     assert denied(ask(s, 21)).reason is DenialReason.CAPACITY_EXCEEDED
     assert s.lease(LEASE).state is LeaseState.ACTIVE
     effects = s.do(FenceClearRequested(6, None))
-    assert one(effects, FenceCleared).count == 1
+    assert one(effects, SlicesCleared).count == 1
     assert one(effects, SubmitEnded).submit_id == FIRST
     assert SpawnSubmit in kinds(ask(s, 22))
 

@@ -6,7 +6,6 @@ from gpulease.daemon.leases import (
     ArmTimer,
     Cause,
     DenialReason,
-    Denied,
     Granted,
     KillWorker,
     LeaseState,
@@ -15,6 +14,7 @@ from gpulease.daemon.leases import (
     RefuseWork,
     Renewed,
     RenewRequested,
+    RequestDenied,
     RequesterGone,
     SetDeadline,
     SpawnWorker,
@@ -63,7 +63,7 @@ def test_a_worker_that_fails_to_start_is_killed_and_its_requester_told_why() -> 
     s = Scenario()
     s.acquire(1)
     effects = s.do(WorkerFailed(1, "cuInit gave error 999"))
-    assert kinds(effects) == [RefuseWork, Denied, KillWorker, TimerFired]
+    assert kinds(effects) == [RefuseWork, RequestDenied, KillWorker, TimerFired]
     assert denied(effects).reason is DenialReason.SESSION_FAILED
     assert "cuInit gave error 999" in denied(effects).message
     assert s.lease(1).cause is Cause.SPAWN_FAILED
@@ -73,7 +73,7 @@ def test_a_worker_that_dies_before_it_is_ready_needs_no_kill() -> None:
     s = Scenario()
     s.acquire(1)
     effects = s.do(WorkerExited(1, "signal 11"))
-    assert kinds(effects) == [RefuseWork, Denied, ProveReclaimed, TimerFired]
+    assert kinds(effects) == [RefuseWork, RequestDenied, ProveReclaimed, TimerFired]
     assert "signal 11" in denied(effects).message
     assert s.lease(1).cause is Cause.SPAWN_FAILED
 
@@ -152,7 +152,7 @@ def test_a_renewal_at_the_deadline_is_too_late_even_before_the_timer() -> None:
     s = Scenario()
     s.active(1, ttl_ms=10_000)
     effects = s.at(10).do(RenewRequested(7, 1, "ann", 10_000))
-    assert kinds(effects) == [RefuseWork, TimerFired, Denied]
+    assert kinds(effects) == [RefuseWork, TimerFired, RequestDenied]
     assert denied(effects).reason is DenialReason.LEASE_EXPIRED
     assert s.lease(1).cause is Cause.EXPIRED
 

@@ -17,7 +17,6 @@ from gpulease.daemon.leases import (
     Card,
     CoreLimits,
     DenialReason,
-    Denied,
     Effect,
     Event,
     FreeRequested,
@@ -26,6 +25,7 @@ from gpulease.daemon.leases import (
     LeaseTerms,
     PlacementOrder,
     ReclaimProved,
+    RequestDenied,
     RequesterGone,
     SpawnWorker,
     WaitTimerFired,
@@ -120,7 +120,7 @@ class Line(RuleBasedStateMachine):
         for effect in effects:
             if isinstance(effect, SpawnWorker) and effect.lease_id in self.line:
                 self.placed[effect.lease_id] = (self.line.pop(effect.lease_id), effect.card_uuid)
-            elif isinstance(effect, Denied):
+            elif isinstance(effect, RequestDenied):
                 self.line.pop(effect.request, None)
             elif isinstance(effect, ArmTimer) and isinstance(effect.event, WaitTimerFired):
                 self.wait_due[effect.event.request] = effect.due_ns
@@ -151,7 +151,7 @@ class Line(RuleBasedStateMachine):
             if isinstance(effect, SpawnWorker) and effect.lease_id == number:
                 self.judge_passed(effect.card_uuid, ahead)
                 self.placed[number] = (asked, effect.card_uuid)
-            elif isinstance(effect, Denied) and effect.denial.reason is DenialReason.CAPACITY_EXCEEDED:
+            elif isinstance(effect, RequestDenied) and effect.denial.reason is DenialReason.CAPACITY_EXCEEDED:
                 self.judge_kept_off(asked, ahead)
                 assert not self.room_for(asked) or "earlier requests" in effect.denial.message
             elif isinstance(effect, ArmTimer) and isinstance(effect.event, WaitTimerFired):

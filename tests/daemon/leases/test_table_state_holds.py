@@ -6,10 +6,10 @@ from gpulease.daemon.leases import (
     ArmTimer,
     CoreLimits,
     DenialReason,
-    Denied,
     FreeRequested,
     HoldTimerFired,
     InvariantBroken,
+    RequestDenied,
     RequesterGone,
     ShutdownRequested,
     WaitTimerFired,
@@ -123,7 +123,7 @@ def test_a_late_timer_helps_no_newcomer_past_the_queue() -> None:
     s.acquire(3, 40, tenant="cid", wait_ms=HOUR_MS)
     effects = s.at(10).acquire(4, 40, tenant="dan")
     assert placed(effects) == [(3, "GPU-a")]
-    assert one(effects, Denied).request == 1004
+    assert one(effects, RequestDenied).request == 1004
 
 
 def test_a_waiter_whose_hold_is_over_keeps_its_place() -> None:

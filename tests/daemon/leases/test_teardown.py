@@ -10,12 +10,10 @@ from gpulease.daemon.leases import (
     ConnectionsChanged,
     CoreLimits,
     DenialReason,
-    Denied,
     DrainRequested,
     Effect,
-    FenceCleared,
     FenceClearRequested,
-    Freed,
+    FreeDone,
     FreeRequested,
     KillWorker,
     LeaseEnded,
@@ -25,11 +23,13 @@ from gpulease.daemon.leases import (
     ReclaimProved,
     RefuseWork,
     RenewRequested,
+    RequestDenied,
     RevokeDone,
     RevokeRequested,
     SessionCondemned,
     SessionFaulted,
     ShutdownRequested,
+    SlicesCleared,
     SpawnWorker,
     TimerFired,
     TimerKind,
@@ -96,7 +96,7 @@ def test_a_free_kills_at_once_and_is_answered_when_the_bytes_are_back() -> None:
     s.active(1)
     assert kinds(free(s, 1)) == [RefuseWork, KillWorker, TimerFired]
     effects = s.gone(1)
-    assert one(effects, Freed).request == 50
+    assert one(effects, FreeDone).request == 50
     ended = one(effects, LeaseEnded)
     assert ended.cause is Cause.FREED
     assert [entry.finish for entry in ended.history] == [
@@ -111,7 +111,7 @@ def test_freeing_again_is_answered_with_freed() -> None:
     s.active(1)
     free(s, 1)
     assert denied(free(s, 1)).reason is DenialReason.FREED
-    assert kinds(s.gone(1)).count(Freed) == 1
+    assert kinds(s.gone(1)).count(FreeDone) == 1
     again = denied(free(s, 1))
     assert again.reason is DenialReason.FREED
     assert "already freed" in again.message
@@ -121,7 +121,7 @@ def test_a_pending_lease_can_be_freed() -> None:
     s = Scenario()
     s.acquire(1)
     assert denied(free(s, 1)).reason is DenialReason.FREED, "the acquire is answered too"
-    assert one(s.gone(1), Freed).request == 50
+    assert one(s.gone(1), FreeDone).request == 50
 
 
 def test_freeing_another_tenants_or_an_unknown_lease_finds_nothing() -> None:
@@ -302,7 +302,7 @@ def test_bytes_not_proved_back_in_time_are_fenced() -> None:
     s.reaped(1)
     assert armed(s.at(29).fire(1, TimerKind.RECLAIM), TimerKind.RECLAIM).due_ns == s.now_ns + 1 * S
     effects = s.at(1).fire(1, TimerKind.RECLAIM)
-    assert kinds(effects) == [Denied, LeaseEnded]
+    assert kinds(effects) == [RequestDenied, LeaseEnded]
     assert denied(effects).reason is DenialReason.FENCED
     assert "30 s" in denied(effects).message
     assert s.lease(1).state is LeaseState.FENCED
@@ -348,12 +348,12 @@ def test_an_operator_lifts_fences_and_the_queue_goes_on() -> None:
     fenced(s, 2)
     s.acquire(3, 100, wait_ms=1000)
     effects = s.do(FenceClearRequested(70, "GPU-b"))
-    assert effects[0] == FenceCleared(70, 1, (2,))
+    assert effects[0] == SlicesCleared(70, 1, (2,))
     assert one(effects, SpawnWorker).card_uuid == "GPU-b"
     assert s.lease(2).state is LeaseState.TORNDOWN
     assert s.lease(1).state is LeaseState.FENCED
-    assert s.do(FenceClearRequested(71, None)) == [FenceCleared(71, 1, (1,))]
-    assert s.do(FenceClearRequested(72, None)) == [FenceCleared(72, 0, ())]
+    assert s.do(FenceClearRequested(71, None)) == [SlicesCleared(71, 1, (1,))]
+    assert s.do(FenceClearRequested(72, None)) == [SlicesCleared(72, 0, ())]
     assert s.card(0).held_bytes == s.card(0).fenced_bytes == 0
 
 
@@ -369,7 +369,7 @@ def test_a_shutdown_ends_every_lease_and_grants_none() -> None:
     s.acquire(2, 20)
     s.acquire(3, 50, wait_ms=1000)
     effects = s.do(ShutdownRequested())
-    refused = {e.request: e.denial.reason for e in effects if isinstance(e, Denied)}
+    refused = {e.request: e.denial.reason for e in effects if isinstance(e, RequestDenied)}
     assert refused == {1002: DenialReason.SHUTTING_DOWN, 1003: DenialReason.SHUTTING_DOWN}
     assert [e for e in effects if isinstance(e, KillWorker)] == [KillWorker(2)]
     assert armed(effects, TimerKind.GRACE).event == TimerFired(1, 1, TimerKind.GRACE)

@@ -7,7 +7,6 @@ from gpulease.daemon.leases import (
     CoreLimits,
     DenialReason,
     Effect,
-    FenceCleared,
     FenceClearRequested,
     KillWorker,
     LeaseState,
@@ -21,6 +20,7 @@ from gpulease.daemon.leases import (
     RequesterGone,
     SessionCondemned,
     ShutdownRequested,
+    SlicesCleared,
     SpawnWorker,
     TimerFired,
     TimerKind,
@@ -284,7 +284,7 @@ def test_a_context_that_is_not_proved_gone_is_fenced() -> None:
     assert ended.is_fenced
     assert (s.card().fenced_bytes, s.card().available_bytes) == (OVERHEAD, 90)
     assert denied(s.acquire(1, 95)).reason is DenialReason.CAPACITY_EXCEEDED
-    cleared = one(s.do(FenceClearRequested(9, "0")), FenceCleared)
+    cleared = one(s.do(FenceClearRequested(9, "0")), SlicesCleared)
     assert (cleared.count, cleared.lease_ids, cleared.warm_ids) == (1, (), (WARM,))
     assert s.card().fenced_bytes == 0
 

@@ -13,7 +13,7 @@ from gpulease.daemon.leases import (
     DrainRequested,
     Effect,
     FenceClearRequested,
-    Freed,
+    FreeDone,
     FreeRequested,
     GuestAttached,
     KillWorker,
@@ -80,7 +80,7 @@ def test_a_context_serves_its_tenants_next_lease() -> None:
     assert armed(freed, TimerKind.GRACE).due_ns == s.now_ns + BOUNDS.scrub_timeout_ms * MS
     assert s.card().held_bytes == 70 + OVERHEAD
     scrubbed = s.do(WorkerScrubbed(1))
-    assert kinds(scrubbed)[:3] == [RecycleWorker, Freed, LeaseEnded]
+    assert kinds(scrubbed)[:3] == [RecycleWorker, FreeDone, LeaseEnded]
     assert one(scrubbed, LeaseEnded).lease.state is LeaseState.TORNDOWN
     assert armed(scrubbed, TimerKind.IDLE).due_ns == s.now_ns + BOUNDS.idle_s * S
     number = one(scrubbed, RecycleWorker).warm_id
@@ -166,7 +166,7 @@ def test_what_keeps_a_context_from_being_scrubbed(what: str) -> None:
     effects = s.free(1, "root", is_operator=True) if "operator" in what else s.free(1)
     assert killed(effects) == [1]
     assert s.do(WorkerScrubbed(1)) == []
-    assert one(s.gone(1), Freed).lease.lease_id == 1
+    assert one(s.gone(1), FreeDone).lease.lease_id == 1
 
 
 SUBMIT = FIRST_SUBMIT_ID
@@ -276,7 +276,7 @@ def test_what_ends_a_scrub(what: str) -> None:
     s.free(1)
     assert KillWorker(1) in MEANWHILE[what](s)
     assert s.do(WorkerScrubbed(1)) == []
-    assert one(s.gone(1), Freed).lease.cause is Cause.FREED
+    assert one(s.gone(1), FreeDone).lease.cause is Cause.FREED
     assert s.card().recycled_contexts == 0
 
 
@@ -305,7 +305,7 @@ def test_a_worker_that_dies_while_it_is_scrubbed() -> None:
     s.free(1)
     assert killed(s.do(WorkerExited(1, "signal 11"))) == []
     assert s.do(WorkerScrubbed(1)) == []
-    assert Freed in kinds(s.gone(1))
+    assert FreeDone in kinds(s.gone(1))
 
 
 def test_a_context_that_dies_while_it_waits_or_is_taken() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from gpulease.daemon.leases import Denied, Event, Granted, LeaseSnapshot, LeaseState, RevokeRequested
+from gpulease.daemon.leases import Event, Granted, LeaseSnapshot, LeaseState, RequestDenied, RevokeRequested
 from gpulease.daemon.leases.denials import not_kept
 from gpulease.daemon.record import group_commit
 from gpulease.daemon.record.group_commit import CommitTarget, DurableReplies, GroupCommitter
@@ -184,7 +184,7 @@ def test_a_reply_that_breaks_costs_the_others_nothing() -> None:
 def test_a_grant_that_can_not_be_durable_is_revoked_before_it_is_told() -> None:
     def play(disk: Disk) -> None:
         denial = not_kept("it is full")
-        assert disk.replies.refuse(Granted(3, LEASE), denial) == Denied(3, denial)
+        assert disk.replies.refuse(Granted(3, LEASE), denial) == RequestDenied(3, denial)
         assert disk.posted == [RevokeRequested(0, 7, denial.message)]
 
     replying(play)

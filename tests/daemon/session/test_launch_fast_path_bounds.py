@@ -21,7 +21,7 @@ from gpulease.daemon.session.native.layout import (
     Outcome,
     PacingState,
     PlanRecord,
-    RegionRefusal,
+    RegionCheckRecord,
     RingEnds,
     ServingState,
 )
@@ -86,7 +86,7 @@ class Bench:
     on_query: Callable[[], object] = int
     device: Guarded = field(kw_only=True)
     records: AllocationRecords = field(kw_only=True)
-    refusal: RegionRefusal = field(kw_only=True)
+    refusal: RegionCheckRecord = field(kw_only=True)
 
     def flip(self, slot: int, word: int, *, raises: bool = True) -> None:
         ctypes.c_uint64.from_address(self.refusal.words + 8 * slot).value = word
@@ -128,7 +128,7 @@ def plan_record(text: Callable[[bytes], int], op: Opcode) -> PlanRecord:
     return plan
 
 
-def region_refusal(guarded: Callable[[int, bytes], Guarded], plan: PlanRecord) -> RegionRefusal:
+def region_refusal(guarded: Callable[[int, bytes], Guarded], plan: PlanRecord) -> RegionCheckRecord:
     """A set of REGIONS regions, the last of which has the page's last slot; a reply has no byte to spare."""
     kernel = kernel_part("k")
     plan.refusal, plan.refusal_bytes = guarded(len(kernel), kernel).at, len(kernel)
@@ -138,7 +138,7 @@ def region_refusal(guarded: Callable[[int, bytes], Guarded], plan: PlanRecord) -
         record.front = guarded(record.front_bytes, ctypes.string_at(record.front, record.front_bytes)).at
         record.back = guarded(48, ctypes.string_at(record.back, 48)).at
     members = b"".join(ctypes.addressof(record).to_bytes(8, sys.byteorder) for record in records)
-    refusal = RegionRefusal(
+    refusal = RegionCheckRecord(
         words=guarded(8 * REGIONS, words).at,
         flipped=guarded(8 * REGIONS, bytes(8 * REGIONS)).at,
         deadlines=guarded(8 * REGIONS, b"\xff" * 8 * REGIONS).at,

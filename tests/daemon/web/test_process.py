@@ -17,7 +17,7 @@ import pytest
 
 from gpulease.daemon import web
 from gpulease.daemon.host.processes import name_of
-from gpulease.daemon.leases import Denied, RevokeDone
+from gpulease.daemon.leases import RequestDenied, RevokeDone
 from gpulease.daemon.leases.denials import invalid
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
@@ -176,7 +176,7 @@ def test_an_operator_revokes(rig: WebRig, scene: Scene) -> None:
         scene.outcome = RevokeDone(0, outcome)
         done = deleted(rig)
         assert (done.status_code, done.json()["outcome"]) == (status, word)
-    scene.outcome = Denied(0, invalid("It makes no sense.", "Ask otherwise."))
+    scene.outcome = RequestDenied(0, invalid("It makes no sense.", "Ask otherwise."))
     done = deleted(rig)
     assert (done.status_code, done.text) == (409, "It makes no sense. Ask otherwise.")
 

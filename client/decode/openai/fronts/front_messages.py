@@ -5,9 +5,9 @@ is decoded by its declaration or refused as a whole.
 
     front                                   decoder's process
       <- Welcome                              what a front needs to know
-      -> Ready                                it accepts connections
-      -> TakePlace(number, tenant)            <- Placed | Refused
-      -> Begin(number, body, ...)             <- Begun | Refused
+      -> FrontReady                           it accepts connections
+      -> TakePlace(number, tenant)            <- Placed | FrontRefused
+      -> Begin(number, body, ...)             <- Begun | FrontRefused
                                               <- Step(...)    tokens and ends, one message a step
       -> Cancel(number, sequence), Drop(number)
 
@@ -67,7 +67,7 @@ class Drop(msgspec.Struct, tag="drop", frozen=True):
     number: int
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True):
+class FrontReady(msgspec.Struct, tag="ready", frozen=True):
     """The front accepts connections."""
 
 
@@ -99,7 +99,7 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
     number: int
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class FrontRefused(msgspec.Struct, tag="refused", frozen=True):
     """The reply to a request that was refused: the parts of an ApiError."""
 
     number: int
@@ -136,7 +136,7 @@ class Begun(msgspec.Struct, tag="begun", frozen=True):
     end_tokens: tuple[int, ...]
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
+class FrontToken(msgspec.Struct, frozen=True, array_like=True):
     """A token of a sequence: the fields of `Emitted`."""
 
     number: int
@@ -160,13 +160,13 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, tag="step", frozen=True):
     """What a step computed for a front's requests: scores of prompts, tokens, and ends behind them."""
 
-    scores: list[Token]
-    tokens: list[Token]
+    scores: list[FrontToken]
+    tokens: list[FrontToken]
     ends: list[End]
 
 
-FromFront = TakePlace | Begin | Cancel | Drop | Ready
-ToFront = Welcome | Placed | Refused | Begun | Step
+FromFront = TakePlace | Begin | Cancel | Drop | FrontReady
+ToFront = Welcome | Placed | FrontRefused | Begun | Step
 
 Message = TypeVar("Message")
 _ENCODER: Final = msgspec.msgpack.Encoder()

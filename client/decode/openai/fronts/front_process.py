@@ -15,7 +15,13 @@ from starlette.routing import Mount
 
 from gpulease.client.decode.checkpoint import open_model
 from gpulease.client.decode.openai.api_keys import distinct_keys
-from gpulease.client.decode.openai.fronts.front_messages import FrontProtocolError, Ready, Welcome, frame, read_to_front
+from gpulease.client.decode.openai.fronts.front_messages import (
+    FrontProtocolError,
+    FrontReady,
+    Welcome,
+    frame,
+    read_to_front,
+)
 from gpulease.client.decode.openai.fronts.front_source import FrontSource
 from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
 from gpulease.client.decode.openai.openai_server import OpenAiFace, browsers_of, completion_routes
@@ -41,7 +47,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     app = Starlette(routes=own, middleware=browsers_of(welcome.cors_origins))
 
     def on_begin(_: object) -> None:
-        writer.write(frame(Ready()))
+        writer.write(frame(FrontReady()))
 
     async def receive() -> None:
         await source.run()

@@ -26,14 +26,14 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     End,
     FromFront,
     FrontProtocolError,
+    FrontReady,
+    FrontRefused,
+    FrontToken,
     Placed,
-    Ready,
-    Refused,
     Sequence,
     Step,
     TakePlace,
     ToFront,
-    Token,
     Welcome,
     frame,
     read_from_front,
@@ -159,8 +159,8 @@ class FrontConnection:
     def _send_step(self) -> None:
         """Send what has come since the last step."""
         changed, self._changed = self._changed, {}
-        scores: list[Token] = []
-        tokens: list[Token] = []
+        scores: list[FrontToken] = []
+        tokens: list[FrontToken] = []
         ends: list[End] = []
         for (number, sequence), generation in changed.items():
             request = self._requests.get(number)
@@ -199,7 +199,7 @@ class FrontConnection:
 
     def _refuse(self, number: int, error: Exception, tenant: str, request_id: str) -> None:
         known = reply_to_error(error, self._source.log, tenant, request_id)
-        self._send(Refused(number, known.parts))
+        self._send(FrontRefused(number, known.parts))
 
 
 def _begun(number: int, answer: bytes, submitted: Submitted) -> Begun:
@@ -211,8 +211,8 @@ def _begun(number: int, answer: bytes, submitted: Submitted) -> Begun:
     return Begun(number, answer, sequences, tuple(submitted.end_tokens))
 
 
-def _token(number: int, sequence: int, emitted: Emitted) -> Token:
-    return Token(
+def _token(number: int, sequence: int, emitted: Emitted) -> FrontToken:
+    return FrontToken(
         number,
         sequence,
         emitted.token,
@@ -334,7 +334,7 @@ class _Front:
         try:
             send(self._welcome)
             while (message := await read_from_front(reader)) is not None:
-                if isinstance(message, Ready):
+                if isinstance(message, FrontReady):
                     if not self.started.done():
                         self.started.set_result(None)
                 else:

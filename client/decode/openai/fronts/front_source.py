@@ -10,19 +10,19 @@ from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import PromptRequest
 from gpulease.client.decode.openai.api_errors import ApiError
-from gpulease.client.decode.openai.completion_intake import Place, Submitted
+from gpulease.client.decode.openai.completion_intake import QueuePlace, Submitted
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
     Begun,
     Cancel,
     Drop,
     FrontProtocolError,
+    FrontRefused,
+    FrontToken,
     Placed,
-    Refused,
     Step,
     TakePlace,
     ToFront,
-    Token,
     frame,
     read_to_front,
 )
@@ -54,7 +54,7 @@ class FrontSource:
         return self._tokenizer
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[Place]:
+    async def place(self, tenant: str) -> AsyncIterator[QueuePlace]:
         """Take a place for a request. Raises ApiError."""
         self._number += 1
         number = self._number
@@ -96,7 +96,7 @@ class FrontSource:
                 if generation := self._generations.pop((end.number, end.sequence), None):
                     reason = CompletionReason.ENGINE_ERROR if end.reason is None else CompletionReason(end.reason)
                     generation.end(reason, None if end.error is None else ApiError(*end.error))
-        elif isinstance(message, Refused):
+        elif isinstance(message, FrontRefused):
             waiter = self._waiters.pop(message.number, None)
             if waiter is not None and not waiter.done():
                 waiter.set_exception(ApiError(*message.reply))
@@ -147,5 +147,5 @@ class _FrontPlace:
         return await self._source.begin(self._number, self._tenant, body, request_id, is_chat=is_chat)
 
 
-def _emitted(token: Token) -> Emitted:
+def _emitted(token: FrontToken) -> Emitted:
     return Emitted(token.token, token.position, token.log_probability, token.attempt, token.ranks)

@@ -22,7 +22,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     Drop,
     FromFront,
     FrontProtocolError,
-    Ready,
+    FrontReady,
     TakePlace,
     frame,
     read_from_front,
@@ -38,7 +38,7 @@ MESSAGES = st.one_of(
     st.builds(Begin, st.integers(0, 2**63), st.binary(), st.booleans(), st.text()),
     st.builds(Cancel, st.integers(0, 2**63), st.integers(0, 2**31)),
     st.builds(Drop, st.integers(0, 2**63)),
-    st.just(Ready()),
+    st.just(FrontReady()),
 )
 
 

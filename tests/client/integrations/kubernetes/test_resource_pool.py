@@ -11,11 +11,11 @@ from lightkube.models.resource_v1 import ResourceSlice
 from gpulease.client.integrations.kubernetes.kubernetes_objects import parse_quantity
 from gpulease.client.integrations.kubernetes.resource_pool import (
     MAX_SLICE_DEVICES,
-    Card,
+    ApiWrite,
     Owner,
+    PublishedCard,
     Trouble,
     Verb,
-    Write,
     device_of,
     quantity_text,
     slice_name,
@@ -28,10 +28,10 @@ GIB = 1 << 30
 
 
 def devices_of(count: int, size_bytes: int = 80 * GIB, *troubles: Trouble) -> list[dict[str, Any]]:
-    return [device_of(Card(f"GPU-{number}", "H200", "cuda", size_bytes, troubles)) for number in range(count)]
+    return [device_of(PublishedCard(f"GPU-{number}", "H200", "cuda", size_bytes, troubles)) for number in range(count)]
 
 
-def applied(writes: Sequence[Write], stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def applied(writes: Sequence[ApiWrite], stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What a server has after these writes. Each must be possible in its turn."""
     found = {one["metadata"]["name"]: dict(one) for one in stored}
     for write in writes:
@@ -87,10 +87,10 @@ def test_from_any_state_one_round_of_writes_suffices(
 def test_one_changed_slice_keeps_the_generation_and_several_get_a_new_one() -> None:
     stored = applied(writes_to(devices_of(100), [], OWNER, {}), [])
     changed = devices_of(100)
-    changed[70] = device_of(Card("GPU-70", "H200", "cuda", 10 * GIB))
+    changed[70] = device_of(PublishedCard("GPU-70", "H200", "cuda", 10 * GIB))
     (write,) = writes_to(changed, stored, OWNER, {})
     assert (write.verb, write.slice["spec"]["pool"]["generation"]) == (Verb.REPLACE, 1)
-    changed[3] = device_of(Card("GPU-3", "H200", "cuda", 10 * GIB))
+    changed[3] = device_of(PublishedCard("GPU-3", "H200", "cuda", 10 * GIB))
     assert [write.slice["spec"]["pool"]["generation"] for write in writes_to(changed, stored, OWNER, {})] == [2, 2]
 
 
@@ -117,7 +117,7 @@ def test_a_taint_that_stays_keeps_the_time_at_which_it_was_added() -> None:
 def test_a_card_offers_whole_steps_and_says_what_is_wrong(
     free: int, troubles: tuple[Trouble, ...], value: str, keys: list[str]
 ) -> None:
-    device = device_of(Card("GPU-0123", "NVIDIA H200", "cuda", free, troubles))
+    device = device_of(PublishedCard("GPU-0123", "NVIDIA H200", "cuda", free, troubles))
     assert device["name"] == "gpu-0123"
     assert device["capacity"]["vram"]["value"] == value
     assert [taint["key"] for taint in device.get("taints", [])] == keys

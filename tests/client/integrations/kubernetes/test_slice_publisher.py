@@ -11,7 +11,7 @@ from gpulease.client.errors import Disconnected
 from gpulease.client.integrations.kubernetes import slice_publisher
 from gpulease.client.integrations.kubernetes.cluster import KubernetesCluster
 from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
-from gpulease.client.integrations.kubernetes.resource_pool import Card, Trouble, device_of
+from gpulease.client.integrations.kubernetes.resource_pool import PublishedCard, Trouble, device_of
 from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
 from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi
 from helpers.waiting import wait_until
@@ -33,7 +33,7 @@ class Published:
         stack.callback(self.api.close)
         (folder / "account").write_text(ACCOUNT_TOKEN)
         self._account = folder / "account"
-        self.cards: list[Card] | None = [Card("GPU-0", "H200", "cuda", 80 * GIB)]
+        self.cards: list[PublishedCard] | None = [PublishedCard("GPU-0", "H200", "cuda", 80 * GIB)]
         self.messages: list[str] = []
 
     def start(self) -> SlicePublisher:
@@ -102,7 +102,7 @@ def test_slices_that_the_kubelet_deletes_are_published_again(published: Publishe
     [
         {"devices": []},
         {"pool": {"name": NODE, "generation": 9, "resourceSliceCount": 2}},
-        {"devices": [device_of(Card("GPU-9", "made up", "cuda", GIB))]},
+        {"devices": [device_of(PublishedCard("GPU-9", "made up", "cuda", GIB))]},
     ],
 )
 def test_a_slice_that_somebody_changes_is_restored(published: Published, change: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def test_writers_that_come_in_between_end_in_the_cards_as_they_are(published: Pu
     for number in range(40):
         # Each change of the node meets a change of somebody else, and some meet a deletion: writes are refused with 409
         # and 404, and decided again.
-        published.cards = [Card("GPU-0", "H200", "cuda", (40 + number) * GIB)]
+        published.cards = [PublishedCard("GPU-0", "H200", "cuda", (40 + number) * GIB)]
         if any(one["metadata"]["name"] == name for one in published.api.slices()):
             published.api.change(name, devices=[])
         if number % 10 == 9:
@@ -149,11 +149,11 @@ def test_slices_of_others_stay_and_obsolete_ones_go(published: Published) -> Non
 def test_what_changes_on_the_node_is_published(published: Published) -> None:
     published.start()
     for cards in (
-        [Card("GPU-0", "H200", "cuda", 20 * GIB)],
-        [Card("GPU-0", "H200", "cuda", 20 * GIB, (Trouble.DRAINED,))],
-        [Card(f"GPU-{number}", "H200", "cuda", 20 * GIB) for number in range(130)],
+        [PublishedCard("GPU-0", "H200", "cuda", 20 * GIB)],
+        [PublishedCard("GPU-0", "H200", "cuda", 20 * GIB, (Trouble.DRAINED,))],
+        [PublishedCard(f"GPU-{number}", "H200", "cuda", 20 * GIB) for number in range(130)],
         [],
-        [Card("GPU-0", "H200", "cuda", 80 * GIB)],
+        [PublishedCard("GPU-0", "H200", "cuda", 80 * GIB)],
     ):
         published.cards = cards
         published.wait("the cards are there")
@@ -161,7 +161,7 @@ def test_what_changes_on_the_node_is_published(published: Published) -> None:
 
 
 def test_nothing_is_written_while_nothing_changes(published: Published) -> None:
-    published.cards = [Card(f"GPU-{number}", "H200", "cuda", 20 * GIB, (Trouble.SICK,)) for number in range(3)]
+    published.cards = [PublishedCard(f"GPU-{number}", "H200", "cuda", 20 * GIB, (Trouble.SICK,)) for number in range(3)]
     published.start()
     published.wait("the slice is there")
     writes, comparisons = published.api.writes, []
@@ -196,7 +196,7 @@ def test_an_api_server_that_was_away_is_used_again(published: Published) -> None
     published.api.is_down = True
     published.start()
     wait_until(lambda: published.messages, "the problem is reported")
-    published.cards = [Card("GPU-0", "H200", "cuda", 40 * GIB)]
+    published.cards = [PublishedCard("GPU-0", "H200", "cuda", 40 * GIB)]
     published.api.is_down = False
     published.wait("the slice is there")
     # Once, not at every attempt.
@@ -222,7 +222,7 @@ def test_a_cluster_without_a_feature_is_named_and_not_written_to_for_ever(
     published: Published, gate: str, field: str
 ) -> None:
     published.api.gates.discard(gate)
-    published.cards = [Card("GPU-0", "H200", "cuda", 80 * GIB, (Trouble.DRAINED,))]
+    published.cards = [PublishedCard("GPU-0", "H200", "cuda", 80 * GIB, (Trouble.DRAINED,))]
     published.start()
     wait_until(lambda: gate in str(published.messages), "the message", seen=lambda: published.messages)
     assert f"dropped {field}" in str(published.messages)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpulease.client import GpuBuilder
-from gpulease.client.console.exit_status import CannotStart
+from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.reports import cards_of
 from gpulease.client.errors import Denied
 from gpulease.client.integrations.slurm import __main__ as slurm
@@ -104,7 +104,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (records.read("7"), records.jobs()) == (record, ["7"])
     for text in ("", "[]", "{}", '{"user": "1000", "restarts": 2, "address": "unix:/x"}', '{"no": 1}', BAD_IDS):
         (tmp_path / "jobs" / "7.json").write_text(text)
-        with pytest.raises(CannotStart, match="must be a job's record"):
+        with pytest.raises(MissingPrerequisite, match="must be a job's record"):
             records.read("7")
     records.forget("7")
     records.forget("7")
@@ -121,7 +121,7 @@ def test_a_job_s_usage_is_the_sum_over_its_starts(tmp_path: Path) -> None:
     records.write_usage("7", usage.plus({"state": "torndown"}))
     assert (records.usage("7"), records.used(), records.jobs()) == (JobUsage(3 << 20, 0.25), ["7"], [])
     (tmp_path / "jobs" / "7.usage").write_text("[]")
-    with pytest.raises(CannotStart, match="must be a job's usage"):
+    with pytest.raises(MissingPrerequisite, match="must be a job's usage"):
         records.usage("7")
     records.forget_usage("7")
     assert records.used() == []

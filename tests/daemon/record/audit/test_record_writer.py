@@ -13,7 +13,7 @@ import pytest
 from gpulease.daemon.record.audit.files import AuditLog, LogSettings
 from gpulease.daemon.record.audit.log_reader import find_log
 from gpulease.daemon.record.audit.record_writer import AuditWriter
-from gpulease.daemon.record.audit.records import ChainEnd, Record, RecordKind
+from gpulease.daemon.record.audit.records import AuditRecord, ChainEnd, RecordKind
 from gpulease.daemon.record.audit.verification import Verifier
 from helpers.daemon import python_environment
 from helpers.waiting import wait_until
@@ -28,7 +28,7 @@ def opener(folder: Path, max_file_bytes: int = 1 << 20, keep_files: int = 0) -> 
     return lambda known: AuditLog(settings, BOOT, known)
 
 
-def records_of(folder: Path) -> list[Record]:
+def records_of(folder: Path) -> list[AuditRecord]:
     source = find_log([folder])
     assert source.head is not None
     verifier = Verifier(source.head.link)

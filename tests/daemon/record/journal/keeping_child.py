@@ -16,7 +16,7 @@ from gpulease.daemon.leases import (
     Card,
     CoreLimits,
     Event,
-    Freed,
+    FreeDone,
     FreeRequested,
     Granted,
     LeaseRestored,
@@ -33,7 +33,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.record.journal import open_journal
 
 BOOT = "a1" * 16
-_ANSWERS = Granted | Renewed | Freed
+_ANSWERS = Granted | Renewed | FreeDone
 
 
 class Child:

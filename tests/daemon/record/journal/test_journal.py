@@ -16,7 +16,6 @@ from gpulease.daemon.leases import (
     Card,
     CardRow,
     CoreLimits,
-    Denied,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -28,6 +27,7 @@ from gpulease.daemon.leases import (
     Outcome,
     ReclaimFailed,
     RenewRequested,
+    RequestDenied,
     RevokeRequested,
     WorkerExited,
     WorkerReady,
@@ -100,7 +100,7 @@ def test_nothing_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
         # A refusal that says for ever what a lease is, is one of these too.
         broker.post(FreeRequested(62, 2, "ann"))
         broker.post(WorkerExited(2, "killed"))
-        assert isinstance(await broker.tell(ReclaimFailed(2, "NVML gave an error")), Denied)
+        assert isinstance(await broker.tell(ReclaimFailed(2, "NVML gave an error")), RequestDenied)
         assert broker.as_if_killed(copy)[2].state is LeaseState.FENCED
         await broker.tell(FenceClearRequested(61, None))
         assert not broker.as_if_killed(copy).keys() & {1, 2}
@@ -151,7 +151,7 @@ def test_what_the_daemon_can_not_follow_stops_grants_and_not_ends(tmp_path: Path
         assert broker.journal.denial() is None
         broker.journal.on_event(LeaseRestored(None, has_worker=True), [])  # type: ignore[arg-type]
         assert broker.journal.denial() is not None
-        assert isinstance(await broker.tell(WorkerReady(1)), Denied)
+        assert isinstance(await broker.tell(WorkerReady(1)), RequestDenied)
         snapshot = broker.table.get(1)
         assert snapshot is not None
         assert snapshot.state is LeaseState.DRAINING

@@ -4,13 +4,13 @@ from gpulease.daemon.record.metrics.families import (
     CARD,
     MAX_LABEL_CHARS,
     OTHERS,
-    Family,
     FamilyKind,
     Histogram,
+    MetricFamily,
     TenantLabels,
 )
 
-SECONDS = Family("x_seconds", FamilyKind.HISTOGRAM, "X.", CARD, (0.1, 1.0))
+SECONDS = MetricFamily("x_seconds", FamilyKind.HISTOGRAM, "X.", CARD, (0.1, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from gpulease.daemon.record.metrics.families import (
     MAX_PAIR_SERIES,
     SAMPLES_PER_CHUNK,
     Content,
-    Family,
     FamilyKind,
     Histogram,
     Labels,
+    MetricFamily,
     NodeCollector,
     chunks,
 )
@@ -31,7 +31,7 @@ from gpulease.protocol.opcodes import Opcode, Status
 HOSTILE = 'a"} 1\ngpulease_ready 1\\\u2028é'
 
 
-def values(family: Family, labels: Labels) -> dict[Labels, float] | Histogram:
+def values(family: MetricFamily, labels: Labels) -> dict[Labels, float] | Histogram:
     if family.kind in (FamilyKind.HISTOGRAM, FamilyKind.SUMMARY):
         histogram = Histogram(family)
         histogram.observe(labels, 0.3)
@@ -76,7 +76,7 @@ def test_names_are_used_once_and_say_their_units() -> None:
 def test_every_family_is_counted_or_read_somewhere() -> None:
     daemon = Path(__file__).parents[4] / "daemon"
     text = "".join(path.read_text() for path in daemon.rglob("*.py") if path.name != "families.py")
-    names = [name for name, value in vars(families).items() if isinstance(value, Family)]
+    names = [name for name, value in vars(families).items() if isinstance(value, MetricFamily)]
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
@@ -117,7 +117,7 @@ def test_the_most_there_can_be_fits_a_reply() -> None:
     choices = {"UUID": cards, "tenant": tenants, "operation": [op.name for op in Opcode]}
     choices |= {"reason": [reason.value for reason in DenialReason] + [status.name for status in Status]}
     choices |= {"cause": [cause.value for cause in Cause], "state": [state.value for state in WarmState]}
-    content: dict[Family, dict[Labels, float] | Histogram] = {}
+    content: dict[MetricFamily, dict[Labels, float] | Histogram] = {}
     for family in FAMILIES:
         labels = [choices.get(label, ["x" * 96]) for label in family.labels]
         made = Histogram(family) if family.kind in (FamilyKind.HISTOGRAM, FamilyKind.SUMMARY) else dict[Labels, float]()

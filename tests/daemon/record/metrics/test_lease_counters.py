@@ -29,7 +29,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.record.lease_facts import LeaseHistory
 from gpulease.daemon.record.metrics import families
-from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Distribution, Family, TenantLabels
+from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Distribution, MetricFamily, TenantLabels
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 
 from ...leases.scenario import Scenario, card, end  # noqa: TID252  # the core's own scenarios
@@ -53,10 +53,10 @@ class Counted(Scenario):
         self.tally.on_facts(self.history.on_event(event, effects, self.now_ns))
         return effects
 
-    def count(self, family: Family, *labels: str) -> float:
+    def count(self, family: MetricFamily, *labels: str) -> float:
         return self.tally.counters[family][labels]
 
-    def seen(self, family: Family, *labels: str) -> Distribution:
+    def seen(self, family: MetricFamily, *labels: str) -> Distribution:
         return self.tally.histograms[family].of[labels]
 
 
