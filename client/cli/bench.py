@@ -18,6 +18,8 @@ from gpulease.client.bench.figures import Figures, Say, print_figures
 from gpulease.client.bench.fleet_scale import FleetPlan, measure_fleet, plan_of, reaches_fleet_goals
 from gpulease.client.bench.fleet_tables import fleet_tables
 from gpulease.client.bench.load import main as measure_load
+from gpulease.client.bench.park_models import is_right, measure_park, park_table
+from gpulease.client.bench.park_storm import is_calm, measure_storm, storm_table
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import measure_regions
 from gpulease.client.bench.suite import RunSize, measure_beside_direct_calls, measure_requests, measure_round_trips
@@ -94,6 +96,15 @@ _POSITIVE: Final = click.IntRange(min=1)
     "--storm", is_flag=True, help="Instead, a decoder while its tenants' regions are revoked; fails on any wrong token."
 )
 @click.option(
+    "--park", is_flag=True, help="Instead, models that share a card by parking, compared with loading them again."
+)
+@click.option(
+    "--park-storm",
+    is_flag=True,
+    help="Instead, sessions that are parked, revoked and killed at random; fails on any wrong result or missing byte.",
+)
+@click.option("--model-mib", type=_POSITIVE, help="With --park: a model's size; 16,384 on a card, else 64.")
+@click.option(
     "--decode",
     is_flag=True,
     help="Instead, the decode engine's steps and kernels, one JSON object per line and figure.",
@@ -129,7 +140,11 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="With --check: the file to write.",
 )
 @click.option("--peers", is_flag=True, help="Instead, print how to compare with other remoting systems.")
-@click.option("--minutes", type=click.FloatRange(min=0.01), help="With --load or --storm: 10, or 1 with --quick.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.01),
+    help="With --load, --storm, --park or --park-storm: 10, or 1 with --quick.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
     driver: str,
@@ -144,6 +159,9 @@ def bench(
     load: bool,
     regions: bool,
     storm: bool,
+    park: bool,
+    park_storm: bool,
+    model_mib: int | None,
     decode: bool,
     fleet: bool,
     horizon_secs: int | None,
@@ -177,6 +195,12 @@ def bench(
     if storm:
         _run_storm(minutes, driver, as_json)
         return
+    if park:
+        _run_park(driver, model_mib, minutes, say, as_json)
+    if park_storm:
+        report = measure_storm(driver, minutes, say)
+        click.echo(indented_json(report) if as_json else storm_table(report))
+        sys.exit(0 if is_calm(report) else 1)
     if decode:
         _run_decode(driver, quick, say, as_json)
         return
@@ -220,6 +244,13 @@ def _run_storm(minutes: float, driver: str, as_json: bool) -> None:
     from gpulease.client.bench import decode_storm
 
     click.get_current_context().invoke(decode_storm.main, minutes=minutes, driver=driver, as_json=as_json)
+
+
+def _run_park(driver: str, model_mib: int | None, minutes: float, say: Say, as_json: bool) -> NoReturn:
+    size_bytes = None if model_mib is None else model_mib << 20
+    report = measure_park(driver, size_bytes, minutes * 60, say)
+    click.echo(indented_json(report) if as_json else park_table(report))
+    sys.exit(0 if is_right(report) else 1)
 
 
 def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:

@@ -126,9 +126,14 @@ class PrivateServer:
 
 
 class PrivateDaemon(PrivateServer):
-    """A daemon's process, with settings as TOML."""
+    """A daemon's process, with settings as TOML.
+
+    Attributes:
+        folder: Its own folder, which goes with it.
+    """
 
     def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
+        self.folder = folder
         if settings:
             file = folder / "settings.toml"
             file.write_text(settings)
@@ -173,10 +178,20 @@ def private_daemon(
 
 
 @contextlib.contextmanager
-def killable_daemon(driver: str) -> Iterator[PrivateDaemon]:
-    """Start a daemon until the block ends; its leases outlive its broker. Raises MissingPrerequisite."""
+def killable_daemon(driver: str, vram: tuple[str, ...] = (), *, settings: str = "") -> Iterator[PrivateDaemon]:
+    """Start a daemon until the block ends; its leases outlive its broker. Raises MissingPrerequisite.
+
+    Args:
+        driver: The daemon's driver.
+        vram: Device memory for leases, per card.
+        settings: Further settings, as TOML, in which FOLDER is the daemon's own folder.
+    """
+    options = ["--driver", driver]
+    for size in vram:
+        options += ["--vram", size]
     with unwound_by_signals(), _folder() as folder:
-        daemon = PrivateDaemon(folder, ["--driver", driver], f'state = "{folder / "state"}"\n')
+        settings = f'state = "{folder / "state"}"\n' + settings.replace("FOLDER", str(folder))
+        daemon = PrivateDaemon(folder, options, settings)
         try:
             daemon.start()
             yield daemon

@@ -1,0 +1,244 @@
+"""Models that share a card which holds only some of them: parked and brought back, compared with being loaded again.
+
+    gpulease bench --park
+
+Each model is a lease whose bytes are addresses into themselves (woven_data.py). A request launches kernels that follow
+them, and every word is compared afterwards, outside of the time. The requests come in turn, at random, and at random by
+Zipf's law, from one client. Loading again is what a server without parking does: the lease used least recently is
+freed, another one acquired, and its bytes are written from a file in the page cache.
+"""
+
+import contextlib
+import itertools
+import mmap
+import random
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpulease.client import Busy, GpuBuilder, GpuExclusivityClass, GpuLease, GpuSession
+from gpulease.client.bench.figures import Figures, Say, percentile
+from gpulease.client.bench.woven_data import EXTRA_BYTES, WovenData, woven_bytes
+from gpulease.client.console.private_daemon import private_daemon
+from gpulease.client.console.reports import first_card
+from gpulease.client.console.tables import table
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseRef
+
+MODELS: Final = 8
+RESIDENT: Final = 4
+"""Models that the card holds at a time."""
+
+MODEL_BYTES: Final = {"cpu": 64 << 20, "cuda": 16 << 30}
+
+WAIT_S: Final = 60.0
+LEASE_S: Final = 1800.0
+
+PIECE_BYTES: Final = 64 << 20
+"""Bytes that are written from the file at a time."""
+
+_SETTINGS: Final = """\
+[limits]
+park_memory = "{park_memory}B"
+overcommit = 8.0
+park_stay_ms = 0
+parks_per_minute = 100000
+"""
+
+
+@dataclass(slots=True)
+class PatternFigures:
+    """The requests of one pattern.
+
+    Attributes:
+        hits_s: Seconds of each request to a model that was on the card.
+        misses_s: Seconds of each request to one that was not.
+        refused: Requests that found no room in time.
+        wrong: Wrong words and results.
+    """
+
+    hits_s: list[float] = field(default_factory=list)
+    misses_s: list[float] = field(default_factory=list)
+    refused: int = 0
+    wrong: int = 0
+
+    def figures(self) -> Figures:
+        count = len(self.hits_s) + len(self.misses_s)
+        found = {"requests": float(count), "hit_rate": len(self.hits_s) / max(1, count)}
+        for name, took_s in (("back", self.misses_s), ("there", self.hits_s)):
+            if took_s:
+                found |= {
+                    f"{name}_p50_ms": percentile(took_s, 50) * 1e3,
+                    f"{name}_p99_ms": percentile(took_s, 99) * 1e3,
+                }
+        return found | {"refused": float(self.refused), "wrong": float(self.wrong)}
+
+
+def patterns() -> dict[str, Iterator[int]]:
+    """Return the models' numbers in the order of the requests, by pattern; each is the same in every run."""
+    turn, uniform, zipf = itertools.cycle(range(MODELS)), random.Random(1), random.Random(2)
+    weights = [1 / (number + 1) for number in range(MODELS)]
+    return {
+        "in turn": turn,
+        "at random": iter(lambda: uniform.randrange(MODELS), -1),
+        "Zipf": iter(lambda: zipf.choices(range(MODELS), weights)[0], -1),
+    }
+
+
+def measure_park(driver: str, size_bytes: int | None, seconds: float, say: Say) -> dict[str, Any]:
+    """Measure models that are parked, and models that are loaded again, `seconds` in all; returns the report.
+
+    Raises CannotStart.
+    """
+    # Step 1: a daemon on the whole card, which says what a lease of a model is charged.
+    with private_daemon(driver) as address:
+        card = first_card(address, "held_bytes")
+        size_bytes = woven_bytes(size_bytes or MODEL_BYTES[card["driver"]])
+        slice_bytes = size_bytes + EXTRA_BYTES[card["driver"]]
+        with _builder(address, slice_bytes).acquire():
+            charge_bytes = int(first_card(address, "held_bytes")["held_bytes"])
+    # Step 2: one whose card holds only some models, and the contexts of all.
+    over_bytes = charge_bytes - slice_bytes
+    vram_bytes = MODELS * over_bytes + RESIDENT * slice_bytes + slice_bytes // 2
+    vram_bytes = min(vram_bytes, int(card["capacity_bytes"]))
+    # Host memory for those that are parked, the one that leaves, and the one that comes.
+    settings = _SETTINGS.format(park_memory=(MODELS - RESIDENT + 2) * (slice_bytes + (4 << 20)))
+    each_s = seconds / 2 / len(patterns())
+    report: dict[str, Any] = {
+        "card": card["name"],
+        "driver": card["driver"],
+        "models": MODELS,
+        "model_bytes": size_bytes,
+        "on": vram_bytes,
+    }
+    with private_daemon(driver, vram=(str(vram_bytes),), settings=settings) as address:
+        report["parked"] = _measure_parked(address, slice_bytes, size_bytes, each_s, say)
+        report["loaded again"] = _measure_loaded(address, slice_bytes, size_bytes, each_s, say)
+    return report
+
+
+def is_right(report: dict[str, Any]) -> bool:
+    """Return whether every pattern had requests that came back, no wrong word, and none refused."""
+    found = [*report["parked"].values(), *report["loaded again"].values()]
+    return all(one["requests"] and not one["wrong"] and not one["refused"] for one in found)
+
+
+def _builder(address: str, size_bytes: int) -> GpuBuilder:
+    wanted = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).timeout(WAIT_S).parkable()
+    return wanted.exclusivity(GpuExclusivityClass.SHARED)
+
+
+def _measure_parked(address: str, slice_bytes: int, size_bytes: int, each_s: float, say: Say) -> dict[str, Figures]:
+    with contextlib.ExitStack() as stack:
+        say(f"{MODELS} models of {size_bytes >> 20} MiB")
+        models: list[tuple[GpuLease, WovenData]] = []
+        for number in range(MODELS):
+            lease = stack.enter_context(_builder(address, slice_bytes).acquire())
+            session = stack.enter_context(GpuSession(lease))
+            models.append((lease, WovenData(session, size_bytes, 2 * number + 1)))
+            models[-1][1].begin()
+        # A first round, in which host memory is populated.
+        for _, model in models:
+            model.begin()
+
+        def request(number: int) -> tuple[bool, float, int]:
+            lease, model = models[number]
+            is_there = _phase(address, lease) == "resident"
+            began = time.perf_counter()
+            model.begin()
+            took_s = time.perf_counter() - began
+            return is_there, took_s, model.check()
+
+        return _run(request, each_s, say, "parked")
+
+
+def _phase(address: str, lease: GpuLease) -> str:
+    return str(ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), address).report["park"]["phase"])
+
+
+class _LoadedModels:
+    """Leases whose bytes are written from a file; the one used least recently gives way."""
+
+    def __init__(self, address: str, slice_bytes: int, size_bytes: int, source: mmap.mmap) -> None:
+        self._address, self._source = address, source
+        self._slice_bytes, self._size_bytes = slice_bytes, size_bytes
+        self._models: OrderedDict[int, tuple[GpuLease, WovenData]] = OrderedDict()
+
+    def request(self, number: int) -> tuple[bool, float, int]:
+        is_there, began = number in self._models, time.perf_counter()
+        if not is_there:
+            self._load(number)
+        self._models.move_to_end(number)
+        model = self._models[number][1]
+        model.begin()
+        took_s = time.perf_counter() - began
+        return is_there, took_s, model.check()
+
+    def _load(self, number: int) -> None:
+        if len(self._models) == RESIDENT:
+            self._end(self._models.popitem(last=False)[1])
+        lease = _builder(self._address, self._slice_bytes).acquire()
+        model = WovenData(GpuSession(lease), self._size_bytes, 1, is_woven=False)
+        with memoryview(self._source) as view:
+            for at in range(0, self._size_bytes, PIECE_BYTES):
+                model.session.mem_write(model.block, at, view[at : min(at + PIECE_BYTES, self._size_bytes)])
+        self._models[number] = (lease, model)
+
+    def _end(self, model: tuple[GpuLease, WovenData]) -> None:
+        model[1].session.close()
+        model[0].free()
+
+    def close(self) -> None:
+        while self._models:
+            self._end(self._models.popitem()[1])
+
+
+def _measure_loaded(address: str, slice_bytes: int, size_bytes: int, each_s: float, say: Say) -> dict[str, Figures]:
+    say("the same from the page cache")
+    with tempfile.TemporaryFile() as file:
+        # The bytes as the card weaves them, with 0 as the origin: every model reads this file.
+        with _builder(address, slice_bytes).acquire() as lease, GpuSession(lease) as session:
+            model = WovenData(session, size_bytes, 1, is_woven=False)
+            model.weave(model.block)
+            for at in range(0, size_bytes, PIECE_BYTES):
+                file.write(session.mem_read(model.block, at, min(PIECE_BYTES, size_bytes - at)))
+        file.flush()
+        with mmap.mmap(file.fileno(), size_bytes, prot=mmap.PROT_READ) as source:
+            models = _LoadedModels(address, slice_bytes, size_bytes, source)
+            try:
+                return _run(models.request, each_s, say, "loaded again")
+            finally:
+                models.close()
+
+
+def _run(request: Callable[[int], tuple[bool, float, int]], each_s: float, say: Say, what: str) -> dict[str, Figures]:
+    found: dict[str, Figures] = {}
+    for name, numbers in patterns().items():
+        say(f"{what}: requests {name}")
+        counted, until = PatternFigures(), time.monotonic() + each_s
+        while time.monotonic() < until:
+            try:
+                is_there, took_s, wrong = request(next(numbers))
+            except Busy:
+                counted.refused += 1
+                continue
+            (counted.hits_s if is_there else counted.misses_s).append(took_s)
+            counted.wrong += wrong
+        found[name] = counted.figures()
+    return found
+
+
+def park_table(report: dict[str, Any]) -> str:
+    """Lay out a row for each pattern, parked and loaded again."""
+    names = ("requests", "hit_rate", "back_p50_ms", "back_p99_ms", "there_p50_ms", "there_p99_ms", "refused", "wrong")
+    head = [f"{report['models']} models of {report['model_bytes'] >> 20} MiB on {report['card']}", *names]
+    rows = [
+        [f"{way}, {pattern}", *(f"{figures[name]:.3g}" if name in figures else "" for name in names)]
+        for way in ("parked", "loaded again")
+        for pattern, figures in report[way].items()
+    ]
+    return table([text.replace("_", " ") for text in head], rows)

@@ -1,0 +1,406 @@
+"""Sessions with checked work that are parked, revoked, dropped and killed at random, on a card that can't hold all.
+
+    gpulease bench --park-storm --minutes 10
+
+Each tenant has one lease after another. Its data are addresses into themselves (woven_data.py), in allocations and in
+regions, used by launches, streams and graphs; a variable of its module counts the calls. Meanwhile sessions are parked
+by their tenants, by an operator, by idleness and by need, and the broker is killed and started again. At the end every
+byte must be back, and the audit log must have exactly one end of each lease and region that was granted.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import click
+
+from gpulease.client import GpuBuilder, GpuExclusivityClass, GpuLease, GpuLeaseError, GpuSession, KernelArgs
+from gpulease.client.bench.figures import Say
+from gpulease.client.bench.woven_data import BLOCK, EXTRA_BYTES, GRID, STEPS, WORD_BYTES, WovenData, end_of
+from gpulease.client.console.private_daemon import PrivateDaemon, killable_daemon
+from gpulease.client.console.reports import first_card, leases_of
+from gpulease.client.console.scene import Breach, worker_pid
+from gpulease.client.console.tables import table
+from gpulease.client.core.region_sets import RegionSet
+from gpulease.client.errors import Busy, CapacityExceeded, Disconnected, LeaseExpired, RegionFailed, Revoked
+from gpulease.client.sync.driver import ask
+from gpulease.client.sync.regions import Region
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
+
+T = TypeVar("T")
+
+BLOCK_BYTES: Final = {"cpu": 2 << 20, "cuda": 256 << 20}
+"""Of woven data; each lease has some, and as much in each of its regions."""
+
+REGIONS: Final = 2
+
+TENANTS: Final = 6
+HELD: Final = 4
+"""Slices that the card holds beside all contexts."""
+
+LEASE_S: Final = 120.0
+SHORT_LEASE_S: Final = 4.0
+"""Of a lease that is to expire."""
+
+SHORT_REGION_S: Final = 0.5
+
+ENDINGS: Final = ("free", "free", "drop", "expire", "revoke", "kill")
+
+ROUNDS: Final = (4, 16)
+"""Fewest and most rounds of a lease's work."""
+
+PATIENCE_S: Final = 120.0
+"""Longest time, in seconds, that an operation waits for room or for a broker: beyond it, something hangs."""
+
+KILL_EVERY_S: Final = (4.0, 12.0)
+OPERATOR_EVERY_S: Final = 0.3
+
+AT_MOST_SURPRISES: Final = 20
+
+_SETTINGS: Final = """\
+audit = "{audit}"
+[limits]
+park_memory = "{park_memory}B"
+overcommit = 8.0
+park_stay_ms = 50
+parks_per_minute = 100000
+"""
+
+_Over: Final = (Revoked, LeaseExpired)
+
+
+@dataclass(slots=True)
+class StormCounts:
+    """What happened.
+
+    Attributes:
+        did: Number of operations and ends, by name.
+        wrong: Wrong words and results.
+        surprises: Sentences about events that should not have happened.
+    """
+
+    did: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+    surprises: list[str] = field(default_factory=list)
+
+    def surprise(self, text: str) -> None:
+        if len(self.surprises) < AT_MOST_SURPRISES:
+            self.surprises.append(text)
+        self.did["surprises"] += 1
+
+
+class _Tenant:
+    """One lease after another, each with checked work, until `until`."""
+
+    def __init__(self, address: str, driver: str, seed: int, counts: StormCounts, until: float) -> None:
+        self._address, self._driver = address, driver
+        self._random, self._counts, self._until = random.Random(seed), counts, until
+
+    def run(self) -> None:
+        while time.monotonic() < self._until:
+            ending = self._random.choice(ENDINGS)
+            try:
+                self._live(ending)
+                self._counts.did[ending] += 1
+            # Whatever it is: a thread that ends would make the storm a calm one.
+            except Exception as error:
+                self._counts.surprise(f"{ending}: {type(error).__name__}: {error}")
+                time.sleep(1.0)
+
+    def _live(self, ending: str) -> None:
+        seconds = SHORT_LEASE_S if ending == "expire" else LEASE_S
+        idle_s = self._random.choice((0.0, 0.2, 1.0))
+        wanted = GpuBuilder(self._address).min_vram(slice_bytes(self._driver)).lease_secs(seconds)
+        wanted = wanted.timeout(PATIENCE_S).parkable(idle_s).exclusivity(GpuExclusivityClass.SHARED)
+        lease = _patient(wanted.acquire)
+        with contextlib.suppress(*(_Over if ending == "expire" else ())):
+            work = _Work(lease, BLOCK_BYTES[self._driver], self._random, self._counts)
+            for _ in range(self._random.randint(*ROUNDS) if ending != "expire" else 1 << 30):
+                if time.monotonic() > self._until:
+                    break
+                work.round()
+            self._end(ending, lease, work)
+
+    def _end(self, ending: str, lease: GpuLease, work: "_Work") -> None:
+        # Half of all ends come while the session is parked.
+        if self._random.random() < 0.5:
+            work.park()
+        match ending:
+            case "free" | "expire":
+                work.session.close()
+                _patient(lease.free)
+            case "drop":
+                work.session.close()
+            case "revoke":
+                _patient(lambda: ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "storm"), self._address))
+                work.until_refused(Revoked)
+            case "kill":
+                os.kill(worker_pid(lease.lease_id), signal.SIGKILL)
+                work.until_refused(GpuLeaseError)
+
+
+class _Work:
+    """The work of one lease."""
+
+    def __init__(self, lease: GpuLease, block_bytes: int, rng: random.Random, counts: StormCounts) -> None:
+        self._lease, self._random, self._counts = lease, rng, counts
+        self.session = _patient(lambda: GpuSession(lease))
+        self._data = _patient(lambda: WovenData(self.session, block_bytes, 2 * rng.randrange(1 << 20) + 1))
+        self._streams = [self.session.stream() for _ in range(2)]
+        self._stored = self.session.mem_alloc(WORD_BYTES)
+        self._graph_result = self.session.empty(1, "uint64")
+        with self.session.record() as self._graph:
+            args = KernelArgs().push_buffer(self._data.block).push_u32(STEPS).push_buffer(self._stored)
+            self.session.launch(self._data.module, "follow", (1,), (1,), args)
+            self.session.mem_read(self._stored, 0, WORD_BYTES, into=self._graph_result)
+        self._regions: list[tuple[Region, RegionSet]] = []
+
+    def round(self) -> None:
+        """Do one thing at random, and check all data."""
+        for do in self._random.choices(
+            (self.park, self._rest, self._use_graph, self._use_streams, self._use_regions), k=2
+        ):
+            do()
+        self._begin()
+        self._counts.wrong += _patient(self._data.check)
+        self._counts.did["checks"] += 1
+
+    def _begin(self) -> None:
+        # A request that is refused for lack of room has done nothing: it is sent again.
+        _patient(self._data.begin)
+
+    def park(self) -> None:
+        """Park the session, if the daemon can now."""
+        try:
+            self._lease.park()
+            self._counts.did["parked"] += 1
+        except (CapacityExceeded, Disconnected):
+            self._counts.did["not parked"] += 1
+
+    def _rest(self) -> None:
+        time.sleep(self._random.uniform(0.0, 0.6))
+
+    def _use_graph(self) -> None:
+        self._graph_result[0] = 0
+        _patient(self._launch_graph)
+        data = self._data
+        end = end_of(data.block.handle, data.size_bytes // WORD_BYTES, data.seed)
+        self._count_wrong("graphs", int(self._graph_result[0]) != end)
+
+    def _launch_graph(self) -> None:
+        self._graph.launch()
+        self.session.sync()
+
+    def _use_streams(self) -> None:
+        data, session = self._data, self.session
+        for stream in self._streams:
+            args = KernelArgs().push_buffer(data.block).push_u32(STEPS).push_buffer(self._stored)
+            _patient(lambda: session.launch(data.module, "follow", (1,), (1,), args, stream=stream))  # noqa: B023
+            _patient(stream.sync)
+        at = int.from_bytes(_patient(lambda: session.mem_read(self._stored, 0, WORD_BYTES)), "little")
+        self._count_wrong("streams", at != end_of(data.block.handle, data.size_bytes // WORD_BYTES, data.seed))
+
+    def _use_regions(self) -> None:
+        """Open, check and end regions; some end while the session is parked."""
+        while len(self._regions) < REGIONS:
+            # A broker that is killed may have opened it: then it ends with its own deadline.
+            region = _patient(lambda: self._lease.region(self._data.size_bytes, ttl_secs=PATIENCE_S))
+            self._regions.append((region, self.session.region_set([region])))
+            _patient(lambda: self._weave(*self._regions[-1]))
+        for region, regions in self._regions:
+            self._count_wrong("regions", self._check(region, regions))
+        if self._random.random() < 0.5:
+            region, regions = self._regions.pop(self._random.randrange(REGIONS))
+            if self._random.random() < 0.5:
+                self.park()
+            with contextlib.suppress(RegionFailed):
+                _patient(region.revoke)
+            try:
+                _patient(lambda: self._weave(region, regions))
+                self._count_wrong("regions that ended", 1)
+            except RegionFailed:
+                self._counts.did["regions that ended"] += 1
+            _patient(region.close)
+
+    def _weave(self, region: Region, regions: RegionSet) -> None:
+        data = self._data
+        args = KernelArgs().push_buffer(region).push_u64(data.origin).push_u64(data.mask).push_u64(data.seed)
+        self.session.launch(data.module, "weave", GRID, BLOCK, args, regions=regions)
+        self.session.sync()
+
+    def _check(self, region: Region, regions: RegionSet) -> int:
+        data, session = self._data, self.session
+
+        def check() -> int:
+            session.mem_write(self._stored, 0, bytes(WORD_BYTES))
+            args = KernelArgs().push_buffer(region).push_u64(data.origin).push_u64(data.mask).push_u64(data.seed)
+            session.launch(data.module, "check", GRID, BLOCK, args.push_buffer(self._stored), regions=regions)
+            return int.from_bytes(session.mem_read(self._stored, 0, WORD_BYTES), "little")
+
+        return _patient(check)
+
+    def _count_wrong(self, name: str, wrong: int) -> None:
+        self._counts.did[name] += 1
+        self._counts.wrong += wrong
+
+    def until_refused(self, error: type[GpuLeaseError]) -> None:
+        """Use the session until its end is reported. Raises Breach if it is not."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            try:
+                self.session.sync()
+            except Busy:
+                continue
+            except error:
+                return
+            time.sleep(0.02)
+        raise Breach("a lease that was ended goes on")
+
+
+def _patient(call: Callable[[], T]) -> T:
+    """Call again while there is no room, or no broker. Raises what remains after PATIENCE_S."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call()
+        except (Busy, Disconnected) as error:
+            if time.monotonic() > until:
+                raise
+            del error
+        time.sleep(0.05)
+
+
+def slice_bytes(driver: str) -> int:
+    """Return the size of a lease for one block, its regions and what they keep, and code."""
+    return (1 + 2 * REGIONS) * BLOCK_BYTES[driver] + EXTRA_BYTES[driver]
+
+
+def _operate(address: str, counts: StormCounts, until: float) -> None:
+    """Park leases at random, as an operator."""
+    rng = random.Random(7)
+    while time.monotonic() < until:
+        time.sleep(OPERATOR_EVERY_S)
+        with contextlib.suppress(GpuLeaseError):
+            leases = _leases(address)
+            if leases:
+                ask(Opcode.LEASE_PARK, LeaseRef(rng.choice(leases)), address)
+                counts.did["parked by an operator"] += 1
+
+
+def _leases(address: str) -> list[int]:
+    report = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), address).report)
+    return [int(lease["lease_id"], 16) for lease in report if not lease.get("parent")]
+
+
+def _kill_brokers(daemon: PrivateDaemon, counts: StormCounts, until: float) -> None:
+    rng = random.Random(9)
+    while (left_s := until - time.monotonic()) > KILL_EVERY_S[0]:
+        time.sleep(min(rng.uniform(*KILL_EVERY_S), left_s))
+        daemon.kill()
+        daemon.start()
+        counts.did["killed brokers"] += 1
+
+
+def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
+    """Run a storm; returns the report. Raises CannotStart."""
+    counts = StormCounts()
+    with _small_daemon(driver, say) as (daemon, found, audit):
+        address, until = daemon.address, time.monotonic() + minutes * 60
+        tenants = [_Tenant(address, found, seed, counts, until) for seed in range(TENANTS)]
+        work: list[Callable[[], None]] = [tenant.run for tenant in tenants]
+        work += [lambda: _operate(address, counts, until), lambda: _kill_brokers(daemon, counts, until)]
+        say(f"the storm, for {minutes:g} minutes")
+        threads = [threading.Thread(target=one, daemon=True) for one in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        say("every byte must be back")
+        left = _end_everything(address, counts)
+        card = first_card(address, "held_bytes", "fenced_bytes")
+        unaccounted = sum(int(card[name]) for name in ("held_bytes", "fenced_bytes", "park_host_bytes"))
+        daemon.stop()
+        ends = _ends(audit)
+    return {
+        "minutes": minutes,
+        "did": dict(sorted(counts.did.items())),
+        "wrong": counts.wrong,
+        "surprises": counts.surprises,
+        "leases_left": left,
+        "unaccounted_bytes": unaccounted,
+        "granted": len(ends),
+        "ends_per_lease": sorted(set(ends.values())),
+    }
+
+
+def is_calm(report: dict[str, Any]) -> bool:
+    """Return whether nothing was wrong, no byte is missing, and each lease ended once."""
+    has_happened = report["did"].get("parked", 0) > 0 and report["did"].get("checks", 0) > 0
+    is_whole = not (report["wrong"] or report["surprises"] or report["leases_left"] or report["unaccounted_bytes"])
+    return has_happened and is_whole and report["ends_per_lease"] == [1]
+
+
+@contextlib.contextmanager
+def _small_daemon(driver: str, say: Say) -> Iterator[tuple[PrivateDaemon, str, str]]:
+    """Start a daemon whose card holds HELD slices; yields it, its driver, and its audit log's folder."""
+    say("what a lease is charged")
+    with killable_daemon(driver) as daemon:
+        driver = first_card(daemon.address)["driver"]
+        size_bytes = slice_bytes(driver)
+        with GpuBuilder(daemon.address).min_vram(size_bytes).parkable().acquire():
+            over_bytes = int(first_card(daemon.address, "held_bytes")["held_bytes"]) - size_bytes
+    vram_bytes = TENANTS * over_bytes + HELD * size_bytes + size_bytes // 2
+    with contextlib.ExitStack() as stack:
+        # Host memory for most of the tenants, so that the host is full at times.
+        parked = _SETTINGS.format(park_memory=(TENANTS - 2) * (size_bytes + (2 << 20)), audit="FOLDER/audit")
+        daemon = stack.enter_context(killable_daemon(driver, vram=(str(vram_bytes),), settings=parked))
+        yield daemon, driver, str(daemon.folder / "audit")
+
+
+def _end_everything(address: str, counts: StormCounts) -> int:
+    """Revoke what tenants left behind, wait until nothing is held; return the number of leases that are left."""
+    until = time.monotonic() + PATIENCE_S
+    while (leases := _leases(address)) and time.monotonic() < until:
+        for lease_id in leases:
+            with contextlib.suppress(GpuLeaseError):
+                ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, "the storm is over"), address)
+                counts.did["left behind"] += 1
+    return len(leases)
+
+
+def _ends(folder: str) -> Counter[str]:
+    """Return how often each lease and region of an audit log that was granted has ended."""
+    command = [sys.executable, "-P", "-m", "gpulease.client.cli", "audit", "show", "--json", folder]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    if shown.returncode:
+        raise click.ClickException(f"the audit log can't be read: {shown.stderr.strip()}")
+    granted: set[str] = set()
+    ends: Counter[str] = Counter()
+    for line in shown.stdout.splitlines():
+        record = json.loads(line)
+        # A lease whose grant was recorded by a daemon that was killed is adopted by the next one.
+        if record["kind"] in ("grant", "adopt"):
+            granted.add(record["data"]["lease"])
+        elif record["kind"] == "end":
+            ends[record["data"]["lease"]] += 1
+    return Counter({lease: ends[lease] for lease in granted})
+
+
+def storm_table(report: dict[str, Any]) -> str:
+    """Lay out the report, with the verdict as the last line."""
+    rows = [[name, str(count)] for name, count in report["did"].items()]
+    names = ("wrong", "leases_left", "unaccounted_bytes", "granted", "ends_per_lease")
+    rows += [[name.replace("_", " "), str(report[name])] for name in names]
+    verdict = "sound" if is_calm(report) else "NOT SOUND"
+    return "\n\n".join([table([f"a storm of {report['minutes']:g} minutes", ""], rows), *report["surprises"], verdict])

@@ -1,0 +1,105 @@
+"""Data full of addresses into itself (woven.ptx): what a session that leaves its card must have at the same addresses.
+
+Kernels weave it, follow it and compare every word of it on the card, so a request of many gigabytes takes milliseconds.
+"""
+
+import struct
+from importlib.resources import files
+from typing import Final
+
+from gpulease.client import Buffer, GpuSession, KernelArgs, Module
+from gpulease.client.sync.regions import Region
+
+FACTOR: Final = 2654435761
+"""Word i leads to word i * FACTOR + seed, modulo the number of words: one ring of all words if the seed is odd (Hull
+and Dobell, "Random number generators", 1962)."""
+
+STEPS: Final = 100
+"""Pointers that a request follows."""
+
+WORD_BYTES: Final = 8
+
+GRID: Final = (256,)
+BLOCK: Final = (256,)
+
+_WORDS: Final = struct.Struct("<3Q")
+"""What the kernels of a request store: where the pointers led to, calls of the module, wrong words."""
+
+
+def woven_ptx() -> bytes:
+    return files("gpulease.client.bench").joinpath("woven.ptx").read_bytes()
+
+
+EXTRA_BYTES: Final = {"cpu": 2 << 20, "cuda": 64 << 20}
+"""Of a lease beyond its woven data: results and code, by driver."""
+
+
+def woven_bytes(most_bytes: int) -> int:
+    """Return the size of the largest block of woven data within so many bytes: a power of two."""
+    return 1 << (most_bytes.bit_length() - 1)
+
+
+def end_of(base: int, words: int, seed: int) -> int:
+    """Return where STEPS pointers lead to from the beginning of a block."""
+    at = 0
+    for _ in range(STEPS):
+        at = (at * FACTOR + seed) % words
+    return base + WORD_BYTES * at
+
+
+class WovenData:
+    """A block of woven data in one session, and requests that use and check all of it.
+
+    Args:
+        session: The session.
+        size_bytes: A power of two.
+        seed: An odd number.
+        is_woven: False if its bytes are to be written from outside, with 0 as the origin of its words.
+
+    Attributes:
+        wrong: Wrong words and wrong results so far.
+    """
+
+    def __init__(self, session: GpuSession, size_bytes: int, seed: int, *, is_woven: bool = True) -> None:
+        self.session, self.size_bytes, self.seed = session, size_bytes, seed
+        self.module: Module = session.module_load(woven_ptx())
+        self.block: Buffer = session.mem_alloc(size_bytes)
+        self.results: Buffer = session.mem_alloc(_WORDS.size)
+        self.origin = self.block.handle if is_woven else 0
+        self.wrong = 0
+        self._requests = 0
+        if is_woven:
+            self.weave(self.block)
+
+    def weave(self, block: Buffer | Region, origin: int | None = None) -> None:
+        """Weave a block of this size, whose words lead to `origin`: by default, into this object's own block."""
+        args = KernelArgs().push_buffer(block).push_u64(self.origin if origin is None else origin)
+        self.session.launch(self.module, "weave", GRID, BLOCK, args.push_u64(self.mask).push_u64(self.seed))
+
+    @property
+    def mask(self) -> int:
+        """Return the number of its words less one."""
+        return self.size_bytes // WORD_BYTES - 1
+
+    def begin(self) -> None:
+        """Launch a request's first kernels, and wait: the time of a model's answer."""
+        session, results = self.session, self.results
+        if self.origin:
+            args = KernelArgs().push_buffer(self.block).push_u32(STEPS).push_buffer(results, 0)
+            session.launch(self.module, "follow", (1,), (1,), args)
+        session.launch(self.module, "count", (1,), (1,), KernelArgs().push_buffer(results, WORD_BYTES))
+        session.sync()
+        self._requests += 1
+
+    def check(self) -> int:
+        """Compare every word and the results of all requests; return how many are wrong, and add them to `wrong`."""
+        session = self.session
+        args = KernelArgs().push_buffer(self.block).push_u64(self.origin).push_u64(self.mask).push_u64(self.seed)
+        session.launch(self.module, "check", GRID, BLOCK, args.push_buffer(self.results, 2 * WORD_BYTES))
+        at, calls, wrong_words = _WORDS.unpack(session.mem_read(self.results, 0, _WORDS.size))
+        end = end_of(self.block.handle, self.mask + 1, self.seed) if self.origin else 0
+        wrong: int = wrong_words + (at != end) + (calls != self._requests)
+        # Counted once: the kernel adds to what is there.
+        session.mem_write(self.results, 2 * WORD_BYTES, bytes(WORD_BYTES))
+        self.wrong += wrong
+        return wrong
