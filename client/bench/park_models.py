@@ -92,7 +92,7 @@ def patterns() -> dict[str, Iterator[int]]:
 def measure_park(driver: str, size_bytes: int | None, seconds: float, say: Say) -> dict[str, Any]:
     """Measure models that are parked, and models that are loaded again, `seconds` in all; returns the report.
 
-    Raises CannotStart.
+    Raises MissingPrerequisite.
     """
     # Step 1: a daemon on the whole card, which says what a lease of a model is charged.
     with private_daemon(driver) as address:

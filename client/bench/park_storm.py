@@ -313,7 +313,7 @@ def _kill_brokers(daemon: PrivateDaemon, counts: StormCounts, until: float) -> N
 
 
 def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
-    """Run a storm; returns the report. Raises CannotStart."""
+    """Run a storm; returns the report. Raises MissingPrerequisite."""
     counts = StormCounts()
     with _small_daemon(driver, say) as (daemon, found, audit):
         address, until = daemon.address, time.monotonic() + minutes * 60
