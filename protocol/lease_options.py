@@ -428,7 +428,7 @@ PARKABLE: Final = NumberOption(
     wire="the session may be [parked](#parking), by itself after this many milliseconds without an operation, a `u32`; "
     "0: never by itself; absent: it is not parkable",
     call="parkable(idle_secs=30)",
-    effect="let the session's bytes leave the card while nobody uses it: when its tenant or an operator parks it, when "
+    effect="let the session's bytes leave the card while it is idle: when its tenant or an operator parks it, when "
     "another lease needs the room, and with `idle_secs` after that many seconds without an operation. Its next "
     "operation brings them back, at the same addresses",
     in_submits=None,

@@ -765,7 +765,6 @@ class OwedSize(OwedReply):
         self.note()
 
     def note(self) -> None:
-        """Record the size, if the reply came."""
         if self.made is not None:
             self.lease.grant = replace(self.lease.grant, size_bytes=self.made.size_bytes)
 
@@ -890,7 +889,7 @@ class LeaseView:
 
 
 def owed_lease() -> OwedGrant:
-    """What an acquire may make, for `acquire`."""
+    """Return the keeper of an acquire's lease: it frees the lease if the acquire is interrupted."""
     return OwedGrant(free_of)
 
 

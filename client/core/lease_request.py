@@ -221,7 +221,7 @@ class LeaseRequest:
         return self._give(LATENCY, value=True)
 
     def parkable(self, idle_secs: float = 0) -> Self:
-        """Let the session's bytes leave the card while nobody uses it; its next operation brings them back.
+        """Let the session's bytes leave the card while it is idle; its next operation brings them back.
 
         Args:
             idle_secs: Seconds without an operation after which the session is parked; 0: only when `lease.park()`, an

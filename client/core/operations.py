@@ -324,7 +324,7 @@ class RequestPipeline:
 
     def put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
         """Queue a quiet frame immediately, in two parts; False if it has to be sent by `send`."""
-        # Before this frame: an interrupted step tells by the writer's counter what it had queued.
+        # Taken before this frame: after an interrupt, the writer's counter shows what the step had queued.
         channel = self.attachment.channel
         if channel.unfinished is not None or channel.sending is not None:
             channel.finish()
@@ -423,7 +423,7 @@ class RequestPipeline:
 
         def note() -> None:
             # Calling it twice is harmless: it removes these frees, and no later ones. Their ids are above all earlier
-            # ones, so the last id tells in one comparison, however many frees wait for a reply.
+            # ones, so one comparison with the last id decides, however many frees wait for a reply.
             if freed and not (self.freed and self.freed[-1][0] >= freed[-1][0]):
                 del dropped[:count]
                 self.freed += freed

@@ -59,7 +59,7 @@ class RefusedRegions:
             self._check((buffer,), "", None, doing)
 
     def confirmed(self, launched: MaybePending[int], doing: str) -> Procedure[int]:
-        """Wait until the worker has taken or refused a launch that was sent, whose number is the result."""
+        """Wait until the worker has taken or refused a launch that was sent; returns the launch's number."""
         number = launched if isinstance(launched, int) else (yield from launched)
         # A PING's reply comes after the launch was taken or refused, and carries the refusal.
         ping = self._operations.ask(Opcode.PING, build_body(Ping(0)), doing=doing, own_requests=(number,))

@@ -284,7 +284,6 @@ class OwedRegion(OwedReply):
         return cls(region.parent, region.tenant, region)
 
     def opened(self) -> RegionHandle:
-        """The region that was granted."""
         if self.region is None:
             self.region = RegionHandle(self.lease, self.made, self.tenant)
         return self.region

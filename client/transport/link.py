@@ -232,7 +232,7 @@ class Link:
         return kept
 
     def drop_unclaimed(self) -> None:
-        """Drop replies that nobody waits for, on a lease's connection: those that make something stay until `claim`."""
+        """Drop replies without a waiter, on a lease's connection. Replies that made an object stay until `claim`."""
         self._awaited.intersection_update(self._makes)
         for request_id in [*self._results]:
             if request_id not in self._makes:

@@ -653,7 +653,7 @@ class PendingRequests:
         return True
 
     def refuse(self, number: int, failure: Failure) -> None:
-        """Answer a request that the table does not decide, or whose outcome can't be answered because of a fault."""
+        """Answer a request that the table does not decide, or that a fault keeps from its outcome."""
         if number in self._answers:
             # An outcome that was held back is not answered any more.
             self.unanswered -= number in self._decided

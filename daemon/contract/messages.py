@@ -399,7 +399,7 @@ class ParkMemoryOrder(Message):
 
     The worker maps it, and prepares it for fast copies between requests. It keeps it, parked or not, until the next of
     these orders; one without a descriptor makes it drop what it has. While the session is parked the order is ignored.
-    The memory lives as long as the broker's descriptor or the worker's mapping. There is no answer.
+    The memory lives as long as the broker's descriptor or the worker's mapping. The worker does not reply.
     """
 
     OP: ClassVar[str] = "park_memory"

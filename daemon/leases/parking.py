@@ -17,7 +17,7 @@
 6. Regions are parked with their session. One that ends meanwhile is wiped in the host's memory, and its bytes need no
    other proof than the park's. While a region opens or ends, or its fence lasts, nothing is parked.
 7. A lease with a submit or a resize in progress is not parked. Neither is one whose kernels do not end within
-   PARK_GRACE_MS: it stays where it is, and its worker says so.
+   PARK_GRACE_MS: it stays where it is, and its worker reports it.
 8. An earlier table's session may be parked, parking or returning. It is charged in full, and its worker is ordered to
    do what the record says: an order that was carried out before is answered again.
 """
@@ -207,7 +207,7 @@ class Parking(ParkingViews):
         out.append(GiveParkMemory(lease.lease_id, host_bytes))
 
     def _prepare_host(self, lease: Lease, out: list[Effect]) -> None:
-        """Give a session on the card host memory ahead of its park, if there is some that nobody needs now."""
+        """Give a session on the card host memory ahead of its park, if some is free."""
         # Fresh memory takes ten times as long as the copy, so a park is fast only into memory that was prepared.
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         if self._store.parked_host_bytes + needed_bytes <= self._store.limits.park_memory_bytes:
@@ -262,7 +262,7 @@ class Parking(ParkingViews):
         return True
 
     def on_park_refused(self, event: events.SessionParkRefused, now_ns: int, out: list[Effect]) -> None:
-        """Keep a session on the card whose worker could not park it, and say why."""
+        """Keep a session on the card after its worker failed to park it, and report why."""
         lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
         if lease is None or lease.park is None:
             return
@@ -288,7 +288,7 @@ class Parking(ParkingViews):
     # --- returning ---
 
     def on_return_wanted(self, event: events.ReturnWanted, now_ns: int, out: list[Effect]) -> None:
-        """Bring a session back whose tenant waits for it, now or when there is room. Repeated reports do no harm."""
+        """Bring back a session that its tenant waits for, now or when it fits. Repeated reports do no harm."""
         if self._repeat_return(event.lease_id, event.number, out):
             return
         lease = self._store.parkable.get(event.lease_id)
@@ -325,7 +325,7 @@ class Parking(ParkingViews):
         return True
 
     def _await_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        """Return a parked session if there is room and nobody is before it; else let it join the queue."""
+        """Return a parked session if it fits and the queue is empty; else let it join the queue."""
         account = self._store.account_by_uuid[lease.card_uuid]
         is_held = lease.card_uuid in self._store.queue.held_cards()
         if not is_held and state.off_bytes <= account.free_bytes:
@@ -542,7 +542,6 @@ class Parking(ParkingViews):
     # --- a lease's life ---
 
     def on_granted(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Begin to count the idle time of a lease."""
         if lease.park is not None:
             lease.park.used_ns = now_ns
             lease.park.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
@@ -550,7 +549,7 @@ class Parking(ParkingViews):
             self._arm_idle(lease, out)
 
     def on_generation(self, lease: Lease, out: list[Effect]) -> None:
-        """Arm the timer again for a new generation, whose number it must have."""
+        """Arm the timer again, with the number of the new generation."""
         if (due_ns := park_due_ns(lease)) is not None:
             self._arm(lease, due_ns, out)
 
@@ -626,7 +625,7 @@ def _check_regions(lease: Lease) -> Denial | None:
 
 
 def check_parkable(terms: LeaseTerms) -> Denial | None:
-    """Return the denial for an acquire whose terms can't be parkable; None if they can."""
+    """Return the denial for an acquire with terms that rule out parking; None if it can be parkable."""
     if not terms.is_parkable:
         return None
     if terms.submit_bytes:
@@ -635,7 +634,7 @@ def check_parkable(terms: LeaseTerms) -> Denial | None:
         )
     if terms.exclusivity in ALONE:
         return denials.invalid(
-            "A lease that has its card to itself can't be parkable: nobody else could use what it leaves.",
+            "A lease that has its card to itself can't be parkable: no other tenant could use what it leaves.",
             "Leave out .parkable(), or ask for a lease that shares its card.",
         )
     return None

@@ -129,8 +129,8 @@ class TenantLimits:
     max_share: Annotated[
         int | None,
         Setting(
-            "The most of each card's time, in percent, that the tenant's leases may use together, also while nobody"
-            " else wants it.",
+            "The most of each card's time, in percent, that the tenant's leases may use together, even if no other"
+            " tenant wants it.",
             least=1,
             most=100,
             example="30",
@@ -192,7 +192,7 @@ class Rates:
 
 
 class AcquireRates(Rates):
-    """Each tenant's rate of requests."""
+    """Each tenant's rate of acquires: a bucket of `acquire_burst`, refilled `acquires_per_minute`."""
 
     def wait_ns(self, tenant: str, limits: TenantLimits, now_ns: int) -> int:
         """Return how long the tenant must wait before asking; 0 if it may ask now, and then count the request."""

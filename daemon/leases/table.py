@@ -187,7 +187,7 @@ class LeaseTable:
         # Step 2: bytes that came back go to the queue before anything else can take them.
         if self._store.has_freed_room:
             self._admission.serve_queue(now_ns, out)
-        # Step 3: those that still wait may get room from sessions that nobody uses.
+        # Step 3: those that still wait may get room from idle sessions.
         self.parking.update(now_ns, out)
         # Step 4: the pool gets what is left, so that it never competes with leases.
         self._pool.update(now_ns, out)

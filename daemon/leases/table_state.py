@@ -432,8 +432,8 @@ class Waiter:
         since_ns: Time of joining.
         due_ns: Time at which it is refused.
         holds_until_ns: End of its right to hold others back; not later than `since_ns` if it has none.
-        returning: The parked lease whose session waits to return; None for an acquire. Its `acquire` is made up, with a
-            negative request, and nobody gets an answer to it.
+        returning: The parked lease whose session waits to return; None for an acquire. Its `acquire` is synthetic: its
+            request number is negative, and it is never answered.
     """
 
     acquire: AcquireRequested

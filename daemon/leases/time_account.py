@@ -7,7 +7,7 @@ sessions together are the wall time in which any of them was.
 A sample has each session's busy time so far, and the begin and end of its latest busy interval. Within the time between
 two samples, the place of that interval is known; the rest of the session's busy time is taken to be spread evenly, and
 independent of the others; but while others hold back for a latency session, they are taken to be busy when it is not.
-So the account is exact for sessions that were busy throughout, for any number of them beside one that was not, and for
+So the account is exact for sessions that were busy throughout, for any number of them next to one that was not, and for
 sessions with one interval in each sample.
 
 What a worker says of itself may be a lie. Its busy time never goes back and never grows faster than the clock. A worker
@@ -155,7 +155,7 @@ def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Ite
     if busy_ns >= until_ns - from_ns:
         yield from_ns, until_ns, 1.0
         return
-    # The two intervals whose place is known: the present one, and the one before. A worker may lie about both, so each
+    # The two intervals with a known place: the present one, and the one before. A worker may lie about both, so each
     # is cut to the time that is left.
     end_ns, rest_ns = until_ns, busy_ns
     known = ((claim.busy_since_ns, until_ns), (claim.last_busy_from_ns, claim.last_busy_until_ns))

@@ -6,7 +6,7 @@ class, or `[limits] shares_time` for all. Elsewhere nothing is limited. The rule
 1. A tenant's demand is the time in which its sessions were busy in the last round, and a little more; all of the card
    while one of them is held back by its allowance. The card is filled up by weights: who wants less than its part gets
    what it wants, and the rest is for the others. What is idle all the same, because somebody pauses, is given away too.
-   So nobody is limited while the card is idle, caps apart, and every tenant that wants the card gets its part.
+   So no tenant is limited while the card is idle, caps apart, and every tenant that wants the card gets its part.
 2. Weights are the tenant's: the largest of its leases on the card. Its sessions share the tenant's part by their own
    weights. More leases, streams or launches get no more.
 3. What a tenant used beyond its part is taken from its next rounds, within MAX_DEBT_NS; what it got too little is
@@ -44,7 +44,7 @@ Two kernels of 20 us, or one of 100 us and the next as soon as half of it is don
 
 LATENCY_PATIENCE_NS: Final = 20 * NS_PER_MS
 """Longest time for which others hold back for one piece of a latency session's work. A worker that died with its word
-set holds up nobody for longer, until the broker takes its word away."""
+set holds the others up no longer than that, until the broker takes its word away."""
 
 MAX_DEBT_NS: Final = NS_PER_S
 """Most GPU time beyond its part that a tenant pays back. A longer kernel is `max_kernel`'s business."""
@@ -70,7 +70,7 @@ _ALL: Final = 0.999
 """A part that is this much of what was wanted is all of it; the rest is rounding."""
 
 _IDLE_PART: Final = 0.01
-"""Part of a round that may be idle: kernels begin and end within a round, and nobody can fill the gaps."""
+"""Part of a round that may be idle: kernels begin and end within a round, and no tenant can fill the gaps."""
 
 MAX_SLACK_ROUNDS: Final = 2
 _SLACK_KEPT: Final = 0.9
@@ -122,7 +122,7 @@ class TimeShares:
 
     @property
     def obeyed(self) -> frozenset[str]:
-        """The tenants whose latency sessions all others hold back for since the last round."""
+        """The tenants with latency sessions that all others have yielded to since the last round."""
         return frozenset(self._obeyed)
 
     def limits(
@@ -271,7 +271,7 @@ class TimeShares:
     ) -> None:
         """Add to each balance what its part of the last round was, less what was used of the card."""
         used = {tenant: sum((one.time.more_gpu_ns for one in own), 0.0) for tenant, own in by_tenant.items()}
-        # A tenant whose part was its cap gets that part of the clock's time. The others share what was used.
+        # A tenant that was limited by its cap gets that part of the clock's time. The others share what was used.
         owed: dict[Key, float] = {}
         for tenant in by_tenant:
             owed[tenant] = self._owed.get(tenant, 0.0)
@@ -301,13 +301,13 @@ class TimeShares:
         weights: Mapping[str, int],
         wanted: Mapping[str, float],
     ) -> None:
-        """Decide whose latency sessions are obeyed in the next round."""
+        """Decide which tenants' latency sessions are obeyed in the next round."""
         before, obeyed = self._latency_owed, set()
         self._latency_owed = {}
         for tenant, own in by_tenant.items():
             if all(one.latency_word is None for one in own):
                 continue
-            # Its part by weights among those who want the card, all of it if nobody else does.
+            # Its part by weights among those who want the card, all of it if it is the only one.
             others = sum(weights[other] for other in by_tenant if other != tenant and wanted[other])
             due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
             owed_ns = before.get(tenant, 0.0) + due_ns - sum(one.time.more_gpu_ns for one in own)
@@ -323,7 +323,7 @@ def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
 
 
 def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKey, int]) -> dict[AnyKey, float]:
-    """Share a total by weights, nobody more than its bound; what one does not take is shared among the others."""
+    """Share a total by weights, up to each one's bound; what one does not take is shared among the others."""
     parts: dict[AnyKey, float] = {}
     rest_ns, rest_weight = total_ns, sum(weights[one] for one in bounds)
     # In the order in which they are full, were each to get the same for each unit of weight.

@@ -191,11 +191,11 @@ def first_record_bytes(begin: bytes) -> int | None:
 
 
 class HasSource(Protocol):
-    """Anything that counts for a source."""
+    """An item of the waiting room: it counts against the limit of the address that it came from."""
 
     @property
     def source(self) -> str:
-        """The source, as `source_of` names it."""
+        """The address or site that it counts for, as `source_of` names it."""
 
 
 Item = TypeVar("Item", bound=HasSource)

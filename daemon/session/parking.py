@@ -221,7 +221,6 @@ class SessionParking:
 
     @property
     def is_parked(self) -> bool:
-        """Whether its bytes are in host memory."""
         return self._resources.is_parked
 
     # --- host memory ---

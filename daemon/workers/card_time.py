@@ -184,12 +184,11 @@ class CardTimes:
         self.members_changed()
 
     def forget(self, lease_id: int) -> None:
-        """Forget a lease whose end is recorded."""
+        """Forget a lease after its end was recorded."""
         self._uses.pop(lease_id, None)
         self._recorded.pop(lease_id, None)
 
     def stop(self) -> None:
-        """Take no further samples."""
         if self._timer is not None:
             self._timer.cancel()
         for card in self._cards.values():
@@ -219,7 +218,6 @@ class CardTimes:
             self._arm(max(min(card.due_ns for card in self._cards.values()), now_ns + ROUND_NS // 2))
 
     def look(self, now_ns: int) -> None:
-        """Sample the cards that are due."""
         if self._is_stale:
             self._update_members()
         for uuid, card in self._cards.items():
@@ -284,7 +282,7 @@ class CardTimes:
         lease = self._table.get(worker.spec.of_lease) if worker.spec.of_lease else None
         if lease is None:
             return None
-        # A submit is one job: nobody waits for it, so it is of the ordinary class.
+        # A submit is one job without a waiting client, so it is of the ordinary class.
         is_latency = lease.latency and not worker.spec.submit_of
         return _Member(worker, lease.lease_id, lease.tenant, lease.weight, is_latency)
 

@@ -229,7 +229,6 @@ class DecodeEngine:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens."""
         return self.forward.weights.config.vocabulary
 
     # --- the tenants' blocks ---

@@ -250,7 +250,7 @@ def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], what: str) -> N
     """Refuse what would end an answer within its JSON text, or keep it from ending behind that."""
     for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos"):
         if stops if name == "stop" else said.get(name):
-            raise invalid(f"{name} can't be combined with {what}, whose answer ends where its form says", name)
+            raise invalid(f"{name} can't be combined with {what}: the answer ends where its form says", name)
 
 
 def check_model(asked: str, served: str) -> None:

@@ -303,7 +303,6 @@ class _Texts:
         return await self._reply(request, read_tokens, described)
 
     async def detokenize(self, request: Request) -> Response:
-        """Reply with the text of tokens."""
         return await self._reply(request, read_back, lambda _, answer: {"prompt": text_of(answer)})
 
     async def _reply(
@@ -332,7 +331,6 @@ def tenant_of(keys: ApiKeys, request: Request) -> str:
 
 
 def completion_routes(face: OpenAiFace) -> list[Route]:
-    """Return the routes of completions."""
     return [
         Route("/v1/completions", _Endpoint(face, is_chat=False), methods=["POST"]),
         Route("/v1/chat/completions", _Endpoint(face, is_chat=True), methods=["POST"]),

@@ -74,7 +74,6 @@ def format_of(template: str) -> ToolFormat | None:
 
 
 def format_named(name: str) -> ToolFormat:
-    """Return the format with this name."""
     return next(one for one in FORMATS if one.name == name)
 
 
@@ -226,4 +225,4 @@ class ToolCallParser:
 
 
 _TEXT_ALONE: Final = ToolFormat("text", "", "\x00\x00", "", "", "", "")
-"""A format whose trigger no text has: for an answer that turned out to be text."""
+"""A format with a trigger that never occurs: for an answer that turned out to be text."""

@@ -140,7 +140,7 @@ class ContinuousBatchScheduler:
         # Free rows of the block tables, highest first, so that `pop` gives the lowest.
         self._tables = list(range(settings.max_sequences - 1, -1, -1))
         self._unanswered: list[StepPlan] = []
-        # Live sequences whose rows need a guided step: none is the usual case, which costs nothing.
+        # Live sequences that need guided steps. Usually there are none, and the check costs nothing.
         self._guided = 0
         self._step_number = self._admissions = self._arrivals = 0
         self._prompt_turns = 0

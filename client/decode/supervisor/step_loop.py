@@ -334,7 +334,6 @@ class StepLoop:
 
 
 def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
-    """Return what guides the rows of a plan."""
     guides: Rows = np.zeros(len(plan), GUIDE)
     guides["mask"], guides["target"] = NO_MASK, NO_TARGET
     entries: list[Rows] = []

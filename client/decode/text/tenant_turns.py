@@ -46,7 +46,7 @@ class TenantTurns(Generic[Job]):
         return None
 
     def done(self, tenant_id: str) -> None:
-        """Record that a job of the tenant is no longer under way."""
+        """Record that a job of the tenant has ended."""
         self._under_way[tenant_id] -= 1
         if not self._under_way[tenant_id]:
             del self._under_way[tenant_id]

@@ -108,7 +108,7 @@ class ClaimLeases:
         self._reported: dict[str, list[dict[str, Any]]] = {}
         # Whether the API server has answered all requests of this round. One that is away must not delay renewals.
         self._api_answers = True
-        # Set when a claim was prepared whose devices were not reported yet.
+        # Set when a claim was prepared and its devices are still to be reported.
         self.has_news = threading.Event()
 
     # --- the kubelet's requests ---
@@ -182,7 +182,7 @@ class ClaimLeases:
         self._reported = {uid: report for uid, report in self._reported.items() if uid in uids}
 
     def _keep(self, record: PreparedClaim) -> None:
-        # A claim that is deleted, or was made again, is nobody's: its pod runs elsewhere, or nowhere. Its leases end by
+        # A claim that is deleted, or was made again, has no pod on this node. Its leases end by
         # themselves unless the kubelet ends them first. An API server that does not answer ends none.
         if self._is_deleted(record):
             self._on_message(f"claim {record.uid} was deleted: its leases are not renewed")

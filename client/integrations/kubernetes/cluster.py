@@ -64,7 +64,6 @@ class KubernetesCluster:
         return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", _ACCOUNT / "token", _ACCOUNT / "ca.crt")
 
     def claim(self, namespace: str, name: str) -> Mapping[str, Any]:
-        """Return a ResourceClaim."""
         with _refusals(f"the claim {namespace}/{name}"):
             return dict(self._client.get(_Claim, name, namespace=namespace))
 
@@ -85,7 +84,6 @@ class KubernetesCluster:
             self._client.patch(_Claim.Status, name, body, namespace=namespace, patch_type=PatchType.APPLY, force=True)
 
     def node_uid(self, name: str) -> str:
-        """Return the uid of a Node."""
         with _refusals(f"the node {name}"):
             return str(self._client.get(Node, name).metadata.uid)
 
@@ -118,7 +116,6 @@ class KubernetesCluster:
             return dict(self._client.replace(_Slice(**made)))
 
     def delete_slice(self, name: str) -> None:
-        """Delete a slice."""
         with _refusals(f"deleting the ResourceSlice {name}"):
             self._client.delete(_Slice, name)
 

@@ -19,7 +19,7 @@ def problem_of(driver: str, registry: Path, instance: str) -> str:
         info = message("pluginregistration.PluginInfo").FromString(
             _call(str(path), "/pluginregistration.Registration/GetInfo")
         )
-        # Step 2: a request for no claims, which a driver whose threads all hang does not answer.
+        # Step 2: a request for no claims, which a driver does not answer if all its threads hang.
         reply = _call(info.endpoint, "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources")
         dra_message("v1", "NodeUnprepareResourcesResponse").FromString(reply)
     except grpc.RpcError as error:

@@ -17,7 +17,7 @@ _ATTEMPTS: Final = 3
 
 
 class NodeCards:
-    """Reads the cards of one daemon."""
+    """Reads the cards of one daemon, with what their leases, drains and faults leave of them."""
 
     def __init__(self, address: str, lease_ids: Callable[[], Collection[str]]) -> None:
         """Prepare to read.

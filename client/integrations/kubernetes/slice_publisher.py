@@ -28,7 +28,7 @@ WRITE_GAP_S: Final = 1.0
 """Least seconds between two rounds of writes, so that a dispute with another writer costs one request a second."""
 
 RELIST_S: Final = 300.0
-"""Seconds between two lists while the watch works: heals a watch whose connection died unnoticed."""
+"""Seconds between two lists while the watch works: makes up for a watch that lost its connection without notice."""
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 60.0

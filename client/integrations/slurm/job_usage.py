@@ -1,4 +1,4 @@
-"""What a job's leases used on one node."""
+"""Sums what a job's leases used on one node, for Slurm's accounting."""
 
 from dataclasses import dataclass
 from typing import Final

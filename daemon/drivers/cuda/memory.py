@@ -7,7 +7,7 @@ allocations and frees the sum was exact.
 
 Blocks. On an H100 cuMemAlloc and cuMemFree of 1 MiB take 61 us together, cuMemFree waits for all kernels, and both stop
 launches meanwhile. So the context caches a freed block, and the next allocation of its size gets it. Cached blocks
-count as taken (`cached_bytes`). They go back to the card before anything is taken for which there is no room with them.
+count as taken (`cached_bytes`). They go back to the card before an allocation that would not fit with them.
 
 Local memory. It exists for every thread that the card can hold at a time, whatever a launch's size (CUDA C++
 Programming Guide, "Local Memory"; CUDA driver API, CU_LIMIT_STACK_SIZE). A context starts with enough for the default

@@ -63,7 +63,6 @@ class FreeRanges:
         return start
 
     def remove(self, start: int) -> None:
-        """Remove a whole free range."""
         self._remove(start)
 
     def _find(self, size_bytes: int) -> int | None:

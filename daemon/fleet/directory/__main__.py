@@ -71,7 +71,7 @@ def main(
     http_address: str | None,
     http_hosts: tuple[str, ...],
 ) -> None:
-    """Tell the tenants of a fleet which nodes to ask. Two to five such processes serve a fleet."""
+    """Answer the tenants of a fleet which nodes to ask. Two to five such processes serve a fleet."""
     try:
         # Step 1: check the whole command line before anything starts. A mistake is a usage error, with exit status 2.
         addresses = [parse_address(text) for text in listen]

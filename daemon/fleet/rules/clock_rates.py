@@ -118,7 +118,6 @@ class ClockRates:
         self._polls: deque[_Poll] = deque(maxlen=MAX_POLLS)
 
     def read(self) -> Get:
-        """Return the read of a heartbeat."""
         return Get(CLOCKS, is_prefix=True)
 
     def write(self) -> tuple[Put, ...]:

@@ -221,7 +221,6 @@ class Member:
 
     @property
     def horizon_ns(self) -> int:
-        """The deadline of claimed leases."""
         return self._membership.horizon_ns
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
@@ -543,7 +542,6 @@ class Member:
         self._membership.effects.append(KeepMark(self._mark))
 
     def _ask_beat(self, beat: int, now_ns: int) -> None:
-        """Send the heartbeat with the stored mark."""
         is_awaited = self._awaits_mark and beat == self._mark.beat
         if not is_awaited or self._is_asking or not self._is_running or self._phase is not _Phase.MEMBER:
             return

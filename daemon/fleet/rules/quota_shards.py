@@ -286,7 +286,6 @@ class QuotaShards:
         return _Quota(home, shards, changed, {}, default) if home else None
 
     def _shards(self, found: tuple[KeyValue, ...]) -> dict[bytes, Shard]:
-        """Read shards, and report unreadable ones."""
         shards = read_shards(found)
         for item in found:
             if not shards[item.key].is_readable:

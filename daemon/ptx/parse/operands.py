@@ -39,7 +39,6 @@ class OperandParser:
         self.cursor = cursor
 
     def find(self, name: str) -> Register | DeclaredVariable | None:
-        """Resolve a name in the current scope."""
         raise NotImplementedError
 
     def parse_operands(self) -> tuple[Operand, ...]:

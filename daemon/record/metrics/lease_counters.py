@@ -129,7 +129,6 @@ class LeaseCounters:
         return self._pair(lease.card_uuid, lease.tenant)
 
     def used(self, card_uuid: str, tenant: str, use: LeaseTimeUse) -> None:
-        """Add what a tenant used of a GPU's time."""
         spent = (
             (families.SESSION_BUSY_SECONDS, use.busy_ns / NS_PER_S),
             (families.SESSION_GPU_SECONDS, use.gpu_ns / NS_PER_S),

@@ -63,7 +63,7 @@ class PkiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate and its key, as files."""
+    """The files of a certificate, in PEM, and of its private key."""
 
     certificate: Path
     key: Path

@@ -286,7 +286,7 @@ class PacingState(ctypes.Structure):
     idle        Address of CardProgress.idle.
     mark        Address of CardProgress.mark.
     reached     Address of CardProgress.reached.
-    own_word    Address of the session's latency word; of a word that nobody reads if it has none.
+    own_word    Address of the session's latency word; of an unused word if it has none.
     words       Address of the addresses of MAX_LATENCY_WORDS latency words; a word of 0 stands in for a missing one.
     first       Number of the oldest mark that is not known to be reached.
     next        Number of the next mark; they begin at 0, and at most MAX_MARKS are outstanding.

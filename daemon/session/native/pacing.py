@@ -64,7 +64,7 @@ def session_code() -> "NativeCode":
 
 
 class _PacingCode:
-    """The functions of pacing.ll."""
+    """The functions of pacing.ll, by their names there, bound once for the process."""
 
     def __init__(self) -> None:
         code, address, time_ns = session_code(), ctypes.c_void_p, ctypes.c_uint64
@@ -180,7 +180,7 @@ class Pacer:
         self._looked_ns = now_ns
 
     def begin_wait(self) -> None:
-        """Record that a wait begins, whose end `end_wait` reports."""
+        """Record that a wait begins; `end_wait` ends it."""
         self._looked_ns = 0
 
     def end_wait(self) -> None:

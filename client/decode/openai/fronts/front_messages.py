@@ -62,13 +62,13 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """A request is over, however far it came."""
+    """A request is over, answered or not: its place and what is left of its sequences are released."""
 
     number: int
 
 
 class FrontReady(msgspec.Struct, tag="ready", frozen=True):
-    """The front accepts connections."""
+    """The front accepts connections: the last front's message lets the server report that it serves."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):

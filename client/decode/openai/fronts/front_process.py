@@ -28,7 +28,7 @@ from gpulease.client.decode.openai.openai_server import OpenAiFace, browsers_of,
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
 
 LOST: Final = 1
-"""Exit status of a front whose decoder's process is gone."""
+"""Exit status of a front after its decoder's process has ended."""
 
 
 async def serve_front(control: socket.socket, listening: socket.socket) -> None:

@@ -1,6 +1,6 @@
 """The decoder's side of fronts: starts their processes, has their requests computed, and sends them each step's tokens.
 
-A front that ends, stops reading or sends what is no message loses its own streams. Its requests are cancelled, and
+A front that ends, stops reading or sends anything but a message loses its own streams. Its requests are cancelled, and
 another process takes its place; callers of other fronts notice nothing.
 """
 
@@ -56,7 +56,7 @@ START_LIMIT_S: Final = 60.0
 
 
 class FrontsFailed(GpuLeaseError):
-    """A front did not start."""
+    """A front ended, or did not accept connections within START_LIMIT_S."""
 
     default_hint = "Its own output says why. With http_processes = 0, the decoder's process serves HTTP itself"
 
@@ -157,7 +157,6 @@ class FrontConnection:
         generation.watch(on_change)
 
     def _send_step(self) -> None:
-        """Send what has come since the last step."""
         changed, self._changed = self._changed, {}
         scores: list[FrontToken] = []
         tokens: list[FrontToken] = []
@@ -290,7 +289,6 @@ class _Front:
         self._signal(signal.SIGKILL)
 
     async def run(self) -> None:
-        """Keep a process running until `stop`."""
         pause_s = FIRST_PAUSE_S
         while not self._is_stopping:
             began_s = asyncio.get_running_loop().time()
