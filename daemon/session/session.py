@@ -347,10 +347,14 @@ class Session:
         """Serve a request that has been checked; work for the card once the limits of time admit it."""
         operation = self._operation(frame)
         if frame.op in _CARD_WORK:
+            pacer = self.pacer
+            if not pacer.is_limited:
+                pacer.begin()
+                return operation(frame)
             # A kind is an operation and the handle that its body begins with: a module, a graph, an allocation.
             self._admit_work(frame.op + int.from_bytes(frame.payload[:8], "big"))
             reply = operation(frame)
-            self.pacer.begun()
+            pacer.begun()
             return reply
         if frame.op in _WAITS:
             self.pacer.begin_wait()

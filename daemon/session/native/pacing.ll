@@ -2,7 +2,8 @@
 ;
 ; An interval begins when work becomes outstanding and ends when none is left. Nothing reports the end of work that
 ; no client waits for, so that end is polled: tightly while this process polls for requests anyway, later at steps that
-; are a small part of the interval. An end between two polls is taken to be in their middle.
+; are a small part of the interval. An end between two polls is taken to be in their middle. No poll comes within 4 us
+; of a begin: nothing has ended by then, and between two launches of a burst the driver's answer would delay the second.
 ;
 ; While limits are set, a mark of the driver follows each launch. The marks show what has ended, and the time between
 ; two of them how long a kernel takes. A kernel's mean moves by a quarter of the difference towards a shorter time, and
@@ -79,9 +80,12 @@ define internal void @count(ptr %counters, i64 %offset, i64 %more) {
 
 ; --- the account ---
 
-; Work is about to become outstanding. Does nothing if some is.
+; Work is about to become outstanding. Begins an interval if none is open.
 define void @gpulease_begin_work(ptr %pacing, i64 %time) {
 entry:
+  call void @set(ptr %pacing, i64 128, i64 %time)
+  %quiet.until = add i64 %time, 4000
+  call void @set(ptr %pacing, i64 136, i64 %quiet.until)
   %counters = call ptr @place(ptr %pacing, i64 8)
   %since = call i64 @word(ptr %counters, i64 152)
   %is.idle = icmp eq i64 %since, 0
@@ -89,8 +93,6 @@ entry:
 begin:
   ; The latency word before the work: others hold back from now on.
   call void @show(ptr %counters, i64 152, i64 %time)
-  call void @set(ptr %pacing, i64 128, i64 %time)
-  call void @set(ptr %pacing, i64 136, i64 %time)
   %own = call ptr @place(ptr %pacing, i64 48)
   call void @show(ptr %own, i64 0, i64 %time)
   br label %leave
@@ -142,10 +144,10 @@ ask:
   br i1 %is.busy, label %busy, label %ended
 busy:
   call void @set(ptr %pacing, i64 128, i64 %time)
-  ; The next poll: after a 32nd of the interval, 0.5 to 20 us.
+  ; The next poll: after a 32nd of the interval, 1 to 20 us.
   %age = call i64 @llvm.usub.sat.i64(i64 %time, i64 %since)
   %part = lshr i64 %age, 5
-  %at.least = call i64 @llvm.umax.i64(i64 %part, i64 500)
+  %at.least = call i64 @llvm.umax.i64(i64 %part, i64 1000)
   %step = call i64 @llvm.umin.i64(i64 %at.least, i64 20000)
   %due = add i64 %time, %step
   call void @set(ptr %pacing, i64 136, i64 %due)

@@ -122,8 +122,10 @@ class Pacer:
         )
         self._state_words = memoryview(self._state).cast("B").cast("Q")
         self.address = ctypes.addressof(self._state)
-        # The mean of what was admitted last; of what was admitted under a limit and has no mark yet, 0 for nothing.
-        self._mean = self._admitted = 0
+        # The mean of work whose kind was not asked for.
+        self._any_mean = self.mean_of(0)
+        # The mean of what was begun last; of what was admitted under a limit and has no mark yet, 0 for nothing.
+        self._mean, self._admitted = self._any_mean, 0
         # When a wait last saw work outstanding; 0 if it did not poll yet.
         self._looked_ns = 0
         page.keep_time()
@@ -134,6 +136,16 @@ class Pacer:
 
     # --- the account ---
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether the page has a limit, in force or lapsed: then work begins by `admit`, otherwise by `begin`."""
+        return self._page.is_time_limited
+
+    def begin(self) -> None:
+        """Count work as outstanding, without a limit."""
+        self._admitted, self._mean = 0, self._any_mean
+        self._begin()
+
     def admit(self, mean: int, poll: Poll) -> None:
         """Hold work back for as long as the limits say, then count it as outstanding; see `begun`.
 
@@ -142,14 +154,17 @@ class Pacer:
             poll: Called about every half millisecond meanwhile; what it raises ends the wait.
         """
         self._admitted, self._mean = 0, mean
-        if self._page.is_time_limited:
+        if self.is_limited:
             self._hold(mean, poll)
+        self._begin()
+
+    def _begin(self) -> None:
         self._state_words[_IS_MARKED] = 0
         if not self._counters[_BUSY_SINCE_NS]:
             self._code.begin_work(self.address, time.monotonic_ns())
 
     def admit_next(self, poll: Poll) -> None:
-        """Admit another part of what was admitted last; the driver has the part before."""
+        """Admit another part of what was begun or admitted last; the driver has the part before."""
         self.begun()
         self.admit(self._mean, poll)
 

@@ -929,18 +929,22 @@ clock:
   %is.late = call i1 @is_late(ptr %state)
   br i1 %is.late, label %answer, label %ended
 ended:
-  call void @end_now(ptr %state)
+  %pacing = call ptr @place(ptr %state, i64 280)
+  %end = call i64 @word(ptr %state, i64 128)
+  call void @gpulease_end_work(ptr %pacing, i64 %end)
   %counters = call ptr @place(ptr %state, i64 8)
   call void @count(ptr %counters, i64 32, i64 1)
   call void @count(ptr %counters, i64 8, i64 1)
   %synced = call i64 @word(ptr %counters, i64 0)
   call void @set(ptr %state, i64 176, i64 %synced)
-  br label %answer
+  br label %reply
 answer:
-  %is.well = phi i64 [ 0, %ask ], [ 0, %look ], [ 0, %clock ], [ 1, %ended ]
   ; A client that asks without end has its quantum, as one that sends frames.
   %time = call i64 @now()
   call void @set(ptr %state, i64 128, i64 %time)
+  br label %reply
+reply:
+  %is.well = phi i64 [ 0, %answer ], [ 1, %ended ]
   %twice = shl i64 %awaited, 1
   %said = or i64 %twice, %is.well
   %reply.words = call ptr @place(ptr %ends, i64 32)
