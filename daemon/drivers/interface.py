@@ -222,6 +222,9 @@ class NativeLaunch:
         chain: Makes a chain of launches; raises DriverError. `MAX_CHAIN` at most.
         zero: Address of `int32 zero(state, address, bytes)`. It does what `Context.mem_reuse` does, and returns 0; any
           other number if that has to do it.
+        replay_graph: Address of `int32 replay_graph(state, graph, tag)`. It queues the graph whose `DriverGraph.native`
+          this is, as `DriverGraph.replay` does, and returns 0; any other number if that has to do it, nothing being
+          queued. 0 if the driver has no such function.
     """
 
     state: int
@@ -235,6 +238,7 @@ class NativeLaunch:
     zero: int
     replay: int = 0
     chain: "Callable[[Sequence[KernelStep]], NativeChain] | None" = None
+    replay_graph: int = 0
 
 
 MAX_MARKS: Final = 64
@@ -357,6 +361,13 @@ class DriverGraph(Protocol):
     @property
     def device_bytes(self) -> int:
         """Bytes it takes of the card; the card keeps them for later graphs when this one is closed."""
+
+    @property
+    def native(self) -> int:
+        """What `NativeLaunch.replay_graph` takes for it; 0 if only `replay` can queue it."""
+
+    def replayed(self) -> None:
+        """Record that `NativeLaunch.replay_graph` has queued it, before any other use of the context."""
 
     def bind(self, step: int, params: bytes) -> None:
         """Give a KernelStep another parameter buffer; replays queued before keep theirs."""

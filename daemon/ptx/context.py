@@ -138,6 +138,7 @@ class CpuGraph:
     """The embedded driver's `Graph` (drivers/interface.py)."""
 
     device_bytes = 0
+    native = 0
 
     def __init__(self, context: "CpuContext", steps: Sequence[Step]) -> None:
         """Pack every step. Raises LaunchRejected for a launch that no replay could queue."""
@@ -161,6 +162,9 @@ class CpuGraph:
                 poll()
                 next_segment()
             step(packed, poll)
+
+    def replayed(self) -> None:
+        """Do nothing: native code queues no graph of this driver."""
 
     def close(self) -> None:
         """Close the graph; the queue holds copies, so nothing waits (`Graph.close`)."""

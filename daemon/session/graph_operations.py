@@ -4,7 +4,6 @@ A graph depends on modules and allocations, which the tenant may release. The le
 becomes void at once: it keeps nothing but the reason. So a replay checks nothing but its own parameters' values.
 """
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 from struct import Struct
 from typing import Final
@@ -15,6 +14,7 @@ from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
+from gpulease.daemon.session.native.graph_records import GraphRecords, RecentReplays
 from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.region_operations import RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
@@ -39,10 +39,6 @@ MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
 
 NODES_PER_LOOK: Final = 64
 """Nodes checked between two checks of the lease: some milliseconds."""
-
-MAX_RECENT_REPLAYS: Final = 2048
-"""Replays remembered, to name the operation when a replay's kernel fails. More than fit the queue of any driver that
-can report which launch failed."""
 
 POINTER_BYTES: Final = 8
 """Size of an argument that is a device pointer."""
@@ -129,6 +125,7 @@ class GraphOperations(OperationHandler):
 
     Attributes:
         recent_replays: Request ids of the latest replays.
+        records: The graphs that native code may replay.
     """
 
     def __init__(
@@ -142,7 +139,8 @@ class GraphOperations(OperationHandler):
         self._planner = planner
         self._gate, self._needs_set = gate, resources.options.regions_required
         self._arena = arena
-        self.recent_replays: deque[int] = deque(maxlen=MAX_RECENT_REPLAYS)
+        self.recent_replays = RecentReplays()
+        self.records = GraphRecords()
         self._graphs: dict[int, _SessionGraph] = {}
         self._last_number = 0
         self._part_count = 0
@@ -179,7 +177,13 @@ class GraphOperations(OperationHandler):
         if self._needs_set:
             raise no_set()
         number, made, values = self._graph_of(memoryview(frame.payload))
-        return self._replay(frame, number, made, values)
+        # What is launched again as it was before, quietly, native code can do from now on.
+        is_repeated = frame.flags and values == made.latest_values and not made.regions
+        reply = self._replay(frame, number, made, values)
+        if is_repeated:
+            steps = made.steps
+            self.records.show(number, frame, made.graph, len(steps.launches), steps.copies, steps.copied_bytes)
+        return reply
 
     @serves(Opcode.GRAPH_LAUNCH_IN)
     def launch_in(self, frame: Frame) -> bytes:
@@ -208,11 +212,12 @@ class GraphOperations(OperationHandler):
         if made.void is not None:
             raise invalid_handle(f"graph {number} uses {made.void}")
         if values != made.latest_values:
+            self.records.hide(number)
             self._bind(made, values)
         for handle in made.regions:
             self._ledger.check_allocation(handle)
         # Remembered before the replay, as a fault may name it at once.
-        self.recent_replays.append(frame.request_id)
+        self.recent_replays.add(frame.request_id)
         made.graph.replay(frame.request_id, self._check_lease, self._resources.admit_next)
         steps = made.steps
         self._counters[Counter.LAUNCHES] += len(steps.launches)
@@ -390,6 +395,7 @@ class GraphOperations(OperationHandler):
             self._ledger.module_dependents.add(module, number, void)
 
     def _release(self, number: int, made: _SessionGraph) -> None:
+        self.records.hide(number)
         # The steps go first: from here on nothing of the tenant's is referenced.
         steps, made.steps = made.steps, _Steps()
         for handle in steps.allocations:

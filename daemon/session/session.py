@@ -183,7 +183,7 @@ class Session:
             self._check_held,
         )
         if native is not None and not self.watch.is_on:
-            self._fast_path.use_native(native, ledger)
+            self._fast_path.use_native(native, ledger, self._graphs.records, self._graphs.recent_replays)
             self._memory.on_first_read = self._fast_path.prepare_reads
         # The table of operations: a submit's connection serves a submit, any other everything but that.
         kinds: tuple[OperationHandler, ...] = (

@@ -74,8 +74,11 @@ class Pair(RingLine):
 
 
 @contextmanager
-def pair(*, is_native: bool, has_chains: bool = False) -> Iterator[Pair]:
-    with rig(is_native=is_native, has_chains=has_chains) as made, ring_line(made.session) as line:
+def pair(*, is_native: bool, has_chains: bool = False, has_graphs: bool = False) -> Iterator[Pair]:
+    with (
+        rig(is_native=is_native, has_chains=has_chains, has_graphs=has_graphs) as made,
+        ring_line(made.session) as line,
+    ):
         yield Pair(**vars(line), made=made)
 
 

@@ -11,7 +11,19 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.drivers.interface import Dim3, DriverKernel, KernelStep, LaunchRejected, NativeLaunch
+from gpulease.daemon.drivers.interface import (
+    AdmitGraph,
+    Dim3,
+    DriverGraph,
+    DriverKernel,
+    KernelStep,
+    LaunchRejected,
+    NativeLaunch,
+    Poll,
+    Step,
+    admit_any,
+    keep_waiting,
+)
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
@@ -49,6 +61,8 @@ CALLED = ctypes.CFUNCTYPE(
 
 REPLAY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
 
+REPLAY_GRAPH = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+
 
 class RecordedChain:
     """A chain that has its record as its number; it uses nothing of a card."""
@@ -67,6 +81,27 @@ class RecordedChain:
         self.is_closed = True
 
 
+class RecordedGraph:
+    """A graph of the embedded driver that native code can replay, by its number."""
+
+    def __init__(self, native: int, graph: DriverGraph) -> None:
+        self.native = native
+        self.graph = graph
+        self.noted = 0
+        self.is_closed = False
+
+    def replayed(self) -> None:
+        assert not self.is_closed
+        self.noted += 1
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.graph.close()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.graph, name)
+
+
 @dataclass
 class Recording:
     """The embedded driver's context; what it is asked to launch is written down, and refused on demand."""
@@ -81,6 +116,10 @@ class Recording:
     replayed: int = 0
     refuses_chains: bool = False
     has_chains: bool = False
+    has_graphs: bool = False
+    graphs: list[RecordedGraph] = field(default_factory=list)
+    graphs_replayed: list[int] = field(default_factory=list)
+    refuses_graphs: bool = False
 
     def native(self) -> NativeLaunch:
         """Launches that come from native code are written down and done like the others."""
@@ -90,6 +129,9 @@ class Recording:
         self.replay = REPLAY(self._replay)
         replay = ctypes.cast(self.replay, ctypes.c_void_p).value or 0
         noted = replace(own, launch=address, record=self._record, launched=lambda _kernel: None)
+        if self.has_graphs:
+            self.replay_graph = REPLAY_GRAPH(self._replay_graph)
+            noted = replace(noted, replay_graph=ctypes.cast(self.replay_graph, ctypes.c_void_p).value or 0)
         return replace(noted, replay=replay, chain=self._chain) if self.has_chains else noted
 
     def _chain(self, steps: Sequence[KernelStep]) -> RecordedChain:
@@ -105,6 +147,19 @@ class Recording:
                 chain.given[place] = buffer.raw
             self.launch(step.kernel, step.grid, step.block, step.shared_bytes, chain.given[place], tag)
         self.replayed += len(chain.steps)
+        return 0
+
+    def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> RecordedGraph:
+        self.graphs.append(RecordedGraph(len(self.graphs) + 1, self.context.graph(steps, admit, poll)))
+        return self.graphs[-1]
+
+    def _replay_graph(self, _state: int, native: int, tag: int) -> int:
+        made = self.graphs[native - 1]
+        assert not made.is_closed
+        if self.refuses_graphs:
+            return 1
+        self.graphs_replayed.append(tag)
+        made.graph.replay(tag, keep_waiting)
         return 0
 
     def _record(self, *shape: Any) -> bytes | None:
@@ -170,11 +225,11 @@ class Rig:
 
 
 @contextmanager
-def rig(*, is_native: bool = False, has_chains: bool = False) -> Iterator[Rig]:
+def rig(*, is_native: bool = False, has_chains: bool = False, has_graphs: bool = False) -> Iterator[Rig]:
     page = BrokerPage()
     page.set_deadline(time.monotonic_ns() + MINUTE_NS, 1)
     view = WorkerPage(page.fds)
-    context = Recording(CpuDriver().open_context("GPU-0", 1 << 20), has_chains=has_chains)
+    context = Recording(CpuDriver().open_context("GPU-0", 1 << 20), has_chains=has_chains, has_graphs=has_graphs)
     ledger = Ledger(1 << 20)
     native = context.native() if is_native else None
     session = Session(LEASE, context, ledger, view, native=native)  # type: ignore[arg-type]  # forwards the rest

@@ -673,8 +673,11 @@ class CudaContext:
 
     def replayed(self, tag: int, kernels: Sequence[str]) -> None:
         """Record that a graph of these kernels was queued."""
-        self._launcher.state.launches += 1
-        self._launcher.state.tag = tag
+        self._launcher.count(tag)
+        self.show_replayed(kernels)
+
+    def show_replayed(self, kernels: Sequence[str]) -> None:
+        """Name the kernel of a graph that was queued, for the report of a fault; several have no name."""
         self._last_kernel = kernels[0] if len(kernels) == 1 else ""
 
     def retire(self, memory: PinnedBytes) -> None:

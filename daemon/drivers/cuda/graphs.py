@@ -98,6 +98,9 @@ class GraphContext(Protocol):
     def replayed(self, tag: int, kernels: Sequence[str]) -> None:
         """Record that a graph of these kernels was queued."""
 
+    def show_replayed(self, kernels: Sequence[str]) -> None:
+        """Record that native code, which counts it, has queued a graph of these kernels."""
+
     def retire(self, pinned: "PinnedBytes") -> None:
         """Keep bytes that queued copies may still read until they have."""
 
@@ -152,6 +155,14 @@ class CudaGraph:
                 next_segment()
             self._check(api.cuGraphLaunch(segment.executable, stream))
         self._context.replayed(tag, self._kernels)
+
+    @property
+    def native(self) -> int:
+        """The CUgraphExec of the only segment; between several the lease is checked, and a watched context has none."""
+        return int(self._segments[0].executable) if len(self._segments) == 1 and not self._context.is_watched else 0
+
+    def replayed(self) -> None:
+        self._context.show_replayed(self._kernels)
 
     def close(self) -> None:
         """Destroy the CUDA graphs; the context keeps the bytes that queued copies may still read."""

@@ -208,6 +208,29 @@ refuse:
   ret i32 1
 }
 
+; Queue a graph of one segment (graphs.py), whose CUgraphExec %executable is, in the selected stream.
+define i32 @replay_graph(ptr %state, ptr %executable, i64 %tag) {
+entry:
+  %launch.at = getelementptr i8, ptr %state, i64 88
+  %graph.launch = load ptr, ptr %launch.at
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  %result = call i32 %graph.launch(ptr %executable, ptr %stream)
+  %is.queued = icmp eq i32 %result, 0
+  br i1 %is.queued, label %note, label %leave
+note:
+  ; As `CudaContext.replayed` counts it.
+  %launches.at = getelementptr i8, ptr %state, i64 32
+  %launches = load i64, ptr %launches.at
+  %launches.more = add i64 %launches, 1
+  store i64 %launches.more, ptr %launches.at
+  %tag.at = getelementptr i8, ptr %state, i64 40
+  store i64 %tag, ptr %tag.at
+  br label %leave
+leave:
+  ret i32 %result
+}
+
 declare i64 @llvm.cttz.i64(i64, i1)
 
 ; The three functions of a CardProgress (interface.py).

@@ -195,8 +195,8 @@ class Launcher:
     ) -> NativeLaunch:
         """Return the functions for native code; the arguments are NativeLaunch's."""
         code = launching_code()
-        names = ("launch", "query", "copy_in", "copy_out", "zero", "replay")
-        launch, query, copy_in, copy_out, zero, replay = map(code.address, names)
+        names = ("launch", "query", "copy_in", "copy_out", "zero", "replay", "replay_graph")
+        launch, query, copy_in, copy_out, zero, replay, replay_graph = map(code.address, names)
         return NativeLaunch(
             self._state_address,
             launch,
@@ -209,6 +209,7 @@ class Launcher:
             zero,
             replay,
             chain,
+            replay_graph,
         )
 
     def show_streams(self, streams: Sequence[int]) -> None:

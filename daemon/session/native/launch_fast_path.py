@@ -26,6 +26,7 @@ from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.daemon.session.native.chains import GATHER_AFTER, Chains
+from gpulease.daemon.session.native.graph_records import GraphRecords, RecentReplays
 from gpulease.daemon.session.native.layout import (
     Move,
     Outcome,
@@ -102,13 +103,13 @@ class LaunchFastPath:
         self._native: NativeServing | None = None
         self._chains: Chains | None = None
 
-    def use_native(self, launch: NativeLaunch, ledger: Ledger) -> None:
+    def use_native(self, launch: NativeLaunch, ledger: Ledger, graphs: GraphRecords, replays: RecentReplays) -> None:
         """Let native code do what it can, if this machine supports it. Must be called before any launch."""
         # Planner and gate call back, so that the structures stay up to date.
         code = serving_code()
         if code is not None:
             self._native = NativeServing(
-                code, launch, self._page, self._sync_pattern, self._gate, ledger.records, self._pacer
+                code, launch, self._page, self._sync_pattern, self._gate, ledger.records, self._pacer, graphs, replays
             )
             self._planner.add_record = self._native.add_record
             self._gate.on_change = self._native.show_regions
@@ -180,11 +181,12 @@ class LaunchFastPath:
         return Outcome.QUANTUM_OVER if refusal.told_ns else Outcome.FRAMES
 
     def _resume_after(self, native: "NativeServing") -> None:
-        """Let the planner continue after the last launch that native code did, if it did any."""
+        """Let the planner continue after the last launch that native code did, and the driver know what came last."""
         if native.latest:
             plan = self._planner.plan_at(native.latest)
             native.launched(plan.kernel)
             self._planner.resume(plan)
+        native.note_replayed()
 
     def _take(self, reader: FrameReader, most: int) -> bool:
         """Serve at most `most` launches in Python; return whether all of them had arrived and were launched."""
@@ -294,6 +296,8 @@ class NativeServing:
         gate: RegionGate,
         allocations: AllocationRecords,
         pacer: Pacer,
+        graphs: GraphRecords,
+        replays: RecentReplays,
     ) -> None:
         self._code = code
         self._gate = gate
@@ -318,8 +322,13 @@ class NativeServing:
             reply_tail=reply_tail,
             sync_spin_ns=launch.spin_ns,
             pacing=pacer.address,
+            graphs=graphs.address,
+            replay_graph=launch.replay_graph,
+            replays=ctypes.addressof(replays),
             **self._for_copies(launch, allocations),
         )
+        self._graphs, self._replays = graphs, replays
+        graphs.is_read = bool(launch.replay_graph)
         # A word that never changes stands in for a missing regions page.
         self._no_page = ctypes.c_uint64()
         self._page_shown: WorkerRegions | None = None
@@ -443,6 +452,11 @@ class NativeServing:
         """Notify the driver which kernel native code launched last."""
         self._launch.launched(kernel)
 
+    def note_replayed(self) -> None:
+        """Notify the driver if a graph was what native code queued last."""
+        if self._state.graph:
+            self._graphs.replayed(self._state.graph)
+
     @property
     def latest(self) -> int:
         """The address of the record of the plan launched last, 0 if none was."""
@@ -457,4 +471,4 @@ class NativeServing:
             self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
         state.start, state.end = reader.start, reader.end
         state.expected = 0 if expected is None else expected.address
-        state.latest = 0
+        state.latest = state.graph = 0

@@ -218,6 +218,10 @@ class ServingState(ctypes.Structure):
     in_rows       Launches that were taken four or more in a row, since Python last reset the number.
     refusal       Address of the RegionCheckRecord; 0 leaves every comparison of regions to Python.
     pacing        Address of the PacingState.
+    graphs        Address of the GraphRecords' table.
+    replay_graph  Address of the driver's NativeLaunch.replay_graph; 0 if there is none.
+    replays       Address of the RecentReplays.
+    graph         Number of the graph replayed last, if no launch was done after it; otherwise 0.
     """
 
     _fields_ = (
@@ -264,6 +268,11 @@ class ServingState(ctypes.Structure):
         ("refusal", ctypes.c_uint64),
         # The account of time.
         ("pacing", ctypes.c_uint64),
+        # Graphs.
+        ("graphs", ctypes.c_uint64),
+        ("replay_graph", ctypes.c_uint64),
+        ("replays", ctypes.c_uint64),
+        ("graph", ctypes.c_uint64),
     )
 
 

@@ -1,10 +1,11 @@
 ; After pacing.ll in one module.
 ;
-; Launches, syncs and small copies, frame after frame, without Python: the same as `Session.take_launches`, `take_sync`
-; and `MemoryOperations`, byte for byte, and the ring that the frames come through (protocol/ring.py).
+; Launches, syncs, replays of graphs and small copies, frame after frame, without Python: the same as
+; `Session.take_launches`, `take_sync`, `GraphOperations.launch` and `MemoryOperations`, byte for byte, and the ring that
+; the frames come through (protocol/ring.py).
 ;
-; Python decides. This code does launches and syncs, which it compares whole with bytes that Python has checked before,
-; and copies and reuses of allocations that Python has shown it (allocation_records.py).
+; Python decides. This code does launches, syncs and replays, which it compares whole with bytes that Python has checked
+; before, and copies and reuses of allocations that Python has shown it (graph_records.py, allocation_records.py).
 ; It leaves any other frame, and any that does not go as usual, where it stands, for Python to handle.
 ;
 ; Bounds. A tenant owns the bytes of the ring and two of its words, nothing else here.
@@ -16,7 +17,9 @@
 ;   - start <= end <= the buffer's size, always. A frame is looked at only if end - start is at least its plan's
 ;     frame_bytes, which is 24 + middle_bytes + args_bytes + tail_bytes + trailer_bytes as Python summed it; a SYNC only
 ;     if 40 are there.
-;     Lengths of launches come from plans, never from the frame: a length in a frame is among the bytes compared.
+;     A GRAPH_LAUNCH is looked at only if 52 are there, and compared only if its record's frame_bytes are.
+;     Lengths of launches and replays come from plans and records, never from the frame: a length in a frame is among the
+;     bytes compared.
 ;   - A copy's length is read once. It is from 1 to SMALL_COPY_BYTES, the frame's bytes with it are at most end - start,
 ;     the bytes named lie inside the allocation's record, and a reply has room in `copied` and in the ring.
 ;   - Parameters are laid out in a scratch buffer. Python has checked that they fit: each move ends within the scratch
@@ -29,7 +32,9 @@
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
 ;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176, write_front 184, read_front 192,
 ;     data_front 200, reuse_front 208, allocations 216, copied 224, copy_in 232, copy_out 240, zero 248,
-;     replay 256, in_rows 264, refusal 272, pacing 280
+;     replay 256, in_rows 264, refusal 272, pacing 280, graphs 288, replay_graph 296, replays 304, graph 312
+;   GraphRecord: number 0, frame_bytes 8, front 16, rest 24, graph 32, launches 40, copies 48, copied_bytes 56; 64 bytes, at
+;     the graph's number modulo 64. RecentReplays: count 0, then 2048 tags; replay n is at n modulo 2048.
 ;   RegionRefusal: words 0, flipped 8, deadlines 16, members 24, count 32, settled 40, front 48, reply 56, number 64, plan 72,
 ;     member 80, position 88, flipped_ns 96, seen_ns 104, told_ns 112, wakes 120
 ;   RegionRecord: column 0, active 8, revoked 16, front 24, front_bytes 32, back 40
@@ -497,6 +502,7 @@ stop:
 tell:
   %latest.at = getelementptr i8, ptr %state, i64 120
   store ptr %latest, ptr %latest.at
+  call void @set(ptr %state, i64 312, i64 0)
   ; Launches that were waiting in a row: one call for several of them would have paid.
   %is.row = icmp uge i64 %count, 4
   %row = select i1 %is.row, i64 %count, i64 0
@@ -881,6 +887,98 @@ leave:
   ret i32 0
 }
 
+; Replay a graph by a quiet GRAPH_LAUNCH at the front of the buffer, if it is, byte for byte, one that Python has shown
+; (graph_records.py), and all goes well. Returns whether it was done; if not, it is left to Python.
+define internal i1 @replay_graph(ptr %state) {
+entry:
+  %replay = call ptr @place(ptr %state, i64 296)
+  %is.none = icmp eq ptr %replay, null
+  br i1 %is.none, label %leave, label %begin
+begin:
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %start = call i64 @word(ptr %state, i64 96)
+  %end = call i64 @word(ptr %state, i64 104)
+  %have = sub i64 %end, %start
+  %is.headed = icmp uge i64 %have, 52
+  br i1 %is.headed, label %find, label %leave
+find:
+  %frame = getelementptr i8, ptr %buffer, i64 %start
+  %graph.at = getelementptr i8, ptr %frame, i64 40
+  %graph.wire = load i64, ptr %graph.at, align 1
+  %graph = call i64 @llvm.bswap.i64(i64 %graph.wire)
+  %graphs = call ptr @place(ptr %state, i64 288)
+  %index = and i64 %graph, 63
+  %distance = shl i64 %index, 6
+  %record = getelementptr i8, ptr %graphs, i64 %distance
+  %is.number = call i64 @word(ptr %record, i64 0)
+  %is.same = icmp eq i64 %is.number, %graph
+  %is.real = icmp ne i64 %graph, 0
+  %is.known = and i1 %is.same, %is.real
+  br i1 %is.known, label %fits, label %leave
+fits:
+  %frame.bytes = call i64 @word(ptr %record, i64 8)
+  %is.there = icmp ule i64 %frame.bytes, %have
+  br i1 %is.there, label %compare, label %leave
+compare:
+  %front = call ptr @place(ptr %record, i64 16)
+  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
+  br i1 %is.front, label %compare.rest, label %leave
+compare.rest:
+  %rest = call ptr @place(ptr %record, i64 24)
+  %rest.at = getelementptr i8, ptr %frame, i64 24
+  %rest.bytes = sub i64 %frame.bytes, 24
+  %is.rest = call i1 @same(ptr %rest.at, ptr %rest, i64 %rest.bytes)
+  br i1 %is.rest, label %number, label %leave
+number:
+  %number.at = getelementptr i8, ptr %frame, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  %is.goodbye = icmp eq i64 %number.wire, 0
+  br i1 %is.goodbye, label %leave, label %limits
+limits:
+  ; Under a limit of time Python admits it.
+  %pacing = call ptr @place(ptr %state, i64 280)
+  %limited = call i1 @is_limited(ptr %pacing)
+  br i1 %limited, label %leave, label %look
+look:
+  %is.late = call i1 @is_late(ptr %state)
+  br i1 %is.late, label %leave, label %last.look
+last.look:
+  %is.revoked = call i1 @is_revoked(ptr %state)
+  br i1 %is.revoked, label %leave, label %go
+go:
+  call void @begin_unmarked(ptr %state)
+  %counters = call ptr @place(ptr %state, i64 8)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %its.graph = call ptr @place(ptr %record, i64 32)
+  %tag = call i64 @llvm.bswap.i64(i64 %number.wire)
+  call void @show(ptr %counters, i64 48, i64 1553)
+  %result = call i32 %replay(ptr %driver, ptr %its.graph, i64 %tag)
+  call void @show(ptr %counters, i64 48, i64 0)
+  %is.queued = icmp eq i32 %result, 0
+  br i1 %is.queued, label %done, label %leave
+done:
+  %after = add i64 %start, %frame.bytes
+  call void @set(ptr %state, i64 96, i64 %after)
+  call void @set(ptr %state, i64 312, i64 %graph)
+  %replays = call ptr @place(ptr %state, i64 304)
+  %replay.count = call i64 @word(ptr %replays, i64 0)
+  %replay.index = and i64 %replay.count, 2047
+  %tags = getelementptr i8, ptr %replays, i64 8
+  %tag.at = getelementptr i64, ptr %tags, i64 %replay.index
+  store i64 %tag, ptr %tag.at
+  call void @count(ptr %replays, i64 0, i64 1)
+  %launches = call i64 @word(ptr %record, i64 40)
+  %copies = call i64 @word(ptr %record, i64 48)
+  %copied.bytes = call i64 @word(ptr %record, i64 56)
+  call void @count(ptr %counters, i64 32, i64 1)
+  call void @count(ptr %counters, i64 0, i64 %launches)
+  call void @count(ptr %counters, i64 80, i64 %copies)
+  call void @count(ptr %counters, i64 88, i64 %copied.bytes)
+  ret i1 true
+leave:
+  ret i1 false
+}
+
 declare void @llvm.x86.sse2.pause()
 
 ; Copy what the ring holds to %into, at most %room bytes, and advance the head. Returns how many bytes were copied.
@@ -1172,11 +1270,11 @@ entry:
 
 next:
   ; Another epoch ends the serving, but never before one portion was taken from the ring.
-  %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %memory ], [ true, %moved ], [ true, %take ],
-    [ true, %word ]
+  %has.begun = phi i1 [ false, %entry ], [ true, %replied ], [ true, %graph ], [ true, %memory ], [ true, %moved ],
+    [ true, %take ], [ true, %word ]
   ; Whether the portion's client was given a moment to wait for it.
-  %has.lingered = phi i1 [ false, %entry ], [ %has.lingered, %replied ], [ %has.lingered, %memory ],
-    [ %has.lingered, %moved ], [ %lingered.then, %take ], [ %lingered.now, %word ]
+  %has.lingered = phi i1 [ false, %entry ], [ %has.lingered, %replied ], [ %has.lingered, %graph ],
+    [ %has.lingered, %memory ], [ %has.lingered, %moved ], [ %lingered.then, %take ], [ %lingered.now, %word ]
   %start = call i64 @word(ptr %state, i64 96)
   %end = call i64 @word(ptr %state, i64 104)
   %have = sub i64 %end, %start
@@ -1200,8 +1298,11 @@ refused:
   ret i32 5
 sync:
   %answered = call i32 @answer_sync(ptr %state, ptr %ends)
-  switch i32 %answered, label %memory [ i32 1, label %replied
-                                        i32 2, label %wake.reader ]
+  switch i32 %answered, label %graph [ i32 1, label %replied
+                                       i32 2, label %wake.reader ]
+graph:
+  %is.replayed = call i1 @replay_graph(ptr %state)
+  br i1 %is.replayed, label %next, label %memory
 memory:
   %remembered = call i32 @do_memory(ptr %state, ptr %ends)
   switch i32 %remembered, label %moved [ i32 1, label %replied

@@ -1,0 +1,103 @@
+"""The graphs that serve.ll may replay without Python: a table of fixed size, filled on demand.
+
+A graph is entered once Python has served the same GRAPH_LAUNCH of it twice in a row: then nothing of its frame changes
+but the request id, and nothing is to be bound. Another graph at the same place of the table displaces it, and Python
+serves its next launch. A record never outlives its graph.
+"""
+
+import ctypes
+from typing import Final
+
+from gpulease.daemon.drivers.interface import DriverGraph
+from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
+from gpulease.protocol.framing import Frame, build_frame
+
+_PLACES: Final = 64
+"""Places of the table: a graph is at its number modulo this."""
+
+_REPLAYS: Final = 2048
+"""Replays remembered. More than fit the queue of any driver that can report which launch failed."""
+
+
+class GraphRecord(ctypes.Structure):
+    """A place of the table; serve.ll repeats the offsets, eight bytes a field.
+
+    number        The graph's number; 0 if the place is free.
+    frame_bytes   Size of its GRAPH_LAUNCH.
+    front         Address of the 16 bytes before the request id.
+    rest          Address of the bytes after the request id.
+    graph         The driver's `DriverGraph.native`.
+    launches      What a replay adds to the counters: launches, copies, copied bytes.
+    copies
+    copied_bytes
+    """
+
+    _fields_ = (
+        ("number", ctypes.c_uint64),
+        ("frame_bytes", ctypes.c_uint64),
+        ("front", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+        ("graph", ctypes.c_uint64),
+        ("launches", ctypes.c_uint64),
+        ("copies", ctypes.c_uint64),
+        ("copied_bytes", ctypes.c_uint64),
+    )
+
+
+class GraphRecords:
+    """The table.
+
+    Attributes:
+        address: Its address.
+        is_read: Whether native code reads it; otherwise nothing need be entered.
+    """
+
+    def __init__(self) -> None:
+        self._places = (GraphRecord * _PLACES)()
+        self.address = ctypes.addressof(self._places)
+        self.is_read = False
+        # By number: the graph, and the bytes that its record points to.
+        self._shown: dict[int, tuple[DriverGraph, object]] = {}
+
+    def show(
+        self, number: int, frame: Frame, graph: DriverGraph, launches: int, copies: int, copied_bytes: int
+    ) -> None:
+        """Have native code serve launches like this one, if the driver can replay the graph there."""
+        if not self.is_read or not graph.native or number in self._shown:
+            return
+        ids = {"request_id": 0, "session_id": frame.session_id, "flags": frame.flags}
+        whole = build_frame(frame.op, bytes(frame.payload), **ids)
+        parts = whole[:REQUEST_ID_OFFSET], whole[MIDDLE_AT:]
+        texts = [ctypes.create_string_buffer(part, len(part)) for part in parts]
+        front, rest = map(ctypes.addressof, texts)
+        place = number % _PLACES
+        self.hide(self._places[place].number)
+        self._shown[number] = graph, texts
+        self._places[place] = GraphRecord(number, len(whole), front, rest, graph.native, launches, copies, copied_bytes)
+
+    def hide(self, number: int) -> None:
+        """Leave its launches to Python; one that is not entered is ignored."""
+        if self._shown.pop(number, None) is not None:
+            self._places[number % _PLACES] = GraphRecord()
+
+    def replayed(self, number: int) -> None:
+        """Notify the driver that native code has queued this graph, which is entered, last."""
+        self._shown[number][0].replayed()
+
+
+class RecentReplays(ctypes.Structure):
+    """The request ids of the latest replays, by native code and by Python, to name the operation when one fails.
+
+    count  Replays so far; serve.ll repeats the offsets and the number.
+    tags   Their request ids: of replay n at n modulo _REPLAYS.
+    """
+
+    _fields_ = (("count", ctypes.c_uint64), ("tags", ctypes.c_uint64 * _REPLAYS))
+
+    def add(self, request_id: int) -> None:
+        """Remember a replay, in place of the oldest."""
+        self.tags[self.count % _REPLAYS] = request_id
+        self.count += 1
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self.tags
