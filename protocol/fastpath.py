@@ -110,6 +110,13 @@ SMALL_FRONTS: Final = (
 """The beginnings of a quiet MEM_WRITE, a MEM_READ, a successful MEM_READ reply, and a quiet MEM_REUSE. Those of the
 write and of the reply end before the payload's length."""
 
+ARENA_FRONTS: Final = tuple(
+    build_frame(op, bytes(size_bytes), request_id=0, flags=flags)[:REQUEST_ID_OFFSET]
+    for op in (Opcode.ARENA_WRITE, Opcode.ARENA_READ)
+    for size_bytes, flags in ((ARENA_COPY.size, 0), (0, _REPLY))
+)
+"""The beginnings of an ARENA_WRITE with a reply, of that reply, and the same of an ARENA_READ."""
+
 
 class LaunchTemplate:
     """A quiet LAUNCH, LAUNCH_IN or LAUNCH_WITH frame without its request id and argument bytes, sent many times.

@@ -8,12 +8,14 @@ pinning costs as much as copying once. Pinned pages are not released before the 
 what a session can hold of the host's memory.
 """
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from gpulease.daemon.contract.control_page import sealed_memory
+from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.connection import PinnedBuffers
 from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import empty, handle_reply
@@ -154,7 +156,8 @@ MAX_ARENA_BYTES: Final = 1 << 30
 pinning the host's memory; pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
-"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages."""
+"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages. serve.ll repeats
+this number."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
 """Most memory pinned at a time: it takes 12 ms, and the worker checks the lease between two extents."""
@@ -176,8 +179,9 @@ class SessionArena:
         if not self.size_bytes:
             raise OSError(f"an arena must have at least {GRANULE_BYTES} bytes, not {wanted_bytes}")
         self._pin_memory = pin
-        # By granule: the end of the pinned extent that contains it, 0 if the granule is not pinned.
-        self._extent_ends = [0] * (self.size_bytes // GRANULE_BYTES)
+        # By granule: the end of the pinned extent that contains it, 0 if the granule is not pinned. Native code reads
+        # this, too.
+        self._extent_ends = (ctypes.c_uint64 * (self.size_bytes // GRANULE_BYTES))()
         self.fd = sealed_memory("gpulease-arena", self.size_bytes)
         try:
             self._map = mmap.mmap(self.fd, self.size_bytes)
@@ -185,6 +189,16 @@ class SessionArena:
         except BaseException:
             os.close(self.fd)
             raise
+
+    @property
+    def address(self) -> int:
+        """The address at which this process maps it."""
+        return address_of(self._map)
+
+    @property
+    def extents_address(self) -> int:
+        """The address of `_extent_ends`, eight bytes for each granule."""
+        return ctypes.addressof(self._extent_ends)
 
     def close(self) -> None:
         """Unmap and close the arena; the driver must have unpinned all of it."""
@@ -233,16 +247,22 @@ class SessionArena:
 
 
 class ArenaOperations(OperationHandler):
-    """The ARENA operations: copies between a session's allocations and its arena."""
+    """The ARENA operations: copies between a session's allocations and its arena.
+
+    Attributes:
+        on_open: Called with the arena once it is made.
+    """
 
     def __init__(self, resources: SessionResources) -> None:
         super().__init__(resources)
         self._arena: SessionArena | None = None
+        self.on_open: Callable[[SessionArena], None] = lambda _arena: None
 
     def open(self, wanted_bytes: int) -> SessionArena:
         """Return the session's arena, made at the first call. Raises OSError."""
         if self._arena is None:
             self._arena = SessionArena(wanted_bytes, self._context.pin)
+            self.on_open(self._arena)
         return self._arena
 
     def close(self) -> None:
@@ -273,6 +293,9 @@ class ArenaOperations(OperationHandler):
             copy(address, piece, self._check_lease)
             copied_bytes += len(piece)
         self._count_copy(copied_bytes)
+        # Its memory is pinned now: native code does the next such copy, if a client waits for it.
+        if not frame.flags:
+            self._ledger.show(*HANDLE.unpack_from(frame.payload))
 
     def pieces(self, payload: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yield the device address and the pinned host memory of each piece of a copy; `payload` is an ArenaCopy.

@@ -185,6 +185,9 @@ class Session:
         if native is not None and not self.watch.is_on:
             self._fast_path.use_native(native, ledger, self._graphs.records, self._graphs.recent_replays)
             self._memory.on_first_read = self._fast_path.prepare_reads
+            self.arena.on_open = lambda arena: self._fast_path.use_arena(
+                arena.address, arena.size_bytes, arena.extents_address
+            )
         # The table of operations: a submit's connection serves a submit, any other everything but that.
         kinds: tuple[OperationHandler, ...] = (
             self._memory,

@@ -41,7 +41,7 @@ from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.region_operations import NO_EPOCH, RegionGate
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.failures import Refused
-from gpulease.protocol.fastpath import MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, SMALL_FRONTS
+from gpulease.protocol.fastpath import ARENA_FRONTS, MIDDLE_AT, REGIONS, REQUEST_ID_OFFSET, SMALL_FRONTS
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.opcodes import Opcode
@@ -126,6 +126,11 @@ class LaunchFastPath:
         """Have native code serve small reads from now on; to be called at the session's first read."""
         if self._native is not None:
             self._native.prepare_reads(self._context.pin)
+
+    def use_arena(self, arena: int, size_bytes: int, extents: int) -> None:
+        """Have native code serve copies of the session's arena; the arguments are ServingState's."""
+        if self._native is not None:
+            self._native.use_arena(arena, size_bytes, extents)
 
     @property
     def synced(self) -> int:
@@ -347,7 +352,9 @@ class NativeServing:
         self._allocations = allocations
         self._fronts = [ctypes.create_string_buffer(text, len(text)) for text in SMALL_FRONTS]
         fronts = zip(("write_front", "read_front", "data_front", "reuse_front"), self._fronts, strict=True)
+        self._arena_fronts = ctypes.create_string_buffer(b"".join(ARENA_FRONTS), sum(map(len, ARENA_FRONTS)))
         return {name: ctypes.addressof(front) for name, front in fronts} | {
+            "arena_fronts": ctypes.addressof(self._arena_fronts),
             "allocations": allocations.address,
             "copy_in": launch.copy_in,
             "copy_out": launch.copy_out,
@@ -361,6 +368,9 @@ class NativeServing:
         self._copied = memoryview(mmap.mmap(-1, COPIED_BYTES))
         pin(self._copied)
         self._state.copied = address_of(self._copied)
+
+    def use_arena(self, arena: int, size_bytes: int, extents: int) -> None:
+        self._state.arena, self._state.arena_bytes, self._state.extents = arena, size_bytes, extents
 
     def add_record(self, plan: Plan) -> None:
         pattern, params_bytes = plan.pattern, plan.kernel.parameter_bytes

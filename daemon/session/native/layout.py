@@ -222,6 +222,10 @@ class ServingState(ctypes.Structure):
     replay_graph  Address of the driver's NativeLaunch.replay_graph; 0 if there is none.
     replays       Address of the RecentReplays.
     graph         Number of the graph replayed last, if no launch was done after it; otherwise 0.
+    arena_fronts  Address of the 16 bytes before the request id of an ARENA_WRITE, its reply, an ARENA_READ, its reply.
+    arena         Address of the session's arena; 0 if there is none.
+    arena_bytes   Its size.
+    extents       Address of the ends of the pinned extents that contain each of its granules; 0 for one not pinned.
     """
 
     _fields_ = (
@@ -273,6 +277,11 @@ class ServingState(ctypes.Structure):
         ("replay_graph", ctypes.c_uint64),
         ("replays", ctypes.c_uint64),
         ("graph", ctypes.c_uint64),
+        # The arena.
+        ("arena_fronts", ctypes.c_uint64),
+        ("arena", ctypes.c_uint64),
+        ("arena_bytes", ctypes.c_uint64),
+        ("extents", ctypes.c_uint64),
     )
 
 

@@ -22,6 +22,8 @@
 ;     bytes compared.
 ;   - A copy's length is read once. It is from 1 to SMALL_COPY_BYTES, the frame's bytes with it are at most end - start,
 ;     the bytes named lie inside the allocation's record, and a reply has room in `copied` and in the ring.
+;   - A copy of the arena names at most 32 MiB, a millisecond of the bus, which lie inside the allocation's record, and in the arena
+;     inside one pinned extent; the extent is looked up only for a place inside the arena.
 ;   - Parameters are laid out in a scratch buffer. Python has checked that they fit: each move ends within the scratch
 ;     buffer and within args_bytes.
 ;   - A refusal is put together in `reply`. Python has checked that the parts of a region and of a plan fit there.
@@ -32,7 +34,8 @@
 ;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128,
 ;     region_set 136, set_epoch 144, set_deadline 152, epoch 160, seen_epoch 168, synced 176, write_front 184, read_front 192,
 ;     data_front 200, reuse_front 208, allocations 216, copied 224, copy_in 232, copy_out 240, zero 248,
-;     replay 256, in_rows 264, refusal 272, pacing 280, graphs 288, replay_graph 296, replays 304, graph 312
+;     replay 256, in_rows 264, refusal 272, pacing 280, graphs 288, replay_graph 296, replays 304, graph 312,
+;     arena_fronts 320, arena 328, arena_bytes 336, extents 344
 ;   GraphRecord: number 0, frame_bytes 8, front 16, rest 24, graph 32, launches 40, copies 48, copied_bytes 56; 64 bytes, at
 ;     the graph's number modulo 64. RecentReplays: count 0, then 2048 tags; replay n is at n modulo 2048.
 ;   RegionRefusal: words 0, flipped 8, deadlines 16, members 24, count 32, settled 40, front 48, reply 56, number 64, plan 72,
@@ -979,6 +982,176 @@ leave:
   ret i1 false
 }
 
+; Wait for a copy from pinned memory, which the card does by itself. Returns whether it has ended well.
+define internal i1 @await_copy(ptr %state) {
+entry:
+  %query = call ptr @place(ptr %state, i64 24)
+  %driver = call ptr @place(ptr %state, i64 32)
+  br label %ask
+ask:
+  %asked = phi i64 [ 0, %entry ], [ %asked.more, %again ], [ %asked.more, %deadline ]
+  %progress = call i32 %query(ptr %driver)
+  switch i32 %progress, label %give.up [ i32 0, label %done
+                                      i32 1, label %wait ]
+wait:
+  call void @llvm.x86.sse2.pause()
+  %is.over = call i1 @is_revoked(ptr %state)
+  br i1 %is.over, label %give.up, label %again
+again:
+  %asked.more = add i64 %asked, 1
+  %phase = and i64 %asked.more, 7
+  %is.due = icmp eq i64 %phase, 0
+  br i1 %is.due, label %deadline, label %ask
+deadline:
+  %is.past = call i1 @is_late(ptr %state)
+  br i1 %is.past, label %give.up, label %ask
+done:
+  ret i1 true
+give.up:
+  ret i1 false
+}
+
+; Do an ARENA_WRITE or an ARENA_READ with a reply at the front of the buffer, between an allocation that Python has shown
+; and pinned memory of the arena, if all goes well. Returns 0 if nothing was done and the frame is left to Python; 1 if the
+; reply is in the ring; 2 if it is and the client sleeps.
+define internal i32 @copy_arena(ptr %state, ptr %ends) {
+entry:
+  %reply = alloca [40 x i8], align 8
+  %arena = call ptr @place(ptr %state, i64 328)
+  %is.none = icmp eq ptr %arena, null
+  br i1 %is.none, label %leave, label %begin
+begin:
+  %buffer = call ptr @place(ptr %state, i64 88)
+  %start = call i64 @word(ptr %state, i64 96)
+  %end = call i64 @word(ptr %state, i64 104)
+  %have = sub i64 %end, %start
+  %is.whole = icmp uge i64 %have, 72
+  br i1 %is.whole, label %compare, label %leave
+compare:
+  ; The fronts, 16 bytes each: of a write, of its reply, of a read, of its reply.
+  %frame = getelementptr i8, ptr %buffer, i64 %start
+  %fronts = call ptr @place(ptr %state, i64 320)
+  %is.write = call i1 @same(ptr %frame, ptr %fronts, i64 16)
+  br i1 %is.write, label %session, label %compare.read
+compare.read:
+  %read.front = getelementptr i8, ptr %fronts, i64 32
+  %is.read = call i1 @same(ptr %frame, ptr %read.front, i64 16)
+  br i1 %is.read, label %session, label %leave
+session:
+  %tail = call ptr @place(ptr %state, i64 56)
+  %session.at = getelementptr i8, ptr %frame, i64 24
+  %is.session = call i1 @same(ptr %session.at, ptr %tail, i64 16)
+  br i1 %is.session, label %number, label %leave
+number:
+  %number.at = getelementptr i8, ptr %frame, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  %is.goodbye = icmp eq i64 %number.wire, 0
+  br i1 %is.goodbye, label %leave, label %find
+find:
+  %handle.at = getelementptr i8, ptr %frame, i64 40
+  %handle.wire = load i64, ptr %handle.at, align 1
+  %handle = call i64 @llvm.bswap.i64(i64 %handle.wire)
+  %record = call ptr @allocation(ptr %state, i64 %handle)
+  %is.unknown = icmp eq ptr %record, null
+  br i1 %is.unknown, label %leave, label %bounds
+bounds:
+  %offset.at = getelementptr i8, ptr %frame, i64 48
+  %offset.wire = load i64, ptr %offset.at, align 1
+  %offset = call i64 @llvm.bswap.i64(i64 %offset.wire)
+  %place.at = getelementptr i8, ptr %frame, i64 56
+  %place.wire = load i64, ptr %place.at, align 1
+  %place = call i64 @llvm.bswap.i64(i64 %place.wire)
+  %length.at = getelementptr i8, ptr %frame, i64 64
+  %length.wire = load i64, ptr %length.at, align 1
+  %length = call i64 @llvm.bswap.i64(i64 %length.wire)
+  ; From 1 byte to 32 MiB.
+  %length.less = sub i64 %length, 1
+  %is.bounded = icmp ult i64 %length.less, 33554432
+  %size = call i64 @word(ptr %record, i64 8)
+  %fits = icmp ule i64 %length, %size
+  %may.fit = and i1 %is.bounded, %fits
+  br i1 %may.fit, label %inside, label %leave
+inside:
+  %most = sub i64 %size, %length
+  %is.inside = icmp ule i64 %offset, %most
+  %arena.bytes = call i64 @word(ptr %state, i64 336)
+  %is.in.arena = icmp ult i64 %place, %arena.bytes
+  %are.inside = and i1 %is.inside, %is.in.arena
+  br i1 %are.inside, label %extent, label %leave
+extent:
+  ; GRANULE_BYTES
+  %extents = call ptr @place(ptr %state, i64 344)
+  %granule = lshr i64 %place, 22
+  %extent.distance = shl i64 %granule, 3
+  %extent.end = call i64 @word(ptr %extents, i64 %extent.distance)
+  %place.end = add i64 %place, %length
+  %is.pinned = icmp ule i64 %place.end, %extent.end
+  br i1 %is.pinned, label %room, label %leave
+room:
+  %free = call i64 @room_for_reply(ptr %ends)
+  %has.room = icmp uge i64 %free, 40
+  br i1 %has.room, label %limits, label %leave
+limits:
+  %pacing = call ptr @place(ptr %state, i64 280)
+  %limited = call i1 @is_limited(ptr %pacing)
+  br i1 %limited, label %leave, label %look
+look:
+  %is.revoked = call i1 @is_revoked(ptr %state)
+  br i1 %is.revoked, label %leave, label %clock
+clock:
+  %is.late = call i1 @is_late(ptr %state)
+  br i1 %is.late, label %leave, label %await
+await:
+  %counters = call ptr @place(ptr %state, i64 8)
+  %doing = select i1 %is.write, i64 1545, i64 96
+  call void @show(ptr %counters, i64 48, i64 %doing)
+  %has.ended = call i1 @await_launches(ptr %state)
+  br i1 %has.ended, label %copy, label %give.up
+copy:
+  call void @begin_unmarked(ptr %state)
+  %driver = call ptr @place(ptr %state, i64 32)
+  %address = add i64 %handle, %offset
+  %host = getelementptr i8, ptr %arena, i64 %place
+  br i1 %is.write, label %in, label %out
+in:
+  %copy.in = call ptr @place(ptr %state, i64 232)
+  %begun = call i32 %copy.in(ptr %driver, i64 %address, ptr %host, i64 %length)
+  %is.begun = icmp eq i32 %begun, 0
+  br i1 %is.begun, label %written, label %give.up
+written:
+  %is.written = call i1 @await_copy(ptr %state)
+  br i1 %is.written, label %done, label %give.up
+out:
+  %copy.out = call ptr @place(ptr %state, i64 240)
+  %was.read = call i32 %copy.out(ptr %driver, i64 %address, ptr %host, i64 %length)
+  %is.out = icmp eq i32 %was.read, 0
+  br i1 %is.out, label %done, label %give.up
+done:
+  call void @show(ptr %counters, i64 48, i64 0)
+  call void @end_now(ptr %state)
+  %after = add i64 %start, 72
+  call void @set(ptr %state, i64 96, i64 %after)
+  call void @count(ptr %counters, i64 32, i64 1)
+  call void @count(ptr %counters, i64 80, i64 1)
+  call void @count(ptr %counters, i64 88, i64 %length)
+  %reply.distance = select i1 %is.write, i64 16, i64 48
+  %reply.front = getelementptr i8, ptr %fronts, i64 %reply.distance
+  %reply.tail = call ptr @place(ptr %state, i64 72)
+  %copied.front = call ptr @gpulease_memcpy(ptr %reply, ptr %reply.front, i64 16)
+  %reply.number = getelementptr i8, ptr %reply, i64 16
+  store i64 %number.wire, ptr %reply.number
+  %reply.rest = getelementptr i8, ptr %reply, i64 24
+  %copied.tail = call ptr @gpulease_memcpy(ptr %reply.rest, ptr %reply.tail, i64 16)
+  %is.asleep = call i1 @put_reply(ptr %ends, ptr %reply, i64 40)
+  %answer = select i1 %is.asleep, i32 2, i32 1
+  ret i32 %answer
+give.up:
+  call void @show(ptr %counters, i64 48, i64 0)
+  br label %leave
+leave:
+  ret i32 0
+}
+
 declare void @llvm.x86.sse2.pause()
 
 ; Copy what the ring holds to %into, at most %room bytes, and advance the head. Returns how many bytes were copied.
@@ -1302,7 +1475,11 @@ sync:
                                        i32 2, label %wake.reader ]
 graph:
   %is.replayed = call i1 @replay_graph(ptr %state)
-  br i1 %is.replayed, label %next, label %memory
+  br i1 %is.replayed, label %next, label %arena
+arena:
+  %copied = call i32 @copy_arena(ptr %state, ptr %ends)
+  switch i32 %copied, label %memory [ i32 1, label %replied
+                                      i32 2, label %wake.reader ]
 memory:
   %remembered = call i32 @do_memory(ptr %state, ptr %ends)
   switch i32 %remembered, label %moved [ i32 1, label %replied
