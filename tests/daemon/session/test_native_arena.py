@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from gpulease.daemon.contract.control_page import Counter, TimeLimits
 from gpulease.daemon.session import connection
 from gpulease.daemon.session.memory_operations import GRANULE_BYTES
+from gpulease.daemon.session.operations import Operation
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.framing import HEADER_BYTES, FrameReader, build_frame
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import ArenaCopy
 from gpulease.protocol.opcodes import Flag, Opcode, Status
@@ -40,10 +41,10 @@ class Copies:
         for op in (Opcode.ARENA_WRITE, Opcode.ARENA_READ):
             operations[op] = self._counted(operations[op])
 
-    def _counted(self, operation: object) -> object:
-        def serve(frame: object) -> object:
+    def _counted(self, operation: Operation) -> Operation:
+        def serve(frame: Frame) -> bytes | memoryview:
             self.by_python += 1
-            return operation(frame)  # type: ignore[operator]  # as it came
+            return operation(frame)
 
         return serve
 
