@@ -82,6 +82,7 @@ _PATTERN_TRAILERS: Final = {op: _TRAILERS[op] for op in (Opcode.LAUNCH, Opcode.L
 # A frame up to its data: the header's first twelve bytes, which depend on op and flags alone, and its rest.
 _HEADER_REST: Final = "IQ16s"
 _WRITE_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}QQI")
+_WRITE_FIXED_BYTES: Final = _MEM_WRITE.size + _U32.size
 _READ_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}QQQ")
 _REUSE_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}Q")
 _DATA_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}I")
@@ -284,7 +285,7 @@ def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, 
     if length > MAX_DATA_BYTES:
         raise LocalProtocolError(f"{length} bytes in one MEM_WRITE; at most {MAX_DATA_BYTES} are allowed")
     head = _QUIET_WRITE_HEAD if quiet else _WRITE_HEAD
-    payload_bytes = _MEM_WRITE.size + _U32.size + length
+    payload_bytes = _WRITE_FIXED_BYTES + length
     try:
         return _WRITE_PREFIX.pack(head, payload_bytes, request_id, session_id.to_bytes(16), handle, offset, length)
     except (struct.error, OverflowError) as error:
@@ -294,9 +295,21 @@ def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, 
 def mem_read_frame(handle: int, offset: int, length: int, *, request_id: int, session_id: int) -> bytes:
     """Return a MEM_READ request. Raises LocalProtocolError."""
     try:
-        return _READ_FRAME.pack(_READ_HEAD, MEM_READ.size, request_id, session_id.to_bytes(16), handle, offset, length)
+        return pack_mem_read(request_id, session_id.to_bytes(16), handle, offset, length)
     except (struct.error, OverflowError) as error:
         raise LocalProtocolError(f"MemRead can't be encoded: {error}") from None
+
+
+def pack_mem_read(request_id: int, session_bytes: bytes, handle: int, offset: int, length: int) -> bytes:
+    """`mem_read_frame` without a keyword, for a session id in its bytes. Raises struct.error."""
+    return _READ_FRAME.pack(_READ_HEAD, MEM_READ.size, request_id, session_bytes, handle, offset, length)
+
+
+def pack_quiet_write(request_id: int, session_bytes: bytes, handle: int, offset: int, length: int) -> bytes:
+    """`mem_write_prefix` of a quiet MEM_WRITE in the same way, for at most MAX_DATA_BYTES. Raises struct.error."""
+    return _WRITE_PREFIX.pack(
+        _QUIET_WRITE_HEAD, _WRITE_FIXED_BYTES + length, request_id, session_bytes, handle, offset, length
+    )
 
 
 def mem_reuse_frame(handle: int, *, request_id: int, session_id: int) -> bytes:

@@ -21,7 +21,7 @@ from gpulease.client.handles import Buffer
 from gpulease.client.memory_views import readable_bytes, writable_bytes
 from gpulease.client.texts import quoted
 from gpulease.protocol import Failure, Opcode
-from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_prefix
+from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_prefix, pack_quiet_write
 from gpulease.protocol.messages import Body
 
 SMALL_READ_BYTES: Final = 32 << 10
@@ -60,6 +60,7 @@ class Copies(CopyCommands):
         self._operations = operations
         self._refused = refused
         self._attachment = operations.attachment
+        self._session_bytes = operations.attachment.session_id.to_bytes(16)
         self._streams = streams
         self._arena_write = FastRequest(operations, Opcode.ARENA_WRITE, ARENA_COPY.size)
         self._arena_read = FastRequest(operations, Opcode.ARENA_READ, ARENA_COPY.size)
@@ -88,7 +89,10 @@ class Copies(CopyCommands):
                 view = memoryview(data).cast("B")
                 if 0 < len(view) <= attachment.quiet_bytes and 0 <= offset <= buffer.size_bytes - len(view):
                     # The frame is queued; a worker's failure is reported with a later reply.
-                    if self._operations.put(self._quiet_prefix(buffer, offset, view), view):
+                    connection = attachment.connection
+                    number = connection.last_request_id = connection.last_request_id + 1
+                    prefix = pack_quiet_write(number, self._session_bytes, buffer.handle, offset, len(view))
+                    if self._operations.put(prefix, view):
                         return None
                 # Too large for a quiet frame: worth a fast request only if the data is in the arena.
                 elif attachment.arena is not None:

@@ -15,7 +15,7 @@ from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.transport.channel import AskOutcome
 from gpulease.protocol import Failure, Opcode
-from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, mem_read_frame
+from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, pack_mem_read
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
@@ -86,7 +86,7 @@ class _KnownReply:
         self,
         request_id: int,
         request: bytes,
-        reply: bytes,
+        reply: tuple[bytes, bytes, bytes],
         into: memoryview = NO_DATA,
         more_ns: int = 0,
         late_into: memoryview | None = None,
@@ -98,7 +98,7 @@ class _KnownReply:
         Args:
             request_id: The request's id.
             request: Its frame.
-            reply: The expected reply.
+            reply: The expected reply, in parts that the channel joins while the request is on its way.
             into: Target of the data after the reply.
             more_ns: Time that the operation itself takes, in nanoseconds.
             late_into: Target of a late reply's data; None if a late reply is to be parsed.
@@ -199,8 +199,7 @@ class FastRequest(_KnownReply):
         request = b"".join((self._head, number, self._middle, payload))
         # The only reply that is recognised: this operation's, successful, without a body beyond the answer. Any other
         # is left to the general way.
-        reply = b"".join((self._reply_head, number, self._reply_tail))
-        return self._ask(request_id, request, reply, into, more_ns)
+        return self._ask(request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns)
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Send the request, the fast way if possible, and wait for the reply."""
@@ -217,6 +216,9 @@ class SmallRead(_KnownReply):
 
     def __init__(self, operations: RequestPipeline) -> None:
         super().__init__(operations, Opcode.MEM_READ)
+        self._session_bytes = self._attachment.session_id.to_bytes(16)
+        # The last read's size, and the reply to it before and after the request id.
+        self._length, self._reply_head, self._reply_tail = 0, b"", b""
 
     def ask(self, handle: int, offset: int, into: memoryview) -> Outcome[None]:
         """Read `len(into)` bytes from byte `offset`, under the session's lock."""
@@ -224,7 +226,12 @@ class SmallRead(_KnownReply):
         # As in FastRequest: with other replies due, this one would not be the next.
         if not attachment.is_at_rest:
             return NOT_SENT
+        length = len(into)
+        if length != self._length:
+            reply = data_prefix(length, request_id=0, session_id=attachment.session_id)
+            self._reply_head, self._reply_tail = reply[:REQUEST_ID_OFFSET], reply[MIDDLE_AT:]
+            self._length = length
         request_id = attachment.connection.next_request_id()
-        numbers = {"request_id": request_id, "session_id": attachment.session_id}
-        request = mem_read_frame(handle, offset, len(into), **numbers)
-        return self._ask(request_id, request, data_prefix(len(into), **numbers), into, late_into=into)
+        request = pack_mem_read(request_id, self._session_bytes, handle, offset, length)
+        reply_parts = self._reply_head, request_id.to_bytes(8, "big"), self._reply_tail
+        return self._ask(request_id, request, reply_parts, into, late_into=into)

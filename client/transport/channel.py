@@ -150,14 +150,16 @@ class Channel:
         """The writer for frames that no caller waits for."""
         return _NO_WRITER
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> AskOutcome:
+    def ask(
+        self, request: bytes, reply: tuple[bytes, bytes, bytes], into: memoryview = NO_DATA, more_ns: int = 0
+    ) -> AskOutcome:
         """Send a small request and spin for its reply: exactly `reply`, followed by data for all of `into`.
 
         If this returns UNANSWERED, the caller makes the link expect the reply, and then calls `feed`.
 
         Args:
             request: The request's frame.
-            reply: The expected bytes of the reply.
+            reply: The expected bytes of the reply, in parts.
             into: Target of the data after them.
             more_ns: Time that the operation itself takes, in nanoseconds.
         """

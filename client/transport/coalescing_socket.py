@@ -159,7 +159,9 @@ class CoalescingSocket(Channel):
                 os.sched_yield()
         return False
 
-    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> AskOutcome:
+    def ask(
+        self, request: bytes, reply: tuple[bytes, bytes, bytes], into: memoryview = NO_DATA, more_ns: int = 0
+    ) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
         # Without spinning the reply would be late every time: the general way is cheaper.
         if not self._spin_policy.spin_ns:
@@ -180,9 +182,10 @@ class CoalescingSocket(Channel):
                 self._have_rest_sent()
         # Receive into the link's buffer, but count them there only if they are not the expected reply.
         self._received = self.link.received
-        room, size, whole = self.link.get_buffer(), len(reply), len(reply) + len(into)
+        expected = b"".join(reply)
+        room, size, whole = self.link.get_buffer(), len(expected), len(expected) + len(into)
         self._look_into(room, more_ns)
-        if self._unfed == [whole] and room[:size] == reply:
+        if self._unfed == [whole] and room[:size] == expected:
             # No call between these statements: after an interrupt either `into` is filled, or `feed` gives the bytes to
             # the link.
             into[:] = room[size:whole]
