@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
+from gpulease.daemon.session.native.graph_records import GraphRecord, RecentReplays
 from gpulease.daemon.session.native.launch_fast_path import COPIED_BYTES, serving_code
 from gpulease.daemon.session.native.layout import (
     Move,
@@ -30,10 +31,10 @@ from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.failures import region_refusal as refusal_of_region
-from gpulease.protocol.fastpath import SMALL_FRONTS, LaunchPattern, split_launch
+from gpulease.protocol.fastpath import ARENA_FRONTS, SMALL_FRONTS, LaunchPattern, split_launch
 from gpulease.protocol.framing import HEADER_BYTES, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Body, Handle, Launch, MemRead, MemWrite
+from gpulease.protocol.messages import ArenaCopy, Body, GraphLaunch, Handle, Launch, MemRead, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
 from gpulease.protocol.session_words import RegionWord, word_of
 
@@ -53,7 +54,10 @@ LAUNCH = ctypes.CFUNCTYPE(
 QUERY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
 COPY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64)
 ZERO = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+REPLAY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
 DEVICE_BYTES = 100
+ARENA_BYTES = 150
+GRAPH = 127
 _LIBC = ctypes.CDLL(None)
 
 
@@ -83,8 +87,10 @@ class Bench:
     data: Guarded
     replies: Guarded
     launches: list[tuple[int, bytes]] = field(default_factory=list)
+    replays: list[int] = field(default_factory=list)
     on_query: Callable[[], object] = int
     device: Guarded = field(kw_only=True)
+    arena: Guarded = field(kw_only=True)
     records: AllocationRecords = field(kw_only=True)
     refusal: RegionCheckRecord = field(kw_only=True)
 
@@ -205,7 +211,11 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         it.on_query()
         return 0
 
-    launched, asked = LAUNCH(launch), QUERY(query)
+    def replay(_driver: int, _graph: int, tag: int) -> int:
+        it.replays.append(tag)
+        return tag % 64 == 63
+
+    launched, asked, replayed = LAUNCH(launch), QUERY(query), REPLAY(replay)
     copies = copying()
     fronts = map(text, SMALL_FRONTS)
     records = AllocationRecords()
@@ -214,7 +224,7 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
     sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
     page, counters = guarded(mmap.PAGESIZE, bytes(8) + b"\xff" * 8), guarded(8 * len(Counter))
     data, replies = guarded(4096), guarded(4096)
-    words, reply_words, buffer = guarded(256), guarded(256), guarded(BUFFER_BYTES)
+    words, reply_words, buffer, arena = guarded(256), guarded(256), guarded(BUFFER_BYTES), guarded(ARENA_BYTES)
     query_at = ctypes.cast(asked, ctypes.c_void_p).value or 0
     # Without limits: no mark is put, and no latency word read.
     pacing = PacingState(page=page.at, counters=counters.at, idle=query_at, own_word=guarded(8).at)
@@ -240,6 +250,13 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         allocations=records.address,
         copied=guarded(COPIED_BYTES).at,
         refusal=ctypes.addressof(refusal),
+        graphs=text(graph_record(text)),
+        replay_graph=ctypes.cast(replayed, ctypes.c_void_p).value or 0,
+        replays=guarded(ctypes.sizeof(RecentReplays)).at,
+        arena_fronts=text(b"".join(ARENA_FRONTS)),
+        arena=arena.at,
+        arena_bytes=ARENA_BYTES,
+        extents=guarded(8, ARENA_BYTES.to_bytes(8, sys.byteorder)).at,
         **{name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in copies.items()},
     )
     ends = ring_ends(words, data, reply_words, replies)
@@ -252,6 +269,7 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         data,
         replies,
         device=guarded(DEVICE_BYTES),
+        arena=arena,
         records=records,
         refusal=refusal,
     )
@@ -287,6 +305,40 @@ def memory_frame(op: Opcode, number: int, offset: int, length: int) -> Callable[
     return build
 
 
+def graph_frame(number: int, graph: int = GRAPH, values: bytes = b"values") -> bytes:
+    body = build_body(GraphLaunch(graph, values))
+    return build_frame(Opcode.GRAPH_LAUNCH, body, request_id=number, session_id=LEASE, flags=Flag.QUIET)
+
+
+def graph_record(text: Callable[[bytes], int]) -> bytes:
+    """The table of graphs, with one graph, which has the last place."""
+    frame = graph_frame(0)
+    record = GraphRecord(GRAPH, len(frame), text(frame[:16]), text(frame[24:]), 1, 2, 3, 4)
+    return bytes(ctypes.sizeof(record) * (GRAPH % 64)) + bytes(record)
+
+
+def arena_frame(op: Opcode, number: int, offset: int, place: int, length: int) -> Callable[[int], bytes]:
+    def build(handle: int) -> bytes:
+        body = build_body(ArenaCopy(handle, offset, place, length))
+        return build_frame(op, body, request_id=number, session_id=LEASE)
+
+    return build
+
+
+GRAPH_FRAMES = st.builds(
+    graph_frame,
+    st.integers(0, 2**64 - 1),
+    st.one_of(st.just(GRAPH), st.integers(0, 2**64 - 1)),
+    st.sampled_from([b"values", b"valued", b"value", b""]),
+)
+ARENA = st.builds(
+    arena_frame,
+    st.sampled_from([Opcode.ARENA_WRITE, Opcode.ARENA_READ]),
+    st.integers(0, 2**64 - 1),
+    st.one_of(st.integers(0, DEVICE_BYTES + 1), st.integers(0, 2**64 - 1)),
+    st.one_of(st.integers(0, ARENA_BYTES + 1), st.integers(0, 2**64 - 1)),
+    st.one_of(st.integers(0, DEVICE_BYTES + 1), st.integers(0, 2**64 - 1)),
+)
 MEMORY = st.builds(
     memory_frame,
     st.sampled_from([Opcode.MEM_WRITE, Opcode.MEM_READ, Opcode.MEM_REUSE]),
@@ -297,6 +349,8 @@ MEMORY = st.builds(
 PIECES = st.lists(
     st.one_of(
         MEMORY,
+        ARENA,
+        GRAPH_FRAMES,
         st.builds(quiet, st.integers(0, 2**64 - 1), st.binary(min_size=13, max_size=13)),
         st.integers(0, 2**64 - 1).map(lambda number: build_frame(Opcode.SYNC, request_id=number, session_id=LEASE)),
         st.binary(max_size=300),
@@ -381,6 +435,55 @@ def test_a_copy_is_done_inside_its_allocation_alone(op: Opcode, offset: int, len
         made.put(frame)
         made.serve()
         assert made.desk.end == len(frame)
+
+
+@pytest.mark.parametrize(
+    ("offset", "place", "length", "is_done"),
+    [
+        (0, 0, DEVICE_BYTES, True),
+        (1, 0, DEVICE_BYTES, False),
+        (DEVICE_BYTES - 1, ARENA_BYTES - 1, 1, True),
+        (0, ARENA_BYTES - 1, 2, False),
+        (0, ARENA_BYTES, 1, False),
+        (2**64 - 1, 0, 2, False),
+        (0, 2**64 - 1, 2, False),
+        (0, 0, 0, False),
+        (0, 0, 2**64 - 1, False),
+    ],
+)
+@pytest.mark.parametrize("op", [Opcode.ARENA_WRITE, Opcode.ARENA_READ])
+def test_a_copy_of_the_arena_is_done_inside_both(
+    op: Opcode, offset: int, place: int, length: int, *, is_done: bool
+) -> None:
+    with bench() as made:
+        made.device.bytes[:] = [1] * DEVICE_BYTES
+        made.arena.bytes[:] = [2] * ARENA_BYTES
+        made.put(arena_frame(op, 7, offset, place, length)(made.device.at))
+        made.serve()
+        assert (made.desk.start == made.desk.end) is is_done
+        is_write = op is Opcode.ARENA_WRITE
+        assert list(made.device.bytes).count(2) == (length if is_done and is_write else 0)
+        assert list(made.arena.bytes).count(1) == (length if is_done and not is_write else 0)
+        assert made.reply_words[0] == (HEADER_BYTES if is_done else 0)
+
+
+@pytest.mark.parametrize(
+    ("frame", "is_done"),
+    [
+        (graph_frame(7), True),
+        (graph_frame(0), False),
+        (graph_frame(7, values=b"valued"), False),
+        (graph_frame(7, values=b"value"), False),
+        (graph_frame(7, graph=GRAPH + 64), False),
+        (graph_frame(7)[:-1], False),
+    ],
+)
+def test_a_replay_is_of_the_graph_and_the_values_that_python_has_shown(frame: bytes, *, is_done: bool) -> None:
+    with bench() as made:
+        made.put(frame)
+        made.serve()
+        assert made.replays == [7] * is_done
+        assert (made.desk.start == made.desk.end) is is_done
 
 
 def test_a_client_that_waits_anew_without_end_gets_its_quantum() -> None:
