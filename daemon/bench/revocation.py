@@ -96,7 +96,17 @@ class StampedContext:
         self.stamps = Stamps(own.launch, own.query, own.state, ctypes.addressof(self.times), 0, BURST)
         state = ctypes.addressof(self.stamps)
         launch, query, copy = map(code.address, ("stamped_launch", "stamped_query", "unstamped"))
-        return replace(own, state=state, launch=launch, query=query, copy_in=copy, copy_out=copy, zero=copy, chain=None)
+        return replace(
+            own,
+            state=state,
+            launch=launch,
+            query=query,
+            copy_in=copy,
+            copy_out=copy,
+            zero=copy,
+            chain=None,
+            replay_graph=0,
+        )
 
     def forget(self) -> None:
         self.by_python_ns.clear()

@@ -156,7 +156,7 @@ MAX_ARENA_BYTES: Final = 1 << 30
 pinning the host's memory; pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
-"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages. serve.ll repeats
+"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages. native/serve.ll repeats
 this number."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
