@@ -156,8 +156,8 @@ MAX_ARENA_BYTES: Final = 1 << 30
 pinning the host's memory; pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
-"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages. native/serve.ll repeats
-this number."""
+"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages.
+native/serve.ll repeats this number."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
 """Most memory pinned at a time: it takes 12 ms, and the worker checks the lease between two extents."""
