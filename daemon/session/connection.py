@@ -297,6 +297,10 @@ QUANTUM_NS: Final = 1_000_000
 """Time for which native code serves one connection before other connections, the broker and the broker's watchdog
 get their share."""
 
+ALONE_QUANTUM_NS: Final = 4_000_000
+"""The same of a session's only connection, while the session has no regions, whose orders are urgent. What comes during
+a round of the worker's loop waits for some 20 us: at rounds of QUANTUM_NS that was a launch's p99."""
+
 _REPLY_WORDS_AT: Final = 256
 
 
@@ -320,6 +324,9 @@ class Wire(Protocol):
     """
 
     spins_when_quiet: bool
+
+    def set_quantum(self, quantum_ns: int) -> None:
+        """Set for how long native code may serve the connection in one call."""
 
     def prepare_sleep(self, *, for_room: bool) -> bool:
         """Prepare to sleep in poll(2); False if there is something to receive, or (`for_room`) room to send."""
@@ -355,6 +362,9 @@ class SocketWire:
     def __init__(self, sock: socket.socket, spin_policy: WorkerSpinPolicy) -> None:
         self._sock = sock
         self._yields = spin_policy.yields
+
+    def set_quantum(self, quantum_ns: int) -> None:
+        """Do nothing: native code serves rings alone."""
 
     def prepare_sleep(self, *, for_room: bool) -> bool:
         """Return True: poll(2) notices everything that happens on a socket."""
@@ -458,6 +468,9 @@ class RingWire:
             spin_ns=0 if policy.yields else SPIN_NS,
             quantum_ns=QUANTUM_NS,
         )
+
+    def set_quantum(self, quantum_ns: int) -> None:
+        self._ends.quantum_ns = quantum_ns
 
     def spin_longer(self) -> None:
         """Poll for LATENCY_SPIN_NS before each sleep, if this host has cores for it."""

@@ -42,8 +42,10 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.session.connection import (
+    ALONE_QUANTUM_NS,
     ALONE_WAIT_NS,
     NO_WAIT_S,
+    QUANTUM_NS,
     SHARED_WAIT_NS,
     UNSENT_BYTES,
     AttachedConnection,
@@ -280,6 +282,7 @@ class SessionServer:
                 # A region needs room, which ended connections may still hold.
                 self._session.ended.advance(now=True)
                 regions.open(message)
+                self._set_waits()
             case EndRegionOrder():
                 # It may still wait to be opened, after the return: then there is nothing to end, and nothing to open.
                 self._forget_opening(message.region_id)
@@ -504,6 +507,7 @@ class SessionServer:
         if ring is not None:
             ring.offered()
             connection.wire = ring
+            self._set_waits()
             self._spin_for_latency(connection)
 
     def _arena_for(self, connection: AttachedConnection, wanted: Wanted) -> SessionArena | None:
@@ -664,9 +668,14 @@ class SessionServer:
         self._serve_frames(connection)
 
     def _set_waits(self) -> None:
-        """Set how long replies to each connection wait for room; not at all shortly after a pause."""
+        """Set how long each connection may keep the others and the broker waiting.
+
+        A reply to it waits for room, but not at all shortly after a pause; native code serves it for a quantum.
+        """
         is_alone = len(self._connections) == 1
+        quantum_ns = ALONE_QUANTUM_NS if is_alone and not self._session.regions.had_any else QUANTUM_NS
         for connection in self._connections.values():
+            connection.wire.set_quantum(quantum_ns)
             may_wait = not connection.no_wait_until_s
             connection.wait_ns = ALONE_WAIT_NS if is_alone else SHARED_WAIT_NS if may_wait else 0
 

@@ -1434,7 +1434,8 @@ entry:
   ; Under limits little is queued, and less than Python takes for its rounds: these come more rarely.
   %pacing.first = call ptr @place(ptr %state, i64 280)
   %limited = call i1 @is_limited(ptr %pacing.first)
-  %quantum.long = shl i64 %quantum.usual, 2
+  ; ALONE_QUANTUM_NS
+  %quantum.long = call i64 @llvm.umax.i64(i64 %quantum.usual, i64 4000000)
   %quantum = select i1 %limited, i64 %quantum.long, i64 %quantum.usual
   %began = call i64 @now()
   %quantum.end = add i64 %began, %quantum
