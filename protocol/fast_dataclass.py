@@ -2,6 +2,10 @@
 
 The standard library compiles six functions for each frozen class, which took a fifth of a daemon's start. This module
 compiles only the constructor. The other five are closures over the fields' names.
+
+A frozen class refuses assignment, so its constructor sets each field by a call of `object.__setattr__`, which takes ten
+times as long as an assignment. A class of many fields therefore has a twin: the same slots without the refusal. The
+constructor makes the new instance one of the twin's, assigns, and makes it one of its class again.
 """
 
 from collections.abc import Callable
@@ -17,6 +21,9 @@ else:
 
     C = TypeVar("C", bound=type)
 
+    FIELDS_WITH_TWIN = 3
+    """With fewer fields, two changes of an instance's class take longer than they save."""
+
     def dataclass(*, frozen: bool, slots: bool, kw_only: bool = False) -> Callable[[C], C]:
         """Return a decorator for classes of frozen instances with slots.
 
@@ -24,9 +31,16 @@ else:
         """
         if not (frozen and slots):
             raise TypeError("use dataclasses.dataclass for a class that is not frozen or has no slots")
-        # With these arguments the standard library finds the fields and makes the slots, and compiles nothing.
-        prepare = _slotted(init=False, repr=False, eq=False, slots=True, kw_only=kw_only)
-        return lambda cls: _finished(prepare(cls))
+
+        def finish(cls: C) -> C:
+            # With these arguments the standard library finds the fields and makes the slots, and compiles nothing. Only
+            # a class that derives from a frozen one must be called frozen, which compiles two methods.
+            derives = hasattr(cls, "__dataclass_params__")
+            return _finished(
+                _slotted(cls, init=False, repr=False, eq=False, frozen=derives, slots=True, kw_only=kw_only)
+            )
+
+        return finish
 
     def _finished(cls: C) -> C:
         found = fields(cls)
@@ -59,6 +73,8 @@ else:
         # The names that the constructor's source refers to: values go in as objects, so none is written as text.
         names: dict[str, Any] = {"_set": object.__setattr__, "_MISSING": MISSING, "__name__": cls.__module__}
         parameters, lines = ["self"], []
+        # Instances refuse assignment: the constructor sets fields through `object`, or while they are the twin's.
+        has_twin = len(found) >= FIELDS_WITH_TWIN
         # Keyword-only parameters must follow all others, and `sorted` keeps the fields' order otherwise.
         for item in sorted(found, key=attrgetter("kw_only")):
             value = item.name
@@ -74,8 +90,10 @@ else:
                 parameters.append(f"{item.name}=_default_{item.name}")
             else:
                 parameters.append(item.name)
-            # Instances refuse assignment, so the constructor sets fields through `object`.
-            lines.append(f"_set(self, {item.name!r}, {value})")
+            lines.append(f"self.{item.name} = {value}" if has_twin else f"_set(self, {item.name!r}, {value})")
+        if has_twin:
+            names |= {"_twin": _twin_of(cls), "_set_class": object.__dict__["__class__"].__set__}
+            lines = ["_own = self.__class__", "_set_class(self, _twin)", *lines, "_set_class(self, _own)"]
         if hasattr(cls, "__post_init__"):
             lines.append("self.__post_init__()")
         # The only compilation for this class. The source consists of field names, which are identifiers.
@@ -84,6 +102,14 @@ else:
         made.__qualname__ = f"{cls.__qualname__}.__init__"
         made.__annotations__ = {item.name: item.type for item in found} | {"return": None}
         return made
+
+    def _twin_of(cls: type) -> type:
+        """Return a class whose instances are laid out as those of `cls`, and can be assigned to."""
+        # Both methods are the standard ones, or the interpreter takes assignments for calls of Python's.
+        plain = {"__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
+        return type(
+            cls.__name__, cls.__bases__, {"__slots__": vars(cls)["__slots__"], "__module__": cls.__module__, **plain}
+        )
 
     def _values_of(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
         """Return a function from an instance to a tuple of those attributes."""

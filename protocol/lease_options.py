@@ -13,6 +13,7 @@ from enum import Enum, IntEnum, auto
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 
+from gpulease.protocol import fast_dataclass
 from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.lease_names import MAX_NAME_CHARS, NAME, NAME_RULE
 from gpulease.protocol.limits import MAX_LABELS
@@ -437,7 +438,7 @@ PARKABLE: Final = NumberOption(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@fast_dataclass.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     """The options that the session's worker obeys.
 
@@ -454,7 +455,7 @@ class WorkerOptions:
     latency: Annotated[bool, LATENCY] = LATENCY.default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@fast_dataclass.dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOptions(WorkerOptions):
     """The options that a lease keeps.
 

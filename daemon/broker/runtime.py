@@ -367,11 +367,22 @@ class Runtime:
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)
             self.metrics.on_facts(facts)
-        if isinstance(event, TenantRulesChanged) or any(fact.kind in _NEW_SESSIONS for fact in facts):
+            for fact in facts:
+                if fact.kind in _NEW_SESSIONS:
+                    self.card_times.members_changed()
+                    break
+        if isinstance(event, TenantRulesChanged):
             self.card_times.members_changed()
         # In order: a refusal comes before its kill, and a deadline before the grant that it is for.
+        executor_of, answer = self._executors.get, self._answer
         for effect in effects:
-            self._execute(effect)
+            try:
+                # An effect without an executor is the outcome of a request.
+                executor_of(type(effect), answer)(effect)
+            except Exception:
+                # A bug of ours. The remaining effects, perhaps another tenant's, must still be executed. The lease's
+                # timers end a lease that misses an effect.
+                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
         # Subscribers last: what they are sent has happened.
         self._publish(effects)
 
@@ -408,15 +419,6 @@ class Runtime:
         self.publisher.on_forward_revoked(region.parent_id, event)
 
     # --- effects out ---
-
-    def _execute(self, effect: Effect) -> None:
-        try:
-            # An effect without an executor is the outcome of a request.
-            self._executors.get(type(effect), self._answer)(effect)
-        except Exception:
-            # A bug of ours. The remaining effects, perhaps another tenant's, must still be executed. The lease's timers
-            # end a lease that misses an effect.
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
 
     def _executors_by_effect(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
@@ -474,7 +476,7 @@ class Runtime:
     def _arm_timer(self, effect: ArmTimer) -> None:
         event, due_ns = effect
         # Timers of one key replace each other: a renewal moves the lease's timer instead of adding one.
-        key: Hashable = type(event).__name__
+        key: Hashable
         if isinstance(event, TimerFired):
             key = event.kind, event.worker_id
             if event.kind is TimerKind.GRACE:
@@ -482,6 +484,8 @@ class Runtime:
                 self.workers.give_grace(event.worker_id, due_ns)
         elif isinstance(event, WaitTimerFired):
             key = WaitTimerFired, event.request
+        else:
+            key = type(event).__name__
         self.timers.arm(key, due_ns, event)
 
     def _cancel_timers(self, number: int) -> None:
@@ -669,7 +673,7 @@ class PendingRequests:
 
     def _on_journal_done(self, outcome: Outcome, answered: Outcome) -> None:
         # A grant needs the audit log too. Other outcomes have happened already and are only reported.
-        if isinstance(answered, Granted | RegionGranted):
+        if isinstance(answered, (Granted, RegionGranted)):
             self._recorder.answer(answered, self._answer)
             return
         if isinstance(answered, RequestDenied) and (withheld := withheld_lease(outcome)) is not None:

@@ -1,5 +1,6 @@
 """Admission: the checks of an acquire, its placement and the queue. Drain: emptying a node by a deadline."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -71,8 +72,8 @@ class Admission:
         # empty.
         selected = placement.select(self._store.accounts, event.selector)
         usable = self._usable(selected, event.tenant)
-        suitable = [account for account in usable if placement.suits(account, event.terms.exclusivity)]
-        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.terms))
+        suitable = placement.suitable(usable, event.terms.exclusivity)
+        candidates = tuple([a for a in suitable if a.charge_bytes(event.terms) <= a.card.capacity_bytes])
         denial = self._check_devices(event, selected, usable)
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         if denial is not None:
@@ -88,7 +89,7 @@ class Admission:
             # The hold timer fires late, but waiters still come before a newcomer.
             self.serve_queue(now_ns, out)
         held = self._store.queue.held_cards()
-        allowed = [account for account in candidates if account.card.uuid not in held]
+        allowed = [account for account in candidates if account.card.uuid not in held] if held else candidates
         account = placement.choose(allowed, event.terms, self._store.order)
         # Step 5: place it, refuse it, or let it wait.
         if account is not None:
@@ -324,7 +325,7 @@ class Admission:
         self,
         event: AcquireRequested,
         selected: tuple[CardAccount, ...],
-        suitable: list[CardAccount],
+        suitable: Sequence[CardAccount],
         candidates: tuple[CardAccount, ...],
     ) -> Denial | None:
         # Name the most specific obstacle: an unknown card, a card of the wrong kind, or a size that never fits.

@@ -191,7 +191,9 @@ class CardAccount:
 
         Negative if a fence or others have taken bytes that were already granted.
         """
-        return self.capacity_bytes - self.held_bytes - self.stuck_bytes
+        # The capacity, without another call: a placement asks every card.
+        capacity_bytes = self.card.capacity_bytes - self.others.taken_bytes
+        return (capacity_bytes if capacity_bytes > 0 else 0) - self.held_bytes - self.stuck_bytes
 
     @property
     def warm_bytes(self) -> int:
@@ -236,10 +238,12 @@ class CardAccount:
 
     def charge_bytes(self, terms: LeaseTerms) -> int:
         """Bytes that a lease of these terms holds on this card: its size and its contexts' overhead."""
+        card = self.card
+        charge_bytes = terms.size_bytes + (2 if terms.submit_bytes else 1) * card.overhead_bytes
         # A parkable session's context maps as much host memory as its slice has.
-        is_pinned = self.card.pins_host_memory and terms.is_parkable
-        tables_bytes = pinned_tables_bytes(terms.size_bytes) if is_pinned else 0
-        return terms.size_bytes + terms.contexts * self.card.overhead_bytes + tables_bytes
+        if card.pins_host_memory and terms.is_parkable:
+            charge_bytes += pinned_tables_bytes(terms.size_bytes)
+        return charge_bytes
 
     def yielding(self) -> list[WarmContext]:
         """Return the warm contexts that the pool can still drop, oldest first."""
@@ -378,14 +382,11 @@ def select(accounts: Sequence[CardAccount], selector: str | None) -> tuple[CardA
     return tuple(account for account in accounts if account.card.answers_to(selector))
 
 
-def suits(account: CardAccount, exclusivity: Exclusivity) -> bool:
-    """Return whether the card is of the kind that the exclusivity class needs."""
-    return exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or account.card.is_partition
-
-
-def could_ever_hold(account: CardAccount, terms: LeaseTerms) -> bool:
-    """Return whether the request would fit if the card were empty."""
-    return account.charge_bytes(terms) <= account.card.capacity_bytes
+def suitable(accounts: Sequence[CardAccount], exclusivity: Exclusivity) -> Sequence[CardAccount]:
+    """Return the cards of the kind that the exclusivity class needs."""
+    if exclusivity is not Exclusivity.PARTITION_EXCLUSIVE:
+        return accounts
+    return [account for account in accounts if account.card.is_partition]
 
 
 def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
@@ -393,7 +394,9 @@ def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
     # An exclusive lease shares the card with no other, whichever of them comes first.
     if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False
-    return account.has_parkable_room(terms) and account.charge_bytes(terms) <= account.free_bytes
+    if terms.park_idle_ms is not None and not account.has_parkable_room(terms):
+        return False
+    return account.charge_bytes(terms) <= account.free_bytes
 
 
 def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: PlacementOrder) -> CardAccount | None:
@@ -407,8 +410,13 @@ def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: Placemen
     """
     # One minimum serves both orders: the free bytes are negated for the emptiest card. The index makes ties certain.
     sign = 1 if order is PlacementOrder.PACK else -1
-    fitting = [account for account in candidates if fits_now(account, terms)]
-    return min(fitting, key=lambda account: (sign * account.free_bytes, account.card.index), default=None)
+    best: tuple[int, int, CardAccount] | None = None
+    for account in candidates:
+        if fits_now(account, terms):
+            rank = sign * account.free_bytes, account.card.index, account
+            if best is None or rank < best:
+                best = rank
+    return None if best is None else best[2]
 
 
 def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
@@ -449,15 +457,17 @@ class Others:
     Attributes:
         unowned: Bytes that belong to no process.
         outside: Bytes of processes that are not workers.
+        taken_bytes: Bytes by which the capacity is lower than at the start.
 
     Args:
         spare_bytes: Bytes that the operator leaves unused; others may hold that much without reducing the capacity.
         slack_bytes: Tolerated difference between polled and booked bytes.
     """
 
-    __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "unowned")
+    __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "taken_bytes", "unowned")
 
     def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
+        self.taken_bytes = 0
         # Outside bytes can't be a dead worker's, so they are booked at once.
         self.unowned = Growth(slack_bytes)
         self.outside = Growth(slack_bytes, settles=False)
@@ -469,11 +479,6 @@ class Others:
     @property
     def booked_bytes(self) -> int:
         return self.unowned.booked_bytes + self.outside.booked_bytes
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes by which the capacity is lower than at the start."""
-        return max(0, self.booked_bytes - self._spare_bytes)
 
     def poll(self, unowned_bytes: int, outside_bytes: int, polled_ns: int) -> bool:
         """Process one poll of the whole card, and return whether the booked bytes changed.
@@ -487,6 +492,7 @@ class Others:
         before = self.unowned.booked_bytes, self.outside.booked_bytes
         self.unowned.poll(unowned_bytes, polled_ns, is_first=is_first)
         self.outside.poll(outside_bytes, polled_ns, is_first=is_first)
+        self._sum_up()
         return before != (self.unowned.booked_bytes, self.outside.booked_bytes)
 
     def is_shown_free(self, unowned_bytes: int, least_bytes: int, since_ns: int, polled_ns: int) -> bool:
@@ -510,7 +516,11 @@ class Others:
             return False
         # The excess has outlasted any release, so it belongs to others. Book it before the lease's bytes go back.
         self.unowned.book_at_least(least_bytes)
+        self._sum_up()
         return True
+
+    def _sum_up(self) -> None:
+        self.taken_bytes = max(0, self.booked_bytes - self._spare_bytes)
 
 
 class Growth:

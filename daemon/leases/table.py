@@ -405,7 +405,9 @@ class LeaseTable:
         # The new generation invalidates the timers of the old deadline, and the tokens of the old generation.
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
-        lease.terms = replace(lease.terms, ttl_ms=event.ttl_ms)
+        # Most renewals ask for the time that the last request asked for.
+        if event.ttl_ms != lease.terms.ttl_ms:
+            lease.terms = replace(lease.terms, ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which had the same maximum.
         deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)

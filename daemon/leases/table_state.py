@@ -169,6 +169,9 @@ class LeaseStore:
         """Return the denial for work under a lease or region now; None if it is active and in time."""
         # In the order of certainty: unknown or ended, not granted yet, ending, overdue.
         found = self.live.get(lease_id) or self.regions.get(lease_id)
+        # Most are active and in time, and need no snapshot.
+        if isinstance(found, Lease) and found.serves(now_ns):
+            return None
         if found is None:
             ended = self.get_ended(lease_id)
             return self.unknown(lease_id) if ended is None else denials.lease_ended(ended)
@@ -193,6 +196,9 @@ class LeaseStore:
         Returns None for those two. To other callers, a foreign lease and an unknown one look the same. The tenant of a
         region's lease may know the region.
         """
+        # Most callers are the tenant of a live lease, which needs no snapshot.
+        if (live := self.live.get(lease_id)) is not None and live.tenant == tenant:
+            return None
         lease = self.get(lease_id)
         if lease is None:
             return self.unknown(lease_id)
@@ -298,8 +304,8 @@ class LeaseStore:
         self.fenced[lease.lease_id] = lease
         self.account_by_uuid[lease.card_uuid].fenced_bytes += lease.charge_bytes
 
-    def close(self, lease: Lease, trigger: Trigger, now_ns: int) -> None:
-        """Release a lease's bytes and remember it as ended."""
+    def close(self, lease: Lease, trigger: Trigger, now_ns: int) -> LeaseSnapshot:
+        """Release a lease's bytes and remember it as ended. Returns its last state."""
         # A fenced lease ended when it was fenced; that time stays.
         was_fenced = lease.state is LeaseState.FENCED
         lease.move(trigger, now_ns)
@@ -322,11 +328,13 @@ class LeaseStore:
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
+        ended = lease.snapshot()
         # A worker that belonged to no lease was held under a lease without a tenant, of which no record remains.
         if lease.tenant:
-            self.remember(lease.snapshot())
+            self.remember(ended)
         # The caller serves the queue once, after all that one event frees.
         self.has_freed_room = True
+        return ended
 
     def remember(self, ended: LeaseSnapshot) -> None:
         """Remember an ended lease or region. The oldest is forgotten when there are too many."""

@@ -21,7 +21,7 @@ from gpulease.daemon.leases.events import (
     TimerFired,
     TimerKind,
 )
-from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState, Trigger
 from gpulease.daemon.leases.parking import Parking, park_due_ns
 from gpulease.daemon.leases.regions import Regions
 from gpulease.daemon.leases.resizes import Resizes
@@ -231,11 +231,10 @@ class Teardown:
     def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self.regions.return_with(lease, Trigger.RECLAIM_PROVED, now_ns, out)
         # First the bytes, then the answers: a client that learns of the end may acquire at once.
-        self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
-        snapshot = lease.snapshot()
+        ended = self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         if lease.free_request is not None:
-            out.append(FreeDone(lease.free_request, snapshot))
-        self._report(lease, RevokeOutcome.TORN_DOWN, out)
+            out.append(FreeDone(lease.free_request, ended))
+        self._report(lease, ended, RevokeOutcome.TORN_DOWN, out)
 
     def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End an active lease because its session broke a rule, unless its time was over before that."""
@@ -258,9 +257,10 @@ class Teardown:
         self._store.fence(lease, now_ns)
         self.regions.fence_with(lease, now_ns, out)
         self.submits.fence_with(lease, out)
+        fenced = lease.snapshot()
         if lease.free_request is not None:
-            out.append(RequestDenied(lease.free_request, denials.lease_ended(lease.snapshot())))
-        self._report(lease, RevokeOutcome.FENCED, out)
+            out.append(RequestDenied(lease.free_request, denials.lease_ended(fenced)))
+        self._report(lease, fenced, RevokeOutcome.FENCED, out)
 
     def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         # A scrub that is in progress is over with the process.
@@ -279,7 +279,7 @@ class Teardown:
             lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns))
 
-    def _report(self, lease: Lease, outcome: RevokeOutcome, out: list[Effect]) -> None:
+    def _report(self, lease: Lease, ended: LeaseSnapshot, outcome: RevokeOutcome, out: list[Effect]) -> None:
         out.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)
         if lease.cause is not None:
-            out.append(LeaseEnded(lease.snapshot(), lease.cause, tuple(lease.history)))
+            out.append(LeaseEnded(ended, lease.cause, tuple(lease.history)))

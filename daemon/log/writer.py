@@ -41,6 +41,7 @@ ATTRIBUTE: Final = "gpulease"
 """The attribute of a `logging.LogRecord` that holds its event and fields."""
 
 _log: Final = logging.getLogger("gpulease")
+_root: Final = logging.getLogger()
 
 
 def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, **fields: Value) -> None:
@@ -59,7 +60,7 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
         record.msg = message
     if is_fault:
         record.exc_info = sys.exc_info()
-    _log.handle(record)
+    _pass_on(record)
 
 
 def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = None) -> None:
@@ -71,7 +72,20 @@ def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = No
         level: The record's level; None for the event's own.
     """
     if is_logged(event, level):
-        _log.handle(_record(event, fields, level))
+        _pass_on(_record(event, fields, level))
+
+
+def _pass_on(record: logging.LogRecord) -> None:
+    handlers = _root.handlers
+    # A broker has one handler, without filters. `Logger.handle` would look for it through eight calls.
+    if (
+        len(handlers) == 1
+        and isinstance(handler := handlers[0], QueueingHandler)
+        and not (_log.handlers or _log.filters)
+    ):
+        handler.emit(record)
+    else:
+        _log.handle(record)
 
 
 def is_logged(event: LogEvent, level: int | None = None) -> bool:
@@ -91,12 +105,11 @@ class _EventRecord(logging.LogRecord):
 
     def __init__(self, event: LogEvent, fields: dict[str, Value], level: int) -> None:
         created_s = time.time()
-        self.__dict__ = _constant_members(event, level) | {
-            "created": created_s,
-            "msecs": float(int(created_s % 1 * 1000)),
-            "process": os.getpid(),
-            ATTRIBUTE: (event.kind.name, fields),
-        }
+        self.__dict__ = members = _constant_members(event, level).copy()
+        members["created"] = created_s
+        members["msecs"] = float(int(created_s % 1 * 1000))
+        members["process"] = os.getpid()
+        members[ATTRIBUTE] = (event.kind.name, fields)
 
 
 @cache

@@ -27,7 +27,7 @@ from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import Exclusivity, Status
 from gpulease.protocol.time_units import NS_PER_US, US_PER_MS
 
 _SAME_NAMES: Final = frozenset(
@@ -69,23 +69,24 @@ class LeaseLog(FactRecorder):
     def on_facts(self, facts: Sequence[Fact]) -> None:
         """Record and log what an event brought about. Called before any effect is carried out; raises nothing."""
         # Step 1: the audit log. It comes first, because grants wait for their records to be durable.
-        entries: list[Entry | None] = []
+        lines: list[_Line | None] = []
         keeps_records = self._inner.keeps_records
         try:
             for fact in facts:
                 event = _RECORDED.get(fact.kind)
+                level = 0 if event is None else _level_of(fact, event)
                 # The log line has the record's particulars, so an entry is also made for a line alone.
-                is_line = event is not None and is_logged(event, _level_of(fact, event))
+                is_line = event is not None and is_logged(event, level)
                 entry = entry_of(fact) if keeps_records or is_line else None
                 if entry is not None:
                     self._inner.record(entry, fact.now_ns)
-                entries.append(entry)
+                lines.append((event, level, *entry) if is_line and event and entry is not None else None)
         except Exception:
             # A bug in either step must not stop the other, or the effects that follow.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what happened to a lease")
         # Step 2: the log.
         try:
-            self._log_facts(facts, entries)
+            self._log_facts(facts, lines)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="logging what happened to a lease")
 
@@ -193,9 +194,9 @@ class LeaseLog(FactRecorder):
 
     # --- facts ---
 
-    def _log_facts(self, facts: Sequence[Fact], entries: Sequence[Entry | None]) -> None:
+    def _log_facts(self, facts: Sequence[Fact], lines: "Sequence[_Line | None]") -> None:
         """Log requests and workers first, then what is recorded, then the rest."""
-        # First pass: what led to the result. `entries` is shorter than `facts` if making one of them failed.
+        # First pass: what led to the result. `lines` is shorter than `facts` if making one of them failed.
         for number, fact in enumerate(facts):
             if fact.kind is FactKind.REQUESTED:
                 self._log_request(fact)
@@ -203,7 +204,7 @@ class LeaseLog(FactRecorder):
             elif (first := _FIRST.get(fact.kind)) is not None:
                 first(self, fact)
             elif fact.kind in _RECORDED:
-                self._log_entry(fact, entries[number] if number < len(entries) else None)
+                self._log_entry(fact, lines[number] if number < len(lines) else None)
         # Second pass: consequences. A lease that has ended needs its worker's process id no longer.
         for fact in facts:
             if fact.kind in (FactKind.ENDED, FactKind.FENCED):
@@ -216,14 +217,13 @@ class LeaseLog(FactRecorder):
             return
         asked = fact.source
         fields = {
-            "lease_id": asked.lease_id,
             "size_bytes": bounded(asked.terms.size_bytes),
             "ttl_ms": bounded(asked.terms.ttl_ms),
             "wait_ms": bounded(asked.wait_ms) or None,
-            "exclusivity": asked.terms.exclusivity.name.lower(),
+            "exclusivity": _NAMES[asked.terms.exclusivity],
             "wanted_card": asked.selector,
         }
-        self._limited.log(LogEvent.LEASE_REQUESTED, asked.tenant, fields)
+        self._limited.log(LogEvent.LEASE_REQUESTED, asked.tenant, asked.lease_id, fields)
 
     def _log_queued(self, fact: Fact, facts: Sequence[Fact]) -> None:
         if not is_logged(LogEvent.LEASE_QUEUED):
@@ -253,15 +253,13 @@ class LeaseLog(FactRecorder):
     def _log_scrub(self, fact: Fact) -> None:
         self._log_of_lease(LogEvent.WARM_REFUSED, fact.lease_id, reason=fact.source.doubt)
 
-    def _log_entry(self, fact: Fact, entry: Entry | None) -> None:
+    def _log_entry(self, fact: Fact, line: "_Line | None") -> None:
         # Remember the process id even if nothing is logged now: a later line about the worker's end needs it.
         if fact.kind.row.has_worker and (pid := self._pid_of(fact.lease_id)):
             self._pids[fact.lease_id] = pid
-        event = _RECORDED[fact.kind]
-        level = _level_of(fact, event)
-        if entry is None or not is_logged(event, level):
+        if line is None:
             return
-        kind, particulars = entry
+        event, level, kind, particulars = line
         fields = _fields_of(kind, particulars)
         if fact.kind.row.has_worker:
             fields["worker_pid"] = self._pids.get(fact.lease_id)
@@ -269,8 +267,7 @@ class LeaseLog(FactRecorder):
             fields["late_ms"] = _ms(fact.now_ns - deadline_ns)
         # An operator's action is about no tenant: it counts towards the budget of the operator who asked.
         tenant = str(particulars.get("tenant") or particulars.get("by", ""))
-        fields["lease_id"] = fact.lease_id or _lease_in(particulars)
-        self._limited.log(event, tenant, fields, level)
+        self._limited.log(event, tenant, fact.lease_id or _lease_in(particulars), fields, level)
 
     def _log_placed(self, fact: Fact) -> None:
         if not is_logged(LogEvent.LEASE_PLACED) or (lease := self._lookup(fact.lease_id)) is None:
@@ -321,12 +318,15 @@ class LeaseLog(FactRecorder):
         if not is_logged(event):
             return
         lease = self._lookup(lease_id)
-        fields["lease_id"] = lease_id
-        self._limited.log(event, "" if lease is None else lease.tenant, fields)
+        self._limited.log(event, "" if lease is None else lease.tenant, lease_id, fields)
 
-    def _log(self, event: LogEvent, tenant: str, **fields: Any) -> None:
+    def _log(self, event: LogEvent, tenant: str, lease_id: int | None = None, **fields: Any) -> None:
         if is_logged(event):
-            self._limited.log(event, tenant, fields)
+            self._limited.log(event, tenant, lease_id, fields)
+
+
+_Line = tuple[LogEvent, int, RecordKind, Particulars]
+"""What a line is made of whose fact has a record: its event and level, and the record's kind and particulars."""
 
 
 _FIRST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
@@ -363,6 +363,8 @@ if {*_RECORDED, *_LOGGED_BY_METHODS} != {kind for kind in FactKind if kind.row.l
     raise TypeError("exactly the facts with a log event in their row must have an audit record or a method that logs")
 
 
+_NAMES: Final = {one: one.name.lower() for one in Exclusivity}
+
 COUNT_EVERY_S: Final = 10.0
 """Time until the log reports how many of a tenant's events were left out."""
 
@@ -383,7 +385,9 @@ class _LimitedLog:
         self._omitted: Counter[tuple[str, str]] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def log(self, event: LogEvent, tenant: str, fields: dict[str, Any], level: int | None = None) -> None:
+    def log(
+        self, event: LogEvent, tenant: str, lease_id: int | None, fields: dict[str, Any], level: int | None = None
+    ) -> None:
         if event not in _UNLIMITED:
             # A budget for each kind of event: a tenant that floods one kind keeps the lines of all others.
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
@@ -395,7 +399,7 @@ class _LimitedLog:
             # This line fits again; those left out before it are reported with the next timer.
             if omitted:
                 self._omitted[event.kind.name, tenant] += omitted
-        first: dict[str, Any] = {"lease_id": fields.pop("lease_id", None)}
+        first: dict[str, Any] = {"lease_id": lease_id}
         if "tenant" in event.kind.fields:
             first["tenant"] = tenant
         log_fields(event, first | fields, level)

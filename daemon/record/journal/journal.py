@@ -282,7 +282,7 @@ class FileJournal(Journal):
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
         """Hold an outcome until every event so far is durable, which is simpler than to know which of them matter."""
-        if isinstance(outcome, SubmitReady | Checked):
+        if isinstance(outcome, (SubmitReady, Checked)):
             # The journal keeps nothing of a check; and the next daemon learns of a submit from its worker.
             on_outcome(outcome)
             return
@@ -439,7 +439,7 @@ class JournalProjector:
         """Return what one event, which `table` has handled, changes in the rows."""
         out: list[Change] = []
         # Some events change a row without an effect.
-        if isinstance(event, SessionFaulted | LeaseRestored):
+        if isinstance(event, (SessionFaulted, LeaseRestored)):
             lease_id = event.worker_id if isinstance(event, SessionFaulted) else event.kept.lease_id
             self._update(lease_id, table, out)
         elif isinstance(event, _REGION_EVENTS):

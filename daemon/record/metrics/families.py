@@ -34,9 +34,9 @@ class FamilyKind(Enum):
     SUMMARY = "summary"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MetricFamily:
-    """A family of series.
+    """A family of series. Two of them are never equal, so that each count looks its family up by identity.
 
     Attributes:
         meaning: The help text.
