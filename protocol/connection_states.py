@@ -14,6 +14,9 @@ class State(Enum):
     connection is on its way to a worker. SESSION: a worker serves requests. CLOSED: no more messages are taken or sent.
     """
 
+    # Looked up with each frame, as are the triggers. `Enum` hashes the members' names, which is slow.
+    __hash__ = object.__hash__
+
     OPENING = auto()
     GREETING = auto()
     CONTROL = auto()
@@ -24,6 +27,8 @@ class State(Enum):
 
 class WireTrigger(Enum):
     """A message on the wire, in either direction."""
+
+    __hash__ = object.__hash__
 
     HELLO = auto()
     HELLO_REPLY = auto()

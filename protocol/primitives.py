@@ -161,6 +161,10 @@ def _plain_record(record: type[Any]) -> Plain:
     # Otherwise alternate: a struct for each run of integers, a plain form for each field between them.
     steps = [form for form, _ in runs]
     writes = [_run_writer(form, named) for form, named in runs]
+    # The options of a message: a tag and bytes. ATTACH's reply has some twenty, so each is read in one step.
+    last = fields(record)[-1].metadata["wire"] if len(fields(record)) == 2 else None
+    if isinstance(first, struct.Struct) and isinstance(last, _Sized):
+        return Plain(_tagged_reader(record, first, last), lambda value: b"".join([write(value) for write in writes]))
 
     def read(data: bytes, at: int) -> tuple[Any, int]:
         values: list[Any] = []
@@ -175,6 +179,22 @@ def _plain_record(record: type[Any]) -> Plain:
         return record(*values), at
 
     return Plain(read, lambda value: b"".join([write(value) for write in writes]))
+
+
+def _tagged_reader(record: type[Any], tag: struct.Struct, value: "_Sized") -> Callable[[bytes, int], tuple[Any, int]]:
+    """Return the reader of a record of one integer, then bytes behind their length."""
+    layout = struct.Struct(tag.format + value.width.format[1:])
+    size, unpack_from, limit = layout.size, layout.unpack_from, value.limit
+
+    def read(data: bytes, at: int) -> tuple[Any, int]:
+        number, count = unpack_from(data, at)
+        if count > limit:
+            raise BadValue
+        begin = at + size
+        end = begin + count
+        return record(number, data[begin:end]), end
+
+    return read
 
 
 def _plain_integers(record: type[Any], layout: struct.Struct, names: list[str]) -> Plain:
@@ -255,6 +275,7 @@ class _Sized(c.Prefixed):  # type: ignore[misc]
 
     def __init__(self, length: Any, width: struct.Struct, limit: int) -> None:
         super().__init__(length, c.GreedyBytes)
+        self.width, self.limit = width, limit
         self.plain = _plain_bytes(width, limit)
 
 

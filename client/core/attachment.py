@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from gpulease.client.core.clean_ups import Owed
@@ -38,6 +39,13 @@ QUIET_WRITE_BYTES: Final = 64 << 10
 costs little compared with the copy, and shows at once whether it succeeded."""
 
 _ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is_session}
+
+
+@lru_cache(maxsize=64)
+def _served(given: frozenset[int]) -> frozenset[Opcode]:
+    """Return the operations that a worker of these abilities serves. Workers of one version have few sets of them."""
+    return frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
+
 
 _NOT_OPEN: Final = Failure(
     Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with GpuSession(lease) as session`"
@@ -314,8 +322,7 @@ class Attachment:
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
         # The options of the reply say what this worker can do: an older one has fewer.
-        given = {option.type for option in reply.options}
-        self.served = frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
+        self.served = _served(frozenset([option.type for option in reply.options]))
         self.lease_bytes = self.lease.grant.size_bytes
         # The channel that attached is replaced by the session's kind: a ring, or a socket that gathers frames.
         self.channel, self.arena, words = share(self.channel, reply.options, self._spin)

@@ -1,32 +1,35 @@
 """The thread that frees dropped objects in blocking sessions that are idle (`core.idle_frees`).
 
 A session frees what its program has dropped with its next request; an idle session has none. One thread serves all
-sessions of the process. It ends with the last session and never keeps a program from exiting.
+sessions of the process. It ends LINGER_S after the last session and never keeps a program from exiting: one that opens
+a session for each request would otherwise start a thread for each.
 """
 
 import os
 import threading
+import time
 import weakref
 from _thread import start_new_thread
 from contextlib import suppress
+from typing import Final
 
 from gpulease.client.core.idle_frees import LOOK_S, IdleLook
 from gpulease.client.core.session import SessionCore
+
+LINGER_S: Final = 1.0
+"""How long the thread waits for another session, in seconds."""
 
 
 class _Looker:
     def __init__(self) -> None:
         self._sessions: weakref.WeakKeyDictionary[SessionCore, IdleLook] = weakref.WeakKeyDictionary()
         self._begins_or_ends = threading.RLock()
-        self._bell = threading.Lock()
-        self._bell.acquire()
         # Ident of the running thread; 0 if there is none.
         self._thread = 0
+        self._last_seen_s = 0.0
 
     def add(self, session: SessionCore) -> None:
         """Poll a session that is open, until it ends."""
-        # When the session ends, the thread checks whether it is still needed.
-        session.attachment.at_end.append(self.ring)
         with self._begins_or_ends:
             # A weak map and a weak proxy: the thread keeps no session alive.
             self._sessions[session] = IdleLook(weakref.proxy(session.operations))
@@ -35,15 +38,9 @@ class _Looker:
                 with suppress(RuntimeError):
                     self._thread = start_new_thread(self._run, ())
 
-    def ring(self) -> None:
-        """Wake the thread, so that it checks now whether it is still needed."""
-        with suppress(RuntimeError):  # it was woken already
-            self._bell.release()
-
     def _run(self) -> None:
-        # A round every LOOK_S, or at once when a session has ended.
         while self._goes_on():
-            self._bell.acquire(timeout=LOOK_S)
+            time.sleep(LOOK_S)
             for session, look in self._listed():
                 lock = session.attachment.lock
                 # A thread that holds the lock is sending a request, which frees the dropped objects itself.
@@ -68,7 +65,11 @@ class _Looker:
             # another one; this thread is then not needed.
             if self._thread != threading.get_ident():
                 return False
-            if not self._sessions:
+            # The clock of the linger starts again whenever a session is there.
+            now_s = time.monotonic()
+            if self._sessions:
+                self._last_seen_s = now_s
+            elif now_s - self._last_seen_s > LINGER_S:
                 self._thread = 0
             return self._thread != 0
 

@@ -116,8 +116,8 @@ class MemoryReserve:
 
 def _is_limited() -> bool:
     """Return whether a limit applies now. It is read each time, because an operator may set it later (prlimit(2))."""
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    return any(limit != resource.RLIM_INFINITY for limit in limits)
+    limits = resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return limits != (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 def _is_host_strict() -> bool:

@@ -60,7 +60,7 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
         record.msg = message
     if is_fault:
         record.exc_info = sys.exc_info()
-    _pass_on(record)
+    _log.handle(record)
 
 
 def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = None) -> None:
@@ -71,21 +71,18 @@ def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = No
         fields: Its fields.
         level: The record's level; None for the event's own.
     """
-    if is_logged(event, level):
-        _pass_on(_record(event, fields, level))
-
-
-def _pass_on(record: logging.LogRecord) -> None:
+    if not is_logged(event, level):
+        return
     handlers = _root.handlers
-    # A broker has one handler, without filters. `Logger.handle` would look for it through eight calls.
+    # A broker has one handler, without filters, which needs no record: making one takes as long as the line itself.
     if (
         len(handlers) == 1
         and isinstance(handler := handlers[0], QueueingHandler)
         and not (_log.handlers or _log.filters)
     ):
-        handler.emit(record)
+        handler.emit_event(event, fields, event.level if level is None else level)
     else:
-        _log.handle(record)
+        _log.handle(_record(event, fields, level))
 
 
 def is_logged(event: LogEvent, level: int | None = None) -> bool:
@@ -160,27 +157,48 @@ class JsonShape:
     def __init__(self, process: str, *, for_journal: bool = False) -> None:
         self._process = process
         self._for_journal = for_journal
+        self._constant: dict[tuple[LogEvent, int, int], tuple[bytes, bytes]] = {}
 
     def line(self, record: logging.LogRecord) -> bytes:
         # Most records need no cutting or escaping; their lines are made the fast way.
         event, fields = _event_and_fields(record)
         return self._plain_line(record, event, fields) or self._cut_line(record, event, fields)
 
+    def plain_line(self, event: LogEvent, fields: dict[str, Value], level: int) -> bytes:
+        """Return the line of an event's record if no text of it is to be cut or escaped; else nothing."""
+        if isinstance(number := fields.get("lease_id"), int):
+            fields["lease_id"] = lease_text(number) if number else None
+        pid = os.getpid()
+        # The members that all lines of an event and a level share are encoded once.
+        constant = self._constant.get((event, level, pid))
+        if constant is None:
+            kind, name = event.kind, logging.getLevelName(level)
+            prefix = _prefix(level).encode() if self._for_journal else b""
+            constant = prefix, _constant_part(name, kind.name, kind.message, self._process, pid)
+            self._constant[event, level, pid] = constant
+        return self._joined(*constant, time.time(), fields)
+
     def _plain_line(self, record: logging.LogRecord, event: str, fields: dict[str, Value]) -> bytes:
         """Return the line if no text of it is to be cut or escaped, as of most records; else nothing."""
+        message = record.getMessage()
+        if len(message) > TEXT_LIMITS[0]:
+            return b""
+        prefix = _prefix(record.levelno).encode() if self._for_journal else b""
+        constant = _constant_part(record.levelname, event, message, self._process, record.process)
+        return self._joined(prefix, constant, record.created, fields)
+
+    def _joined(self, prefix: bytes, constant: bytes, created_s: float, fields: dict[str, Value]) -> bytes:
         try:
             members = _encode_plain({name: value for name, value in fields.items() if value is not None})
         except ValueError:  # Half of a surrogate pair.
             return b""
-        message = record.getMessage()
-        if not _is_plain(members) or len(message) > TEXT_LIMITS[0]:
+        if not _is_plain(members):
             return b""
-        prefix = _prefix(record) if self._for_journal else ""
         line = b'%b{"time":"%b","monotonic_ns":%d,%b%b%b\n' % (
-            prefix.encode(),
-            utc_text(round(record.created * US_PER_S)).encode(),
+            prefix,
+            utc_text(round(created_s * US_PER_S)).encode(),
             time.monotonic_ns(),
-            _constant_part(record.levelname, event, message, self._process, record.process),
+            constant,
             b"," if len(members) > len(b"{}") else b"",
             members[1:],
         )
@@ -196,7 +214,7 @@ class JsonShape:
             "process": self._process,
             "pid": record.process,
         }
-        prefix = _prefix(record) if self._for_journal else ""
+        prefix = _prefix(record.levelno) if self._for_journal else ""
         message = record.getMessage()
         text = ""
         # Cut all texts to ever shorter lengths until the line fits; a line with the message alone always does.
@@ -238,7 +256,7 @@ class HumanShape:
 
     def line(self, record: logging.LogRecord) -> bytes:
         _, fields = _event_and_fields(record)
-        prefix = _prefix(record) if self._for_journal else ""
+        prefix = _prefix(record.levelno) if self._for_journal else ""
         at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         head = f"{prefix}{at} {self._level(record)} "
         message = record.getMessage()
@@ -312,8 +330,8 @@ def _quoted(text: str) -> str:
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def _prefix(record: logging.LogRecord) -> str:
-    return f"<{_PRIORITY.get(record.levelno, 6)}>"
+def _prefix(level: int) -> str:
+    return f"<{_PRIORITY.get(level, 6)}>"
 
 
 MAX_WAITING_BYTES: Final = 4 << 20
@@ -362,18 +380,31 @@ class QueueingHandler(logging.Handler):
         try:
             # The shape too: lines stand in the order of their times.
             with self._lock:
-                line = self._shape.line(record)
-                if self._is_closed or self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
-                    self._dropped += 1
-                    return
-                self._lines.append(line)
-                self._waiting_bytes += len(line)
-                # With more than one line, the thread has been woken already.
-                if len(self._lines) == 1:
-                    self._changed.notify_all()
+                self._queue(self._shape.line(record))
         except Exception:
             # Out of memory, or a record that can't be formatted: one line is lost.
             self._dropped += 1
+
+    def emit_event(self, event: LogEvent, fields: dict[str, Value], level: int) -> None:
+        """Do what `emit` does with the event's record, without that record if the line needs none."""
+        try:
+            with self._lock:
+                shape = self._shape
+                line = shape.plain_line(event, fields, level) if isinstance(shape, JsonShape) else b""
+                self._queue(line or shape.line(_record(event, fields, level)))
+        except Exception:
+            self._dropped += 1
+
+    def _queue(self, line: bytes) -> None:
+        """Queue a line. The caller holds the lock."""
+        if self._is_closed or self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
+            self._dropped += 1
+            return
+        self._lines.append(line)
+        self._waiting_bytes += len(line)
+        # With more than one line, the thread has been woken already.
+        if len(self._lines) == 1:
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until all lines are written, at most FLUSH_S. After one wait that was too short, wait no more."""

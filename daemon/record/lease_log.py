@@ -112,7 +112,12 @@ class LeaseLog(FactRecorder):
 
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
         permissions = list(names_of(grant.permissions))
-        fields = {"lease_id": grant.lease_id, "by": by, "permissions": permissions, "nonce": grant.nonce.hex()}
+        fields: dict[str, Any] = {
+            "lease_id": grant.lease_id,
+            "by": by,
+            "permissions": permissions,
+            "nonce": grant.nonce.hex(),
+        }
         # The nonce identifies the token in a later TOKEN_REVOKED. The token itself is a secret and is never logged.
         self._log(LogEvent.TOKEN_ISSUED, tenant, **fields)
         self._inner.issued(tenant, by, grant, audience)
@@ -125,7 +130,12 @@ class LeaseLog(FactRecorder):
         self._inner.reloaded(config)
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
-        fields = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}
+        fields: dict[str, Any] = {
+            "operation": operation.lower(),
+            "lease_id": lease_id,
+            "denial": "refused",
+            "reason": message,
+        }
         self._log(LogEvent.REQUEST_DENIED, tenant, **fields)
         self._inner.refused(operation, tenant, lease_id, message)
 
