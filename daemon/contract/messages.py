@@ -21,11 +21,18 @@
                            OpenRegion, EndRegion, ResizeSlice
                            ParkMemory                                           host memory, unless it is to be dropped
                            Park, Return, RefuseReturn
+                           Leave                                                a channel for the session's image
+                           Stay
+                           Adopt                                                a channel with a session's image
                            LatencyWord                                          its memory, read-only unless it is own
     worker    broker       Ready, Failed, Scrubbed, Attached, LastLeft, MemoryGrew, Faulted
                            RegionOpened, RegionRefused, RegionEnded, RegionStuck, RegionReleased, ForwardRevoked,
                            SliceResized
                            Parked, ParkRefused, ReturnWanted, Returned, ReturnFailed
+                           Imaged, LeaveRefused
+    worker    broker       by the channel of Leave, and from there by that of Adopt:
+                           ImageMemory                                          the image, the session's host memory
+                           ImageConnection, for each                            its socket, its ring and the arena
     broker    helper       Ping
     helper    broker       Prepared, Ready or Broken, once each; Pong
 
@@ -67,6 +74,10 @@ from gpulease.protocol.opcodes import Status
 
 HANDOVER: Final = 3
 """Version of these messages. A broker can't take over a zygote that introduces itself with another one."""
+
+MAX_IMAGE_CONNECTIONS: Final = 64
+"""Most connections of a session that leaves its process. Bounds the descriptors that a cold-parked session holds in the
+broker, and what waits in a channel that nobody reads yet."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"
 """Name of a zygote's process, for ps(1). A broker kills no process with another name."""
@@ -441,6 +452,59 @@ class RefuseReturn(Message):
     reason: Text
 
 
+# A parked session may leave its process, too: its image goes through a channel that the broker makes for it, and waits in
+# the broker until another worker adopts it. The worker that sent it serves nothing from then on; it is killed, or stays.
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOrder(Message):
+    """Send the parked session's image through the channel that comes with this, and serve no connection from then on.
+
+    The worker answers with Imaged, once everything is in the channel, or with LeaveRefused.
+    """
+
+    OP: ClassVar[str] = "leave"
+    number: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class StayOrder(Message):
+    """Forget the image that was sent, and serve the session again, parked as before. There is no answer."""
+
+    OP: ClassVar[str] = "stay"
+    number: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptOrder(Message):
+    """Become the worker of a session: its image is in the channel that comes with this, complete.
+
+    The worker then brings the session back, and answers with Returned or ReturnFailed.
+    """
+
+    OP: ClassVar[str] = "adopt"
+    number: Annotated[int, U64]
+    connections: Annotated[int, integer(0, MAX_IMAGE_CONNECTIONS)]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMemory(Message):
+    """The image, and the host memory that has the session's bytes: two sealed memfds of these sizes."""
+
+    OP: ClassVar[str] = "image"
+    image_bytes: Annotated[int, U64.named("image")]
+    host_bytes: Annotated[int, U64.named("host")]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConnection(Message):
+    """A connection of the session: its socket, its ring if it has one, and the arena if it has that."""
+
+    OP: ClassVar[str] = "image_connection"
+    has_ring: Annotated[bool, FLAG.named("ring")]
+    has_arena: Annotated[bool, FLAG.named("arena")]
+
+
 # --- worker to broker ---
 
 
@@ -623,11 +687,40 @@ class ReturnFailedReport(Message):
     """The session could not return; `reason` is a clause for the log.
 
     It is parked as before, and holds nothing of the card; or its context is lost, which Faulted reports.
+
+    Attributes:
+        is_mismatch: The worker could not adopt the session's image: something would not be what or where it was.
     """
 
     OP: ClassVar[str] = "return_failed"
     number: Annotated[int, U64]
     reason: Text
+    is_mismatch: Annotated[bool, FLAG.named("mismatch")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ImagedReport(Message):
+    """The session's image, of so many bytes and with so many connections, is in the channel of LeaveOrder."""
+
+    OP: ClassVar[str] = "imaged"
+    number: Annotated[int, U64]
+    image_bytes: Annotated[int, U64.named("image")]
+    connections: Annotated[int, integer(0, MAX_IMAGE_CONNECTIONS)]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRefusedReport(Message):
+    """The session can't leave its process; it is parked as before.
+
+    Attributes:
+        reason: Why, a clause for reports.
+        is_lasting: Whether it is so because of what the session has, and not because it is busy now.
+    """
+
+    OP: ClassVar[str] = "leave_refused"
+    number: Annotated[int, U64]
+    reason: Text
+    is_lasting: Annotated[bool, FLAG.named("lasting")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -728,6 +821,9 @@ ToWorker = (
     | ParkOrder
     | ReturnOrder
     | RefuseReturn
+    | LeaveOrder
+    | StayOrder
+    | AdoptOrder
     | LatencyWord
 )
 TO_WORKER: Final[Mapping[str, type[ToWorker]]] = messages_of(ToWorker)
@@ -752,10 +848,23 @@ FromWorker = (
     | ReturnWantedReport
     | ReturnedReport
     | ReturnFailedReport
+    | ImagedReport
+    | LeaveRefusedReport
 )
 FROM_WORKER: Final[Mapping[str, type[FromWorker]]] = messages_of(FromWorker)
 
-ParkReport = ParkedReport | ParkRefusedReport | ReturnWantedReport | ReturnedReport | ReturnFailedReport
+ParkReport = (
+    ParkedReport
+    | ParkRefusedReport
+    | ReturnWantedReport
+    | ReturnedReport
+    | ReturnFailedReport
+    | ImagedReport
+    | LeaveRefusedReport
+)
+
+ImageMessage = ImageMemory | ImageConnection
+IMAGE_MESSAGES: Final[Mapping[str, type[ImageMessage]]] = messages_of(ImageMessage)
 
 FromHelper = HelperPrepared | Ready | HelperBroken | Pong
 FROM_HELPER: Final[Mapping[str, type[FromHelper]]] = messages_of(FromHelper)

@@ -56,6 +56,10 @@ class ImageRejected(DriverError):
         self.line = line
 
 
+class ImageMismatch(DriverError):
+    """Something of a session's image would not be what, or where, it was in the context that it left."""
+
+
 class LaunchRejected(DriverError):
     """The driver refused a launch before the kernel began, for its shape, shared memory or argument bytes."""
 
@@ -572,6 +576,29 @@ class Context(Protocol):
 
     def unpin_host(self, memory: memoryview) -> None:
         """Undo a `pin_host` of the same memory."""
+
+    # --- leaving the process: a parked session's records, for a context of another process ---
+
+    def parked_state(self) -> bytes:
+        """Return what `adopt_parked` needs. Raises DriverError, with the reason, for what can't leave this process."""
+
+    def module_place(self, module: DriverModule) -> tuple[int, ...]:
+        """Return the addresses and numbers of a module that the tenant's data may contain.
+
+        Raises DriverError, with the reason, for a module that can't leave this process.
+        """
+
+    def adopt_parked(self, state: bytes, host: memoryview) -> None:
+        """Enter the parked state of another context, with its bytes in `host`. Nothing was allocated here before.
+
+        Raises ImageMismatch.
+        """
+
+    def adopt_module(self, image: bytes, place: tuple[int, ...]) -> DriverModule:
+        """Load a module of that context; in the order in which the other one loaded them. Call `adopt_parked` before.
+
+        The bytes of its variables come back with `unpark`. Raises ImageMismatch unless it has the same place.
+        """
 
     # --- the card's figure, streams and events ---
 

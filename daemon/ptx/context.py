@@ -23,6 +23,8 @@ from gpulease.daemon.drivers.interface import (
     DriverKernel,
     DriverLaunchAttributes,
     DriverModule,
+    ImageMismatch,
+    ImageRejected,
     KernelFault,
     KernelStep,
     LaunchRejected,
@@ -40,7 +42,7 @@ from gpulease.daemon.drivers.interface import (
 )
 from gpulease.daemon.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
-from gpulease.daemon.ptx.image import CpuKernel, CpuModule, drop_oldest_code, load, release
+from gpulease.daemon.ptx.image import CpuKernel, CpuModule, Place, drop_oldest_code, load, release
 from gpulease.daemon.ptx.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
@@ -49,7 +51,7 @@ from gpulease.daemon.ptx.limits import (
     MAX_SHARED_BYTES,
     SPIN_S,
 )
-from gpulease.daemon.ptx.memory import IN_ORDER, MAX_SLICE_BYTES, Areas, MemoryArena
+from gpulease.daemon.ptx.memory import IN_ORDER, MAX_SLICE_BYTES, PARKABLE_ADDRESS, Areas, MemoryArena
 from gpulease.daemon.ptx.native.structures import (
     LAUNCH_HEAD,
     REGION_GRANULE_BYTES,
@@ -239,13 +241,31 @@ class CpuContext:
         self._slice_bytes = slice_bytes
         self._architecture = architecture
         self._shuffle = shuffle
-        # Order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
-        self._arena = MemoryArena(slice_bytes)
-        self._prints = PrintBuffer()
         # Receives the name of a kernel and what it printed.
         self.printed: Callable[[str, str], None] = print_to_output
         # Receives the name of a region, and a note on it for the operator.
         self.noted: Callable[[str, str], None] = print_to_log
+        # A shuffled order can only be repeated if one thread runs all blocks.
+        self._hosts = (hosts or host_threads()) if shuffle is None else 1
+        self._open_memory()
+        self._modules: set[CpuModule] = set()
+        self._kernel_names: dict[int, str] = {}
+        self._next_number = 0
+        self._last_stream = 0
+        # The kernel that writes an event's time, made for the first event, and the addresses of unused stamps.
+        self._stamp: CpuKernel | None = None
+        self._stamps: list[int] = []
+        self._stamps_at = 0
+        self._is_closed = False
+        # A kernel may still run when the interpreter ends and frees its objects: this reference keeps the memory that
+        # the kernel uses, and only `close` drops it.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def _open_memory(self, at: int = 0) -> None:
+        """Make the memory, which begins at `at` if that is not 0 and free, and the queue that runs in it."""
+        # Order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
+        self._arena = MemoryArena(self._slice_bytes, at)
+        self._prints = PrintBuffer()
         self._regions = EmbeddedRegions(self._arena)
         self._parked = ParkedMemory(self._arena, self._regions)
         self._areas = Areas(
@@ -257,20 +277,13 @@ class CpuContext:
                 returned=self._regions.address,
             )
         )
-        # A shuffled order can only be repeated if one thread runs all blocks.
-        self._hosts = (hosts or host_threads()) if shuffle is None else 1
         self._stream = LaunchQueue(self._areas.address, self._hosts, self._prints.address)
-        self._modules: set[CpuModule] = set()
-        self._kernel_names: dict[int, str] = {}
-        self._next_number = 0
-        self._last_stream = 0
-        # The kernel that writes an event's time, made for the first event, and the addresses of unused stamps.
-        self._stamp: CpuKernel | None = None
-        self._stamps: list[int] = []
-        self._is_closed = False
-        # A kernel may still run when the interpreter ends and frees its objects: this reference keeps the memory that
-        # the kernel uses, and only `close` drops it.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def _close_memory(self) -> None:
+        self._prints.close()
+        self._regions.close()
+        self._arena.close()
+        self._areas.close()
 
     @property
     def compute_capability(self) -> int:
@@ -344,7 +357,12 @@ class CpuContext:
     # --- Parking -----------------------------------------------------------------------------------------------
 
     def make_parkable(self, slice_bytes: int) -> None:
-        """Do nothing: every context can be parked (`Context.make_parkable`)."""
+        """Move the memory, which nothing uses yet, to where it is in every process (`Context.make_parkable`)."""
+        spin_s, yields = self._stream.spin_s, self._stream.yields
+        if self._stream.close():
+            self._close_memory()
+            self._open_memory(PARKABLE_ADDRESS)
+            self._stream.spin_s, self._stream.yields = spin_s, yields
 
     @property
     def pages_bytes(self) -> int:
@@ -363,6 +381,31 @@ class CpuContext:
         """Do nothing: host memory needs no pinning (`Context.pin_host`)."""
 
     def unpin_host(self, memory: memoryview) -> None: ...
+
+    def parked_state(self) -> bytes:
+        """Return where every allocation is, without the events' stamps (`Context.parked_state`)."""
+        # The session has no events, so the next one makes other stamps.
+        return self._parked.state(self._stamps_at)
+
+    def module_place(self, module: DriverModule) -> tuple[int, ...]:
+        """Return addresses of variables and handles of functions (`Context.module_place`)."""
+        if not isinstance(module, CpuModule):
+            raise DriverError("this module is another driver's")
+        return module.place.to_numbers()
+
+    def adopt_parked(self, state: bytes, host: memoryview) -> None:
+        """Enter the state of another context with the same slice (`Context.adopt_parked`)."""
+        self._parked.adopt(state, host)
+
+    def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CpuModule:
+        """Load a module whose variables `adopt_parked` has brought (`Context.adopt_module`)."""
+        try:
+            wanted = Place.from_numbers(place)
+            # Numbers of kernels that were unloaded meanwhile stay unused, as in the other context.
+            self._next_number = wanted.first_number
+            return self._load(image, admit_all, wanted)
+        except (ImageRejected, ValueError, TypeError) as error:
+            raise ImageMismatch(str(error)) from None
 
     # --- Regions -----------------------------------------------------------------------------------------------
 
@@ -418,7 +461,7 @@ class CpuContext:
         """Queue a kernel that writes the time into a slot (event_stamps.py). Raises DriverError beyond MAX_EVENTS."""
         # The first event loads the kernel and takes room for all slots.
         if self._stamp is None:
-            first = self._arena.allocate(ALL_STAMPS_BYTES)
+            first = self._stamps_at = self._arena.allocate(ALL_STAMPS_BYTES)
             self._stamp = self.module_load(STAMP).kernels["stamp"]
             self._stamps.extend(range(first, first + ALL_STAMPS_BYTES, STAMP_BYTES))
         if not self._stamps:
@@ -472,6 +515,9 @@ class CpuContext:
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
         """Load PTX text (`Context.module_load`); this driver takes no cubins."""
+        return self._load(image, admit)
+
+    def _load(self, image: bytes, admit: Admit, place: Place | None = None) -> CpuModule:
         module = load(
             image,
             self._arena,
@@ -480,6 +526,7 @@ class CpuContext:
             admit=admit,
             architecture=self._architecture,
             shuffle=self._shuffle,
+            place=place,
         )
         # Numbers are never used twice in a context: a fault record names its kernel by number.
         self._next_number += len(module.kernels)
@@ -666,10 +713,7 @@ class CpuContext:
         if not self._is_closed and self._stream.close():
             self._is_closed = True
             self._flush()
-            self._prints.close()
-            self._regions.close()
-            self._arena.close()
-            self._areas.close()
+            self._close_memory()
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
 
     @property

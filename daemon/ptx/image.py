@@ -8,12 +8,11 @@ one, can use it again (`daemon/native/code_cache.py`).
 """
 
 import ctypes
-import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -300,8 +299,38 @@ def drop_oldest_code() -> None:
         total -= dropped.size_bytes
 
 
-# Numbers of functions, unique in this process, so a pointer means nothing to another module.
-_HANDLES = itertools.count()
+class _Handles:
+    """Handles of functions, unique in this process, so a pointer means nothing to another module."""
+
+    def __init__(self) -> None:
+        self._next = FIRST_HANDLE
+
+    def take(self) -> int:
+        self._next += HANDLE_STEP
+        return self._next - HANDLE_STEP
+
+    def keep_free(self, handle: int) -> None:
+        """Never give out this handle: a module that came from another process has it."""
+        self._next = max(self._next, handle + HANDLE_STEP)
+
+
+_HANDLES = _Handles()
+
+
+class Place(NamedTuple):
+    """What the tenant's data may contain of a module: addresses of variables, handles of functions, its first number."""
+
+    addresses: tuple[int, ...]
+    handles: tuple[int, ...]
+    first_number: int
+
+    def to_numbers(self) -> tuple[int, ...]:
+        return (self.first_number, len(self.addresses), *self.addresses, *self.handles)
+
+    @classmethod
+    def from_numbers(cls, numbers: tuple[int, ...]) -> "Place":
+        first_number, count, *rest = numbers
+        return cls(tuple(rest[:count]), tuple(rest[count:]), first_number)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -361,6 +390,7 @@ class CpuModule:
     device_bytes: int
     code: LoadedCode
     variable_addresses: tuple[int, ...]
+    place: Place
     # Owns the memory of the variables' table and of the kernels' paces, which native code reads.
     tables: tuple[Any, Any]
     shared_bytes: int = 0
@@ -383,19 +413,24 @@ def load(
     admit: Admit = admit_all,
     architecture: Architecture = SM_90,
     shuffle: int | None = None,
+    place: Place | None = None,
 ) -> CpuModule:
-    """Translate an image and place its variables. Raises ImageRejected, and keeps no memory then."""
+    """Translate an image and place its variables. Raises ImageRejected, and keeps no memory then.
+
+    With a `place`, which another context gave it, the arena has its variables already, with their bytes; it must fit.
+    """
     # Step 1: the code, perhaps from the cache, and the caller's consent to the memory it takes.
     code = load_code(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)
-    addresses = _place(variables, arena)
+    addresses = _place(variables, arena) if place is None else place.addresses
+    handles = _handles_of(code, place)
     # Step 2: variables have addresses now; addressed functions get handles; then initialisers are filled in.
     names = [variable.name for variable in variables]
     named = dict(zip(names, addresses, strict=True))
-    handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in code.image.addressed}
-    _relocate(variables, named | handles, arena)
+    if place is None:
+        _relocate(variables, named | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
     # Step 3: the table in which compiled code finds both, in the order the translation counted them.
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
@@ -411,7 +446,19 @@ def load(
         )
         for offset, facts in enumerate(code.image.kernels)
     }
-    return CpuModule(kernels, device_bytes, code, addresses, (table, paces))
+    found = Place(addresses, tuple(handles.values()), first_number)
+    return CpuModule(kernels, device_bytes, code, addresses, found, (table, paces))
+
+
+def _handles_of(code: LoadedCode, place: Place | None) -> dict[str, int]:
+    """Return the handle of each function whose address kernels take. Raises ImageRejected if `place` has others."""
+    if place is None:
+        return {name: _HANDLES.take() for name in code.image.addressed}
+    if len(place.handles) != len(code.image.addressed) or len(place.addresses) != len(code.image.variables):
+        raise ImageRejected("the module has other variables and functions than it had")
+    for handle in place.handles:
+        _HANDLES.keep_free(handle)
+    return dict(zip(code.image.addressed, place.handles, strict=True))
 
 
 def _place(variables: tuple[ModuleVariable, ...], arena: MemoryArena) -> tuple[int, ...]:

@@ -8,8 +8,10 @@ to the host when freed. After the classes come the addresses of regions (region_
 has its shared memory, local windows and frames in an area of its own.
 """
 
+import contextlib
 import ctypes
 import mmap
+import os
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -26,8 +28,21 @@ from gpulease.daemon.ptx.native.structures import REGION_GRANULE_BYTES, BlockEnv
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 
-# Linux's flag; Python 3.11 has no name for it. Without it the kernel would count address space as used memory.
+# Linux's flags; Python 3.11 has no names for them. Without the first the kernel would count address space as used
+# memory; with the second it maps at the address that it is given, or fails (mmap(2)).
 _MAP_NORESERVE = 0x4000
+_MAP_FIXED_NOREPLACE = 0x100000
+
+PARKABLE_ADDRESS = 0x1000_0000_0000
+"""Where the memory of a parkable session begins, if nothing is there: at the same address its pointers stay true in any
+worker. Far from what a process maps by itself, and from a CUDA session's pages."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
@@ -60,6 +75,30 @@ class Mapping:
         """Unmap the pages; nothing may touch the memory afterwards."""
         self.view.release()
         self._map.close()
+
+
+class PlacedMapping:
+    """A `Mapping` at a given address.
+
+    Raises:
+        DriverError: Something is mapped there already, or the host denies the address space.
+    """
+
+    def __init__(self, size_bytes: int, address: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+        found = _LIBC.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if found == _MAP_FAILED:
+            raise DriverError(f"{size_bytes} bytes can't be mapped at {address:#x}: {os.strerror(ctypes.get_errno())}")
+        self.size_bytes, self.address = size_bytes, address
+        self.view = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+    def discard(self, offset: int, size: int) -> None:
+        if _LIBC.madvise(self.address + offset, size, mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def close(self) -> None:
+        self.view.release()
+        _LIBC.munmap(self.address, self.size_bytes)
 
 
 # Areas of different blocks are in different pages, so no two threads write to the same cache line.
@@ -203,6 +242,11 @@ class _SizeClass:
         """Bytes from the start in which blocks have been given out."""
         return self._fresh - self.start
 
+    def restore(self, used: "set[int]", used_bytes: int) -> None:
+        """Enter the state of another arena: the blocks in use, and the bytes in which blocks were given out."""
+        self._fresh = self.start + used_bytes
+        self._freed = [at for at in range(self.start, self._fresh, self.block_bytes) if at not in used]
+
 
 def _shift_of(size_bytes: int) -> int:
     """Return the shift of the block size for an allocation: its bytes and its red zone, up to a power of two."""
@@ -210,6 +254,14 @@ def _shift_of(size_bytes: int) -> int:
 
 
 _FIRST_SHIFT = _shift_of(1)
+
+
+def _mapped(size_bytes: int, at: int) -> "Mapping | PlacedMapping":
+    if at:
+        # Where something is there already, the session can be parked, but can't leave its process.
+        with contextlib.suppress(DriverError):
+            return PlacedMapping(size_bytes, at)
+    return Mapping(size_bytes)
 
 
 class MemoryArena:
@@ -220,11 +272,15 @@ class MemoryArena:
         regions_bytes: How many bytes of addresses all regions of the context can take together.
         allocated_bytes: The sum of all allocations' sizes.
 
+    Args:
+        slice_bytes: Room for allocations.
+        at: Where the memory should begin; anywhere for 0, or if something is there.
+
     Raises:
         DriverError: The host has no address space for a slice of that size.
     """
 
-    def __init__(self, slice_bytes: int) -> None:
+    def __init__(self, slice_bytes: int, at: int = 0) -> None:
         if not 0 < slice_bytes <= MAX_SLICE_BYTES:
             raise DriverError(f"a slice has 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
         self._slice_bytes = slice_bytes
@@ -243,7 +299,7 @@ class MemoryArena:
         self.regions_bytes = min(_REGION_TURNS * round_up(slice_bytes, REGION_GRANULE_BYTES), _MAX_REGIONS_BYTES)
         # Step 2: the regions' addresses come after the classes. Lookups outside of the arena are clamped to one more
         # granule at the end, which is never given out.
-        self.memory = Mapping(end + REGION_GRANULE_BYTES + self.regions_bytes + GRANULE_BYTES)
+        self.memory = _mapped(end + REGION_GRANULE_BYTES + self.regions_bytes + GRANULE_BYTES, at)
         self.regions_start = round_up(self.memory.address + end, REGION_GRANULE_BYTES)
         self.last_granule = (self.regions_start + self.regions_bytes - self.memory.address) >> GRANULE_SHIFT
         # Step 3: one entry of the shadow for each granule, all zero: nothing may be touched yet.
@@ -338,6 +394,31 @@ class MemoryArena:
     def allocations(self) -> list[tuple[int, int]]:
         """Return offset and size of each allocation, by offset."""
         return sorted(self._sizes.items())
+
+    def used_bytes(self) -> list[int]:
+        """Return for each size class the bytes in which blocks have been given out."""
+        return [one.used_bytes for one in self._classes]
+
+    def restore(self, allocations: "dict[int, int]", used_bytes: "tuple[int, ...]") -> None:
+        """Enter the state of another arena for the same slice: sizes by offset, and its `used_bytes`.
+
+        Raises DriverError if it can't be that of such an arena.
+        """
+        if len(used_bytes) != len(self._classes) or self._sizes:
+            raise DriverError("the allocations are not those of such a slice")
+        blocks: list[set[int]] = [set() for _ in self._classes]
+        for offset, size in allocations.items():
+            number = _shift_of(size) - _FIRST_SHIFT
+            held_in = self._classes[number] if 0 < size <= self._slice_bytes else None
+            if held_in is None or not held_in.start <= offset < held_in.start + used_bytes[number]:
+                raise DriverError(f"an allocation of {size} bytes can't be at {offset:#x}")
+            blocks[number].add(offset)
+        for one, used, bytes_ in zip(self._classes, blocks, used_bytes, strict=True):
+            one.restore(used, min(bytes_, one.end - one.start))
+        for offset, size in allocations.items():
+            self._sizes[offset] = size
+            self.allocated_bytes += size
+            self._mark(offset, size)
 
     def discard_all(self) -> None:
         """Give the pages of all allocations back to the host; what is allocated stays so, and reads as zeros."""

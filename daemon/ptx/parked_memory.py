@@ -7,7 +7,9 @@ allocation is in the copy is noted by its address, so that a region that ends wh
 import time
 from collections.abc import Callable, Iterator
 
-from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, PageMove, Poll
+import msgpack
+
+from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, ImageMismatch, PageMove, Poll
 from gpulease.daemon.ptx.memory import MemoryArena
 from gpulease.daemon.ptx.region_pages import EmbeddedRegions
 
@@ -61,6 +63,26 @@ class ParkedMemory:
         for offset, size in regions:
             self._arena.memory.discard(offset, size)
         return PageMove(at, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
+
+    def state(self, without: int = 0) -> bytes:
+        """Return the parked state, for `adopt` in another process; `without` the allocation at this address."""
+        address = self._arena.memory.address
+        saved = {offset: place for offset, place in self._saved.items() if address + offset != without}
+        packed: bytes = msgpack.packb((address, saved, self._arena.used_bytes()))
+        return packed
+
+    def adopt(self, state: bytes, host: memoryview) -> None:
+        """Enter another context's parked state, with its bytes in `host`. Raises ImageMismatch."""
+        try:
+            address, saved, used_bytes = msgpack.unpackb(state, use_list=False, strict_map_key=False)
+            if address != self._arena.memory.address:
+                raise DriverError(f"its memory would begin at {self._arena.memory.address:#x}, not {address:#x}")
+            if any(at + size > len(host) for at, size in saved.values()):
+                raise DriverError("its host memory is too small")
+            self._arena.restore({offset: size for offset, (_, size) in saved.items()}, used_bytes)
+        except (DriverError, ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ImageMismatch(str(error)) from None
+        self._host, self._saved = host, saved
 
     def unpark(self, poll: Poll) -> PageMove:
         """Copy everything back. A poll that raises leaves it parked."""

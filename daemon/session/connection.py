@@ -34,6 +34,7 @@ from typing import Final, Protocol
 
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.session_image import RingState
 from gpulease.daemon.drivers.interface import Context, Ticket
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.holders import Holder
@@ -429,17 +430,30 @@ class RingWire:
 
     Attributes:
         layout: The ring's layout.
-        fd: The memory's descriptor, -1 once the peer has it.
+        fd: The memory's descriptor, -1 once the peer has it and no other process may need it.
     """
 
-    def __init__(self, sock: socket.socket, spin_policy: WorkerSpinPolicy) -> None:
-        """Raises OSError if there is no descriptor or no memory for it."""
+    def __init__(
+        self, sock: socket.socket, spin_policy: WorkerSpinPolicy, fd: int = -1, state: RingState | None = None
+    ) -> None:
+        """Make a ring, or take one that another process has left.
+
+        Args:
+            sock: The connection's socket.
+            spin_policy: How the worker waits.
+            fd: The memory of a ring that another process has left; it belongs to this object. -1 for a new ring.
+            state: That process's counters.
+
+        Raises:
+            OSError: There is no descriptor or no memory for it.
+            ValueError: The memory is too small.
+        """
         self._sock = sock
         self._spin_policy = spin_policy
         self.spins_when_quiet = spin_policy.spins_when_quiet
         self.layout = RING_LAYOUT
         # Sealed: the peer can't shorten it, so no access here can fault.
-        self.fd = sealed_memory("gpulease-ring", self.layout.total_bytes)
+        self.fd = sealed_memory("gpulease-ring", self.layout.total_bytes) if fd < 0 else fd
         try:
             self._map = mmap.mmap(self.fd, self.layout.total_bytes)
         except BaseException:
@@ -452,6 +466,9 @@ class RingWire:
         self._has_ended = False
         self._waits_for_room = False
         self._ends = self._native_ends()
+        if state is not None:
+            self._requests.head, self._ends.answered = state.requests_head, state.answered
+            self._replies.tail, self._replies.head = state.replies_tail, state.replies_head
 
     def _native_ends(self) -> RingEnds:
         address, layout, policy = address_of(self._map), self.layout, self._spin_policy
@@ -477,9 +494,16 @@ class RingWire:
         if self.spins_when_quiet and not self._spin_policy.yields:
             self._ends.spin_ns = LATENCY_SPIN_NS
 
-    def offered(self) -> None:
-        os.close(self.fd)
-        self.fd = -1
+    def offered(self, *, keeps_fd: bool) -> None:
+        """Record that the peer has the memory. `keeps_fd`: another process may have to serve the ring later."""
+        if not keeps_fd:
+            os.close(self.fd)
+            self.fd = -1
+
+    def state(self) -> RingState:
+        """Return the counters, for the process that serves this ring from now on."""
+        requests, replies = self._requests, self._replies
+        return RingState(requests.head, replies.tail, replies.head, self._ends.answered)
 
     def prepare_sleep(self, *, for_room: bool) -> bool:
         """Mark in the ring that the worker sleeps, so that the peer rings."""
@@ -725,6 +749,8 @@ class AttachedConnection:
 
     Attributes:
         guest: The token's bearer that the connection is bound to; None if it is the lease's own.
+        client_pid: The client's process; 0 if it is not known.
+        owns: What it makes ends with it.
         wire: Moves its bytes: the socket, or a ring in addition to it.
         reader: Its received frames, except large writes.
         receive_buffer: Everything that it has received.
@@ -748,6 +774,7 @@ class AttachedConnection:
     ) -> None:
         self.sock = sock
         self.guest = guest
+        self.client_pid, self.owns = 0, False
         self.fd = sock.fileno()
         # Every connection begins with its socket alone; ATTACH's reply may put a ring in its place.
         self.wire: Wire = SocketWire(sock, spin_policy)

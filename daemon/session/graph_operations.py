@@ -9,7 +9,15 @@ from struct import Struct
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import CopyStep, DataStep, DriverGraph, KernelStep, Step
+from gpulease.daemon.drivers.interface import (
+    CopyStep,
+    DataStep,
+    DriverError,
+    DriverGraph,
+    ImageMismatch,
+    KernelStep,
+    Step,
+)
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.launches import Plan, Planner
 from gpulease.daemon.session.ledger import invalid_handle
@@ -107,6 +115,7 @@ class _SessionGraph:
         latest_values: The values of the latest GRAPH_LAUNCH; None if they may have become wrong since.
         regions: The addresses of all regions that its nodes name.
         holder: The holder for which it was made.
+        payload: Its GRAPH_CREATE, if the session is parkable: another process would make it again.
     """
 
     graph: DriverGraph
@@ -118,6 +127,7 @@ class _SessionGraph:
     latest_values: bytes | None = None
     regions: tuple[int, ...] = ()
     holder: Holder | None = None
+    payload: bytes = b""
 
 
 class GraphOperations(OperationHandler):
@@ -164,6 +174,8 @@ class GraphOperations(OperationHandler):
         self._graphs[number] = made = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
         made.regions = tuple(filter(self._ledger.is_region, steps.allocations))
         made.holder = self._ledger.holder
+        if self._resources.shows_pages:
+            made.payload = bytes(frame.payload)
         self._ledger.add_graph(graph.device_bytes)
         self._part_count += part_count
         self._payload_bytes += size_bytes
@@ -233,6 +245,29 @@ class GraphOperations(OperationHandler):
         self._destroy(number)
         self._record_usage()
         return empty(frame)
+
+    @property
+    def last_number(self) -> int:
+        """The highest number that a graph ever had."""
+        return self._last_number
+
+    def recorded(self) -> list[tuple[int, bytes, Holder]] | None:
+        """Return number, GRAPH_CREATE and holder of all graphs; None if one of them can't be replayed any more."""
+        if any(made.void is not None or made.holder is None for made in self._graphs.values()):
+            return None
+        return [(number, made.payload, made.holder) for number, made in self._graphs.items() if made.holder is not None]
+
+    def restore(self, number: int, payload: bytes) -> None:
+        """Make a graph again, for `ledger.holder`, that the session had in another process. Raises ImageMismatch."""
+        self._last_number = number - 1
+        try:
+            self.create(Frame(Opcode.GRAPH_CREATE, 0, Status.OK, 1, 0, memoryview(payload)))
+        except (Refused, BodyError, DriverError) as error:
+            raise ImageMismatch(f"graph {number} can't be made again: {error}") from None
+
+    def restore_last_number(self, number: int) -> None:
+        """Never give out a number that a graph of this session had in another process."""
+        self._last_number = max(self._last_number, number)
 
     def give_back(self, holder: Holder) -> None:
         """Destroy all graphs of a holder; what was replayed runs to its end."""

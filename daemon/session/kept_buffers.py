@@ -77,6 +77,14 @@ class KeepOperations(OperationHandler):
         sizes = ((name, handle, self._ledger.size_of(handle) or 0) for name, handle in sorted(self._handles.items()))
         return done(frame, KeptBuffers(tuple(KeptBuffer(*one) for one in sizes)))
 
+    def names(self) -> list[tuple[str, int]]:
+        """Return name and handle of everything that is kept."""
+        return list(self._handles.items())
+
+    def restore(self, name: str, handle: int) -> None:
+        """Keep an allocation by name that the session kept in another process; the lease holds it already."""
+        self._remember(name, handle)
+
     def _remember(self, name: str, handle: int) -> None:
         def released(_what: str) -> None:
             # If another allocation replaces it, that one belongs to the connection that asked.

@@ -39,6 +39,7 @@ from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.fastpath import LaunchPattern, split_attributes, split_launch, split_regions
 from gpulease.protocol.framing import Frame
+from gpulease.protocol.limits import MAX_PRINTED_BYTES
 from gpulease.protocol.messages import Launch, Printed
 from gpulease.protocol.opcodes import LaunchFlag, Opcode, Status
 
@@ -131,6 +132,8 @@ class PrintedOperations(OperationHandler):
     def __init__(self, resources: SessionResources, take: Callable[[], tuple[bytes, bool]]) -> None:
         super().__init__(resources)
         self._take = take
+        # What was taken before, and not asked for yet.
+        self._earlier: tuple[bytes, bool] = (b"", False)
 
     @serves(Opcode.PRINTED)
     def printed(self, frame: Frame) -> bytes:
@@ -140,8 +143,19 @@ class PrintedOperations(OperationHandler):
         # What kernels print reaches the host only after they have ended.
         self._context.sync(self._resources.check_sync)
         self._context.flush_printed()
-        data, is_lost = self._take()
+        data, is_lost = self.take()
         return done(frame, Printed(data, int(is_lost)))
+
+    def take(self) -> tuple[bytes, bool]:
+        """Return what was printed since the last call, and whether some of it is lost; nothing may run."""
+        (earlier, was_lost), self._earlier = self._earlier, (b"", False)
+        data, is_lost = self._take()
+        both = earlier + data
+        return both[:MAX_PRINTED_BYTES], is_lost or was_lost or len(both) > MAX_PRINTED_BYTES
+
+    def put_back(self, data: bytes, *, is_lost: bool) -> None:
+        """Return what `take` gave: it goes before everything that is printed from now on."""
+        self._earlier = data, is_lost
 
 
 def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:

@@ -364,6 +364,33 @@ class Ledger:
         """Return whether the context keeps memory until its end, for streams, graphs, or kernels' memory and heap."""
         return bool(self._kept_bytes or self._streams_bytes or self._most_graph_bytes)
 
+    def allocations_held(self) -> list[tuple[int, int, Holder]]:
+        """Return address, size and holder of each live allocation."""
+        return [(address, size, self._holders[address]) for address, size in self._allocations.items()]
+
+    def loaded(self) -> list[tuple[int, LoadedModule]]:
+        """Return all loaded modules, each with its number, in the order in which they were loaded."""
+        return list(self._modules.items())
+
+    @property
+    def last_module(self) -> int:
+        """The highest number that a module ever had."""
+        return self._last_module
+
+    def restore_module(self, number: int, module: DriverModule, image_bytes: int, variables: dict[int, int]) -> None:
+        """Record a module that a session brought from another process, and its variables' sizes by their addresses."""
+        self._last_module = number - 1
+        self.add_module(module, image_bytes)
+        for address, size_bytes in variables.items():
+            self.add_variable(number, address, size_bytes)
+
+    def restore_last_module(self, number: int) -> None:
+        """Never give out a number that a module of this session had in another process."""
+        self._last_module = max(self._last_module, number)
+
+    def variable_size(self, address: int) -> int:
+        return self._variables[address]
+
     def modules(self) -> list[tuple[int, DriverModule]]:
         """Return all loaded modules, each with its number."""
         return [(number, loaded.module) for number, loaded in self._modules.items()]

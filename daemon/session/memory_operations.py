@@ -173,8 +173,11 @@ class SessionArena:
         size_bytes: Size of the arena, a multiple of GRANULE_BYTES.
     """
 
-    def __init__(self, wanted_bytes: int, pin: Pin) -> None:
-        """Raise OSError if the host has no memory for it, or less than a granule is wanted."""
+    def __init__(self, wanted_bytes: int, pin: Pin, fd: int = -1) -> None:
+        """Raise OSError if the host has no memory for it, or less than a granule is wanted.
+
+        `fd`: The memfd of an arena that the session had in another process; it belongs to this object.
+        """
         self.size_bytes = min(wanted_bytes, MAX_ARENA_BYTES) // GRANULE_BYTES * GRANULE_BYTES
         if not self.size_bytes:
             raise OSError(f"an arena must have at least {GRANULE_BYTES} bytes, not {wanted_bytes}")
@@ -182,7 +185,7 @@ class SessionArena:
         # By granule: the end of the pinned extent that contains it, 0 if the granule is not pinned. Native code reads
         # this, too.
         self._extent_ends = (ctypes.c_uint64 * (self.size_bytes // GRANULE_BYTES))()
-        self.fd = sealed_memory("gpulease-arena", self.size_bytes)
+        self.fd = sealed_memory("gpulease-arena", self.size_bytes) if fd < 0 else fd
         try:
             self._map = mmap.mmap(self.fd, self.size_bytes)
             self._view = memoryview(self._map)
@@ -264,6 +267,15 @@ class ArenaOperations(OperationHandler):
             self._arena = SessionArena(wanted_bytes, self._context.pin)
             self.on_open(self._arena)
         return self._arena
+
+    @property
+    def opened(self) -> SessionArena | None:
+        return self._arena
+
+    def adopt(self, fd: int, size_bytes: int) -> None:
+        """Open the arena that the session had in another process. Raises OSError or ValueError."""
+        self._arena = SessionArena(size_bytes, self._context.pin, fd)
+        self.on_open(self._arena)
 
     def close(self) -> None:
         """Close the arena; the driver must have unpinned all of it."""

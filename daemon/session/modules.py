@@ -44,6 +44,8 @@ class ModuleOperations(OperationHandler):
         super().__init__(resources)
         self._planner = planner
         self._types: dict[int, tuple[bytes, ...]] = {}
+        # The images of a parkable session's modules, which another process would load again.
+        self._images: dict[int, bytes] = {}
 
     @serves(Opcode.MODULE_LOAD)
     def load(self, frame: Frame) -> bytes:
@@ -111,8 +113,21 @@ class ModuleOperations(OperationHandler):
         self._resources.may_have_grown = True
         # Step 3: count it.
         number = self._ledger.add_module(module, len(image))
+        if self._resources.shows_pages:
+            self._images[number] = bytes(image)
         self._record_usage()
         return number, module
+
+    def image_of(self, number: int) -> bytes:
+        """Return what was loaded as a parkable session's module."""
+        return self._images[number]
+
+    def restore(self, number: int, image: bytes, place: tuple[int, ...], variables: dict[int, int]) -> None:
+        """Load a module that the session had in another process. Raises ImageMismatch."""
+        module = self._context.adopt_module(image, place)
+        self._ledger.restore_module(number, module, len(image), variables)
+        self._images[number] = image
+        self._types[number] = parameter_types(image, module.kernels)
 
     def _admit(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
         # Compiling is over: what follows may wait for kernels, which is not the compiler's time.
@@ -124,6 +139,7 @@ class ModuleOperations(OperationHandler):
         self._context.module_unload(self._ledger.module(number), poll)
         self._ledger.remove_module(number)
         self._types.pop(number, None)
+        self._images.pop(number, None)
 
     def _unload(self, number: int) -> None:
         self.give_back(number, self._check_lease)

@@ -24,6 +24,9 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import (
+    ImagedReport,
+    LeaveOrder,
+    LeaveRefusedReport,
     ParkedReport,
     ParkMemoryOrder,
     ParkOrder,
@@ -35,7 +38,8 @@ from gpulease.daemon.contract.messages import (
     ReturnOrder,
     ReturnWantedReport,
 )
-from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, Context, DriverError, KernelFault
+from gpulease.daemon.contract.session_image import SessionImage
+from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, Context, DriverError, ImageMismatch, KernelFault
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.protocol.failures import Failure
@@ -82,6 +86,7 @@ class HostMemory:
 
     Attributes:
         view: All of it.
+        fd: A descriptor of it.
 
     Raises:
         OSError, ValueError: It can't be mapped.
@@ -90,6 +95,8 @@ class HostMemory:
     def __init__(self, fd: int, size_bytes: int, context: Context) -> None:
         self._map = mmap.mmap(fd, size_bytes)
         self.view = memoryview(self._map)
+        # For the process that may continue the session.
+        self.fd = os.dup(fd)
         self._address = address_of(self.view)
         self._context = context
         # How many steps are wanted, begun, populated up to, and pinned.
@@ -176,6 +183,7 @@ class HostMemory:
             self._context.unpin_host(self._step(number))
         self.view.release()
         self._map.close()
+        os.close(self.fd)
 
 
 class _Refused(Exception):
@@ -218,6 +226,7 @@ class SessionParking:
         self._report: ParkedReport | None = None
         self._wanted_ns: int | None = None
         self.refusal = _PARKED
+        self._finish: Callable[[], None] | None = None
 
     @property
     def is_parked(self) -> bool:
@@ -339,17 +348,60 @@ class SessionParking:
             return
         try:
             moved = self._context.unpark(self._resources.check_lease)
+            # A session that came from another process is whole only now.
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
         except LeaseOver:
             self.outbox.append(ReturnFailedReport(order.number, "the lease has ended"))
         except DriverError as error:
             if isinstance(error, KernelFault):
                 self._resources.keep_fault(error)
-            self.outbox.append(ReturnFailedReport(order.number, str(error)))
+            is_mismatch = isinstance(error, ImageMismatch)
+            self.outbox.append(ReturnFailedReport(order.number, str(error), is_mismatch))
         else:
             self._resources.is_parked, self._report = False, None
             self._counters[Counter.PARK_NUMBER] = 0
             self._resources.record_usage()
             self.outbox.append(ReturnedReport(order.number, moved.size_bytes, moved.mapped_ns, moved.copied_ns))
+
+    # --- leaving the process ---
+
+    def leave(self, order: LeaveOrder) -> tuple[HostMemory, ParkedReport] | None:
+        """Return the host memory and the park of a session that is ordered to leave; None if it is not in that park."""
+        if not self.is_parked or self._memory is None or self._report is None or order.number != self._number:
+            return None
+        return self._memory, self._report
+
+    def report(self, message: ImagedReport | LeaveRefusedReport | ReturnFailedReport) -> None:
+        self.outbox.append(message)
+
+    def adopt(self, number: int, fd: int, size_bytes: int, image: SessionImage, finish: Callable[[], None]) -> None:
+        """Enter the park of a session that has left its process.
+
+        Args:
+            number: The park's number.
+            fd: The session's host memory, of `size_bytes`.
+            size_bytes: Its size.
+            image: The session's image.
+            finish: Called after each return, until it succeeds, for what needs the session's bytes. Raises
+                ImageMismatch.
+
+        Raises:
+            ImageMismatch: The context is not as it was, or the host memory can't be mapped.
+        """
+        if self.is_parked or not self.is_parkable or image.number != number:
+            raise ImageMismatch("the image is not that of this park")
+        self._drop_memory()
+        try:
+            self._memory = HostMemory(fd, size_bytes, self._context)
+        except (OSError, ValueError) as error:
+            raise ImageMismatch(f"its host memory can't be mapped: {error}") from None
+        self._context.adopt_parked(image.context, self._memory.view)
+        self._resources.is_parked = True
+        self._report = ParkedReport(number, image.moved_bytes, 0, 0, 0, 0, self._resources.ledger.fixed_bytes)
+        self._counters[Counter.PARK_NUMBER] = number
+        self._finish = finish
 
     def refuse_return(self, order: RefuseReturn) -> bool:
         """Use the broker's reason for the requests that wait; False if the session is not in that park."""

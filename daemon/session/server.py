@@ -22,14 +22,18 @@ from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     TO_WORKER,
+    AdoptOrder,
     Attached,
     AttachOrder,
     EndRegionOrder,
     EndSession,
     Faulted,
     ForwardRevokedReport,
+    ImagedReport,
     LastLeft,
     LatencyWord,
+    LeaveOrder,
+    LeaveRefusedReport,
     MemoryGrew,
     OpenRegionOrder,
     ParkMemoryOrder,
@@ -37,9 +41,13 @@ from gpulease.daemon.contract.messages import (
     RefuseReturn,
     RegionsPage,
     ResizeSliceOrder,
+    ReturnFailedReport,
     ReturnOrder,
     Scrub,
+    StayOrder,
 )
+from gpulease.daemon.contract.session_image import ConnectionState, UnreadableImage
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.session.connection import (
     ALONE_QUANTUM_NS,
@@ -56,15 +64,18 @@ from gpulease.daemon.session.connection import (
     can_share,
     ring_for,
 )
+from gpulease.daemon.session.image import CantLeave
+from gpulease.daemon.session.image_channel import ConnectionFds, ReceivedImage, send_image
 from gpulease.daemon.session.memory_operations import SessionArena
 from gpulease.daemon.session.native.layout import Outcome
 from gpulease.daemon.session.parking import HELD_LOOK_MS
 from gpulease.daemon.session.replies import refusal_of
 from gpulease.daemon.session.session import Session
+from gpulease.daemon.session.stream_operations import DEFAULT
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.counts import counted
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.failures import Failure
+from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
@@ -135,6 +146,8 @@ class SessionServer:
         self._unsent: deque[Message] = deque()
         # The broker's other messages that arrived while the session waited for launches, each with its descriptors.
         self._heard: deque[tuple[Message | None, list[int]]] = deque()
+        # The session's image was sent: another process may serve its connections.
+        self._has_left = False
         # While the session is parked: connections that sent something, and the broker's orders that need it back.
         self._held: set[int] = set()
         self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
@@ -148,6 +161,12 @@ class SessionServer:
         while True:
             # Step 1: a sign of life, and the connections' deadlines.
             self._session.poll()
+            if self._has_left:
+                # Only the broker is served: it kills this process, or lets the session stay.
+                self._poll.poll(LOOK_MS)
+                if not self._serve_broker():
+                    return
+                continue
             timeout_ms = self._check_connections()
             # Step 2: prepare each ring for sleep. A ring that has bytes, or room, keeps the worker awake.
             awake = [one for one in self._connections.values() if one.fd not in self._held]
@@ -303,8 +322,16 @@ class SessionServer:
             case ParkMemoryOrder():
                 parking.use_memory(message, fds)
             case ParkOrder():
+                self._stay()
                 parking.park(message)
+            case LeaveOrder():
+                self._leave(message, fds)
+            case StayOrder():
+                self._stay()
+            case AdoptOrder():
+                self._adopt(message, fds)
             case ReturnOrder():
+                self._stay()
                 parking.bring_back(message)
                 # The broker first: a client that has its reply may ask for another park at once.
                 self._tell_of_session()
@@ -371,6 +398,134 @@ class SessionServer:
             except (ConnectionLost, FramingError) as error:
                 self._drop(connection, error)
 
+    # --- leaving the process ---
+
+    def _leave(self, order: LeaveOrder, fds: list[int]) -> None:
+        """Send the image of the parked session, and serve no connection from then on; or report why not."""
+        parking = self._session.parking
+        try:
+            image_bytes = self._send_image(order, fds)
+        except CantLeave as refusal:
+            parking.report(LeaveRefusedReport(order.number, str(refusal), refusal.is_lasting))
+        except (OSError, ValueError, ChannelClosed) as error:
+            parking.report(LeaveRefusedReport(order.number, f"its image can't be sent: {error}", False))
+        else:
+            self._has_left = True
+            for fd in self._connections:
+                self._poll.unregister(fd)
+            self._ready.clear()
+            parking.report(ImagedReport(order.number, image_bytes, len(self._connections)))
+
+    def _send_image(self, order: LeaveOrder, fds: list[int]) -> int:
+        """Put the session into the channel in `fds`; return the image's size. Raises CantLeave, and as `send_image`."""
+        left = self._session.parking.leave(order)
+        if left is None or len(fds) != 1 or self._has_left:
+            raise CantLeave("it is not in that park", is_lasting=False)
+        # Step 1: nothing may wait for it. Whoever sends something from here on rings, which the broker notices.
+        if self._waits_for_return or self._heard:
+            raise CantLeave("something waits for it", is_lasting=False)
+        for connection in self._connections.values():
+            self._check_quiet(connection)
+        self._session.check_leave()
+        # Step 2: the image, and the descriptors of memory that clients share.
+        memory, report = left
+        arena = self._session.arena.opened
+        states = [(_state_of(connection), connection.holder) for connection in self._connections.values()]
+        driver = self._welcome.driver
+        image = self._session.parts.export(self._session.lease_id, order.number, driver, report.moved_bytes, states)
+        connections = [
+            ConnectionFds(
+                connection.fd,
+                connection.wire.fd if isinstance(connection.wire, RingWire) else -1,
+                arena.fd if connection.has_arena and arena is not None else -1,
+            )
+            for connection in self._connections.values()
+        ]
+        return send_image(fds[0], image, (memory.fd, len(memory.view)), connections)
+
+    def _check_quiet(self, connection: AttachedConnection) -> None:
+        """Have a ring's client ring from now on. Raises CantLeave for a connection that another process can't serve."""
+        if connection.guest is not None:
+            raise CantLeave("a client is connected to it by a token", is_lasting=True)
+        connection.wire.end_sleep(True)
+        is_quiet = not connection.is_paused and not connection.receive_buffer.is_mid_frame
+        if not is_quiet or not connection.wire.prepare_sleep(for_room=False) or _has_event(connection.sock):
+            raise CantLeave("a client has sent something, or has gone", is_lasting=False)
+        if isinstance(connection.wire, RingWire) and connection.wire.fd < 0:
+            raise CantLeave("a client has a ring that can't be passed on", is_lasting=True)
+
+    def _stay(self) -> None:
+        """Serve the connections again of a session whose image nobody adopts."""
+        if not self._has_left:
+            return
+        self._has_left = False
+        for connection in self._connections.values():
+            self._poll.register(connection.fd, connection.wire.events(for_room=connection.is_paused))
+            self._ready.add(connection.fd)
+
+    def _adopt(self, order: AdoptOrder, fds: list[int]) -> None:
+        """Become the worker of a session that has left another process, and bring it back."""
+        parking = self._session.parking
+        try:
+            if len(fds) != 1 or self._connections:
+                raise UnreadableImage("the image did not arrive")
+            received = ReceivedImage(fds[0], order.connections)
+            try:
+                self._take_over(order.number, received)
+            finally:
+                received.close()
+        except (DriverError, Refused, UnreadableImage, OSError) as error:
+            parking.report(ReturnFailedReport(order.number, str(error), True))
+            return
+        parking.bring_back(ReturnOrder(order.number))
+
+    def _take_over(self, number: int, received: ReceivedImage) -> None:
+        """Make the session of an image, parked as it was. Raises DriverError, UnreadableImage or OSError."""
+        session, image = self._session, received.image
+        # Step 1: whether it fits here at all.
+        if image.lease_id != session.lease_id or image.driver[0] != self._welcome.driver:
+            raise UnreadableImage("the image is that of another session, or of another driver")
+        if image.driver[1] != session.compute_capability:
+            raise ImageMismatch(
+                f"it ran on a card of compute capability {image.driver[1] / 10}, not {session.compute_capability / 10}"
+            )
+        # Step 2: its connections, which are served once everything is there.
+        connections: list[AttachedConnection] = []
+        for state, descriptors in zip(image.connections, received.connections, strict=True):
+            sock = socket.socket(fileno=received.take(descriptors.sock))
+            sock.setblocking(False)
+            connection = AttachedConnection(sock, b"", session.pinned_buffers, self._spin_policy)
+            connections.append(connection)
+            connection.client_pid, connection.owns = state.pid, state.owns
+            connection.holder = session.begin_connection(state.pid, owns=state.owns)
+            if state.ring is not None and descriptors.ring >= 0:
+                ring = RingWire(sock, self._spin_policy, received.take(descriptors.ring), state.ring)
+                connection.wire = ring
+                self._spin_for_latency(connection)
+            connection.has_arena = state.has_arena
+            if descriptors.arena >= 0:
+                session.arena.adopt(received.take(descriptors.arena), image.arena_bytes)
+        # Step 3: what is parked, and everything that refers to it.
+        holders = [connection.holder for connection in connections]
+        session.parking.adopt(
+            number,
+            received.host_fd,
+            received.host_bytes,
+            image,
+            lambda: session.parts.restore_graphs(image, holders),
+        )
+        rows = zip(image.connections, connections, strict=True)
+        session.parts.restore(image, [(state, one.streams, one.holder) for state, one in rows])
+        session.adopted()
+        # Step 4: its clients.
+        for connection in connections:
+            self._connections[connection.fd] = connection
+            self._poll.register(connection.fd, connection.wire.events(for_room=False))
+            self._ready.add(connection.fd)
+        session.count_connections(len(connections))
+        self._has_reported_left = not connections
+        self._set_waits()
+
     # --- regions, while the session waits ---
 
     def _serve_regions(self) -> None:
@@ -423,6 +578,7 @@ class SessionServer:
             connection.wire.close()
             return
         # From here on the connection counts, also in the control page, which the broker reads.
+        connection.client_pid, connection.owns = attach.client_pid, attach.owns
         connection.holder = self._session.begin_connection(attach.client_pid, owns=attach.owns)
         try:
             self._connections[connection.fd] = connection
@@ -505,7 +661,7 @@ class SessionServer:
         # From now on the socket is only the bell.
         connection.has_arena = arena is not None
         if ring is not None:
-            ring.offered()
+            ring.offered(keeps_fd=self._session.parking.is_parkable)
             connection.wire = ring
             self._set_waits()
             self._spin_for_latency(connection)
@@ -696,6 +852,26 @@ class SessionServer:
             self._has_reported_left = bool(self._connections)
         connection.receive_buffer.close()
         connection.wire.close()
+
+
+def _state_of(connection: AttachedConnection) -> ConnectionState:
+    """Return the record of a quiet connection for another process."""
+    streams = connection.streams
+    return ConnectionState(
+        connection.client_pid,
+        connection.owns,
+        tuple(number for number in streams.known if number != DEFAULT),
+        streams.selected,
+        connection.wire.state() if isinstance(connection.wire, RingWire) else None,
+        connection.has_arena,
+    )
+
+
+def _has_event(sock: socket.socket) -> bool:
+    """Return whether a socket has bytes to read, or its peer has gone."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | _GONE)
+    return bool(poll.poll(0))
 
 
 def report(channel: socket.socket, message: Message) -> bool:

@@ -30,6 +30,7 @@ from gpulease.daemon.drivers.interface import (
 from gpulease.daemon.session.ended_connections import EndedConnections
 from gpulease.daemon.session.graph_operations import GraphOperations
 from gpulease.daemon.session.holders import Holder
+from gpulease.daemon.session.image import CantLeave, SessionParts
 from gpulease.daemon.session.kept_buffers import KeepOperations
 from gpulease.daemon.session.launches import KernelWatch, LaunchOperations, Planner, PrintedOperations
 from gpulease.daemon.session.ledger import Ledger
@@ -105,6 +106,7 @@ class Session:
         regions: The memory of its regions, on the broker's orders.
         parking: Its way to host memory and back, on the broker's orders.
         pacer: The account of the card's time, and the limits on it.
+        parts: What a session takes along that leaves its process.
         on_wait: Called about every millisecond while the session waits for launches.
     """
 
@@ -168,6 +170,16 @@ class Session:
         # Connections that have ended hold what they made, until nothing uses it.
         self.ended = EndedConnections(resources, parts, planner)
         ledger.holder = self.ended.nobody
+        self.parts = SessionParts(
+            resources,
+            self._modules,
+            self._graphs,
+            self.streams,
+            self._keeper,
+            self.ended,
+            self.arena,
+            self._printed,
+        )
         self._last_connection = 0
         self._sync_pattern = SyncPattern(lease_id)
         # Launches and syncs that native code, or Python without parsing, serves.
@@ -246,6 +258,19 @@ class Session:
     def is_away(self) -> bool:
         """Return whether requests must wait for the session's return: it is parked, and its lease lives."""
         return self._resources.is_parked and self._page.refusal() is None
+
+    def check_leave(self) -> None:
+        """Raise CantLeave for a parked session that can't leave its process now."""
+        if self.lost is not None or self._pending_failure is not None:
+            raise CantLeave("it has a failure that no client has received yet", is_lasting=False)
+        if self.regions.had_any:
+            raise CantLeave("it has had regions, whose addresses belong to its process", is_lasting=True)
+        self._context.flush_printed()
+        self.parts.check()
+
+    def adopted(self) -> None:
+        """Continue the counts of the process that the session comes from."""
+        self._synced = self._counters[_LAUNCHES]
 
     @property
     def is_native(self) -> bool:

@@ -4,7 +4,7 @@ Every connection has its own streams; they end with it. The context is notified 
 changes, so launches and copies need not know of streams at all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
@@ -65,6 +65,30 @@ class StreamOperations(OperationHandler):
         self._last_number = DEFAULT
         self.current = ConnectionStreams()
 
+    @property
+    def has_events(self) -> bool:
+        return self._event_count > 0
+
+    @property
+    def last_number(self) -> int:
+        """The highest number that a stream ever had on the wire."""
+        return self._last_number
+
+    def restore(self, connection: ConnectionStreams, numbers: Iterable[int], selected: int) -> None:
+        """Make the streams again that a connection had in another process, by their numbers on the wire.
+
+        Raises Refused or DriverError.
+        """
+        for number in numbers:
+            connection.known[number] = self._make()
+            self._last_number = max(self._last_number, number)
+        if selected in connection.known:
+            connection.selected = selected
+
+    def restore_last_number(self, number: int) -> None:
+        """Never give out a number that a stream of this session had in another process."""
+        self._last_number = max(self._last_number, number)
+
     def switch_to(self, connection: ConnectionStreams) -> None:
         if connection is not self.current:
             self.current = connection
@@ -90,17 +114,21 @@ class StreamOperations(OperationHandler):
                     hint="Use fewer, and release those that are no longer needed.",
                 )
             )
+        stream = self._make()
+        # Numbers on the wire are never reused within a session, the driver's may be.
+        self._last_number += 1
+        self.current.known[self._last_number] = stream
+        return done(frame, Handle(self._last_number))
+
+    def _make(self) -> int:
         # Charge before the driver makes anything: streams take memory that the context keeps.
         self._ledger.charge_streams(self._context.streams_bytes(self._stream_count + 1))
         self._record_usage()
         stream = self._context.stream_create()
         self._resources.may_have_grown = True
         self._stream_count += 1
-        # Numbers on the wire are never reused within a session, the driver's may be.
-        self._last_number += 1
         self.live.add(stream)
-        self.current.known[self._last_number] = stream
-        return done(frame, Handle(self._last_number))
+        return stream
 
     @serves(Opcode.STREAM_DESTROY)
     def destroy(self, frame: Frame) -> bytes:

@@ -1,0 +1,149 @@
+"""The image of a parked session: everything that another worker needs to continue it, beside its bytes in host memory.
+
+A worker packs it, the broker keeps it unread, and another worker of the same lease unpacks it. It names what must be
+equal in the other process: addresses, numbers and handles that the tenant's data may contain. What the image does not
+have can't leave a process: such a session is parked warm only (`LeaveRefusedReport`).
+
+Holders are numbered: NOBODY, LEASE, then one for each connection, from FIRST_CONNECTION on.
+"""
+
+from typing import Any, Final, NamedTuple, Self
+
+import msgpack
+
+IMAGE_VERSION: Final = 1
+"""A worker adopts images of its own version only."""
+
+MAX_IMAGE_BYTES: Final = 320 << 20
+"""Largest image. Most of it are the modules' images, of which a session may have 256 MiB, and graphs."""
+
+NOBODY: Final = 0
+LEASE: Final = 1
+FIRST_CONNECTION: Final = 2
+
+
+class UnreadableImage(ValueError):
+    """The bytes are not an image of this version."""
+
+
+class ModuleState(NamedTuple):
+    """A loaded module.
+
+    Attributes:
+        image: What the tenant loaded.
+        place: Where the driver put it: addresses and numbers that must be the same again.
+        variables: Address and size of the variables that the tenant has asked for.
+    """
+
+    number: int
+    image: bytes
+    place: tuple[int, ...]
+    holder: int
+    variables: tuple[tuple[int, int], ...]
+
+
+class AllocationState(NamedTuple):
+    address: int
+    size_bytes: int
+    holder: int
+
+
+class GraphState(NamedTuple):
+    """A graph, as its GRAPH_CREATE has recorded it."""
+
+    number: int
+    payload: bytes
+    holder: int
+
+
+class RingState(NamedTuple):
+    """The worker's counters of a ring: bytes taken and put in, the peer's last known, and the last sync answered."""
+
+    requests_head: int
+    replies_tail: int
+    replies_head: int
+    answered: int
+
+
+class ConnectionState(NamedTuple):
+    """A connection; its socket and its ring travel as descriptors.
+
+    Attributes:
+        pid: The client's process; 0 if it is not known.
+        owns: What it makes ends with it.
+        streams: The numbers of its streams on the wire, without the default stream.
+        selected: The one that is selected.
+        ring: None without one.
+    """
+
+    pid: int
+    owns: bool
+    streams: tuple[int, ...]
+    selected: int
+    ring: RingState | None
+    has_arena: bool
+
+
+class SessionImage(NamedTuple):
+    """A session.
+
+    Attributes:
+        number: The number of its park.
+        driver: The driver's name, and the capability and CUDA version of the card that it left.
+        context: The driver's own record of what is parked.
+        moved_bytes: Bytes in the host memory.
+        kept: Name and handle of each allocation that is kept by name.
+        arena_bytes: The arena's size; 0 without one.
+        printed: What kernels have printed and no client has asked for, and whether some of it was lost.
+        counters: The control page's counters, by number.
+        kept_bytes: Bytes that kernels' local memory was charged with.
+    """
+
+    lease_id: int
+    number: int
+    driver: tuple[str, int, int]
+    context: bytes
+    moved_bytes: int
+    modules: tuple[ModuleState, ...]
+    last_module: int
+    allocations: tuple[AllocationState, ...]
+    kept: tuple[tuple[str, int], ...]
+    graphs: tuple[GraphState, ...]
+    last_graph: int
+    last_stream: int
+    connections: tuple[ConnectionState, ...]
+    arena_bytes: int
+    printed: tuple[bytes, bool]
+    counters: tuple[tuple[int, int], ...]
+    kept_bytes: int
+
+    def to_bytes(self) -> bytes:
+        packed: bytes = msgpack.packb((IMAGE_VERSION, *self._replace(lease_id=0), self.lease_id.to_bytes(16, "big")))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Self:
+        """Read an image. Raises UnreadableImage."""
+        try:
+            version, _, *fields, lease_id = msgpack.unpackb(data, use_list=False, max_bin_len=MAX_IMAGE_BYTES)
+            if version != IMAGE_VERSION:
+                raise ValueError(f"it has version {version}, not {IMAGE_VERSION}")
+            return cls(int.from_bytes(lease_id, "big"), *fields)._typed()
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+            raise UnreadableImage(f"the image can't be read: {error}") from None
+
+    def _typed(self) -> Self:
+        """Give the records their types, which msgpack does not keep."""
+        return self._replace(
+            modules=_each(ModuleState, self.modules),
+            allocations=_each(AllocationState, self.allocations),
+            graphs=_each(GraphState, self.graphs),
+            connections=tuple(
+                one._replace(ring=None if one.ring is None else RingState(*one.ring))
+                for one in _each(ConnectionState, self.connections)
+            ),
+        )
+
+
+def _each(kind: Any, rows: Any) -> Any:
+    return tuple(kind(*row) for row in rows)

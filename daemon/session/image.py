@@ -1,0 +1,183 @@
+"""A parked session's way into another process: it is exported as an image here, and restored from one there.
+
+Nothing of the session changes by an export: until this process is killed it can continue. What another process could
+not make again, exactly as it was, keeps the session here, and `check` says what that is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.contract.session_image import (
+    FIRST_CONNECTION,
+    LEASE,
+    NOBODY,
+    AllocationState,
+    ConnectionState,
+    GraphState,
+    ModuleState,
+    SessionImage,
+)
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch
+from gpulease.daemon.session.ended_connections import EndedConnections
+from gpulease.daemon.session.graph_operations import GraphOperations
+from gpulease.daemon.session.holders import Holder
+from gpulease.daemon.session.kept_buffers import KeepOperations
+from gpulease.daemon.session.launches import PrintedOperations
+from gpulease.daemon.session.memory_operations import ArenaOperations
+from gpulease.daemon.session.modules import ModuleOperations
+from gpulease.daemon.session.operations import SessionResources
+from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
+from gpulease.protocol.failures import Refused
+
+_COUNTERS: Final = (
+    Counter.LAUNCHES,
+    Counter.SYNCS,
+    Counter.SYNC_ERRORS,
+    Counter.COPIES,
+    Counter.COPIED_BYTES,
+    Counter.OPS,
+    Counter.FAILED_OPS,
+    Counter.MOST_ALLOCATED_BYTES,
+)
+"""Counters of the control page that count over the session's whole life."""
+
+
+class CantLeave(Exception):
+    """The session can't leave its process now.
+
+    Attributes:
+        is_lasting: It is so because of what the session has, and not because it is busy.
+    """
+
+    def __init__(self, reason: str, *, is_lasting: bool) -> None:
+        super().__init__(reason)
+        self.is_lasting = is_lasting
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """What a session consists of, and the name of its driver."""
+
+    resources: SessionResources
+    modules: ModuleOperations
+    graphs: GraphOperations
+    streams: StreamOperations
+    keeper: KeepOperations
+    ended: EndedConnections
+    arena: ArenaOperations
+    printed: PrintedOperations
+
+    def check(self) -> None:
+        """Raise CantLeave for what could not be made again in another process."""
+        if self.ended.has_any:
+            raise CantLeave("what an ended connection has made is not released yet", is_lasting=False)
+        if self.streams.has_events:
+            raise CantLeave("it has events, whose times belong to its context", is_lasting=True)
+        if self.graphs.recorded() is None:
+            raise CantLeave("it has a graph that uses something that was released", is_lasting=True)
+
+    def export(
+        self,
+        lease_id: int,
+        number: int,
+        driver: str,
+        moved_bytes: int,
+        connections: Sequence[tuple[ConnectionState, Holder]],
+    ) -> SessionImage:
+        """Return the image of a session that `check` allows to leave. Raises CantLeave."""
+        resources, context = self.resources, self.resources.context
+        ledger = resources.ledger
+        holders = {self.ended.nobody: NOBODY, self.keeper.holder: LEASE}
+        for at, (_, holder) in enumerate(connections, FIRST_CONNECTION):
+            holders.setdefault(holder, at)
+        try:
+            state = context.parked_state()
+            modules = tuple(
+                ModuleState(
+                    number,
+                    self.modules.image_of(number),
+                    context.module_place(loaded.module),
+                    holders[loaded.holder],
+                    tuple((address, ledger.variable_size(address)) for address in sorted(loaded.variables)),
+                )
+                for number, loaded in ledger.loaded()
+            )
+        except DriverError as error:
+            raise CantLeave(str(error), is_lasting=True) from None
+        recorded = self.graphs.recorded() or []
+        printed = self.printed.take()
+        self.printed.put_back(printed[0], is_lost=printed[1])
+        return SessionImage(
+            lease_id=lease_id,
+            number=number,
+            driver=(driver, context.compute_capability, context.cuda_version),
+            context=state,
+            moved_bytes=moved_bytes,
+            modules=modules,
+            last_module=ledger.last_module,
+            allocations=tuple(
+                AllocationState(address, size, holders[holder]) for address, size, holder in ledger.allocations_held()
+            ),
+            kept=tuple(self.keeper.names()),
+            graphs=tuple(GraphState(number, payload, holders[holder]) for number, payload, holder in recorded),
+            last_graph=self.graphs.last_number,
+            last_stream=self.streams.last_number,
+            connections=tuple(state for state, _ in connections),
+            arena_bytes=0 if self.arena.opened is None else self.arena.opened.size_bytes,
+            printed=printed,
+            counters=tuple((int(counter), int(resources.counters[counter])) for counter in _COUNTERS),
+            kept_bytes=ledger.kept_bytes,
+        )
+
+    def restore(
+        self, image: SessionImage, connections: Sequence[tuple[ConnectionState, ConnectionStreams, Holder]]
+    ) -> None:
+        """Make again what the image has, but for graphs; the context has adopted what is parked. Raises ImageMismatch.
+
+        `connections`: The session's, in the image's order, each with its streams and its holder here.
+        """
+        resources = self.resources
+        ledger = resources.ledger
+        holders = [self.ended.nobody, self.keeper.holder, *(holder for _, _, holder in connections)]
+        try:
+            # Step 1: modules, in the order in which they were loaded: the driver then puts them where they were.
+            for module in image.modules:
+                ledger.holder = holders[module.holder]
+                self.modules.restore(module.number, module.image, module.place, dict(module.variables))
+            ledger.restore_last_module(image.last_module)
+            # Step 2: the records of allocations. Their memory is parked.
+            for address, size_bytes, holder in image.allocations:
+                ledger.holder = holders[holder]
+                ledger.add_allocation(address, size_bytes)
+            for name, handle in image.kept:
+                self.keeper.restore(name, handle)
+            # Step 3: streams, which hold nothing.
+            ledger.charge_kept(image.kept_bytes)
+            for state, streams, _ in connections:
+                self.streams.restore(streams, state.streams, state.selected)
+            self.streams.restore_last_number(image.last_stream)
+        except (DriverError, Refused, IndexError, KeyError) as error:
+            raise ImageMismatch(str(error)) from None
+        finally:
+            ledger.holder = self.ended.nobody
+        # Step 4: what was counted and printed.
+        self.printed.put_back(image.printed[0], is_lost=image.printed[1])
+        for counter, value in image.counters:
+            resources.counters[counter] = value
+        resources.record_usage()
+
+    def restore_graphs(self, image: SessionImage, connections: Sequence[Holder]) -> None:
+        """Make the image's graphs again, once the session's bytes are back. Raises ImageMismatch."""
+        ledger = self.resources.ledger
+        holders = [self.ended.nobody, self.keeper.holder, *connections]
+        try:
+            for number, payload, holder in image.graphs:
+                ledger.holder = holders[holder]
+                self.graphs.restore(number, payload)
+            self.graphs.restore_last_number(image.last_graph)
+        except IndexError:
+            raise ImageMismatch("a graph belongs to no connection") from None
+        finally:
+            ledger.holder = self.ended.nobody

@@ -1,0 +1,113 @@
+"""How a session's image, its memory and its connections' descriptors go from one worker to the next.
+
+They go through a channel that the broker made for this session. The broker takes everything out of it, keeps the
+descriptors, and puts them into a new channel for the next worker.
+"""
+
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpulease.daemon.contract.control_page import sealed_memory
+from gpulease.daemon.contract.message_fields import MalformedMessage, parse_message
+from gpulease.daemon.contract.messages import IMAGE_MESSAGES, ImageConnection, ImageMemory
+from gpulease.daemon.contract.session_image import MAX_IMAGE_BYTES, SessionImage, UnreadableImage
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
+
+
+class ConnectionFds(NamedTuple):
+    """The descriptors of one connection; -1 for what it does not have."""
+
+    sock: int
+    ring: int = -1
+    arena: int = -1
+
+    def present(self) -> tuple[int, ...]:
+        return tuple(fd for fd in self if fd >= 0)
+
+
+def send_image(
+    channel_fd: int, image: SessionImage, host: tuple[int, int], connections: Sequence[ConnectionFds]
+) -> int:
+    """Put a session into a channel; return the image's size. The descriptors stay open here.
+
+    `host`: Descriptor and size of the session's host memory. Raises ValueError for an image that is too large, OSError
+    or ChannelClosed.
+    """
+    data = image.to_bytes()
+    if len(data) > MAX_IMAGE_BYTES:
+        raise ValueError(f"the image has {len(data)} bytes, and may have {MAX_IMAGE_BYTES}")
+    image_fd = sealed_memory("gpulease-image", len(data))
+    try:
+        with mmap.mmap(image_fd, len(data)) as memory:
+            memory[:] = data
+        with socket.socket(fileno=os.dup(channel_fd)) as channel:
+            channel.setblocking(False)
+            send_message(channel, ImageMemory(len(data), host[1]).to_map(), (image_fd, host[0]))
+            for one in connections:
+                message = ImageConnection(has_ring=one.ring >= 0, has_arena=one.arena >= 0)
+                send_message(channel, message.to_map(), one.present())
+    finally:
+        os.close(image_fd)
+    return len(data)
+
+
+class ReceivedImage:
+    """A session from a channel. Its descriptors are closed with it, but for those that were taken out.
+
+    Attributes:
+        image: The image.
+        host_fd: Its host memory, of `host_bytes`.
+        connections: The descriptors of its connections.
+    """
+
+    def __init__(self, channel_fd: int, connections: int) -> None:
+        """Read the channel, which holds everything. Raises UnreadableImage."""
+        self._fds: list[int] = []
+        try:
+            with socket.socket(fileno=os.dup(channel_fd)) as channel:
+                channel.setblocking(False)
+                self._read(channel, connections)
+        except (OSError, ChannelClosed, MalformedMessage) as error:
+            self.close()
+            raise UnreadableImage(f"the image did not arrive: {error}") from None
+        except UnreadableImage:
+            self.close()
+            raise
+
+    def _read(self, channel: socket.socket, connections: int) -> None:
+        memory, fds = self._receive(channel)
+        if not isinstance(memory, ImageMemory) or len(fds) != 2:
+            raise UnreadableImage("the image did not arrive")
+        self.host_fd, self.host_bytes = fds[1], memory.host_bytes
+        with mmap.mmap(fds[0], memory.image_bytes, access=mmap.ACCESS_READ) as data:
+            self.image = SessionImage.from_bytes(bytes(data))
+        self.connections: list[ConnectionFds] = []
+        for _ in range(connections):
+            message, fds = self._receive(channel)
+            if not isinstance(message, ImageConnection) or len(fds) != 1 + message.has_ring + message.has_arena:
+                raise UnreadableImage("a connection of the session did not arrive")
+            rest = iter(fds)
+            self.connections.append(
+                ConnectionFds(
+                    next(rest), next(rest) if message.has_ring else -1, next(rest) if message.has_arena else -1
+                )
+            )
+        if len(self.connections) != len(self.image.connections):
+            raise UnreadableImage("the image has other connections than the session")
+
+    def _receive(self, channel: socket.socket) -> tuple[ImageMemory | ImageConnection, list[int]]:
+        message, fds = receive_message(channel)
+        self._fds += fds
+        return parse_message(IMAGE_MESSAGES, message), fds
+
+    def take(self, fd: int) -> int:
+        """Take a descriptor out: it is not closed with the rest."""
+        self._fds.remove(fd)
+        return fd
+
+    def close(self) -> None:
+        close_all(self._fds)
+        self._fds = []
