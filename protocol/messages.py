@@ -364,6 +364,24 @@ class ParkedSession(Body):
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseMove(Body):
+    """Move a parkable lease's session to another card, by its UUID or index. None: to the host's memory alone."""
+
+    lease_id: int = wire(U128)
+    device: str | None = wire(optional(text()))
+
+
+@dataclass(frozen=True, slots=True)
+class MovedSession(Body):
+    """A moved session: the card that its lease is on, the bytes of its pages, and the time that the move took."""
+
+    lease_id: int = wire(U128)
+    card_uuid: str = wire(text())
+    moved_bytes: int = wire(U64)
+    took_us: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseNote(Body):
     """Write a record about a lease or region to the node's audit log: `note` is one JSON object in canonical form."""
 

@@ -41,6 +41,7 @@ class Opcode(IntEnum):
     PLACE = 0x0216
     FLEET_LIST = 0x0217
     LEASE_PARK = 0x0218
+    LEASE_MOVE = 0x0219
     # Tokens: served by the broker.
     CAPABILITY_ISSUE = 0x0300
     CAPABILITY_PRESENT = 0x0301

@@ -374,6 +374,14 @@ _ALL: Final = (
         Trait.NONE,
         "moves the bytes of a lease's session to the host's memory; its next operation [brings them back](#parking)",
     ),
+    _control(
+        Opcode.LEASE_MOVE,
+        m.LeaseMove,
+        m.MovedSession,
+        Needs(Permission.LEASE_FREE),
+        Trait.NONE,
+        "moves a lease's session to [another card](#moving), or to the host's memory with all that it has",
+    ),
     # Tokens. No permission gives these: the broker checks who asks.
     _control(
         Opcode.CAPABILITY_ISSUE,

@@ -92,4 +92,6 @@ class ConnectionTracker:
         if submit is not None and submit.state in _UNDER_WAY:
             return True
         worker = self._workers.worker(lease_id)
-        return worker is not None and (worker.hand_overs > 0 or worker.page.counter(Counter.CONNECTIONS) > 0)
+        if worker is None or self._workers.images.is_connected(lease_id):
+            return self._workers.images.is_connected(lease_id)
+        return worker.hand_overs > 0 or worker.page.counter(Counter.CONNECTIONS) > 0

@@ -147,6 +147,9 @@ def park_report(park: ParkSnapshot | None, now_ns: int) -> dict[str, Any] | None
         "host_bytes": park.host_bytes,
         "is_awaited": park.is_awaited,
         "parks": park.parks,
+        "depth": park.depth.value,
+        "stays_here": park.stays_here,
+        "is_moving": park.is_moving,
     }
 
 

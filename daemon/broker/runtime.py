@@ -30,6 +30,7 @@ from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
     AcquireRequested,
+    AdoptSession,
     ArmTimer,
     CapacityChanged,
     Card,
@@ -43,11 +44,14 @@ from gpulease.daemon.leases import (
     Granted,
     KillWorker,
     LeaseEnded,
+    LeaseLeft,
+    LeaseMoved,
     LeaseParked,
     LeaseReturned,
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
+    LeaveSession,
     OpenRegion,
     Outcome,
     ParkFailed,
@@ -64,6 +68,7 @@ from gpulease.daemon.leases import (
     RequestDenied,
     RequesterGone,
     ResizeSlice,
+    RestartWorker,
     ReturnSession,
     ScrubWorker,
     SetDeadline,
@@ -72,6 +77,7 @@ from gpulease.daemon.leases import (
     SlicesCleared,
     SpawnSubmit,
     SpawnWorker,
+    StaySession,
     SubmitEnded,
     SubmitFenced,
     TenantRulesChanged,
@@ -82,6 +88,7 @@ from gpulease.daemon.leases import (
     WarmState,
     WarmUp,
     Warned,
+    WatchClients,
     WorkerKind,
     kind_of,
 )
@@ -450,6 +457,13 @@ class Runtime:
             ParkSession: self._parks.park,
             ReturnSession: self._parks.bring_back,
             RefuseWaitingOperations: self._parks.refuse_return,
+            LeaveSession: self._parks.leave,
+            LeaseLeft: self._parks.keep_image,
+            StaySession: self._parks.stay,
+            RestartWorker: self._spawn_worker,
+            AdoptSession: self._parks.adopt,
+            WatchClients: self._parks.watch_clients,
+            LeaseMoved: self._moved,
             Checked: self.claimed_acquires.on_checked,
             # Only subscribers, the records and the log use these.
             LeaseParked: lambda _: None,
@@ -494,13 +508,17 @@ class Runtime:
 
     # Workers.
 
-    def _spawn_worker(self, effect: SpawnWorker) -> None:
+    def _spawn_worker(self, effect: SpawnWorker | RestartWorker) -> None:
         # The first worker starts the watch; later calls do nothing.
         self._watchdog.start()
         self._memory_monitor.start()
         if effect.terms.is_parkable:
             self._parks.start()
         self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
+
+    def _moved(self, effect: LeaseMoved) -> None:
+        # What the session uses from now on is the other card's.
+        self.card_times.members_changed()
 
     def _spawn_submit(self, effect: SpawnSubmit) -> None:
         # A submit counts as a connection of its lease from its start on.
@@ -559,6 +577,7 @@ class Runtime:
         self._settle_worker(lease.lease_id)
         # Proofs and orders inside the lease end with it.
         self._region_prover.give_up(lease.lease_id)
+        self.workers.images.discard(lease.lease_id)
         self._regions.forget(lease.lease_id)
         self.card_times.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
@@ -711,7 +730,7 @@ def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
     return None
 
 
-def lease_worker_spec(effect: SpawnWorker, allowance_bytes: int) -> WorkerSpec:
+def lease_worker_spec(effect: SpawnWorker | RestartWorker, allowance_bytes: int) -> WorkerSpec:
     """Return the specification with which the worker of a lease's session starts."""
     return WorkerSpec(
         effect.lease_id,

@@ -452,8 +452,9 @@ class RefuseReturn(Message):
     reason: Text
 
 
-# A parked session may leave its process, too: its image goes through a channel that the broker makes for it, and waits in
-# the broker until another worker adopts it. The worker that sent it serves nothing from then on; it is killed, or stays.
+# A parked session may leave its process, too. Its image goes through a channel that the broker makes for it, and waits
+# in the broker until another worker adopts it. The worker that sent it serves nothing from then on: it is killed, or
+# ordered to stay.
 
 
 @dataclass(frozen=True, slots=True)

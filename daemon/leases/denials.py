@@ -720,6 +720,35 @@ def park_refused(lease_id: int, reason: str) -> Denial:
     )
 
 
+def cant_leave(lease_id: int, reason: str) -> Denial:
+    """Deny a move, or a cold park, of a session that can't leave its process; `reason` is its worker's clause."""
+    return Denial(
+        DenialReason.UNSUPPORTED,
+        f"The session of lease {lease_id:032x} can't leave its process: {reason.rstrip('.')}.",
+        "It can be parked, but not moved, while it has that.",
+    )
+
+
+def is_moving(lease_id: int) -> Denial:
+    """Deny a move of a session that is being moved."""
+    return Denial(DenialReason.BUSY, f"Lease {lease_id:032x} is being moved.", "Wait for the end of that move.")
+
+
+def is_there(lease_id: int, card_uuid: str) -> Denial:
+    """Deny a move to the card that the lease is on."""
+    return invalid(f"Lease {lease_id:032x} is on card {card_uuid} already.", "Name another card.")
+
+
+def no_place(lease_id: int, card_uuid: str) -> Denial:
+    """Deny a move to a card that can't take the lease, even if others make room."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"Card {card_uuid} can't take lease {lease_id:032x}: it is too small, is another lease's alone, or has as many "
+        "parkable leases as overcommit allows.",
+        "Name another card.",
+    )
+
+
 def no_room_to_return(lease_id: int, needed_bytes: int, free_bytes: int, waited_ms: int) -> str:
     """Return why a parked session's operations are refused."""
     return (

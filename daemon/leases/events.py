@@ -613,11 +613,55 @@ class SessionReturned:
 
 @dataclass(frozen=True, slots=True)
 class SessionReturnFailed:
-    """Answer to `ReturnSession`: the session is parked as before, and holds nothing of the card."""
+    """Answer to `ReturnSession` or `AdoptSession`: the session is parked as before, and holds nothing of the card.
+
+    Attributes:
+        is_mismatch: It would not be what it was in the worker that was to adopt it: it can't continue anywhere.
+    """
 
     lease_id: int
     number: int
     reason: str
+    is_mismatch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionImaged:
+    """Answer to `LeaveSession`: the broker has the session's image, and its worker serves nothing any more."""
+
+    lease_id: int
+    number: int
+    image_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStays:
+    """Answer to `LeaveSession`: the session can't leave its process, and is parked as before.
+
+    Attributes:
+        is_lasting: It is so because of what the session has, and not because it is busy.
+    """
+
+    lease_id: int
+    number: int
+    reason: str
+    is_lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRequested:
+    """A tenant, or an operator, asks to move a lease's session to another card.
+
+    Attributes:
+        card: The card's uuid (with or without "GPU-") or its index in decimals; None if the session is to leave its
+            process and stay in the host's memory.
+    """
+
+    request: int
+    lease_id: int
+    tenant: str
+    card: str | None
+    is_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -699,6 +743,9 @@ Event = (
     | ReturnWanted
     | SessionReturned
     | SessionReturnFailed
+    | SessionImaged
+    | SessionStays
+    | MoveRequested
     | SessionsUsed
     | ParkTimerFired
     | ShutdownRequested
@@ -1000,6 +1047,79 @@ class DropParkMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveSession:
+    """Have the worker of a parked session send its image; the answer is `SessionImaged` or `SessionStays`."""
+
+    lease_id: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaySession:
+    """Discard the image of a session, and have its worker serve it again."""
+
+    lease_id: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorker:
+    """Start a worker for a lease whose session is cold; answers and fields are those of `SpawnWorker`."""
+
+    lease_id: int
+    card_uuid: str
+    terms: LeaseTerms
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptSession:
+    """Have a lease's new worker adopt its session, whose image the broker keeps.
+
+    The answer is `SessionReturned` or `SessionReturnFailed`.
+    """
+
+    lease_id: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchClients:
+    """Watch the clients of a cold session again: one of them may wait."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLeft:
+    """A session has left its process: the broker keeps its image from here on. Also for logs, metrics and the journal.
+
+    Attributes:
+        took_ns: Time from the order to the image.
+    """
+
+    lease: LeaseSnapshot
+    image_bytes: int
+    took_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseMoved:
+    """For logs, metrics and the journal: a session is on another card.
+
+    Attributes:
+        from_uuid: The card that it left.
+        moved_bytes: Bytes of its pages.
+        took_ns: Time from the request until it is whole.
+    """
+
+    lease: LeaseSnapshot
+    from_uuid: str
+    moved_bytes: int
+    took_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseParked:
     """For logs, metrics and the journal: a session's bytes are off the card, and proved free.
 
@@ -1034,11 +1154,13 @@ class ParkFailed:
 
     Attributes:
         cause: Why it was to be parked; None for a return.
+        is_mismatch: Its image did not fit another worker, and its lease ends.
     """
 
     lease: LeaseSnapshot
     cause: ParkCause | None
     reason: str
+    is_mismatch: bool = False
 
 
 # --- effects: replies ---
@@ -1163,12 +1285,28 @@ class SessionParkDone:
     moved_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class SessionMoved:
+    """Reply to a move: the session is on the other card, or in the host's memory alone.
+
+    Attributes:
+        moved_bytes: Bytes of its pages.
+        took_ns: Time from the request on.
+    """
+
+    request: int
+    lease: LeaseSnapshot
+    moved_bytes: int
+    took_ns: int
+
+
 Outcome = (
     Granted
     | RegionGranted
     | RegionCancelSet
     | Resized
     | SessionParkDone
+    | SessionMoved
     | Renewed
     | FreeDone
     | RevokeDone
@@ -1223,6 +1361,14 @@ Effect = (
     | LeaseParked
     | LeaseReturned
     | ParkFailed
+    | LeaveSession
+    | StaySession
+    | RestartWorker
+    | AdoptSession
+    | WatchClients
+    | LeaseLeft
+    | LeaseMoved
     | SessionParkDone
+    | SessionMoved
     | LeaseEnded
 )

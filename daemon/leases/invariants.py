@@ -25,7 +25,7 @@ from gpulease.daemon.leases.model import (
     WarmContext,
     WarmState,
 )
-from gpulease.daemon.leases.park_state import ParkPhase
+from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Exclusivity
@@ -138,7 +138,18 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     # Only a parked session has given its bytes back; they are part of its slice.
     is_off = park.off_bytes > 0
     _require(not is_off or park.phase is ParkPhase.PARKED, f"{name} is {park.phase.value} and its bytes are gone.")
-    _require(0 <= park.off_bytes <= lease.terms.size_bytes, f"{name} has given {park.off_bytes} bytes back.")
+    is_cold = park.depth is ParkDepth.COLD
+    most_bytes = store.account_by_uuid[lease.card_uuid].charge_bytes(lease.terms)
+    is_bounded = 0 <= park.off_bytes <= (most_bytes if is_cold else lease.terms.size_bytes)
+    _require(is_bounded, f"{name} has given {park.off_bytes} bytes back.")
+    # A cold session has no worker, so it holds nothing, unless it is charged already for its return.
+    is_charged = lease.charge_bytes > lease.awaited_bytes
+    _require(not (is_cold and is_charged), f"{name} is cold, and charged {lease.charge_bytes} bytes.")
+    if lease.state is LeaseState.ACTIVE:
+        is_off_deep = park.depth in (ParkDepth.LEAVING, ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
+        _require(not is_off_deep or park.is_shown_off or park.phase is ParkPhase.RETURNING, f"{name} left unparked.")
+    elif park.move is not None:
+        _require(False, f"{name} has ended, and a move of it goes on.")
     if lease.state is not LeaseState.ACTIVE:
         _require(waiter is None and not park.requests, f"{name} has ended, and somebody waits for its parking.")
         return

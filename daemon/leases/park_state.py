@@ -21,6 +21,39 @@ class ParkPhase(Enum):
     RETURNING = "returning"
 
 
+class ParkDepth(Enum):
+    """How much of a parked session has left its card. The values are in reports.
+
+    WARM: its worker keeps its context; also that of every session that is not parked. LEAVING while the worker sends
+    its image; COLD: it has no worker, and nothing on any card. ARRIVING while a new worker starts for it, ADOPTING
+    from then until that worker has made it whole.
+    """
+
+    __hash__ = object.__hash__
+
+    WARM = "warm"
+    LEAVING = "leaving"
+    COLD = "cold"
+    ARRIVING = "arriving"
+    ADOPTING = "adopting"
+
+
+class Move(NamedTuple):
+    """A request to move a session, or to have it leave its process.
+
+    Attributes:
+        request: The request to answer.
+        card_uuid: The card it is to return to; "" if it is to stay cold.
+        from_uuid: The card that it was on.
+        since_ns: When it was requested.
+    """
+
+    request: int
+    card_uuid: str
+    from_uuid: str
+    since_ns: int
+
+
 class ParkCause(Enum):
     """Why a session is parked. The values are in the audit log and metrics, so they never change."""
 
@@ -44,6 +77,8 @@ class ParkSnapshot(NamedTuple):
         is_awaited: An operation of its tenant waits for its return.
         parks: Number of times that it was parked under this daemon.
         idle_ms: Time without use after which it is parked; 0: not by idleness.
+        stays_here: Why it can't leave its process; "" if it can, or nobody has tried.
+        is_moving: It is being moved to another card.
     """
 
     phase: ParkPhase
@@ -55,6 +90,9 @@ class ParkSnapshot(NamedTuple):
     is_awaited: bool
     parks: int
     idle_ms: int
+    depth: ParkDepth = ParkDepth.WARM
+    stays_here: str = ""
+    is_moving: bool = False
 
 
 @dataclass(slots=True)
@@ -68,9 +106,12 @@ class ParkState:
         used_ns: Time at which the session was last seen in use.
         stays_until_ns: Time before which neither idleness nor need parks it.
         off_bytes: Bytes of the lease's charge that the card has back: more than 0 only while PARKED, or while RETURNING
-            for lack of room.
+            for lack of room. The whole charge if it is COLD.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         requests: Park requests to answer once it is parked.
+        depth: How much of it has left the card.
+        stays_here: Why it can't leave its process in this park; "" if it can, or nobody has tried.
+        move: The move that is in progress; None without one.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT
@@ -88,6 +129,9 @@ class ParkState:
     is_awaited: bool = False
     parks: int = 0
     requests: list[int] = field(default_factory=list)
+    depth: ParkDepth = ParkDepth.WARM
+    stays_here: str = ""
+    move: Move | None = None
 
     @property
     def is_off(self) -> bool:
@@ -98,6 +142,11 @@ class ParkState:
     def is_shown_off(self) -> bool:
         """Return whether the card has shown that it has nothing of the slice but what the worker keeps."""
         return self.phase is ParkPhase.PARKED
+
+    @property
+    def is_cold(self) -> bool:
+        """Return whether the session has no worker, or one that may not have all of it yet."""
+        return self.depth in (ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
 
     @property
     def is_leaving(self) -> bool:
@@ -115,4 +164,7 @@ class ParkState:
             self.is_awaited,
             self.parks,
             idle_ms,
+            self.depth,
+            self.stays_here,
+            self.move is not None and bool(self.move.card_uuid),
         )

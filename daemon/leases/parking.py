@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from gpulease.daemon.leases import denials, events
+from gpulease.daemon.leases.cold_parking import ColdParking, Condemn, ContextPool
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
@@ -49,7 +50,7 @@ from gpulease.daemon.leases.events import (
     WaitTimerFired,
 )
 from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms, RegionState
-from gpulease.daemon.leases.park_state import ParkCause, ParkPhase, ParkSnapshot, ParkState
+from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkPhase, ParkSnapshot, ParkState
 from gpulease.daemon.leases.quotas import Rates
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.protocol.sizes import size_text
@@ -94,12 +95,17 @@ class ParkingViews:
 class Parking(ParkingViews):
     """Parks sessions and brings them back. Each method appends the effects to execute to `out`."""
 
-    def __init__(self, store: LeaseStore) -> None:
+    def __init__(self, store: LeaseStore, condemn: Condemn) -> None:
         super().__init__(store)
+        self._condemn = condemn
         # Of parks, by card.
         self._paces = Rates()
         # Time for which the node's timer is armed; None if it is not.
         self._armed_ns: int | None = None
+
+    def use_pool(self, pool: ContextPool) -> None:
+        """Set the pool, which takes workers that sessions have left, and gives others."""
+        self.cold = ColdParking(self._store, pool, self._await_return, self._park_for_operator, self._condemn)
 
     # --- requests ---
 
@@ -129,6 +135,11 @@ class Parking(ParkingViews):
             cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
             self._park(lease, cause, now_ns, out)
         state.requests.append(event.request)
+
+    def _park_for_operator(self, lease: Lease, now_ns: int, out: list[Effect]) -> Denial | None:
+        if (denial := self._check_park(lease, now_ns)) is None:
+            self._park(lease, ParkCause.OPERATOR, now_ns, out)
+        return denial
 
     def _check_park(self, lease: Lease, now_ns: int) -> Denial | None:
         """Return the denial for a park of a resident session; None if it may be parked now."""
@@ -258,7 +269,10 @@ class Parking(ParkingViews):
         state.requests.clear()
         # An operation came while the bytes were on their way.
         if state.is_awaited:
+            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), out)
             self._await_return(lease, state, now_ns, out)
+        else:
+            self.cold.on_parked(lease, now_ns, out)
         return True
 
     def on_park_refused(self, event: events.SessionParkRefused, now_ns: int, out: list[Effect]) -> None:
@@ -270,6 +284,7 @@ class Parking(ParkingViews):
         for request in lease.park.requests:
             out.append(RequestDenied(request, denials.park_refused(lease.lease_id, event.reason)))
         lease.park.requests.clear()
+        self.cold.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), out)
         if event.lacks_memory:
             # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
             self._store.hold_host(lease, 0)
@@ -294,6 +309,9 @@ class Parking(ParkingViews):
         lease = self._store.parkable.get(event.lease_id)
         state = None if lease is None else lease.park
         if lease is None or state is None or lease.state is not LeaseState.ACTIVE or event.number != state.number:
+            return
+        # One that is leaving its process answers first: then it asks again, or the broker does for its clients.
+        if state.depth is ParkDepth.LEAVING:
             return
         is_known = state.is_awaited and state.phase is ParkPhase.PARKED
         if is_known or state.phase not in (ParkPhase.PARKED, ParkPhase.PROVING):
@@ -351,7 +369,9 @@ class Parking(ParkingViews):
 
     def start_return(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Order the return of a session that has its room; called by the pool."""
-        if lease.park is not None:
+        if lease.park is not None and lease.park.depth is ParkDepth.COLD:
+            self.cold.start_return(lease, lease.park, now_ns, out)
+        elif lease.park is not None:
             self._order_return(lease, lease.park, now_ns, out)
 
     def _order_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
@@ -370,6 +390,7 @@ class Parking(ParkingViews):
         reason = denials.no_room_to_return(lease.lease_id, lease.park.off_bytes, max(0, account.free_bytes), waited_ms)
         out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         out.append(ParkFailed(lease.snapshot(), None, reason))
+        self.cold.on_return_refused(lease, lease.park, denials.park_refused(lease.lease_id, reason), now_ns, out)
 
     def take_room_back(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Let a session wait again that was not ordered to return yet, because its card has less room now."""
@@ -398,6 +419,7 @@ class Parking(ParkingViews):
             out.append(DropParkMemory(lease.lease_id))
             self._prepare_host(lease, out)
         self._settle(lease, state, now_ns, out)
+        self.cold.on_returned(lease, state, now_ns, out)
         # Whoever asked meanwhile gets what it would have got now.
         if state.requests and (denial := self._check_park(lease, now_ns)) is not None:
             self._refuse_requests(lease, state, denial, out)
@@ -408,6 +430,8 @@ class Parking(ParkingViews):
         """Have the card show again that it has nothing of a session that could not return."""
         lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
+            return
+        if self.cold.on_return_failed(lease, event, now_ns, out):
             return
         out.append(ParkFailed(lease.snapshot(), None, event.reason))
         # The worker still has its image and would ask again at once; the operations that wait are refused instead.
@@ -440,6 +464,8 @@ class Parking(ParkingViews):
                 # Full host, a region that moves, the pace: look again after another idle time.
                 state.used_ns = now_ns
                 self._arm_idle(lease, out)
+            return
+        if self.cold.on_timer(lease, state, now_ns, out):
             return
         # Only the requests are answered: the worker, or the card's proof, may still come.
         state.due_ns = None
@@ -579,6 +605,7 @@ class Parking(ParkingViews):
         # It no longer waits for warm contexts to leave; what it was charged goes back with its teardown.
         self._store.account_by_uuid[lease.card_uuid].awaiting.pop(lease.lease_id, None)
         state.is_awaited, state.due_ns = False, None
+        self.cold.end_with_lease(lease, state, out)
 
     # --- shared steps ---
 

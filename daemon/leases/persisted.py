@@ -37,6 +37,7 @@ class LeaseRow(NamedTuple):
           one.
         parked_ns: Time since which its session's bytes are off the card; 0 if they are on it.
         wait_ms: Longest wait of a parkable lease's session for room to return.
+        is_cold: Its session has no worker, or one that may not have all of it yet.
     """
 
     lease_id: int
@@ -56,6 +57,7 @@ class LeaseRow(NamedTuple):
     region_number: int = 0
     parked_ns: int = 0
     wait_ms: int = 0
+    is_cold: bool = False
 
 
 class RegionRow(NamedTuple):
@@ -161,6 +163,7 @@ def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
         lease.region_number,
         0 if lease.park is None else lease.park.parked_ns,
         0 if lease.park is None else lease.wait_ms,
+        lease.park is not None and lease.park.is_cold,
     )
 
 

@@ -366,6 +366,16 @@ class CoreLimits:
             is_later=True,
         ),
     ] = 1000
+    # A parked session without its context costs the card nothing, and its return some 0.3 s more.
+    cold_park_s: Annotated[
+        int,
+        Setting(
+            "Seconds in the host's memory after which a parked session's worker ends, too; 0: it stays.",
+            key="cold_park_secs",
+            least=0,
+            is_later=True,
+        ),
+    ] = 0
     # Each park and return copies the whole session over the link that all sessions of the card share.
     parks_per_minute: Annotated[
         int, Setting("Parks per minute and card; more are refused until later.", least=1, is_later=True)

@@ -72,6 +72,10 @@ class Restoration:
         # A lease that was ending continues its teardown. An active lease that has lost its worker ends now.
         if lease.state is LeaseState.DRAINING:
             self._teardown.resume(lease, now_ns, out)
+        elif lease.state is LeaseState.ACTIVE and event.kept.is_cold:
+            # Its image was in the daemon that has ended. A worker that was to adopt it is killed.
+            reason = "its session was parked without a worker when the daemon ended"
+            self._teardown.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
             self._teardown.on_active_worker_lost(lease, "it was gone when the daemon came back", now_ns, out)
         elif lease.state is LeaseState.ACTIVE:

@@ -92,6 +92,7 @@ class LeaseTable:
         self._resizes = self._teardown.resizes
         self.parking = self._teardown.parking
         self._pool = WarmPool(self._store, self._teardown)
+        self._cold = self.parking.cold
         self._admission = Admission(self._store, self._pool, self.parking)
         self._horizons = Horizons(self._store, self._teardown)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
@@ -159,6 +160,9 @@ class LeaseTable:
             events.ReturnWanted: self.parking.on_return_wanted,
             events.SessionReturned: self.parking.on_returned,
             events.SessionReturnFailed: self.parking.on_return_failed,
+            events.SessionImaged: self._cold.on_imaged,
+            events.SessionStays: self._cold.on_stays,
+            events.MoveRequested: self._cold.on_move_requested,
             events.SessionsUsed: self.parking.on_used,
             events.ParkTimerFired: lambda *_: self.parking.on_park_timer(),
         }
@@ -557,6 +561,8 @@ class LeaseTable:
             self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, out)
 
     def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        if self._cold.on_worker_ready(lease, now_ns, out):
+            return
         # A late answer for a lease that has ended, or one of a worker that was ordered before the lease had room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
@@ -584,6 +590,8 @@ class LeaseTable:
             lease.is_worker_gone = True
             denial = denials.no_worker_now(event.reason) if event.is_busy else None
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out, denial)
+        elif self._cold.on_worker_lost(lease, event.reason, now_ns, out):
+            return
         elif lease.state is LeaseState.ACTIVE:
             lease.is_worker_gone = True
             self._teardown.on_active_worker_lost(lease, event.reason, now_ns, out)

@@ -72,7 +72,7 @@ class Teardown:
         self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
         self.regions = Regions(store, self.condemn)
         self.resizes = Resizes(store)
-        self.parking = Parking(store)
+        self.parking = Parking(store, self.condemn)
 
     def begin(
         self,

@@ -125,6 +125,7 @@ class WarmPool:
         self._timer_ns: int | None = None
         self._is_begun = False
         teardown.submits.use_pool(self)
+        teardown.parking.use_pool(self)
         self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
             events.WorkerFailed: self._on_lost,
@@ -231,6 +232,30 @@ class WarmPool:
     def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
         """Postpone the next context after a submit lost one before the submit was ready."""
         self._refills[card_uuid].was_lost(now_ns)
+
+    # --- sessions that leave their workers ---
+
+    def drop_behind(
+        self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
+    ) -> None:
+        """Drop the worker of a lease that goes on without one; the worker holds these bytes until they are proved free.
+
+        `is_gone`: Its process was reaped.
+        """
+        self._last_left_id += 1
+        context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
+        context.is_worker_gone = is_gone
+        out.append(RenameWorker(lease.lease_id, context.warm_id))
+        self._drop(context, f"the session of lease {lease.lease_id:032x} has left it", now_ns, out)
+
+    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Give a lease without a worker a context of its card that served no tenant, if one is ready."""
+        account = self._account(lease.card_uuid)
+        context = _choose(account.warm.values())
+        if context is not None:
+            self._store.remove_warm(context)
+            out.append(RenameWorker(context.warm_id, lease.lease_id))
+            self._refills[lease.card_uuid].was_taken(now_ns)
 
     # --- the whole pool ---
 

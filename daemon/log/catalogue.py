@@ -86,6 +86,18 @@ class LogEvent(Enum):
         "the parked session is on its card again",
         (*_LEASE, "moved_bytes", "parked_ms", "took_ms"),
     )
+    LEASE_COLD = LogKind(
+        "lease.cold",
+        INFO,
+        "the parked session has left its worker, which ends; it has nothing on any card",
+        (*_LEASE, "image_bytes", "took_ms"),
+    )
+    LEASE_MOVED = LogKind(
+        "lease.moved",
+        INFO,
+        "the session is on another card",
+        (*_LEASE, "from_card", "moved_bytes", "took_ms"),
+    )
     LEASE_PARK_FAILED = LogKind(
         "lease.park_failed",
         INFO,

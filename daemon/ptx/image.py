@@ -318,7 +318,11 @@ _HANDLES = _Handles()
 
 
 class Place(NamedTuple):
-    """What the tenant's data may contain of a module: addresses of variables, handles of functions, its first number."""
+    """What the tenant's data may contain of a module: addresses of variables, and handles of functions.
+
+    Attributes:
+        first_number: The number of its first kernel.
+    """
 
     addresses: tuple[int, ...]
     handles: tuple[int, ...]

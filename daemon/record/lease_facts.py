@@ -31,11 +31,14 @@ from gpulease.daemon.leases import (
     Granted,
     KillWorker,
     LeaseEnded,
+    LeaseLeft,
+    LeaseMoved,
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
     LeaseSnapshot,
     LeaseState,
+    MoveRequested,
     ParkFailed,
     ParkRequested,
     RecycleWorker,
@@ -55,6 +58,7 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
     SessionFaulted,
+    SessionMoved,
     SessionParkDone,
     SetRegion,
     SlicesCleared,
@@ -84,7 +88,7 @@ from gpulease.protocol.session_words import ENDED_WORDS
 THE_DAEMON: Final = "gpuleased"
 """The requester of what no peer requested: the daemon itself."""
 
-RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested | ParkRequested
+RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested | ParkRequested | MoveRequested
 TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest
 Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
 Lookup = Callable[[int], LeaseSnapshot | None]
@@ -180,6 +184,9 @@ class FactKind(Enum):
     PARK_DONE = FactRow(
         sources=(SessionParkDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
     )
+    MOVE_DONE = FactRow(
+        sources=(SessionMoved,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR
+    )
     CANCEL_SET = FactRow(sources=(RegionCancelSet,), is_answer=True)
     FREED = FactRow(sources=(FreeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
     REVOKED = FactRow(sources=(RevokeDone,), is_answer=True, logs=(LogEvent.OPERATOR_ACTED,), audit=RecordKind.OPERATOR)
@@ -223,6 +230,20 @@ class FactKind(Enum):
         counts=(families.LEASES_RETURNED,),
     )
     """A parked session is on its card again."""
+    LEFT = FactRow(
+        sources=(LeaseLeft,),
+        logs=(LogEvent.LEASE_COLD,),
+        audit=RecordKind.COLD,
+        counts=(families.LEASES_COLD,),
+    )
+    """A parked session has left its worker, which ends."""
+    MOVED = FactRow(
+        sources=(LeaseMoved,),
+        logs=(LogEvent.LEASE_MOVED,),
+        audit=RecordKind.MOVE,
+        counts=(families.LEASES_MOVED,),
+    )
+    """A session is whole on another card."""
     PARK_FAILED = FactRow(sources=(ParkFailed,), logs=(LogEvent.LEASE_PARK_FAILED,), counts=(families.PARKS_FAILED,))
     """A session could not be parked, or could not return."""
     ENDING = FactRow(
@@ -304,6 +325,7 @@ REQUESTS: Final[dict[type, RequestKind]] = {
     RegionCancelRequested: RequestKind(True, "region_cancel", Opcode.REGION_CANCEL),
     ResizeRequested: RequestKind(True, "resize", Opcode.LEASE_RESIZE),
     ParkRequested: RequestKind(True, "park", Opcode.LEASE_PARK),
+    MoveRequested: RequestKind(True, "move", Opcode.LEASE_MOVE),
     RevokeRequested: RequestKind(False, "revoke", Opcode.LEASE_REVOKE),
     FenceClearRequested: RequestKind(False, "fence_clear", Opcode.FENCE_CLEAR),
     DrainRequested: RequestKind(False, "drain", Opcode.DRAIN),
@@ -433,6 +455,8 @@ class LeaseHistory:
             LeaseParked: lambda effect, now_ns: _parking(FactKind.PARKED, effect, now_ns),
             LeaseReturned: lambda effect, now_ns: _parking(FactKind.UNPARKED, effect, now_ns),
             ParkFailed: lambda effect, now_ns: _parking(FactKind.PARK_FAILED, effect, now_ns),
+            LeaseLeft: lambda effect, now_ns: _parking(FactKind.LEFT, effect, now_ns),
+            LeaseMoved: lambda effect, now_ns: _parking(FactKind.MOVED, effect, now_ns),
         }
         # The other effects are answers, all alike. `_follow` makes the facts of WorkerExited and UNFENCED.
         handled = {*self._on_event, *self._on_effect, WorkerExited}
@@ -684,7 +708,9 @@ class LeaseHistory:
         return Fact(FactKind.CAPACITY_CHANGED, now_ns, effect)
 
 
-def _parking(kind: FactKind, effect: LeaseParked | LeaseReturned | ParkFailed, now_ns: int) -> Fact:
+def _parking(
+    kind: FactKind, effect: LeaseParked | LeaseReturned | ParkFailed | LeaseLeft | LeaseMoved, now_ns: int
+) -> Fact:
     return Fact(kind, now_ns, effect, effect.lease.lease_id, effect.lease)
 
 

@@ -446,7 +446,7 @@ def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
         fields["took_ms"] = particulars["waited_us"] / US_PER_MS
     if "latency_us" in particulars:
         fields["took_ms" if kind is RecordKind.OPERATOR else "reclaim_ms"] = particulars["latency_us"] / US_PER_MS
-    if kind in (RecordKind.PARK, RecordKind.RETURN):
+    if kind in (RecordKind.PARK, RecordKind.RETURN, RecordKind.COLD, RecordKind.MOVE):
         fields["took_ms"] = particulars["took_us"] / US_PER_MS
     if kind is RecordKind.RETURN:
         fields["parked_ms"] = particulars["parked_us"] / US_PER_MS

@@ -101,7 +101,10 @@ class ReceivedImage:
     def _receive(self, channel: socket.socket) -> tuple[ImageMemory | ImageConnection, list[int]]:
         message, fds = receive_message(channel)
         self._fds += fds
-        return parse_message(IMAGE_MESSAGES, message), fds
+        parsed = parse_message(IMAGE_MESSAGES, message)
+        if parsed is None:
+            raise UnreadableImage("the image is not this version's")
+        return parsed, fds
 
     def take(self, fd: int) -> int:
         """Take a descriptor out: it is not closed with the rest."""

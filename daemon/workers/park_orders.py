@@ -16,10 +16,13 @@ from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
+    AdoptSession,
     DropParkMemory,
     Event,
     GiveParkMemory,
+    LeaseLeft,
     LeaseTable,
+    LeaveSession,
     ParkSession,
     RefuseWaitingOperations,
     ReturnSession,
@@ -28,7 +31,10 @@ from gpulease.daemon.leases import (
     SessionParkRefused,
     SessionReturned,
     SessionReturnFailed,
+    SessionStays,
     SessionsUsed,
+    StaySession,
+    WatchClients,
 )
 from gpulease.daemon.leases.parking import host_bytes_of
 from gpulease.daemon.log.catalogue import LogEvent
@@ -102,6 +108,36 @@ class ParkOrders:
         # A worker that does not get this asks again within a second.
         self._send(order.lease_id, messages.RefuseReturn(order.number, order.reason))
 
+    def leave(self, order: LeaveSession) -> None:
+        """Have a worker send its session's image."""
+        try:
+            channel = self._workers.images.begin(order.lease_id, order.number)
+        except OSError as error:
+            self._post(SessionStays(order.lease_id, order.number, str(error), is_lasting=False))
+            return
+        with channel:
+            if not self._send(order.lease_id, messages.LeaveOrder(order.number), channel.fileno()):
+                self._workers.images.discard(order.lease_id)
+                self._post(SessionStays(order.lease_id, order.number, "its worker takes no orders now", False))
+
+    def keep_image(self, effect: LeaseLeft) -> None:
+        self._workers.keep_image(effect.lease.lease_id)
+
+    def stay(self, order: StaySession) -> None:
+        self._send(order.lease_id, messages.StayOrder(order.number))
+        self._workers.images.stay(order.lease_id, self._workers.worker(order.lease_id))
+
+    def adopt(self, order: AdoptSession) -> None:
+        """Give a cold session to its new worker."""
+        worker = self._workers.worker(order.lease_id)
+        # A worker that is gone ends the lease by itself.
+        if worker is not None and not self._workers.images.adopt(order.lease_id, order.number, worker):
+            reason = "its image can't be sent to its new worker"
+            self._post(SessionReturnFailed(order.lease_id, order.number, reason, is_mismatch=True))
+
+    def watch_clients(self, order: WatchClients) -> None:
+        self._workers.images.watch_later(order.lease_id)
+
     def _send(self, lease_id: int, message: Message, fd: int = -1) -> bool:
         """Send an order; return False if it can't be sent now. A lease without a worker needs no order."""
         worker = self._workers.worker(lease_id)
@@ -138,7 +174,13 @@ class ParkOrders:
                 self._post(SessionReturned(lease_id, message.number, moved_bytes))
             case messages.ReturnFailedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
-                self._post(SessionReturnFailed(lease_id, message.number, reason))
+                self._post(SessionReturnFailed(lease_id, message.number, reason, message.is_mismatch))
+            case messages.ImagedReport():
+                self._workers.images.on_imaged(lease_id, message)
+            case messages.LeaveRefusedReport():
+                reason = clean_text(message.reason, MAX_REASON_CHARS)
+                self._workers.images.stay(lease_id, self._workers.worker(lease_id))
+                self._post(SessionStays(lease_id, message.number, reason, message.is_lasting))
 
     # --- use ---
 

@@ -75,6 +75,13 @@ class RegionLink:
         for message in held:
             self.order(message)
 
+    def move_to(self, channel: socket.socket) -> None:
+        """Continue with another worker of the same lease, which gets the page; the session has no regions."""
+        if self._outbox:
+            asyncio.get_running_loop().remove_writer(self._channel)
+        self._outbox.close()
+        self._channel, self._outbox, self._is_page_sent = channel, Outbox(channel), False
+
     def close(self) -> None:
         """Drop the orders that wait, and unmap the page."""
         if self._outbox:

@@ -24,7 +24,9 @@ from gpulease.daemon.contract.messages import (
     FromWorker,
     FromZygote,
     HelperBroken,
+    ImagedReport,
     LastLeft,
+    LeaveRefusedReport,
     MemoryGrew,
     ParkedReport,
     ParkRefusedReport,
@@ -61,6 +63,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.daemon.sandbox.measures import SandboxSettings
+from gpulease.daemon.workers.session_images import SessionImages
 from gpulease.daemon.workers.worker import ReapedWorker, Worker
 from gpulease.daemon.workers.zygote_client import ZygoteClient, Zygotes
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote
@@ -112,6 +115,7 @@ class Workers:
         self._on_guest: Callable[[int, int, bool], None] = lambda *_: None
         self._on_region: Callable[[int, Message], None] = lambda *_: None
         self._on_park: Callable[[int, ParkReport], None] = lambda *_: None
+        self.images = SessionImages(self._post)
         self.wipes_heap = wipes_heap
         self._zygotes = Zygotes(
             driver, self._on_zygote_message, self._on_zygote_exit, sandbox or SandboxSettings(), folder, wipes_heap
@@ -178,6 +182,7 @@ class Workers:
     async def stop(self) -> None:
         """End the zygotes and all remaining workers."""
         await self._zygotes.stop()
+        self.images.close()
         for worker in list(self._workers.values()):
             worker.kill()
             self._remove(worker)
@@ -191,6 +196,7 @@ class Workers:
             await self.stop()
             return
         await self._zygotes.leave()
+        self.images.close()
         for worker in list(self._workers.values()):
             self._remove(worker)
 
@@ -292,6 +298,15 @@ class Workers:
             ended.lease_id = to_id
             self._reaped[to_id] = ended
 
+    def keep_image(self, lease_id: int) -> None:
+        """Keep the image of a session whose worker is about to end."""
+        worker = self._workers.get(lease_id)
+        if worker is not None:
+            # What the page counts belongs to the lease, so it is reported while the worker has the lease's number.
+            self._on_end(worker)
+        self.images.keep(lease_id, worker)
+        self._on_connections(lease_id)
+
     def recycle(self, lease_id: int, warm_id: int) -> None:
         """Turn a lease's scrubbed worker into a warm context; it gets another control page."""
         if (worker := self._workers.get(lease_id)) is not None:
@@ -358,6 +373,7 @@ class Workers:
         """
         if (worker := self._workers.get(lease_id)) is not None:
             worker.refuse(status, reason, cause)
+        self.images.refuse(lease_id, status, reason, cause)
 
     def give_grace(self, lease_id: int, until_ns: int) -> None:
         """Write on the page how long work in flight may continue in a worker that refuses new work.
@@ -378,6 +394,8 @@ class Workers:
 
     def attach(self, lease_id: int, sock_fd: int, attach: AttachOrder) -> bool:
         """Send a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
+        if (is_held := self.images.hold(lease_id, sock_fd, attach)) is not None:
+            return is_held
         worker = self._workers.get(lease_id)
         if worker is None or not worker.hand_over(sock_fd, attach):
             return False
@@ -470,7 +488,15 @@ class Workers:
                 | SliceResizedReport()
             ):
                 self._on_region(lease_id, message)
-            case ParkedReport() | ParkRefusedReport() | ReturnWantedReport() | ReturnedReport() | ReturnFailedReport():
+            case (
+                ParkedReport()
+                | ParkRefusedReport()
+                | ReturnWantedReport()
+                | ReturnedReport()
+                | ReturnFailedReport()
+                | ImagedReport()
+                | LeaveRefusedReport()
+            ):
                 self._on_park(lease_id, message)
             case Failed(reason):
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))

@@ -115,6 +115,7 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.FLEET_LIST, lambda scene, draws: m.Empty()),
     (Opcode.LEASE_NOTE, lambda scene, draws: m.LeaseNote(lease(scene, draws), draws.pick(NOTES))),
     (Opcode.LEASE_PARK, lambda scene, draws: m.LeaseRef(lease(scene, draws))),
+    (Opcode.LEASE_MOVE, lambda scene, draws: m.LeaseMove(lease(scene, draws), draws.pick((None, "0", "no card")))),
     (Opcode.LEASE_RESIZE, lambda scene, draws: m.LeaseResize(lease(scene, draws), draws.pick((100, 200, 1, 0, 9000)))),
 )
 

@@ -45,6 +45,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "PLACE": 0x0216,
         "FLEET_LIST": 0x0217,
         "LEASE_PARK": 0x0218,
+        "LEASE_MOVE": 0x0219,
         "REGION_WATCH": 0x0213,
         "REGION_EVENT": 0x0214,
         "MODULE_UNLOAD": 0x0608,

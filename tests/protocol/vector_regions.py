@@ -122,6 +122,18 @@ def parked() -> Script:
     return script
 
 
+def moved() -> Script:
+    """A session is moved to another card, and works on; then it can't leave its process."""
+    script = Script("A parkable lease's session is moved to card 1. Later it has events, so it can't be moved.")
+    script.hello("control")
+    script.grant()
+    moved = m.MovedSession(LEASE, "GPU-1", 2 << 20, 480_000)
+    script.call("control", Opcode.LEASE_MOVE, m.LeaseMove(LEASE, "1"), moved)
+    stays = Failure(Status.UNSUPPORTED, "the session can't leave its process", hint="it can be parked")
+    script.refuse("control", script.ask("control", Opcode.LEASE_MOVE, m.LeaseMove(LEASE, None)), stays)
+    return script
+
+
 def noted() -> Script:
     """A tenant's notes: one is recorded, one is refused."""
     script = Script("A lease's tenant writes a record to the audit log; one with a float in it is refused.")

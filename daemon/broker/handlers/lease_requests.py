@@ -23,9 +23,11 @@ from gpulease.daemon.leases import (
     GuestAttached,
     LeaseSnapshot,
     LeaseTerms,
+    MoveRequested,
     ParkRequested,
     Renewed,
     RenewRequested,
+    SessionMoved,
     SessionParkDone,
 )
 from gpulease.daemon.leases.denials import not_found
@@ -36,6 +38,7 @@ from gpulease.protocol.failures import Failure, Refused
 from gpulease.protocol.lease_options import LABELS, read_options
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Opcode, Status
 from gpulease.protocol.operations import SPECS
+from gpulease.protocol.time_units import NS_PER_US
 
 
 class LeaseHandler:
@@ -169,6 +172,21 @@ class LeaseHandler:
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         number = self._caller.expect(on_outcome)
         self._runtime.post(ParkRequested(number, body.lease_id, tenant, self._peer.is_operator))
+
+    def lease_move(self, request: Request, body: messages.LeaseMove) -> None:
+        """Serve LEASE_MOVE of those who may send LEASE_PARK."""
+
+        def on_outcome(outcome: Result) -> None:
+            if isinstance(outcome, SessionMoved):
+                lease, took_us = outcome.lease, outcome.took_ns // NS_PER_US
+                reply = messages.MovedSession(lease.lease_id, lease.card_uuid, outcome.moved_bytes, took_us)
+                self._caller.answer(request, reply)
+            else:
+                self._caller.answer_denied(request, outcome)
+
+        tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
+        number = self._caller.expect(on_outcome)
+        self._runtime.post(MoveRequested(number, body.lease_id, tenant, body.device, self._peer.is_operator))
 
     def lease_note(self, request: Request, body: messages.LeaseNote) -> None:
         """Serve LEASE_NOTE of the tenant of a lease or region, or of the lease that contains the region."""

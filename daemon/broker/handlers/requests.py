@@ -65,6 +65,7 @@ class RequestDispatcher:
             Opcode.REGION_WATCH: queries.region_watch,
             Opcode.LEASE_RESIZE: regions.lease_resize,
             Opcode.LEASE_PARK: leases.lease_park,
+            Opcode.LEASE_MOVE: leases.lease_move,
             Opcode.METRICS: node.metrics,
             Opcode.HEALTH: node.health,
             Opcode.PLACE: node.refuse_as_node,

@@ -10,6 +10,7 @@ from gpulease.daemon.leases import (
     FenceClearRequested,
     FreeRequested,
     LeaseSnapshot,
+    MoveRequested,
     ParkRequested,
     RegionCancelRequested,
     RegionRequested,
@@ -74,6 +75,25 @@ def _return(fact: Fact) -> Particulars:
     returned = fact.source
     times = {"parked_us": returned.parked_for_ns // NS_PER_US, "took_us": returned.took_ns // NS_PER_US}
     return _lease(returned.lease) | {"moved_bytes": bounded(returned.moved_bytes)} | times
+
+
+def _left(fact: Fact) -> Particulars:
+    left = fact.source
+    return _lease(left.lease) | {"image_bytes": bounded(left.image_bytes), "took_us": left.took_ns // NS_PER_US}
+
+
+def _moved(fact: Fact) -> Particulars:
+    moved = fact.source
+    how = {"from_card": moved.from_uuid, "moved_bytes": bounded(moved.moved_bytes)}
+    return _lease(moved.lease) | how | {"took_us": moved.took_ns // NS_PER_US}
+
+
+def _move_done(fact: Fact) -> Particulars | None:
+    """Record only a move by another than the tenant; the record of the move itself says everything else."""
+    asked = _asked(fact)
+    if asked.by in (fact.source.lease.tenant, THE_DAEMON):
+        return None
+    return {"action": "move", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
 
 
 def _park_done(fact: Fact) -> Particulars | None:
@@ -169,6 +189,9 @@ _PARTICULARS: Final[dict[FactKind, Callable[[Fact], Particulars | None]]] = {
     FactKind.PARKED: _park,
     FactKind.UNPARKED: _return,
     FactKind.PARK_DONE: _park_done,
+    FactKind.LEFT: _left,
+    FactKind.MOVED: _moved,
+    FactKind.MOVE_DONE: _move_done,
     FactKind.REVOKED: _revoke,
     FactKind.FENCES_CLEARED: _clear_fences,
     FactKind.UNFENCED: _clear,
@@ -211,6 +234,8 @@ def _request(asked: Asked) -> Particulars:
             return _lease_named(lease_id) | {"size_bytes": bounded(size_bytes)}
         case ParkRequested(lease_id=lease_id):
             return _lease_named(lease_id)
+        case MoveRequested(lease_id=lease_id, card=card):
+            return _lease_named(lease_id) | ({} if card is None else {"card": clean_text(card)})
         case RegionCancelRequested(region_id=region_id):
             return _lease_named(region_id)
         case FreeRequested(lease_id=lease_id):

@@ -141,6 +141,8 @@ class RecordKind(StrEnum):
     RESIZE = "resize", True, LeaseStage.LIVE
     PARK = "park", True, LeaseStage.LIVE
     RETURN = "return", True, LeaseStage.LIVE
+    COLD = "cold", True, LeaseStage.LIVE
+    MOVE = "move", False, LeaseStage.LIVE
     DENY = "deny", True, None
     ATTACH = "attach", True, LeaseStage.LIVE
     SUBMIT = "submit", True, None

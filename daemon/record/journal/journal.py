@@ -29,6 +29,8 @@ from gpulease.daemon.leases import (
     FreeDone,
     Granted,
     LeaseEnded,
+    LeaseLeft,
+    LeaseMoved,
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
@@ -55,6 +57,7 @@ from gpulease.daemon.leases import (
     ReturnSession,
     RevokeDone,
     SessionFaulted,
+    SessionMoved,
     SessionParkDone,
     SetRegion,
     SlicesCleared,
@@ -320,6 +323,8 @@ class FileJournal(Journal):
                 return RequestDenied(
                     request, done_but_not_kept(f"Lease {lease.lease_id:032x} has its new size", problem)
                 )
+            case SessionMoved(request, lease):
+                return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was moved", problem))
             case SessionParkDone(request, lease):
                 return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} is parked", problem))
             case RegionCancelSet(request):
@@ -387,6 +392,8 @@ _CHANGING: Final = frozenset(
         ResizeSlice,
         Resized,
         LeaseParked,
+        LeaseLeft,
+        LeaseMoved,
         ReturnSession,
         LeaseReturned,
         RefuseWork,
@@ -474,7 +481,12 @@ class JournalProjector:
                 self._update(lease_id, table, out)
             case SetRegion(region_id=region_id):
                 self._update_region(region_id, table, out)
-            case Renewed(lease=lease) | Resized(lease=lease) | LeaseParked(lease=lease) | LeaseReturned(lease=lease):
+            case LeaseLeft(lease=lease) | LeaseReturned(lease=lease):
+                # It has no worker now, or another one than before.
+                if lease.lease_id in self._pids:
+                    self._pids[lease.lease_id] = 0 if isinstance(effect, LeaseLeft) else pid_of(lease.lease_id)
+                self._update(lease.lease_id, table, out)
+            case Renewed(lease=lease) | Resized(lease=lease) | LeaseParked(lease=lease) | LeaseMoved(lease=lease):
                 self._update(lease.lease_id, table, out)
             case RefuseWork(lease_id, cause):
                 self._update(lease_id, table, out)

@@ -162,6 +162,11 @@ EXPIRY_LATENESS_SECONDS: Final = MetricFamily(
 LEASES_PARKED: Final = _counter("gpu_lease_parked", "Sessions that were moved to the host's memory.", CARD)
 LEASES_RETURNED: Final = _counter("gpu_lease_returned", "Parked sessions that returned to their card.", CARD)
 PARKS_FAILED: Final = _counter("gpu_lease_park_failed", "Parks and returns that left the session where it was.", CARD)
+LEASES_COLD: Final = _counter("gpu_lease_cold", "Parked sessions that left their worker, which ended.", CARD)
+LEASES_MOVED: Final = _counter("gpu_lease_moved", "Sessions that were moved to this card.", CARD)
+IMAGE_MISMATCHES: Final = _counter(
+    "gpu_lease_image_mismatch", "Leases that ended because their session would not have been what it was.", CARD
+)
 PARKED_BYTES: Final = _gauge("gpu_lease_parked_bytes", "Bytes of slices that parked sessions have left to others.")
 PARK_HOST_BYTES: Final = _gauge("gpu_lease_park_host_bytes", "Host memory that is held for parked sessions.", ())
 PARK_HOST_LIMIT_BYTES: Final = _gauge("gpu_lease_park_host_limit_bytes", "The setting `park_memory`.", ())

@@ -92,6 +92,7 @@ class LeaseCounters:
             FactKind.FENCED: self._measure_end,
             FactKind.PARKED: self._measure_park,
             FactKind.UNPARKED: self._measure_park,
+            FactKind.PARK_FAILED: self._count_mismatch,
         }
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
@@ -179,6 +180,10 @@ class LeaseCounters:
     def _measure_park(self, fact: Fact, is_region: bool) -> None:
         family = families.PARK_SECONDS if fact.kind is FactKind.PARKED else families.RETURN_SECONDS
         self._observe(family, (), fact.source.took_ns)
+
+    def _count_mismatch(self, fact: Fact, is_region: bool) -> None:
+        if fact.source.is_mismatch:
+            self._count(families.IMAGE_MISMATCHES, fact)
 
     def _measure_end(self, fact: Fact, is_region: bool) -> None:
         lease, times = fact.lease, fact.times

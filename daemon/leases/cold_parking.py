@@ -1,0 +1,348 @@
+"""Cold parking: a parked session's worker ends, and another one continues the session, on the same card or another.
+
+1. A session that is parked warm is ordered to leave its process: after `cold_park_s` in its park, for an operator or
+   its tenant, or for a move. Its worker exports its image, which the broker keeps, and stays if the session has
+   something that could not be made again elsewhere. Then the lease says so until the session's next park.
+2. What the worker still has of the card, its context above all, is handed to a warm context that is dropped. So the
+   kill, the proof that the bytes are free, and a fence if they are not, are those of the pool; the lease is charged
+   nothing.
+3. The session returns as from a warm park: charged in full, in the queue of acquires. Once it has its room, a warm
+   context or a new worker is ordered, and adopts the image. If that worker ends before it gets the image, the session
+   is cold as before. If it ends with the image, the lease ends: what the session did is unknown.
+4. A session whose addresses, functions or memory would not be what they were is not resumed: its lease ends.
+5. A move is a cold park and a return to another card. It changes the card of the lease while it is charged nothing.
+6. The image lives in the broker's process. A table that restores a lease which was cold ends it.
+"""
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from gpulease.daemon.leases import denials, devices, events
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.devices import CardAccount
+from gpulease.daemon.leases.events import (
+    AdoptSession,
+    ArmTimer,
+    Denied,
+    Effect,
+    LeaseLeft,
+    LeaseMoved,
+    LeaveSession,
+    ParkFailed,
+    RestartWorker,
+    SessionMoved,
+    SetDeadline,
+    StaySession,
+    TimerFired,
+    TimerKind,
+    WatchClients,
+)
+from gpulease.daemon.leases.horizon_events import SetHorizon
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState
+from gpulease.daemon.leases.park_state import Move, ParkDepth, ParkPhase, ParkState
+from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.protocol.time_units import NS_PER_S
+
+_LEAVES: Final = "send its image"
+
+
+Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
+"""Ends an active lease because its session broke a rule, for a cause and a reason."""
+
+
+class ContextPool(Protocol):
+    """The warm pool, as cold parking uses it."""
+
+    def drop_behind(
+        self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
+    ) -> None:
+        """Drop a lease's worker, which holds these bytes, as a context of the pool; the lease has none from then on."""
+
+    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Give a lease without a worker a warm context of its card, if one is ready."""
+
+
+class ColdParking:
+    """Has sessions leave their workers, and return in others. Each method appends the effects to execute to `out`.
+
+    Args:
+        store: The table's state.
+        pool: The warm pool.
+        await_return: Returns a parked session, or queues it for room.
+        park: Parks a resident session for an operator; returns the denial if it can't be parked now.
+        condemn: Ends a lease whose session broke a rule.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        pool: ContextPool,
+        await_return: Callable[[Lease, ParkState, int, list[Effect]], None],
+        park: Callable[[Lease, int, list[Effect]], Denial | None],
+        condemn: Condemn,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._await_return = await_return
+        self._park = park
+        self._condemn = condemn
+
+    # --- leaving ---
+
+    def on_parked(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Have a session that was just parked leave at once, for its move, or later."""
+        state = lease.park
+        if state is None:
+            return
+        state.stays_here = ""
+        if state.move is not None:
+            self._leave(lease, state, now_ns, out)
+        else:
+            self._arm_leaving(lease, state, now_ns, out)
+
+    def on_return_refused(self, lease: Lease, state: ParkState, denial: Denial, now_ns: int, out: list[Effect]) -> None:
+        """Note that a session stays parked which found no room in time."""
+        self.refuse_move(lease, denial, out)
+        if state.depth is ParkDepth.WARM:
+            self._arm_leaving(lease, state, now_ns, out)
+        else:
+            out.append(WatchClients(lease.lease_id))
+
+    def _arm_leaving(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        if self._store.limits.cold_park_s and not state.stays_here:
+            state.due_ns = now_ns + self._store.limits.cold_park_s * NS_PER_S
+            self._arm(lease, state.due_ns, out)
+
+    def _leave(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
+        state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
+        out.append(LeaveSession(lease.lease_id, state.number))
+        self._arm(lease, state.due_ns, out)
+
+    def on_imaged(self, event: events.SessionImaged, now_ns: int, out: list[Effect]) -> None:
+        """Have the worker end whose session's image the broker has."""
+        lease = self._leaving(event.lease_id, event.number)
+        if lease is None or lease.park is None:
+            return
+        state = lease.park
+        # First the image: from here on the broker keeps it, and watches the session's clients.
+        out.append(LeaseLeft(lease.snapshot(), event.image_bytes, now_ns - state.ordered_ns))
+        self._drop_worker(lease, state, now_ns, out)
+        if (move := state.move) is None:
+            return
+        if not move.card_uuid:
+            self._end_move(lease, state, now_ns, out)
+            return
+        self._change_card(lease, state, self._store.account_by_uuid[move.card_uuid])
+        state.is_awaited = True
+        self._await_return(lease, state, now_ns, out)
+
+    def on_stays(self, event: events.SessionStays, now_ns: int, out: list[Effect]) -> None:
+        """Keep a session in its worker that can't leave it."""
+        lease = self._leaving(event.lease_id, event.number)
+        if lease is not None and lease.park is not None:
+            if event.is_lasting:
+                lease.park.stays_here = event.reason
+            self._give_up(lease, lease.park, event.reason, now_ns, out)
+
+    def _give_up(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
+        state.depth, state.due_ns = ParkDepth.WARM, None
+        out.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
+        self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), out)
+        self._arm_leaving(lease, state, now_ns, out)
+
+    def _drop_worker(
+        self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect], *, is_gone: bool = False
+    ) -> None:
+        """Hand a lease's worker to the pool, which drops it, and charge the lease nothing."""
+        held_bytes = lease.charge_bytes
+        self._store.account_by_uuid[lease.card_uuid].free_parked(lease, held_bytes)
+        state.off_bytes += held_bytes
+        state.phase, state.depth, state.due_ns = ParkPhase.PARKED, ParkDepth.COLD, None
+        state.kept_bytes, lease.warm_id, lease.served = 0, 0, 0
+        self._pool.drop_behind(lease, held_bytes, now_ns, out, is_gone=is_gone)
+        self._store.has_freed_room = True
+
+    def _leaving(self, lease_id: int, number: int) -> Lease | None:
+        """Return the active lease of an answer to LeaveSession; None for an answer that is late."""
+        lease = self._store.parkable.get(lease_id)
+        if lease is None or lease.park is None or lease.state is not LeaseState.ACTIVE:
+            return None
+        return lease if lease.park.depth is ParkDepth.LEAVING and lease.park.number == number else None
+
+    # --- returning ---
+
+    def start_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        """Order a worker for a cold session that has its room."""
+        state.depth, state.ordered_ns = ParkDepth.ARRIVING, now_ns
+        state.due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
+        self._pool.give_to(lease, now_ns, out)
+        out.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
+        self._arm(lease, state.due_ns, out)
+
+    def on_worker_ready(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+        """Have a worker adopt the session that it was ordered for; return False for any other worker."""
+        state = lease.park
+        if state is None or state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
+            return False
+        if lease.deadline_ns is None:
+            return False
+        # The page of this worker has neither deadline yet. There is no time limit for what follows but the lease's own:
+        # the watchdog sees whether the worker lives.
+        state.depth, state.due_ns = ParkDepth.ADOPTING, None
+        out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
+        if lease.horizon is not None:
+            out.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
+        out.append(AdoptSession(lease.lease_id, state.number))
+        return True
+
+    def on_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> bool:
+        """Keep a session cold whose new worker ended before it got the image; return False for any other worker."""
+        state = lease.park
+        if state is None or state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
+            return False
+        self._fall_back(lease, state, reason, now_ns, out, is_gone=True)
+        return True
+
+    def _fall_back(
+        self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect], *, is_gone: bool
+    ) -> None:
+        out.append(ParkFailed(lease.snapshot(), None, reason))
+        self._drop_worker(lease, state, now_ns, out, is_gone=is_gone)
+        # Whoever waits asks again: the broker watches the session's clients.
+        state.is_awaited = False
+        self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), out)
+        out.append(WatchClients(lease.lease_id))
+
+    def on_returned(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        """Note that a session is whole, wherever it was."""
+        state.depth = ParkDepth.WARM
+        if state.move is not None:
+            self._end_move(lease, state, now_ns, out)
+
+    def on_return_failed(self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> bool:
+        """End a lease whose session would not be what it was; return False for a session that is parked warm again."""
+        state = lease.park
+        if state is None or not event.is_mismatch:
+            if state is not None:
+                state.depth = ParkDepth.WARM
+            self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), out)
+            return False
+        out.append(ParkFailed(lease.snapshot(), None, event.reason, is_mismatch=True))
+        self._condemn(
+            lease, Cause.FAULTED, f"its session can't continue in another process: {event.reason}", now_ns, out
+        )
+        return True
+
+    # --- moves ---
+
+    def on_move_requested(self, event: events.MoveRequested, now_ns: int, out: list[Effect]) -> None:
+        """Begin to move a session to another card, or to have it leave its process, or refuse that."""
+        lease = self._store.live.get(event.lease_id)
+        denial = self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
+        denial = denial or self._store.denial_for(event.lease_id, now_ns)
+        if denial is None and (lease is None or lease.park is None):
+            denial = denials.not_parkable(event.lease_id)
+        if denial is not None or lease is None or lease.park is None:
+            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            return
+        if lease.park.move is not None:
+            out.append(Denied(event.request, denials.is_moving(lease.lease_id)))
+            return
+        denial = self._begin_move(lease, lease.park, event, now_ns, out)
+        if denial is not None:
+            lease.park.move = None
+            out.append(Denied(event.request, denial))
+
+    def _begin_move(
+        self, lease: Lease, state: ParkState, event: events.MoveRequested, now_ns: int, out: list[Effect]
+    ) -> Denial | None:
+        card_uuid = ""
+        if event.card is not None:
+            selected = devices.select(self._store.accounts, event.card)
+            if not selected:
+                return denials.unknown_card(event.card, [account.card for account in self._store.accounts])
+            if (denial := self._check_card(lease, selected[0])) is not None:
+                return denial
+            card_uuid = selected[0].card.uuid
+        state.move = Move(event.request, card_uuid, lease.card_uuid, now_ns)
+        match state.phase, state.depth:
+            case ParkPhase.RESIDENT, _:
+                return self._park(lease, now_ns, out)
+            case ((ParkPhase.PARKING | ParkPhase.PROVING), _):
+                return denials.is_returning(lease.lease_id) if state.is_awaited else None
+            case ParkPhase.PARKED, ParkDepth.WARM if not state.is_awaited:
+                if state.stays_here:
+                    return denials.cant_leave(lease.lease_id, state.stays_here)
+                self._leave(lease, state, now_ns, out)
+                return None
+            case ParkPhase.PARKED, ParkDepth.LEAVING:
+                return None
+            case ParkPhase.PARKED, ParkDepth.COLD if not state.is_awaited:
+                if not card_uuid:
+                    self._end_move(lease, state, now_ns, out)
+                    return None
+                self._change_card(lease, state, self._store.account_by_uuid[card_uuid])
+                state.is_awaited = True
+                self._await_return(lease, state, now_ns, out)
+                return None
+        return denials.is_returning(lease.lease_id)
+
+    def _check_card(self, lease: Lease, account: CardAccount) -> Denial | None:
+        """Return the denial for a move to a card; None if the lease may go there once there is room."""
+        uuid = account.card.uuid
+        if uuid == lease.card_uuid:
+            return denials.is_there(lease.lease_id, uuid)
+        is_able = devices.could_ever_hold(account, lease.terms) and account.has_parkable_room(lease.terms)
+        if not is_able or account.exclusive_leases or not devices.suits(account, lease.terms.exclusivity):
+            return denials.no_place(lease.lease_id, uuid)
+        return None
+
+    def _change_card(self, lease: Lease, state: ParkState, account: CardAccount) -> None:
+        """Make another card the lease's, which is charged nothing now."""
+        self._store.account_by_uuid[lease.card_uuid].give_back(lease)
+        lease.card_uuid, state.off_bytes = account.card.uuid, account.charge_bytes(lease.terms)
+        account.restore(lease)
+        account.parked_bytes += state.off_bytes
+
+    def _end_move(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        move = state.move
+        if move is None:
+            return
+        took_ns, state.move = now_ns - move.since_ns, None
+        if move.card_uuid:
+            out.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, took_ns))
+        out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, took_ns))
+
+    def refuse_move(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
+        """Refuse the move that is in progress, if there is one; the session stays where it is now."""
+        if lease.park is not None and lease.park.move is not None:
+            out.append(Denied(lease.park.move.request, denial))
+            lease.park.move = None
+
+    # --- timers and ends ---
+
+    def on_timer(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> bool:
+        """Act on the timer of a session that is parked, or that a new worker is to continue; return False otherwise."""
+        if state.depth is ParkDepth.LEAVING:
+            # Its worker may have sent its image meanwhile: it must serve the session again.
+            out.append(StaySession(lease.lease_id, state.number))
+            waited_s = self._store.limits.session_timeout_s
+            self._give_up(lease, state, f"it did not {_LEAVES} within {waited_s} s", now_ns, out)
+        elif state.depth is ParkDepth.ARRIVING:
+            reason = f"its new worker was not ready within {self._store.limits.spawn_timeout_s} s"
+            self._fall_back(lease, state, reason, now_ns, out, is_gone=False)
+        elif state.phase is ParkPhase.PARKED and state.depth is ParkDepth.WARM and not state.is_awaited:
+            self._leave(lease, state, now_ns, out)
+        else:
+            return False
+        return True
+
+    def end_with_lease(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
+        """Answer what waits for a lease that was ended; one that is cold has no worker that would have to end."""
+        self.refuse_move(lease, denials.lease_ended(lease.snapshot()), out)
+        if state.depth is ParkDepth.COLD:
+            lease.is_worker_gone = True
+
+    def _arm(self, lease: Lease, due_ns: int, out: list[Effect]) -> None:
+        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))

@@ -1,0 +1,285 @@
+"""The images of cold sessions: what the broker keeps of a session while it has no worker.
+
+The broker reads nothing of an image. It keeps the descriptors of the image, of the session's host memory and of its
+clients' sockets and rings, and watches the sockets: a client that waits rings, or sends. New connections wait here,
+too, and go to the next worker behind the image.
+
+A tenant may have compromised the worker that sent an image. What it sent goes to a worker of the same lease alone, and
+descriptors are taken only through a channel that was made for one order.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpulease.daemon.contract.message_fields import MalformedMessage, parse_message
+from gpulease.daemon.contract.messages import (
+    IMAGE_MESSAGES,
+    AdoptOrder,
+    AttachOrder,
+    ImageConnection,
+    ImagedReport,
+    ImageMemory,
+)
+from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.leases import Event, ReturnWanted, SessionImaged, SessionStays
+from gpulease.daemon.workers.region_link import RegionLink
+from gpulease.daemon.workers.worker import MAX_HAND_OVERS, Worker
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Opcode, Status
+
+WATCH_AGAIN_S: Final = 1.0
+"""Pause before clients are watched again whose session could not return: one of them still waits."""
+
+CHANNEL_BYTES: Final = 1 << 20
+"""Size of an image's channel: room for the messages of all connections."""
+
+
+@dataclass(slots=True)
+class _Image:
+    """The image of a session.
+
+    Attributes:
+        number: The number of its park.
+        channel: The broker's end of the channel that its worker got; None once everything was read.
+        memory: What the worker sent with the image, and the two descriptors.
+        connections: Each connection's message, and its descriptors, the socket first.
+        is_kept: The session has no worker any more.
+        link: The page with the words of the lease, which clients map.
+        counted: The counters that its last worker reported.
+        held: New connections, each with its socket.
+        watched: Sockets that are watched.
+    """
+
+    number: int
+    channel: socket.socket | None
+    memory: tuple[ImageMemory, list[int]] | None = None
+    connections: list[tuple[ImageConnection, list[int]]] = field(default_factory=list)
+    is_kept: bool = False
+    link: RegionLink | None = None
+    counted: tuple[int, ...] = ()
+    held: list[tuple[int, AttachOrder]] = field(default_factory=list)
+    watched: list[int] = field(default_factory=list)
+
+
+class SessionImages:
+    """Keeps the images of cold sessions, by lease.
+
+    Args:
+        post: Called with what the lease table must know.
+    """
+
+    def __init__(self, post: Callable[[Event], None]) -> None:
+        self._post = post
+        self._images: dict[int, _Image] = {}
+
+    def is_connected(self, lease_id: int) -> bool:
+        """Return whether a cold session has clients."""
+        image = self._images.get(lease_id)
+        return image is not None and image.is_kept and bool(image.connections or image.held)
+
+    # --- leaving ---
+
+    def begin(self, lease_id: int, number: int) -> socket.socket:
+        """Return the worker's end of a channel for its session's image. The caller closes it. Raises OSError."""
+        self.discard(lease_id)
+        ours, theirs = channel_pair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
+        ours.setblocking(False)
+        self._images[lease_id] = _Image(number, ours)
+        return theirs
+
+    def on_imaged(self, lease_id: int, report: ImagedReport) -> None:
+        """Take the image that a worker reports out of its channel."""
+        image = self._images.get(lease_id)
+        if image is None or image.channel is None or image.number != report.number:
+            return
+        try:
+            self._read(image, image.channel, report.connections)
+        except (ChannelClosed, BlockingIOError, MalformedMessage, ValueError) as error:
+            self.discard(lease_id)
+            self._post(SessionStays(lease_id, report.number, f"its image did not arrive: {error}", is_lasting=True))
+            return
+        image.channel.close()
+        image.channel = None
+        self._post(SessionImaged(lease_id, report.number, report.image_bytes))
+
+    def _read(self, image: _Image, channel: socket.socket, connections: int) -> None:
+        message, fds = receive_message(channel)
+        memory = parse_message(IMAGE_MESSAGES, message)
+        if not isinstance(memory, ImageMemory) or len(fds) != 2:
+            close_all(fds)
+            raise ValueError("its memory is missing")
+        image.memory = memory, fds
+        for _ in range(connections):
+            message, fds = receive_message(channel)
+            connection = parse_message(IMAGE_MESSAGES, message)
+            if not isinstance(connection, ImageConnection) or not fds:
+                close_all(fds)
+                raise ValueError("a connection is missing")
+            image.connections.append((connection, fds))
+
+    def keep(self, lease_id: int, worker: Worker | None) -> None:
+        """Keep a session that leaves its worker: from here on its clients are watched."""
+        image = self._images.get(lease_id)
+        if image is None:
+            return
+        image.is_kept = True
+        if worker is not None:
+            image.link, worker.regions = worker.regions, None
+            image.counted = worker.counted
+        if image.held:
+            self._post(ReturnWanted(lease_id, image.number))
+        else:
+            self.watch(lease_id)
+
+    def watch(self, lease_id: int) -> None:
+        """Report the next client that sends something, or that goes."""
+        image = self._images.get(lease_id)
+        if image is None or not image.is_kept or image.watched:
+            return
+        loop = asyncio.get_running_loop()
+        # A descriptor that can't be watched is no socket: the next worker finds that out.
+        for _, fds in image.connections:
+            with contextlib.suppress(OSError):
+                loop.add_reader(fds[0], self._on_client, lease_id)
+                image.watched.append(fds[0])
+
+    def watch_later(self, lease_id: int) -> None:
+        """Watch the clients again of a session that could not return."""
+        image = self._images.get(lease_id)
+        if image is not None:
+            self._unwatch(image)
+            asyncio.get_running_loop().call_later(WATCH_AGAIN_S, self._ask_again, lease_id)
+
+    def _ask_again(self, lease_id: int) -> None:
+        image = self._images.get(lease_id)
+        if image is not None and image.is_kept and image.held:
+            self._post(ReturnWanted(lease_id, image.number))
+        self.watch(lease_id)
+
+    def _on_client(self, lease_id: int) -> None:
+        image = self._images.get(lease_id)
+        if image is not None:
+            self._unwatch(image)
+            self._post(ReturnWanted(lease_id, image.number))
+
+    def _unwatch(self, image: _Image) -> None:
+        loop = asyncio.get_running_loop()
+        while image.watched:
+            loop.remove_reader(image.watched.pop())
+
+    def hold(self, lease_id: int, sock_fd: int, attach: AttachOrder) -> bool | None:
+        """Hold a new connection of a session that leaves, or has left, its worker.
+
+        Returns whether it is held; None if the session has a worker that can take it.
+        """
+        image = self._images.get(lease_id)
+        if image is None:
+            return None
+        if len(image.held) >= MAX_HAND_OVERS:
+            return False
+        try:
+            image.held.append((os.dup(sock_fd), attach))
+        except OSError:
+            return False
+        if image.is_kept:
+            self._post(ReturnWanted(lease_id, image.number))
+        return True
+
+    # --- returning ---
+
+    def stay(self, lease_id: int, worker: Worker | None) -> None:
+        """Give a session that stays the connections that came meanwhile, and discard its image."""
+        image = self._images.get(lease_id)
+        if image is not None:
+            self._hand_over_held(image, worker)
+        self.discard(lease_id)
+
+    def adopt(self, lease_id: int, number: int, worker: Worker) -> bool:
+        """Give a cold session to a new worker; return False if it can't be sent."""
+        image = self._images.get(lease_id)
+        if image is None or not image.is_kept or image.memory is None:
+            return False
+        self._unwatch(image)
+        try:
+            ours, theirs = channel_pair()
+        except OSError:
+            return False
+        with ours, theirs:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
+            ours.setblocking(False)
+            try:
+                memory, fds = image.memory
+                send_message(ours, memory.to_map(), tuple(fds))
+                for connection, fds in image.connections:
+                    send_message(ours, connection.to_map(), tuple(fds))
+                self._give_words(image, worker)
+                order = AdoptOrder(number, len(image.connections))
+                send_message(worker.channel, order.to_map(), (theirs.fileno(),))
+            except (OSError, ChannelClosed):
+                return False
+        # Connections that are new come behind the image: the worker attaches them afterwards.
+        worker.page.open_session()
+        worker.counted = image.counted
+        self._hand_over_held(image, worker)
+        self.discard(lease_id)
+        return True
+
+    def _give_words(self, image: _Image, worker: Worker) -> None:
+        """Give the worker the page whose words the session's clients map. Raises OSError."""
+        if image.link is None:
+            return
+        image.link.move_to(worker.channel)
+        worker.regions, image.link = image.link, None
+        worker.regions.page.set_generation(worker.page.generation)
+        worker.regions.show_page()
+
+    def _hand_over_held(self, image: _Image, worker: Worker | None) -> None:
+        while image.held:
+            fd, attach = image.held.pop(0)
+            if worker is not None:
+                # One that finds no room is closed: its client tries again.
+                worker.hand_over(fd, attach)
+            os.close(fd)
+
+    # --- ends ---
+
+    def refuse(self, lease_id: int, status: Status, reason: str, cause: str) -> None:
+        """Have a cold session's clients learn that its lease has ended, and drop the image."""
+        image = self._images.get(lease_id)
+        if image is None or not image.is_kept:
+            return
+        if image.link is not None and cause:
+            image.link.page.end_lease(status, cause, reason)
+        goodbye = Failure(status, reason or "the lease has ended").to_frame(Opcode.GOODBYE, request_id=0)
+        for connection, fds in image.connections:
+            # A ring's client finds its socket closed, and asks the broker.
+            if not connection.has_ring:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fds[0])) as sock:
+                    sock.send(goodbye, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        self.discard(lease_id)
+
+    def discard(self, lease_id: int) -> None:
+        """Close everything of an image, which gives the session's host memory back if nobody adopted it."""
+        image = self._images.pop(lease_id, None)
+        if image is None:
+            return
+        self._unwatch(image)
+        if image.channel is not None:
+            image.channel.close()
+        if image.memory is not None:
+            close_all(image.memory[1])
+        for _, fds in image.connections:
+            close_all(fds)
+        close_all([fd for fd, _ in image.held])
+        if image.link is not None:
+            image.link.close()
+
+    def close(self) -> None:
+        for lease_id in list(self._images):
+            self.discard(lease_id)
