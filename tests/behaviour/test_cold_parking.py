@@ -1,7 +1,5 @@
-"""Sessions that leave their worker: another one continues them, on the same card or another, with all that they have."""
+"""Sessions that leave their worker: another one continues them, on the same card or another, with all they have."""
 
-import os
-import signal
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -12,23 +10,19 @@ import pytest
 
 from gpulease.client import (
     Busy,
-    CapacityExceeded,
     GpuBuilder,
     GpuExclusivityClass,
     GpuLease,
     GpuSession,
-    LeaseExpired,
-    Revoked,
     Unsupported,
 )
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef, LeaseRevoke
+from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.lasting import LastingDaemon
 from helpers.pointers import POINTERS, chase_args, count_args
-from helpers.waiting import wait_until
 
 MIB = 1 << 20
 SLICE = 64 * MIB

@@ -3,12 +3,15 @@
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 
-from gpulease.client import Buffer, GpuLease, GpuSession
+from gpulease.client import Buffer, Busy, GpuLease, GpuSession, Unsupported
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseMove, MovedSession
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.nvml import SLACK_BYTES, Cards
@@ -166,3 +169,91 @@ def test_freed_memory_and_new_memory_after_a_park(node: Daemon) -> None:
                 assert bytes(session.mem_read(one, 0, 100)) == bytes([number + 1]) * 100
             for one in (*kept, fresh):
                 session.mem_free(one)
+
+
+COLD_MIB = 1024
+
+
+def leave(node: Daemon, lease: GpuLease, device: str | None = None) -> MovedSession:
+    """Have a session leave its worker, once its client and the broker have nothing under way."""
+    until = time.monotonic() + 20
+    while True:
+        try:
+            moved: MovedSession = ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, device), node.address)
+        except (Busy, Unsupported) as error:
+            if time.monotonic() > until or not ("has sent something" in str(error) or "returning" in str(error)):
+                raise
+            time.sleep(0.01)
+        else:
+            return moved
+
+
+def check_everything(session: GpuSession, turns: Iterable[Callable[[], None]]) -> None:
+    """Have a session with pointers, variables, a graph, streams and memory do work, and leave before each turn."""
+    size = COLD_MIB * MIB
+    module = session.module_load(POINTERS)
+    nodes = [session.mem_alloc(16) for _ in range(7)]
+    for one, following in zip(nodes, nodes[1:] + nodes[:1], strict=True):
+        session.mem_write(one, 0, struct.pack("<QQ", following.handle, 0))
+    counted = session.mem_alloc(8)
+    transform, buffer = session.module_load(TRANSFORM), session.mem_alloc(4 * N)
+    data, back = session.empty(N, np.float32), session.empty(N, np.float32)
+    with session.record() as graph:
+        session.mem_write(buffer, 0, data)
+        session.launch(transform, "bias", [400], [256], scale_args(buffer, N, 7))
+        session.mem_read(buffer, 0, data.nbytes, into=back)
+    stream = session.stream()
+    large = fill(session, size)
+    for turn, leave_now in enumerate(turns, 1):
+        session.sync()
+        leave_now()
+        began = time.monotonic()
+        session.launch(module, "chase", [1], [1], chase_args(nodes[0], 70), stream=stream)
+        stream.sync()
+        print(f"turn {turn}: first operation {time.monotonic() - began:.3f} s")
+        session.launch(module, "count", [1], [1], count_args(counted))
+        session.sync()
+        assert [struct.unpack("<Q", session.mem_read(one, 8, 8))[0] for one in nodes] == [10 * turn] * 7
+        assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (5 + turn,)
+        data[:] = numbers(N) * turn
+        graph.launch()
+        session.sync()
+        np.testing.assert_array_equal(back, numbers(N) * turn + 7)
+        assert is_whole(session, large, size)
+
+
+def test_a_session_leaves_its_worker_and_returns_in_another(node: Daemon, cards: Cards) -> None:
+    before = cards.used_bytes()[0]
+    with lease_of(node, COLD_MIB * MIB + 64 * MIB) as lease, GpuSession(lease) as session:
+        pids = [node.worker_pid(lease.lease_id)]
+
+        def leave_now() -> None:
+            began = time.monotonic()
+            moved = leave(node, lease)
+            print(f"left in {time.monotonic() - began:.3f} s: {moved.moved_bytes >> 20} MiB")
+            until = time.monotonic() + 10
+            while cards.used_bytes()[0] > before + SLACK_BYTES and time.monotonic() < until:
+                time.sleep(0.02)
+            print(f"{(cards.used_bytes()[0] - before) / MIB:.0f} MiB more than before are in use")
+
+        check_everything(session, [leave_now] * 3)
+        pids.append(node.worker_pid(lease.lease_id))
+        assert pids[0] != pids[1]
+
+
+def test_a_session_moves_between_cards(cards: Cards) -> None:
+    if len(cards.used_bytes()) < 2:
+        pytest.skip("a move needs two cards")
+    node = Daemon(driver="cuda", vram=("40GiB", "40GiB"), config=CONFIG)
+    try:
+        node.wait_until_it_answers()
+        with lease_of(node, COLD_MIB * MIB + 64 * MIB) as lease, GpuSession(lease) as session:
+            targets = iter(["1", "0", "1"])
+
+            def move_now() -> None:
+                moved = leave(node, lease, next(targets))
+                print(f"moved to {moved.card_uuid}: {moved.moved_bytes >> 20} MiB in {moved.took_us / 1e6:.3f} s")
+
+            check_everything(session, [move_now] * 3)
+    finally:
+        node.stop()

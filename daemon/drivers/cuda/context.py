@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import msgpack
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
@@ -40,6 +41,9 @@ from gpulease.daemon.drivers.interface import (
     DriverError,
     DriverEvent,
     DriverLaunchAttributes,
+    DriverModule,
+    ImageMismatch,
+    ImageRejected,
     KernelFault,
     LaunchRejected,
     NativeLaunch,
@@ -64,6 +68,10 @@ would be coarse in comparison."""
 
 MAX_AHEAD_OF_COPY: Final = 512
 """Most launches that may be queued when a copy is put after them without a wait."""
+
+MAX_VARIABLE_BYTES: Final = 32 << 20
+"""Most bytes of modules' variables of a session that leaves its process: they travel in its image, without the speed of
+pinned memory."""
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two polls of card and lease."""
@@ -109,6 +117,11 @@ class CudaContext:
         self._can_begin_copies = True
         # A module was loaded with kernels that may have left something where a scrub can't reach it.
         self._leaves_traces = False
+        # A module was loaded whose kernels call the driver's own functions.
+        self._has_system_calls = False
+        self._modules: dict[CudaModule, None] = {}
+        # Bytes of modules' variables that come from another process, by address, until they are written.
+        self._contents: list[tuple[int, bytes]] = []
         self._wipes_memory = is_heap_wiped()
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
@@ -442,9 +455,71 @@ class CudaContext:
             take_once_given(pages.take_again, pages.held_bytes, pages.free_bytes, poll)
             mapped_ns = time.monotonic_ns()
             pages.copy_back(poll)
+            self._restore_variables()
         except DriverError as error:
             raise self._torn(error) from None
         return PageMove(pages.held_bytes, time.monotonic_ns() - mapped_ns, mapped_ns - began_ns)
+
+    # --- leaving the process ---
+
+    def parked_state(self) -> bytes:
+        """Return what is parked, and the bytes of modules' variables, which are still on the card."""
+        if self._slice is None or not self._pages.is_parked:
+            raise DriverError("it is not parked")
+        self._refuse_regions()
+        if self._has_system_calls:
+            raise DriverError("a module calls malloc, free or assert: the heap and its state belong to the context")
+        variables = [place for module in self._modules for place in module.variables()]
+        size_bytes = sum(size for _, size in variables)
+        if size_bytes > MAX_VARIABLE_BYTES:
+            raise DriverError(f"its modules' variables have {size_bytes} bytes, and may have {MAX_VARIABLE_BYTES}")
+        contents: list[tuple[int, bytes]] = []
+        for address, size in variables:
+            data = bytearray(size)
+            self._call(cuda.memcpy_dtoh, data, address)
+            contents.append((address, bytes(data)))
+        packed: bytes = msgpack.packb((self._slice.range, self._pages.saved(), self._blocks.live(), contents))
+        return packed
+
+    def module_place(self, module: DriverModule) -> tuple[int, ...]:
+        """Return the addresses of the variables, in the order of their names."""
+        if not isinstance(module, CudaModule):
+            raise DriverError("this module is another driver's")
+        return tuple(address for address, _ in module.variables())
+
+    def adopt_parked(self, state: bytes, host: memoryview) -> None:
+        try:
+            where, saved, sizes, contents = msgpack.unpackb(
+                state, use_list=False, strict_map_key=False, max_bin_len=MAX_VARIABLE_BYTES
+            )
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ImageMismatch(f"what is parked can't be read: {error}") from None
+        if self._slice is None or where != self._slice.range:
+            raise ImageMismatch(f"its slice would begin at {self._slice and hex(self._slice.range[0])}")
+        if any(at + size > len(host) for _, size, at in saved):
+            raise ImageMismatch("its host memory is too small")
+        pieces = self._pages.adopt(saved, host)
+        blocks = {address: block_bytes(size) for address, size in sizes.items()}
+        for address, allocation in self._slice.adopt(pieces, blocks).items():
+            self._blocks.add(address, sizes[address], allocation)
+        self._contents = list(contents)
+
+    def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CudaModule:
+        try:
+            module = self.module_load(image)
+            found = self.module_place(module)
+        except ImageRejected as error:
+            raise ImageMismatch(str(error)) from None
+        if found != place:
+            moved = next((f"{was:#x} is at {now:#x}" for was, now in zip(place, found, strict=False) if was != now), "")
+            raise ImageMismatch(f"a module's variable that was at {moved or 'an address is missing'}")
+        return module
+
+    def _restore_variables(self) -> None:
+        """Write the bytes of variables that came from another process."""
+        for address, data in self._contents:
+            self._call(cuda.memcpy_htod, address, data)
+        self._contents = []
 
     def _torn(self, error: DriverError) -> DriverError:
         """Return the error of a move of the pages; the fault that ends the context if it left them half mapped."""
@@ -537,7 +612,9 @@ class CudaContext:
         # A lost context reports its fault again, instead of a load that failed.
         if self._fault is not None:
             raise self._fault
-        return load_image(image, admit, self._local, self.compiled, self._on_weighed)
+        module = load_image(image, admit, self._local, self.compiled, self._on_weighed)
+        self._modules[module] = None
+        return module
 
     def compile_kernel(self, kernel: Any) -> bool:
         """Return False: an image is compiled when it is loaded."""
@@ -549,11 +626,14 @@ class CudaContext:
 
     def _on_weighed(self, weight: Weight) -> None:
         self._leaves_traces = self._leaves_traces or weight.leaves_traces
+        # The driver may keep something of an image that it refuses, too.
+        self._has_system_calls = self._has_system_calls or weight.has_system_calls
 
     def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
         """Unload the module once everything launched before has ended."""
         # No launch queued before may still use the module.
         self.sync(poll)
+        self._modules.pop(module, None)
         unload(module.loaded)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:

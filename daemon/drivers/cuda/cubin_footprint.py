@@ -70,6 +70,7 @@ class Weight:
         leaves_traces: Its kernels may leave something in memory that the driver keeps when the module is unloaded: in
           variables, or through the driver's own functions in the heap or the print buffer.
         cooperative: The kernels that seem to synchronise their grid, so that only a cooperative launch can run them.
+        variables: Names of its variables in device and constant memory, each with whether kernels can write it.
     """
 
     device_bytes: int
@@ -77,6 +78,7 @@ class Weight:
     has_system_calls: bool
     leaves_traces: bool
     cooperative: frozenset[str] = frozenset()
+    variables: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
     sums: dict[int, int] = {}
     symbols = list(file.symbols())
     has_system_calls = leaves_traces = False
+    variables: dict[str, bool] = {}
     # Step 2: symbols. Managed variables are refused, calls of the driver's functions noted, and sizes corrected that
     # a 32-bit header can't show.
     for symbol in symbols:
@@ -199,12 +202,21 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
         elif symbol.kind == _OBJECT and (index := symbol.section) in sizes:
             sums[index] = sums.get(index, 0) + symbol.size
             sizes[index] = max(sizes[index], symbol.value + symbol.size, sums[index])
+            if symbol.size:
+                variables[file.kept_name_of(symbol)] = bool(file.sections[index].flags & _WRITABLE)
     leaves_traces |= any(file.sections[index].flags & _WRITABLE for index in sizes if sizes[index])
     # A large section has pages of its own; small ones share pages, also with other modules.
     own = sum(whole_pages(size) for size in sizes.values() if size > SHARING_BYTES)
     shared = sum(_share(size) for size in sizes.values() if size <= SHARING_BYTES)
     shared = -(-shared // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
-    return Weight(own + shared, shared, has_system_calls, leaves_traces, _cooperative(file, symbols))
+    return Weight(
+        own + shared,
+        shared,
+        has_system_calls,
+        leaves_traces,
+        _cooperative(file, symbols),
+        tuple(sorted(variables.items())),
+    )
 
 
 def _share(size: int) -> int:

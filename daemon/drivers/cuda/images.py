@@ -78,12 +78,14 @@ class CudaKernel:
         return int(value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CudaModule:
     """A loaded module.
 
     Attributes:
         loaded: Its CUmodule.
+        names: Its variables, each with whether kernels can write it.
+        has_system_calls: It calls functions of the driver's own.
     """
 
     kernels: Mapping[str, CudaKernel]
@@ -91,6 +93,20 @@ class CudaModule:
     shared_bytes: int
     kept_bytes: int
     loaded: Any
+    names: tuple[tuple[str, bool], ...] = ()
+    has_system_calls: bool = False
+
+    def variables(self) -> list[tuple[int, int]]:
+        """Return address and size of each variable. Raises DriverError for one that the driver does not name."""
+        found: list[tuple[int, int]] = []
+        for name, is_writable in self.names:
+            address, size_bytes = self.variable(name)
+            if size_bytes:
+                found.append((address, size_bytes))
+            # What kernels can't write is in the image.
+            elif is_writable:
+                raise DriverError(f"the driver does not report where the variable {name!r} is")
+        return found
 
     def variable(self, name: str) -> tuple[int, int]:
         error, address, size_bytes = api.cuModuleGetGlobal(self.loaded, name.encode())
@@ -130,7 +146,15 @@ def load_image(
     except ImageRejected:
         unload(loaded)
         raise
-    return CudaModule(kernels, weight.device_bytes, weight.shared_bytes, kept_bytes, loaded)
+    return CudaModule(
+        kernels,
+        weight.device_bytes,
+        weight.shared_bytes,
+        kept_bytes,
+        loaded,
+        weight.variables,
+        weight.has_system_calls,
+    )
 
 
 def machine_code(image: bytes, compiled: Compiled) -> bytes:

@@ -12,7 +12,7 @@ memory, maps it where the pieces were, and copies the bytes back.
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -194,6 +194,23 @@ class MappedPages:
             piece.handle = None
         self._host, self.is_broken = host, False
         return PageMove(self.held_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
+
+    def saved(self) -> list[tuple[int, int, int]]:
+        """Return address, size and place in the host memory of each parked piece, in their order.
+
+        Raises DriverError for pieces that are mapped otherwise than once.
+        """
+        if any(len(piece.mappings) != 1 for piece in self._pieces):
+            raise DriverError("some of its memory is mapped more than once, or not at all")
+        return [(piece.mappings[0][0], piece.size_bytes, piece.saved_at) for piece in self._pieces]
+
+    def adopt(self, saved: Iterable[tuple[int, int, int]], host: memoryview) -> list[Piece]:
+        """Enter another process's parked pieces, whose bytes are in `host`; return them in their order."""
+        for address, size_bytes, saved_at in saved:
+            self._pieces[Piece(size_bytes, None, [(address, size_bytes)], saved_at)] = None
+            self.held_bytes += size_bytes
+        self._host = host
+        return list(self._pieces)
 
     def take_again(self) -> None:
         """Take memory for all parked pieces, and map it where they were. Raises MemoryRefused, having taken nothing."""

@@ -62,6 +62,10 @@ class Pages:
             if self._sharers[page] == 1:
                 self.taken_bytes += PAGE_BYTES
 
+    def sizes(self) -> dict[int, int]:
+        """Return the size of each allocation by its address."""
+        return dict(self._sizes)
+
     def remove(self, address: int) -> None:
         """Record that the driver freed an allocation."""
         size_bytes = self._sizes.pop(address)
@@ -154,6 +158,10 @@ class Blocks:
         self._live.remove(address)
         self._cached.setdefault(self._sizes[address], []).append(address)
         self._cached_in_order[address] = None
+
+    def live(self) -> dict[int, int]:
+        """Return the sizes of live allocations, as they were asked for, by address. Nothing may be cached."""
+        return self._live.sizes()
 
     def drop_oldest(self) -> tuple[Any, int]:
         """Remove the block cached for longest; return the driver's allocation, to be freed, and its size.

@@ -5,6 +5,7 @@ The slice is one reserved range of addresses. It takes the place of cuMemAlloc, 
 goes back with the last of them. The context caches freed blocks in front of this as in front of cuMemAlloc.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from gpulease.daemon.drivers.cuda.mapped_pages import MappedPages, Piece
@@ -95,6 +96,21 @@ def _bin_of(size_bytes: int) -> int:
     return size_bytes.bit_length() - 1
 
 
+def _sizes_of(pieces: Mapping[int, Piece]) -> dict[int, int]:
+    return {address: piece.size_bytes for address, piece in pieces.items()}
+
+
+def _gaps(start: int, size_bytes: int, taken: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield start and size of each gap in a range of which some ranges, by their starts, are taken."""
+    at = start
+    for address, taken_bytes in sorted(taken.items()):
+        if address > at:
+            yield at, address - at
+        at = address + taken_bytes
+    if at < start + size_bytes:
+        yield at, start + size_bytes - at
+
+
 class SliceAllocation:
     """An allocation; like pycuda's, its number is its address."""
 
@@ -158,6 +174,30 @@ class SlicePages:
         piece = self._pieces.pop(address)
         self._pages.drop(piece)
         self._addresses.add(address, piece.size_bytes)
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The address and the size of the range."""
+        return self._address, self._range_bytes
+
+    def adopt(self, pieces: Iterable[Piece], blocks: Mapping[int, int]) -> dict[int, SliceAllocation]:
+        """Enter the pieces of another process's slice with the same range, and the sizes of its blocks by address.
+
+        Returns an allocation for each block.
+        """
+        self._pieces = {piece.mappings[0][0]: piece for piece in pieces}
+        self._addresses = FreeRanges()
+        for start, size_bytes in _gaps(self._address, self._range_bytes, _sizes_of(self._pieces)):
+            self._addresses.add(start, size_bytes)
+        # Blocks of shared pages, by page.
+        shared: dict[int, dict[int, int]] = {}
+        for address, size_bytes in blocks.items():
+            if size_bytes <= SHARING_BYTES:
+                shared.setdefault(address - address % PAGE_BYTES, {})[address] = size_bytes
+        for page, within in shared.items():
+            for start, size_bytes in _gaps(page, PAGE_BYTES, within):
+                self._shared.add(start, size_bytes)
+        return {address: SliceAllocation(self, address, size_bytes) for address, size_bytes in blocks.items()}
 
     def close(self) -> None:
         """Give the addresses back; every block must have been given back."""
