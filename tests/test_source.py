@@ -58,11 +58,15 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "llguidance": "client/decode/text/",
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
-    # Reports on the wire; messages between the daemon's own processes, and a decode server's; what is kept of images.
+    # Reports on the wire; messages between the daemon's own processes, and a decode server's; what is kept of images,
+    # and of parked sessions.
     "msgpack": (
         "protocol/primitives.py",
         "daemon/host/ipc.py",
         "daemon/ptx/image.py",
+        "daemon/contract/session_image.py",
+        "daemon/drivers/cuda/context.py",
+        "daemon/ptx/parked_memory.py",
         "client/decode/text/text_jobs.py",
     ),
 }

@@ -12,7 +12,7 @@ from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.ring import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
-from .vector_regions import cancelled_region, noted, parked, regions, resized
+from .vector_regions import cancelled_region, moved, noted, parked, regions, resized
 from .vector_script import KERNELS, MODULE, SLICE, WITH_VARIABLE, Script, X, Y, alloc, launch
 from .vector_submits import submit, typed_submit
 
@@ -535,6 +535,7 @@ SCRIPTS = (
     cancelled_region,
     resized,
     parked,
+    moved,
     noted,
     drain,
     orphaned,

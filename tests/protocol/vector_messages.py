@@ -288,6 +288,12 @@ REGIONS: Cases = {
     "RegionCancel": (m.RegionCancel(0, 0), m.RegionCancel(REGION, 1), m.RegionCancel(U128, 255)),
     "LeaseResize": (m.LeaseResize(0, 0), m.LeaseResize(LEASE, 96 << 20), m.LeaseResize(U128, U64)),
     "ParkedSession": (m.ParkedSession(0, 0), m.ParkedSession(LEASE, 96 << 20), m.ParkedSession(U128, U64)),
+    "LeaseMove": (m.LeaseMove(0, None), m.LeaseMove(LEASE, "1"), m.LeaseMove(U128, "GPU-" + "f" * 200)),
+    "MovedSession": (
+        m.MovedSession(0, "", 0, 0),
+        m.MovedSession(LEASE, "GPU-1", 96 << 20, 480_000),
+        m.MovedSession(U128, "GPU-" + "f" * 200, U64, U64),
+    ),
     "LeaseNote": (
         m.LeaseNote(0, b""),
         m.LeaseNote(REGION, b'{"request":"7","tokens":24}'),

@@ -16,6 +16,7 @@ from gpulease.daemon.contract.messages import (
     FROM_WORKER,
     FROM_ZYGOTE,
     HANDOVER_MESSAGES,
+    IMAGE_MESSAGES,
     TO_WORKER,
     TO_ZYGOTE,
 )
@@ -179,6 +180,9 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.ParkOrder(4, 5), {"op": "park", "number": 4, "until": 5}),
     (TO_WORKER, messages.ReturnOrder(4), {"op": "return", "number": 4}),
     (TO_WORKER, messages.RefuseReturn(4, "It is full."), {"op": "no_return", "number": 4, "reason": "It is full."}),
+    (TO_WORKER, messages.LeaveOrder(4), {"op": "leave", "number": 4}),
+    (TO_WORKER, messages.StayOrder(4), {"op": "stay", "number": 4}),
+    (TO_WORKER, messages.AdoptOrder(4, 2), {"op": "adopt", "number": 4, "connections": 2}),
     (FROM_WORKER, messages.Ready(), {"op": "ready"}),
     (FROM_WORKER, messages.Failed("no context"), {"op": "failed", "reason": "no context"}),
     (FROM_WORKER, messages.Faulted("lost"), {"op": "faulted", "reason": "lost"}),
@@ -239,14 +243,31 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (
         FROM_WORKER,
         messages.ReturnFailedReport(4, "no room"),
-        {"op": "return_failed", "number": 4, "reason": "no room"},
+        {"op": "return_failed", "number": 4, "reason": "no room", "mismatch": False},
+    ),
+    (
+        FROM_WORKER,
+        messages.ReturnFailedReport(4, "it moved", True),
+        {"op": "return_failed", "number": 4, "reason": "it moved", "mismatch": True},
+    ),
+    (FROM_WORKER, messages.ImagedReport(4, 5, 6), {"op": "imaged", "number": 4, "image": 5, "connections": 6}),
+    (
+        FROM_WORKER,
+        messages.LeaveRefusedReport(4, "it has events", True),
+        {"op": "leave_refused", "number": 4, "reason": "it has events", "lasting": True},
+    ),
+    (IMAGE_MESSAGES, messages.ImageMemory(5, 6), {"op": "image", "image": 5, "host": 6}),
+    (
+        IMAGE_MESSAGES,
+        messages.ImageConnection(True, False),
+        {"op": "image_connection", "ring": True, "arena": False},
     ),
     (FROM_HELPER, messages.HelperPrepared(), {"op": "prepared"}),
     (FROM_HELPER, messages.Ready(), {"op": "ready"}),
     (FROM_HELPER, messages.HelperBroken("no etcd"), {"op": "broken", "reason": "no etcd", "hint": ""}),
     (FROM_HELPER, messages.Pong(), {"op": "pong"}),
 ]
-DIRECTIONS = (TO_ZYGOTE, FROM_ZYGOTE, HANDOVER_MESSAGES, TO_WORKER, FROM_WORKER, FROM_HELPER)
+DIRECTIONS = (TO_ZYGOTE, FROM_ZYGOTE, HANDOVER_MESSAGES, TO_WORKER, FROM_WORKER, IMAGE_MESSAGES, FROM_HELPER)
 ids = [f"{type(message).__name__}-{number}" for number, (_, message, _) in enumerate(MAPS)]
 
 
