@@ -23,12 +23,12 @@ from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     AdoptSession,
     ArmTimer,
-    Denied,
     Effect,
     LeaseLeft,
     LeaseMoved,
     LeaveSession,
     ParkFailed,
+    RequestDenied,
     RestartWorker,
     SessionMoved,
     SetDeadline,
@@ -244,15 +244,15 @@ class ColdParking:
         if denial is None and (lease is None or lease.park is None):
             denial = denials.not_parkable(event.lease_id)
         if denial is not None or lease is None or lease.park is None:
-            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         if lease.park.move is not None:
-            out.append(Denied(event.request, denials.is_moving(lease.lease_id)))
+            out.append(RequestDenied(event.request, denials.is_moving(lease.lease_id)))
             return
         denial = self._begin_move(lease, lease.park, event, now_ns, out)
         if denial is not None:
             lease.park.move = None
-            out.append(Denied(event.request, denial))
+            out.append(RequestDenied(event.request, denial))
 
     def _begin_move(
         self, lease: Lease, state: ParkState, event: events.MoveRequested, now_ns: int, out: list[Effect]
@@ -317,7 +317,7 @@ class ColdParking:
     def refuse_move(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
         """Refuse the move that is in progress, if there is one; the session stays where it is now."""
         if lease.park is not None and lease.park.move is not None:
-            out.append(Denied(lease.park.move.request, denial))
+            out.append(RequestDenied(lease.park.move.request, denial))
             lease.park.move = None
 
     # --- timers and ends ---
