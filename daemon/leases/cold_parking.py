@@ -293,8 +293,9 @@ class ColdParking:
         uuid = account.card.uuid
         if uuid == lease.card_uuid:
             return denials.is_there(lease.lease_id, uuid)
-        is_able = devices.could_ever_hold(account, lease.terms) and account.has_parkable_room(lease.terms)
-        if not is_able or account.exclusive_leases or not devices.suits(account, lease.terms.exclusivity):
+        is_large = account.charge_bytes(lease.terms) <= account.card.capacity_bytes
+        is_able = is_large and account.has_parkable_room(lease.terms) and not account.exclusive_leases
+        if not is_able or not devices.suitable([account], lease.terms.exclusivity):
             return denials.no_place(lease.lease_id, uuid)
         return None
 
