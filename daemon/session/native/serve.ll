@@ -520,8 +520,9 @@ leave:
 }
 
 ; Ask until all launches have ended, for a while. Returns whether they have ended well: if not, Python has to find out.
+; Before a copy, what else is in the stream may be under way: copies, which the driver orders, and for which it may wait.
 ; The clock was just read. Reads the revocation word at every look at the stream, and the clock at every eighth look.
-define internal i1 @await_launches(ptr %state) {
+define internal i1 @await_launches(ptr %state, i1 %for.copy) {
 entry:
   %query = call ptr @place(ptr %state, i64 24)
   %driver = call ptr @place(ptr %state, i64 32)
@@ -535,6 +536,14 @@ ask:
   switch i32 %progress, label %give.up [ i32 0, label %done
                                       i32 1, label %wait ]
 wait:
+  br i1 %for.copy, label %launched, label %rest
+launched:
+  ; Whatever begins a launch opens an interval of work.
+  %counters = call ptr @place(ptr %state, i64 8)
+  %since = call i64 @word(ptr %counters, i64 152)
+  %is.copying = icmp eq i64 %since, 0
+  br i1 %is.copying, label %done, label %rest
+rest:
   call void @llvm.x86.sse2.pause()
   %is.over = call i1 @is_revoked(ptr %state)
   br i1 %is.over, label %give.up, label %again
@@ -640,7 +649,7 @@ clock:
 begin:
   %counters = call ptr @place(ptr %state, i64 8)
   call void @show(ptr %counters, i64 48, i64 1543)
-  %has.ended = call i1 @await_launches(ptr %state)
+  %has.ended = call i1 @await_launches(ptr %state, i1 false)
   call void @show(ptr %counters, i64 48, i64 0)
   br i1 %has.ended, label %done, label %leave
 done:
@@ -830,7 +839,7 @@ clock:
   br i1 %is.late, label %leave, label %begin
 begin:
   call void @show(ptr %counters, i64 48, i64 %doing)
-  %has.ended = call i1 @await_launches(ptr %state)
+  %has.ended = call i1 @await_launches(ptr %state, i1 true)
   br i1 %has.ended, label %move, label %give.up
 give.up:
   call void @show(ptr %counters, i64 48, i64 0)
@@ -1105,7 +1114,7 @@ await:
   %counters = call ptr @place(ptr %state, i64 8)
   %doing = select i1 %is.write, i64 1545, i64 96
   call void @show(ptr %counters, i64 48, i64 %doing)
-  %has.ended = call i1 @await_launches(ptr %state)
+  %has.ended = call i1 @await_launches(ptr %state, i1 true)
   br i1 %has.ended, label %copy, label %give.up
 copy:
   call void @begin_unmarked(ptr %state)

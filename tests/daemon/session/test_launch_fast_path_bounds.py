@@ -88,6 +88,7 @@ class Bench:
     replies: Guarded
     launches: list[tuple[int, bytes]] = field(default_factory=list)
     replays: list[int] = field(default_factory=list)
+    progress: int = 0
     on_query: Callable[[], object] = int
     device: Guarded = field(kw_only=True)
     arena: Guarded = field(kw_only=True)
@@ -209,7 +210,7 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
 
     def query(_driver: int) -> int:
         it.on_query()
-        return 0
+        return it.progress
 
     def replay(_driver: int, _graph: int, tag: int) -> int:
         it.replays.append(tag)
@@ -465,6 +466,23 @@ def test_a_copy_of_the_arena_is_done_inside_both(
         assert list(made.device.bytes).count(2) == (length if is_done and is_write else 0)
         assert list(made.arena.bytes).count(1) == (length if is_done and not is_write else 0)
         assert made.reply_words[0] == (HEADER_BYTES if is_done else 0)
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_copy_waits_for_launches_and_not_for_other_copies(*, is_launched: bool) -> None:
+    with bench() as made:
+        made.progress = 1
+        busy_since = ctypes.c_uint64.from_address(made.desk.counters + 8 * Counter.BUSY_SINCE_NS)
+        busy_since.value = is_launched
+        made.put(memory_frame(Opcode.MEM_WRITE, 7, 0, MOST)(made.device.at))
+        made.serve()
+        assert list(made.device.bytes).count(MOST) == (0 if is_launched else MOST)
+        # A SYNC waits for everything.
+        busy_since.value = 0
+        made.desk.start = made.desk.end = 0
+        made.put(build_frame(Opcode.SYNC, request_id=8, session_id=LEASE))
+        made.serve()
+        assert made.reply_words[0] == 0
 
 
 @pytest.mark.parametrize(
