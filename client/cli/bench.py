@@ -15,9 +15,6 @@ from gpulease.client.bench.check import check_promises, fallen, measure_promises
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import keeps_core_bounds, measure_core
 from gpulease.client.bench.figures import Figures, Say, print_figures
-from gpulease.client.bench.fleet_scale import FleetPlan, measure_fleet, plan_of, reaches_fleet_goals
-from gpulease.client.bench.fleet_tables import fleet_tables
-from gpulease.client.bench.load import main as measure_load
 from gpulease.client.bench.park_models import is_right, measure_park, park_table
 from gpulease.client.bench.park_storm import is_calm, measure_storm, storm_table
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
@@ -54,11 +51,7 @@ QUICK_REGION_SAMPLES: Final = 20
 REQUEST_S: Final = 5.0
 """Seconds of each load."""
 
-LOAD_MINUTES: Final = 10.0
-
-MIN_HORIZON_S: Final = 2
-MAX_HORIZON_S: Final = 600
-"""Bounds of the membership deadline (horizon) that a daemon accepts, in seconds."""
+STORM_MINUTES: Final = 10.0
 
 _POSITIVE: Final = click.IntRange(min=1)
 
@@ -75,8 +68,8 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--leases",
     type=_POSITIVE,
-    help="Leases to acquire and free; as many expire, and as many are revoked: 30, or 5 with --quick. At a time: "
-    "200 with --load, 10,000 with --core. With --fleet, of each kind: 300, or 30 with --quick.",
+    help="Leases to acquire and free; as many expire, and as many are revoked: 30, or 5 with --quick. With "
+    "--core, leases at a time: 10,000.",
 )
 @click.option("--tcp", default="", help="The running daemon's TCP address, to measure TCP too.")
 @click.option(
@@ -87,13 +80,7 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option("--gateway", is_flag=True, help="Instead, requests per second with one lease each, on private daemons.")
 @click.option("--core", is_flag=True, help="Instead, only the lease core: grants and renewals per second, lateness.")
 @click.option(
-    "--load", is_flag=True, help="Instead, whether a private daemon's memory grows under leases that come and go."
-)
-@click.option(
     "--regions", is_flag=True, help="Instead, regions; fails if a revoked region's launches are refused too late."
-)
-@click.option(
-    "--storm", is_flag=True, help="Instead, a decoder while its tenants' regions are revoked; fails on any wrong token."
 )
 @click.option(
     "--park", is_flag=True, help="Instead, models that share a card by parking, compared with loading them again."
@@ -109,18 +96,6 @@ _POSITIVE: Final = click.IntRange(min=1)
     is_flag=True,
     help="Instead, the decode engine's steps and kernels, one JSON object per line and figure.",
 )
-@click.option(
-    "--fleet",
-    is_flag=True,
-    help="Instead, a fleet: leases and launches compared with one host, fail-overs of a name, simulated "
-    "refusals, heartbeats of simulated nodes on a real etcd; fails if a name is served twice or too late.",
-)
-@click.option(
-    "--horizon-secs",
-    type=click.IntRange(MIN_HORIZON_S, MAX_HORIZON_S),
-    help="With --fleet: the membership deadline (horizon); 30, or 4 with --quick.",
-)
-@click.option("--nodes", type=_POSITIVE, help="With --fleet: nodes with simulated refusals; 1,000, or 50 with --quick.")
 @click.option(
     "--round-trips", is_flag=True, help="Instead, only round trips, compared with C, cuda-bindings and pycuda in turn."
 )
@@ -140,11 +115,7 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="With --check: the file to write.",
 )
 @click.option("--peers", is_flag=True, help="Instead, print how to compare with other remoting systems.")
-@click.option(
-    "--minutes",
-    type=click.FloatRange(min=0.01),
-    help="With --load, --storm, --park or --park-storm: 10, or 1 with --quick.",
-)
+@click.option("--minutes", type=click.FloatRange(min=0.01), help="With --park or --park-storm: 10, or 1 with --quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
     driver: str,
@@ -156,16 +127,11 @@ def bench(
     tls: str,
     gateway: bool,
     core: bool,
-    load: bool,
     regions: bool,
-    storm: bool,
     park: bool,
     park_storm: bool,
     model_mib: int | None,
     decode: bool,
-    fleet: bool,
-    horizon_secs: int | None,
-    nodes: int | None,
     round_trips: bool,
     check: bool,
     against: Path | None,
@@ -186,15 +152,7 @@ def bench(
         _run_check(driver, against, to, say, as_json)
     if against is not None:
         raise click.UsageError("--against goes with --check")
-    minutes = minutes or (QUICK_MINUTES if quick else LOAD_MINUTES)
-    # The load is a command of its own, with its own defaults.
-    if load:
-        given = {"leases": leases} if leases else {}
-        click.get_current_context().invoke(measure_load, minutes=minutes, as_json=as_json, **given)
-        return
-    if storm:
-        _run_storm(minutes, driver, as_json)
-        return
+    minutes = minutes or (QUICK_MINUTES if quick else STORM_MINUTES)
     if park:
         _run_park(driver, model_mib, minutes, say, as_json)
     if park_storm:
@@ -204,9 +162,6 @@ def bench(
     if decode:
         _run_decode(driver, quick, say, as_json)
         return
-    if fleet:
-        sizes = {"nodes": nodes, "rounds": rounds, "launches": launches, "acquires": leases, "horizon_s": horizon_secs}
-        _run_fleet(plan_of(quick, **sizes), say, as_json)
     if core:
         say("the lease core alone")
         _run_core(leases or CORE_LEASES, as_json)
@@ -237,13 +192,6 @@ def _run_round_trips(plan: RunSize, say: Say, as_json: bool) -> None:
     report = measure_round_trips(plan, say)
     shown = f"{report['title']}\n\n{round_trip_table(report['round_trips'])}"
     click.echo(indented_json(report) if as_json else shown)
-
-
-def _run_storm(minutes: float, driver: str, as_json: bool) -> None:
-    # Imported only here: a decoder needs an extra, and the other figures don't.
-    from gpulease.client.bench import decode_storm
-
-    click.get_current_context().invoke(decode_storm.main, minutes=minutes, driver=driver, as_json=as_json)
 
 
 def _run_park(driver: str, model_mib: int | None, minutes: float, say: Say, as_json: bool) -> NoReturn:
@@ -342,12 +290,6 @@ def _run_core(leases: int, as_json: bool) -> NoReturn:
     figures = measure_core(leases)
     click.echo(indented_json({"leases": leases, "figures": figures}) if as_json else _core_table(leases, figures))
     sys.exit(0 if keeps_core_bounds(figures) else 1)
-
-
-def _run_fleet(plan: FleetPlan, say: Say, as_json: bool) -> NoReturn:
-    found = measure_fleet(plan, say)
-    click.echo(indented_json(found) if as_json else fleet_tables(found))
-    sys.exit(0 if reaches_fleet_goals(found) else 1)
 
 
 def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn:

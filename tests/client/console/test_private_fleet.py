@@ -7,7 +7,7 @@ import pytest
 
 from gpulease.client.console import private_fleet
 from gpulease.client.console.exit_status import MissingPrerequisite
-from gpulease.client.console.private_fleet import GENERATION, CuttableLink, etcd_program, leader_of, private_etcd
+from gpulease.client.console.private_fleet import GENERATION, etcd_program, leader_of, private_etcd
 from gpulease.daemon.fleet.records import fleet_records
 from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until
@@ -41,25 +41,3 @@ def test_an_etcd_that_can_not_start_says_why(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(private_fleet, "_free_ports", lambda count: [port] * count)
         with pytest.raises(MissingPrerequisite, match="etcd does not start"), private_etcd(tmp_path / "etcd"):
             pass
-
-
-def test_a_link_carries_both_ways_until_it_is_cut() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        link = CuttableLink(f"127.0.0.1:{server.getsockname()[1]}")
-        host, _, port = link.endpoint.partition(":")
-        with socket.create_connection((host, int(port))) as near:
-            far, _ = server.accept()
-            with far:
-                for one, other in ((near, far), (far, near)):
-                    one.sendall(b"ping")
-                    assert other.recv(4) == b"ping"
-                link.cut()
-                near.sendall(b"lost")
-                far.sendall(b"lost")
-                for end in (near, far):
-                    end.settimeout(0.2)
-                    with pytest.raises(TimeoutError):
-                        end.recv(4)
-                link.close()
-                near.settimeout(60)
-                assert near.recv(4) == b""

@@ -15,8 +15,10 @@ from gpulease.client.bench.figures import Say
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.named_tenant import Tenant, Work, acquire_name, overlaps
 from gpulease.client.console.private_daemon import PrivateDaemon, short_folder
-from gpulease.client.console.private_fleet import CuttableLink, EtcdMember, PrivateFleet, leader_of, private_etcd
+from gpulease.client.console.private_fleet import EtcdMember, PrivateFleet, leader_of, private_etcd
 from gpulease.client.console.transform import transform_ptx
+
+from .cuttable_link import CuttableLink
 
 MEMBERS: Final = 3
 NODES: Final = 2

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client.bench import decode_storm
-from gpulease.client.bench.decode_storm import audited, is_sound, main, memory_figures, storm_table
 from helpers.audit_log import config
 from helpers.daemon import Daemon
+
+from . import decode_storm
+from .decode_storm import audited, is_sound, main, memory_figures, storm_table
 
 SOUND: dict[str, Any] = {
     "seconds": 600.0,

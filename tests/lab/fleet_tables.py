@@ -1,11 +1,12 @@
-"""The tables of `gpulease bench --fleet`, one for each part of its report, in the report's order."""
+"""The tables of `tests.lab.fleet_scale`, one for each part of its report, in the report's order."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gpulease.client.bench.fleet_fail_over import GOAL_HORIZON_S, GOAL_S
-from gpulease.client.bench.fleet_leases import ANONYMOUS, HOST, NAMED
 from gpulease.client.console.tables import MISSING, table
+
+from .fleet_fail_over import GOAL_HORIZON_S, GOAL_S
+from .fleet_leases import ANONYMOUS, HOST, NAMED
 
 BEAT_TIMES: Final = ("beat_p50_ms", "beat_p99_ms", "claim_p50_ms", "claim_p99_ms", "plain_put_p50_ms")
 KINDS: Final = {HOST: "one host, no fleet", ANONYMOUS: "a fleet", NAMED: "a fleet, by a name"}

@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
-from gpulease.daemon.bench.placement_refusals import CARD_GIB, CARDS, GIB, SimulatedFleet, simulate
 from gpulease.daemon.leases import PlacementOrder
+
+from .placement_refusals import CARD_GIB, CARDS, GIB, SimulatedFleet, simulate
 
 
 @pytest.mark.parametrize("order", PlacementOrder)

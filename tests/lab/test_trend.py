@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.client.bench.figures import trend_of
+from .trend import trend_of
 
 
 @pytest.mark.parametrize(

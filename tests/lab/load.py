@@ -1,4 +1,4 @@
-"""`python -m gpulease.client.bench.load`: does a daemon's memory grow under load, and how fast does it answer?
+"""`PYTHONPATH=.dev python -m tests.lab.load`: does a daemon's memory grow under load, and how fast does it answer?
 
 Leases come and go for minutes on a private daemon, which keeps a journal and an audit log. At intervals all leases
 rest, as many as were requested, and the footprint of the daemon's processes is sampled. It must not have grown: see
@@ -18,13 +18,15 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.bench.churn import SLICE_BYTES, Churn
-from gpulease.client.bench.figures import Trend, percentile, trend_of
+from gpulease.client.bench.figures import percentile
 from gpulease.client.console.footprint import Footprints, broker_pid, footprints_of
 from gpulease.client.console.private_daemon import private_daemon
 from gpulease.client.console.tables import table
 from gpulease.client.console.transform import transform_ptx
 from gpulease.protocol.json_text import indented_json
+
+from .churn import SLICE_BYTES, Churn
+from .trend import Trend, trend_of
 
 BOUNDS: Final = {
     "broker RSS, KiB": 2048.0,

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.bench.etcd_beats ENDPOINTS PIDS NODES BEAT_S SECONDS`: what a fleet's beats cost, as JSON.
+"""`python -m tests.lab.etcd_beats ENDPOINTS PIDS NODES BEAT_S SECONDS`: what a fleet's beats cost, as JSON.
 
 ENDPOINTS and PIDS are those of a new etcd's members on this host. Processes of NODES_PER_PROCESS nodes each run the
 rules of a fleet's member for NODES nodes of 8 cards, which beat each BEAT_S seconds; at CHANGED_PART of the beats a

@@ -1,8 +1,8 @@
 """A decoder under load while its tenants' regions are revoked constantly, and a check of everything that it produces.
 
-    python -m gpulease.client.bench.decode_storm --minutes 10
+    PYTHONPATH=.dev python -m tests.lab.decode_storm --minutes 10
 
-`gpulease bench --storm` is this command with fewer options. Each output is compared with that of the same request
+Each output is compared with that of the same request
 before the storm. At the end, each request that ended must have exactly one record in the daemon's audit log, and the
 log must be whole. Uses the running daemon, or a private one. Exits with 1 if anything is wrong.
 """
@@ -28,7 +28,6 @@ from typing import Any, Final
 import click
 
 from gpulease.client.bench.decode_service import checkpoint_named
-from gpulease.client.bench.figures import trend_of
 from gpulease.client.console.footprint import broker_pid, footprints_of, rss_kib
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.tables import table
@@ -46,6 +45,8 @@ from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit, TokenDigest
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.json_text import indented_json
+
+from .trend import trend_of
 
 TENANTS: Final = ("ann", "bob", "cid", "dot")
 KINDS: Final = ((5, 12, False), (17, 32, False), (40, 48, True), (64, 24, False))

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.bench.placement_refusals NODES USED ORDER`: simulates a fleet's refusals, as JSON.
+"""`python -m tests.lab.placement_refusals NODES USED ORDER`: simulates a fleet's refusals, as JSON.
 
 Leases of 1 to 40 GiB come and go on nodes of 8 cards of 80 GiB, until each card was given away twice. The directory's
 own `place` chooses candidates by its own view, which is up to VIEW_S old. Each node decides by what it has. Both pack,

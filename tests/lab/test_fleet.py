@@ -1,4 +1,4 @@
-"""`gpulease bench --fleet`: real daemons, a real directory and a real etcd; what it measures is the host's to say."""
+"""`tests.lab.fleet_scale`: real daemons, a real directory and a real etcd; what it measures is the host's to say."""
 
 import json
 import os
@@ -12,21 +12,23 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client.bench import fleet_scale
-from gpulease.client.bench.fleet_fail_over import FAULTS, GOAL_HORIZON_S, GOAL_S, fails_over, measure_fail_over
-from gpulease.client.bench.fleet_leases import DAEMONS, LAUNCH_ROWS
-from gpulease.client.bench.fleet_scale import QUICK, FleetPlan, plan_of, reaches_fleet_goals
-from gpulease.client.bench.fleet_tables import fleet_tables
-from gpulease.client.cli.bench import bench
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until
+
+from . import fleet_scale
+from .fleet_fail_over import FAULTS, GOAL_HORIZON_S, GOAL_S, fails_over, measure_fail_over
+from .fleet_leases import DAEMONS, LAUNCH_ROWS
+from .fleet_scale import QUICK, FleetPlan, main, plan_of, reaches_fleet_goals
+from .fleet_tables import fleet_tables
 
 SOME = 3
 """Acquires of each kind: this looks at what is told, not at how long it takes."""
 
 SECONDS = 0.2
 LAUNCHES = 200
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "tests.lab.fleet_scale", "--quick"]
 
 FAILED_OVER = {
     "fault": "node",
@@ -113,8 +115,8 @@ def test_goals(horizon_s: int, changes: dict[str, Any], is_good: bool) -> None:
 def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(QUICK, beat_nodes=(10,), beats_for_s=1.0, load_s=SECONDS, faults=("leader",))
     monkeypatch.setattr(fleet_scale, "QUICK", small)
-    words = ["--fleet", "--quick", "--nodes", "10", "--leases", str(SOME), "--launches", str(LAUNCHES), "--json"]
-    result = CliRunner().invoke(bench, words, catch_exceptions=False)
+    words = ["--quick", "--nodes", "10", "--leases", str(SOME), "--launches", str(LAUNCHES), "--json"]
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
     found = json.loads(result.stdout)
     assert set(found) == {"placement", "grants", "launches", "fail_over", "refusals", "beats"}
     check_leases(found)
@@ -133,13 +135,19 @@ def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sizes_that_are_given_replace_the_plan_s() -> None:
     assert plan_of(True, horizon_s=7, rounds=None) == replace(QUICK, horizon_s=7)
     assert plan_of(False, rounds=9) == replace(FleetPlan(), rounds=9)
-    assert CliRunner().invoke(bench, ["--fleet", "--horizon-secs", "1"]).exit_code == 2
+    assert CliRunner().invoke(main, ["--horizon-secs", "1"]).exit_code == 2
 
 
 def test_an_etcd_that_is_missing_is_told_at_once() -> None:
-    command = [sys.executable, "-P", "-m", "gpulease.client.cli", "bench", "--fleet", "--quick"]
+    variables = os.environ | {"PATH": "/nowhere"}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": "/nowhere"}, timeout=60
+        COMMAND,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=variables,
+        timeout=60,
+        cwd=ROOT,
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "etcd is not installed: install it, as by `apt install etcd-server`" in done.stderr
@@ -147,16 +155,17 @@ def test_an_etcd_that_is_missing_is_told_at_once() -> None:
 
 @pytest.mark.exhaustive
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "gpulease.client.cli", "bench", "--fleet", "--quick"]
     variables = os.environ | {"TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+    process = subprocess.Popen(
+        COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, cwd=ROOT
+    )
     lines = process.stderr
     assert lines is not None
     # By then a fleet of one is up.
     wait_until(lambda: "1 daemons, anonymous" in lines.readline(), "a fleet is measured")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == 1
     assert list(tmp_path.iterdir()) == []
     assert not [words for words in _commands() if str(tmp_path) in words]
 

@@ -2,6 +2,8 @@
 
 Leases, grants, launches and fail-overs are those of real daemons on the embedded driver, real directories and a real
 etcd. Refusals are simulated, and so are the nodes that send heartbeats to a real etcd.
+
+    PYTHONPATH=.dev python -m tests.lab.fleet_scale --quick
 """
 
 import json
@@ -9,15 +11,21 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import click
+
 from gpulease.client.bench.figures import Say
-from gpulease.client.bench.fleet_fail_over import FAULTS, GOAL_HORIZON_S, STAYS, fails_over, measure_fail_over
-from gpulease.client.bench.fleet_leases import measure_leases
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import short_folder, unwound_by_signals
 from gpulease.client.console.private_fleet import etcd_program, private_etcd
+from gpulease.protocol.json_text import indented_json
+
+from .fleet_fail_over import FAULTS, GOAL_HORIZON_S, STAYS, fails_over, measure_fail_over
+from .fleet_leases import measure_leases
+from .fleet_tables import fleet_tables
 
 USED: Final = (0.5, 0.9, 0.97)
 ORDERS: Final = ("spread", "pack")
@@ -26,10 +34,14 @@ BEAT_S: Final = 5.0
 """Seconds between heartbeats: a sixth of the default membership deadline (horizon)."""
 
 TIMEOUT_S: Final = 1_800.0
-"""Longest time for one part, in seconds. Stops one that hangs from hanging the benchmark."""
+"""Longest time for one part, in seconds. Stops one that hangs from hanging the run."""
 
 GOAL_PERCENT: Final = 1.0
 """Most refusals, in percent, if tenants ask for 90 % of the memory and nodes pack."""
+
+MIN_HORIZON_S: Final = 2
+MAX_HORIZON_S: Final = 600
+"""Bounds of the membership deadline (horizon) that a daemon accepts, in seconds."""
 
 Figures = dict[str, Any]
 
@@ -123,7 +135,7 @@ def _beats(plan: FleetPlan, folder: Path, say: Say) -> list[Figures]:
 
 
 def _figures(module: str, *arguments: str) -> Figures:
-    command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *arguments]
+    command = [sys.executable, "-P", str(Path(__file__).with_name(f"{module}.py")), *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     # The figures are the last line; a log may come before them.
     try:
@@ -132,3 +144,30 @@ def _figures(module: str, *arguments: str) -> Figures:
         said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
         raise MissingPrerequisite(f"the fleet can't be measured: {said}. pip install '.[daemon,fleet]'") from None
     return figures
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Fewer samples of everything.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of launches, and of each fault: 3, or 1.")
+@click.option("--launches", type=click.IntRange(min=1), help="Pipelined launches per round: 20,000, or 5,000.")
+@click.option("--leases", "acquires", type=click.IntRange(min=1), help="Timed acquires of each kind: 300, or 30.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes with simulated refusals: 1,000, or 50.")
+@click.option(
+    "--horizon-secs",
+    "horizon_s",
+    type=click.IntRange(MIN_HORIZON_S, MAX_HORIZON_S),
+    help="The membership deadline (horizon): 30, or 4.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def main(quick: bool, as_json: bool, **sizes: int | None) -> None:
+    """Measure a fleet; --quick has the second of each pair of sizes. Fails if a name is served twice or too late."""
+    try:
+        found = measure_fleet(plan_of(quick, **sizes), partial(click.echo, err=True))
+    except MissingPrerequisite as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(indented_json(found) if as_json else fleet_tables(found))
+    sys.exit(0 if reaches_fleet_goals(found) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,9 +5,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client.bench.churn import ENDINGS
-from gpulease.client.bench.load import BOUNDS, main
 from helpers.daemon import Daemon, Faults, python_environment
+
+from .churn import ENDINGS
+from .load import BOUNDS, main
 
 FILLS_UP = {name for name in BOUNDS if "KiB" in name} | {"broker threads"}
 LOOKS = 4
