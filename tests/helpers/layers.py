@@ -62,7 +62,7 @@ ROOMS: Final = (
         "client/bench",
         TOOL,
         ". __init__ aio console core decode decode/__init__ decode/checkpoint decode/engine decode/scheduler"
-        " decode/supervisor serve/gateway sync transport",
+        " serve/gateway sync transport",
     ),
     _room("client/examples", TOOL, "__init__"),
     _room("client/integrations/kubernetes", WING, ". console core http integrations sync"),
@@ -113,8 +113,7 @@ ROOMS: Final = (
     _room(
         "daemon/bench",
         TOOL,
-        "broker config contract drivers drivers/cuda fleet/directory fleet/etcd fleet/records fleet/rules gpus host"
-        " leases log native record session workers zygote",
+        "broker config contract drivers drivers/cuda gpus host leases log native record session workers zygote",
     ),
     _room("daemon", HALL, "broker config host log supervisor"),
     _room("daemon/supervisor", HALL, "broker config host log"),

@@ -19,7 +19,7 @@ def test_every_node_beats_and_no_write_fails(tmp_path: Path) -> None:
         (member,) = cluster.members
         assert member.process is not None
         words = [member.endpoint, str(member.process.pid), str(NODES), "0.5", "2"]
-        command = [sys.executable, "-P", "-m", "tests.lab.etcd_beats", *words]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("etcd_beats.py")), *words]
         done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=True)
     found = json.loads(done.stdout)
     assert found["failed"] == 0
