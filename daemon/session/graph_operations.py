@@ -190,7 +190,7 @@ class GraphOperations(OperationHandler):
             raise no_set()
         number, made, values = self._graph_of(memoryview(frame.payload))
         # What is launched again as it was before, quietly, native code can do from now on.
-        is_repeated = frame.flags and values == made.latest_values and not made.regions
+        is_repeated = self.records.is_read and frame.flags and values == made.latest_values and not made.regions
         reply = self._replay(frame, number, made, values)
         if is_repeated:
             steps = made.steps

@@ -376,7 +376,7 @@ class Session:
         operation = self._operation(frame)
         if frame.op in _CARD_WORK:
             pacer = self.pacer
-            if not pacer.is_limited:
+            if not self._page.is_time_limited:
                 pacer.begin()
                 return operation(frame)
             # A kind is an operation and the handle that its body begins with: a module, a graph, an allocation.

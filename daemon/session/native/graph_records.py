@@ -9,6 +9,7 @@ import ctypes
 from typing import Final
 
 from gpulease.daemon.drivers.interface import DriverGraph
+from gpulease.daemon.native.addresses import address_of
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import Frame, build_frame
 
@@ -49,7 +50,7 @@ class GraphRecords:
 
     Attributes:
         address: Its address.
-        is_read: Whether native code reads it; otherwise nothing need be entered.
+        is_read: Whether native code reads it; otherwise nothing is to be entered.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class GraphRecords:
         self, number: int, frame: Frame, graph: DriverGraph, launches: int, copies: int, copied_bytes: int
     ) -> None:
         """Have native code serve launches like this one, if the driver can replay the graph there."""
-        if not self.is_read or not graph.native or number in self._shown:
+        if not graph.native or number in self._shown:
             return
         ids = {"request_id": 0, "session_id": frame.session_id, "flags": frame.flags}
         whole = build_frame(frame.op, bytes(frame.payload), **ids)
@@ -85,19 +86,23 @@ class GraphRecords:
         self._shown[number][0].replayed()
 
 
-class RecentReplays(ctypes.Structure):
+class RecentReplays:
     """The request ids of the latest replays, by native code and by Python, to name the operation when one fails.
 
-    count  Replays so far; serve.ll repeats the offsets and the number.
-    tags   Their request ids: of replay n at n modulo _REPLAYS.
+    Attributes:
+        address: The address of their number, followed by _REPLAYS request ids: that of replay n at n modulo _REPLAYS.
+          serve.ll repeats these offsets.
     """
 
-    _fields_ = (("count", ctypes.c_uint64), ("tags", ctypes.c_uint64 * _REPLAYS))
+    def __init__(self) -> None:
+        self._words = memoryview((ctypes.c_uint64 * (1 + _REPLAYS))()).cast("B").cast("Q")
+        self.address = address_of(self._words)
 
     def add(self, request_id: int) -> None:
         """Remember a replay, in place of the oldest."""
-        self.tags[self.count % _REPLAYS] = request_id
-        self.count += 1
+        words = self._words
+        words[0] = count = words[0] + 1
+        words[1 + (count - 1) % _REPLAYS] = request_id
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self.tags
+        return request_id in self._words[1:].tolist()

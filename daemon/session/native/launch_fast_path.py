@@ -329,7 +329,7 @@ class NativeServing:
             pacing=pacer.address,
             graphs=graphs.address,
             replay_graph=launch.replay_graph,
-            replays=ctypes.addressof(replays),
+            replays=replays.address,
             **self._for_copies(launch, allocations),
         )
         self._graphs, self._replays = graphs, replays

@@ -136,13 +136,8 @@ class Pacer:
 
     # --- the account ---
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether the page has a limit, in force or lapsed: then work begins by `admit`, otherwise by `begin`."""
-        return self._page.is_time_limited
-
     def begin(self) -> None:
-        """Count work as outstanding, without a limit."""
+        """Count work as outstanding, on a page without limits; `admit` does it on any."""
         self._admitted, self._mean = 0, self._any_mean
         self._begin()
 
@@ -154,7 +149,7 @@ class Pacer:
             poll: Called about every half millisecond meanwhile; what it raises ends the wait.
         """
         self._admitted, self._mean = 0, mean
-        if self.is_limited:
+        if self._page.is_time_limited:
             self._hold(mean, poll)
         self._begin()
 

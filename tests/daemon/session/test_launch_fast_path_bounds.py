@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
-from gpulease.daemon.session.native.graph_records import GraphRecord, RecentReplays
+from gpulease.daemon.session.native.graph_records import GraphRecord
 from gpulease.daemon.session.native.launch_fast_path import COPIED_BYTES, serving_code
 from gpulease.daemon.session.native.layout import (
     Move,
@@ -253,7 +253,7 @@ def bench(op: Opcode = Opcode.LAUNCH) -> Iterator[Bench]:
         refusal=ctypes.addressof(refusal),
         graphs=text(graph_record(text)),
         replay_graph=ctypes.cast(replayed, ctypes.c_void_p).value or 0,
-        replays=guarded(ctypes.sizeof(RecentReplays)).at,
+        replays=guarded(8 * (1 + 2048)).at,
         arena_fronts=text(b"".join(ARENA_FRONTS)),
         arena=arena.at,
         arena_bytes=ARENA_BYTES,
