@@ -1,0 +1,255 @@
+"""kill -9 of the worker, the broker and the zygote in every step of a park and a return, and a worker that stops there.
+
+A worker stops itself in that step (`helpers.stopping_worker`), and the test kills whom it likes. What goes on has every
+byte; what ends has one end, and its bytes of the card and of the host are back.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.client import Busy, CapacityExceeded, GpuExclusivityClass, GpuLease, GpuLeaseError, GpuSession
+from gpulease.client.sync.regions import Region
+from helpers.audit_log import check_whole, records
+from helpers.daemon import Faults
+from helpers.lasting import LastingDaemon
+from helpers.parking import park
+from helpers.stopping_worker import PARK_STEPS, RETURN_STEPS, STEPS
+from helpers.waiting import wait_until
+
+MIB = 1 << 20
+SLICE, PART = 24 * MIB, 4 * MIB
+CONFIG = """
+audit = "{audit}"
+[limits]
+park_memory = "256MiB"
+park_stay_ms = 0
+session_timeout_s = {timeout_s}
+"""
+
+
+@dataclass
+class Parked:
+    """A lease with two allocations and a region, each filled with a mark."""
+
+    node: LastingDaemon
+    audit: Path
+    lease: GpuLease
+    session: GpuSession
+
+    def __post_init__(self) -> None:
+        self.parts: list[Any] = [self.session.mem_alloc(PART), self.session.mem_alloc(PART)]
+        self.region: Region = self.lease.region(PART)
+        self.parts.append(self.region)
+        for mark, part in enumerate(self.parts, 1):
+            self.session.mem_write(part, 0, bytes([mark]) * PART)
+        self.session.sync()
+        self.pid = self.node.worker_pid(self.lease.lease_id)
+
+    def row(self) -> dict[str, Any]:
+        return self.node.now.query(self.lease.lease_id)
+
+    @property
+    def is_stopped(self) -> bool:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def check(self) -> None:
+        for mark, part in enumerate(self.parts, 1):
+            assert bytes(self.session.mem_read(part, 0, PART)) == bytes([mark]) * PART, "wrong bytes"
+
+    def go_on(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+
+    def is_over(self) -> bool:
+        return str(self.row()["state"]) == "torndown"
+
+    def check_gone(self) -> None:
+        """Nothing of it is held, on the card or in the host, and it and its region have ended once."""
+        wait_until(self.is_over, "the lease has ended")
+        card = self.node.now.inventory().details[0]
+        held = {name: card[name] for name in ("held_bytes", "fenced_bytes", "park_host_bytes", "parked_bytes")}
+        assert set(held.values()) == {0}, held
+        ends = Counter(record["data"]["lease"] for record in records(self.audit) if record["kind"] == "end")
+        ids = (self.lease.lease_id, self.region.lease_id)
+        assert [ends[f"{one:032x}"] for one in ids] == [1, 1]
+        check_whole(self.audit)
+
+
+@contextmanager
+def parked_scene(folder: Path, *, step: str | None = None, timeout_s: int = 30, size: int = SLICE) -> Iterator[Parked]:
+    audit = folder / "audit"
+    node = LastingDaemon(vram=("200MiB",), config=CONFIG.format(audit=audit, timeout_s=timeout_s))
+    node.start(Faults(stops_workers_at=step))
+    builder = node.now.builder(size).lease_secs(600).timeout(30).parkable().exclusivity(GpuExclusivityClass.SHARED)
+    lease = builder.acquire()
+    try:
+        yield Parked(node, audit, lease, GpuSession(lease))
+    finally:
+        node.stop()
+
+
+class InBackground(threading.Thread):
+    """A call in a thread of its own, and what it raised."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.error: GpuLeaseError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except GpuLeaseError as error:
+            self.error = error
+
+
+def until_stopped(scene: Parked, step: str) -> InBackground:
+    """Park, and for a step of the return use the session again, until the worker has stopped itself."""
+    if step in RETURN_STEPS:
+        park(scene.lease)
+        doing = InBackground(scene.check)
+    else:
+        doing = InBackground(scene.lease.park)
+    wait_until(lambda: scene.is_stopped, f"the worker stops at {step}")
+    return doing
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", STEPS)
+def test_a_killed_broker_finds_the_session_in_any_step(step: str, tmp_path: Path) -> None:
+    with parked_scene(tmp_path, step=step) as scene:
+        doing = until_stopped(scene, step)
+        scene.node.restart()
+        scene.go_on()
+        doing.join(60)
+        assert not doing.is_alive()
+        # A park that the killed broker ordered may have no answer; what the session was asked for has.
+        assert step in PARK_STEPS or doing.error is None, doing.error
+        scene.check()
+        park(scene.lease)
+        scene.check()
+        assert scene.row()["park"]["phase"] == "resident"
+        scene.session.close()
+        scene.lease.free()
+        scene.check_gone()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("whom", ["worker", "zygote", "both, and the broker"])
+def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, tmp_path: Path) -> None:
+    with parked_scene(tmp_path, step=step) as scene:
+        doing = until_stopped(scene, step)
+        if whom != "worker":
+            os.kill(scene.node.zygotes()[0], signal.SIGKILL)
+        if whom != "zygote":
+            os.kill(scene.pid, signal.SIGKILL)
+        if whom == "both, and the broker":
+            scene.node.restart()
+        doing.join(60)
+        assert not doing.is_alive()
+        scene.check_gone()
+
+
+@pytest.mark.parametrize("step", ["copying", "copying back"])
+def test_a_revoke_ends_a_worker_that_stopped_in_the_middle(step: str, tmp_path: Path) -> None:
+    with parked_scene(tmp_path, step=step) as scene:
+        doing = until_stopped(scene, step)
+        scene.node.now.revoke(scene.lease.lease_id)
+        doing.join(60)
+        assert isinstance(doing.error, GpuLeaseError)
+        scene.check_gone()
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on(tmp_path: Path) -> None:
+    with parked_scene(tmp_path, step="copying", timeout_s=2) as scene:
+        doing = until_stopped(scene, "copying")
+        doing.join(30)
+        assert isinstance(doing.error, GpuLeaseError)
+        assert "park its session" in str(doing.error)
+        # Its bytes stay charged: nobody knows where they are.
+        assert scene.row()["park"]["phase"] == "parking"
+        assert scene.node.now.inventory().details[0]["parked_bytes"] == 0
+        scene.go_on()
+        wait_until(lambda: scene.row()["park"]["phase"] == "parked", "the park ends after all")
+        scene.check()
+        scene.session.close()
+        scene.lease.free()
+        scene.check_gone()
+
+
+def test_a_broker_killed_before_the_proof_finds_the_session_parked(tmp_path: Path) -> None:
+    withheld = tmp_path / "withheld"
+    audit = tmp_path / "audit"
+    node = LastingDaemon(vram=("200MiB",), config=CONFIG.format(audit=audit, timeout_s=30))
+    node.start(Faults(withhold_proof_while=withheld))
+    try:
+        lease = node.now.builder(SLICE).lease_secs(600).timeout(30).parkable().acquire()
+        scene = Parked(node, audit, lease, GpuSession(lease))
+        withheld.touch()
+        doing = InBackground(lease.park)
+        wait_until(lambda: scene.row()["park"]["phase"] == "proving", "the proof is awaited")
+        assert node.now.inventory().details[0]["parked_bytes"] == 0
+        node.restart()
+        doing.join(30)
+        scene.check()
+        scene.session.close()
+        lease.free()
+        scene.check_gone()
+    finally:
+        node.stop()
+
+
+def test_a_host_that_refuses_memory_refuses_the_park_and_says_so(tmp_path: Path) -> None:
+    """The kernel refuses a file of the slice's size (RLIMIT_FSIZE), in place of a host without memory."""
+    config = CONFIG.format(audit=tmp_path / "audit", timeout_s=30)
+    node = LastingDaemon(vram=("200MiB",), config=config, within=("prlimit", f"--fsize={32 * MIB}"))
+    node.start()
+    try:
+        lease = node.now.builder(64 * MIB).lease_secs(600).timeout(30).parkable().acquire()
+        scene = Parked(node, tmp_path / "audit", lease, GpuSession(lease))
+        for _ in range(2):
+            with pytest.raises(Busy, match="host memory"):
+                lease.park()
+            scene.check()
+        scene.session.close()
+        lease.free()
+        scene.check_gone()
+    finally:
+        node.stop()
+
+
+def test_a_full_host_parks_as_many_as_it_can_and_refuses_the_next(tmp_path: Path) -> None:
+    with parked_scene(tmp_path, size=200 * MIB // 3) as scene:
+        # The host has room for three of these slices and a part of the fourth.
+        others = []
+        for _ in range(3):
+            lease = scene.node.now.builder(72 * MIB).lease_secs(600).timeout(30).parkable().acquire()
+            others.append((lease, GpuSession(lease)))
+            lease.park()
+        with pytest.raises(CapacityExceeded, match="host memory"):
+            scene.lease.park()
+        scene.check()
+        others[0][1].sync()
+        time.sleep(0.1)
+        others[0][1].close()
+        others[0][0].free()
+        park(scene.lease)
+        scene.check()
+        for lease, session in others[1:]:
+            session.close()
+            lease.free()
+        scene.session.close()
+        scene.lease.free()
+        scene.check_gone()

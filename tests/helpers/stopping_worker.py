@@ -1,0 +1,89 @@
+"""A zygote whose workers stop at one step of a park or a return, once each, as SIGSTOP would stop them there.
+
+As a program, with a zygote's arguments and then the name of the step.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from gpulease.daemon.ptx import parked_memory
+from gpulease.daemon.ptx.memory import MemoryArena
+from gpulease.daemon.ptx.parked_memory import ParkedMemory
+from gpulease.daemon.session.parking import SessionParking
+from gpulease.daemon.zygote import __main__ as zygote
+
+PARK_STEPS: Final = ("ordered", "copying", "copied", "moved")
+RETURN_STEPS: Final = ("wanted", "returning", "copying back", "returned")
+STEPS: Final = (*PARK_STEPS, *RETURN_STEPS)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_around(of: type, name: str, *, before: bool) -> None:
+    """Have a method stop its process when it is called first, before or after it does its work."""
+    method: Callable[..., Any] = getattr(of, name)
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        setattr(of, name, method)
+        if before:
+            stop()
+        answer = method(*arguments, **options)
+        if not before:
+            stop()
+        return answer
+
+    setattr(of, name, stopping)
+
+
+def stop_in_copy(name: str) -> None:
+    """Stop in that method of the parked memory once half of its copies are made."""
+    method, steps = getattr(ParkedMemory, name), parked_memory._steps
+
+    def copying(*arguments: Any, **options: Any) -> Any:
+        setattr(ParkedMemory, name, method)
+        copies = 0
+
+        def stopping(size_bytes: int) -> Iterator[tuple[int, int]]:
+            nonlocal copies
+            copies += 1
+            if copies == 2:
+                stop()
+            yield from steps(size_bytes)
+
+        parked_memory._steps = stopping
+        try:
+            return method(*arguments, **options)
+        finally:
+            parked_memory._steps = steps
+
+    setattr(ParkedMemory, name, copying)
+
+
+def stop_at(step: str) -> None:
+    match step:
+        case "ordered":
+            stop_around(SessionParking, "_park", before=True)
+        case "copying":
+            stop_in_copy("park")
+        case "copied":
+            stop_around(MemoryArena, "discard_all", before=True)
+        case "moved":
+            stop_around(SessionParking, "_enter", before=True)
+        case "wanted":
+            stop_around(SessionParking, "want", before=False)
+        case "returning":
+            stop_around(SessionParking, "bring_back", before=True)
+        case "copying back":
+            stop_in_copy("unpark")
+        case "returned":
+            stop_around(ParkedMemory, "unpark", before=False)
+
+
+if __name__ == "__main__":
+    stop_at(sys.argv.pop())
+    sys.exit(zygote.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], *map(int, sys.argv[5:])))
