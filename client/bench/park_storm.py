@@ -34,6 +34,7 @@ from gpulease.client.console.tables import table
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.errors import Busy, CapacityExceeded, Disconnected, LeaseExpired, RegionFailed, Revoked
 from gpulease.client.sync.driver import ask
+from gpulease.client.sync.graphs import Graph
 from gpulease.client.sync.regions import Region
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
@@ -157,14 +158,18 @@ class _Work:
         self._lease, self._random, self._counts = lease, rng, counts
         self.session = _patient(lambda: GpuSession(lease))
         self._data = _patient(lambda: WovenData(self.session, block_bytes, 2 * rng.randrange(1 << 20) + 1))
-        self._streams = [self.session.stream() for _ in range(2)]
-        self._stored = self.session.mem_alloc(WORD_BYTES)
-        self._graph_result = self.session.empty(1, "uint64")
-        with self.session.record() as self._graph:
+        self._streams = [_patient(self.session.stream) for _ in range(2)]
+        self._stored = _patient(lambda: self.session.mem_alloc(WORD_BYTES))
+        self._graph_result = _patient(lambda: self.session.empty(1, "uint64"))
+        self._graph = _patient(self._record)
+        self._regions: list[tuple[Region, RegionSet]] = []
+
+    def _record(self) -> Graph:
+        with self.session.record() as graph:
             args = KernelArgs().push_buffer(self._data.block).push_u32(STEPS).push_buffer(self._stored)
             self.session.launch(self._data.module, "follow", (1,), (1,), args)
             self.session.mem_read(self._stored, 0, WORD_BYTES, into=self._graph_result)
-        self._regions: list[tuple[Region, RegionSet]] = []
+        return graph
 
     def round(self) -> None:
         """Do one thing at random, and check all data."""

@@ -6,6 +6,7 @@ Times are monotonic nanoseconds (CLOCK_MONOTONIC), which all processes of one bo
 from collections.abc import Collection
 from typing import NamedTuple
 
+from gpulease.daemon.contract.regions_page import MAX_NUMBER
 from gpulease.daemon.leases.model import (
     Cause,
     Horizon,
@@ -18,6 +19,7 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.daemon.leases.park_state import ParkState
 from gpulease.protocol.fast_dataclass import dataclass
+from gpulease.protocol.limits import MAX_REGIONS
 
 
 class LeaseRow(NamedTuple):
@@ -247,7 +249,8 @@ def revive(kept: LeaseRow, max_story_entries: int, *, has_session: bool, horizon
         is_restored=True,
         horizon=horizon,
         has_session=has_session,
-        region_number=kept.region_number,
+        # The earlier daemon may have ordered regions whose rows were lost with it: the session knows their numbers.
+        region_number=min(MAX_NUMBER, kept.region_number + MAX_REGIONS),
         park=ParkState(parked_ns=kept.parked_ns) if kept.terms.is_parkable else None,
         wait_ms=kept.wait_ms,
     )

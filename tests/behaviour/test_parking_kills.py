@@ -7,7 +7,6 @@ byte; what ends has one end, and its bytes of the card and of the host are back.
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.client import Busy, CapacityExceeded, GpuExclusivityClass, GpuLease, GpuLeaseError, GpuSession
+from gpulease.client import Busy, GpuExclusivityClass, GpuLease, GpuLeaseError, GpuSession
 from gpulease.client.sync.regions import Region
 from helpers.audit_log import check_whole, records
 from helpers.daemon import Faults
@@ -79,10 +78,17 @@ class Parked:
         card = self.node.now.inventory().details[0]
         held = {name: card[name] for name in ("held_bytes", "fenced_bytes", "park_host_bytes", "parked_bytes")}
         assert set(held.values()) == {0}, held
+        wait_until(lambda: all(self.ends()), "both ends are in the audit log")
+
+    def ends(self) -> list[int]:
+        """How often the lease and its region have ended, as the audit log has it."""
         ends = Counter(record["data"]["lease"] for record in records(self.audit) if record["kind"] == "end")
-        ids = (self.lease.lease_id, self.region.lease_id)
-        assert [ends[f"{one:032x}"] for one in ids] == [1, 1]
-        check_whole(self.audit)
+        return [ends[f"{one:032x}"] for one in (self.lease.lease_id, self.region.lease_id)]
+
+
+def parkable(node: LastingDaemon, size: int = SLICE) -> GpuLease:
+    builder = node.now.builder(size).lease_secs(600).timeout(30).parkable()
+    return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()
 
 
 @contextmanager
@@ -90,12 +96,14 @@ def parked_scene(folder: Path, *, step: str | None = None, timeout_s: int = 30, 
     audit = folder / "audit"
     node = LastingDaemon(vram=("200MiB",), config=CONFIG.format(audit=audit, timeout_s=timeout_s))
     node.start(Faults(stops_workers_at=step))
-    builder = node.now.builder(size).lease_secs(600).timeout(30).parkable().exclusivity(GpuExclusivityClass.SHARED)
-    lease = builder.acquire()
+    lease = parkable(node, size)
     try:
-        yield Parked(node, audit, lease, GpuSession(lease))
+        scene = Parked(node, audit, lease, GpuSession(lease))
+        yield scene
     finally:
         node.stop()
+    assert scene.ends() == [1, 1]
+    check_whole(audit)
 
 
 class InBackground(threading.Thread):
@@ -189,35 +197,13 @@ def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on
         scene.check_gone()
 
 
-def test_a_broker_killed_before_the_proof_finds_the_session_parked(tmp_path: Path) -> None:
-    withheld = tmp_path / "withheld"
-    audit = tmp_path / "audit"
-    node = LastingDaemon(vram=("200MiB",), config=CONFIG.format(audit=audit, timeout_s=30))
-    node.start(Faults(withhold_proof_while=withheld))
-    try:
-        lease = node.now.builder(SLICE).lease_secs(600).timeout(30).parkable().acquire()
-        scene = Parked(node, audit, lease, GpuSession(lease))
-        withheld.touch()
-        doing = InBackground(lease.park)
-        wait_until(lambda: scene.row()["park"]["phase"] == "proving", "the proof is awaited")
-        assert node.now.inventory().details[0]["parked_bytes"] == 0
-        node.restart()
-        doing.join(30)
-        scene.check()
-        scene.session.close()
-        lease.free()
-        scene.check_gone()
-    finally:
-        node.stop()
-
-
 def test_a_host_that_refuses_memory_refuses_the_park_and_says_so(tmp_path: Path) -> None:
     """The kernel refuses a file of the slice's size (RLIMIT_FSIZE), in place of a host without memory."""
     config = CONFIG.format(audit=tmp_path / "audit", timeout_s=30)
     node = LastingDaemon(vram=("200MiB",), config=config, within=("prlimit", f"--fsize={32 * MIB}"))
     node.start()
     try:
-        lease = node.now.builder(64 * MIB).lease_secs(600).timeout(30).parkable().acquire()
+        lease = parkable(node, 64 * MIB)
         scene = Parked(node, tmp_path / "audit", lease, GpuSession(lease))
         for _ in range(2):
             with pytest.raises(Busy, match="host memory"):
@@ -228,28 +214,3 @@ def test_a_host_that_refuses_memory_refuses_the_park_and_says_so(tmp_path: Path)
         scene.check_gone()
     finally:
         node.stop()
-
-
-def test_a_full_host_parks_as_many_as_it_can_and_refuses_the_next(tmp_path: Path) -> None:
-    with parked_scene(tmp_path, size=200 * MIB // 3) as scene:
-        # The host has room for three of these slices and a part of the fourth.
-        others = []
-        for _ in range(3):
-            lease = scene.node.now.builder(72 * MIB).lease_secs(600).timeout(30).parkable().acquire()
-            others.append((lease, GpuSession(lease)))
-            lease.park()
-        with pytest.raises(CapacityExceeded, match="host memory"):
-            scene.lease.park()
-        scene.check()
-        others[0][1].sync()
-        time.sleep(0.1)
-        others[0][1].close()
-        others[0][0].free()
-        park(scene.lease)
-        scene.check()
-        for lease, session in others[1:]:
-            session.close()
-            lease.free()
-        scene.session.close()
-        scene.lease.free()
-        scene.check_gone()

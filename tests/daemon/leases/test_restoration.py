@@ -44,6 +44,7 @@ from gpulease.daemon.leases import (
     WorkerFound,
     WorkerReady,
 )
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Exclusivity, RevokeOutcome, Waiting
 
 from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, end, kinds, one, placed
@@ -96,7 +97,8 @@ def test_a_lease_whose_worker_lives_goes_on() -> None:
     renewed = one(s.do(RenewRequested(9, 1, "ann", 8000)), Renewed).lease
     assert (renewed.generation, renewed.deadline_ns) == (4, s.now_ns + 8 * S)
     again = s.table.lease_row(1)
-    assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, terms=replace(TERMS, ttl_ms=8000))
+    terms = replace(TERMS, ttl_ms=8000)
+    assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, terms=terms, region_number=MAX_REGIONS)
 
 
 def test_a_lease_whose_time_is_over_is_expired() -> None:

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, PageMove, Poll
 from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.session.parking import HugeMapping
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
 from gpulease.protocol.opcodes import Opcode, Status
@@ -41,9 +43,13 @@ from helpers.session_rig import MINUTE_NS
 
 MEMORY = SLICE + (2 << 20)
 SIZES_OF_ALLOCATIONS = (1, 100, 4096, 65_537, 1 << 20, (1 << 20) + 1, 5 << 20)
-GRANULE = 2 << 20
+GRANULE = HUGE = 2 << 20
 AWAITED, ANSWER = 1, 33
 """Words of a ring: what the client waits for, and the worker's answer."""
+
+HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists() and tuple(
+    map(int, os.uname().release.split(".")[:2])
+) >= (6, 1)
 
 
 class Contents:
@@ -546,6 +552,50 @@ def test_host_memory_is_prepared_while_the_session_is_idle(monkeypatch: pytest.M
             while sum(pinned) < steps * PARK_STEP_BYTES and time.monotonic() < until:
                 time.sleep(0.01)
             assert pinned == [PARK_STEP_BYTES] * steps
+
+
+def test_a_host_that_gives_no_memory_refuses_the_park_and_the_session_stays() -> None:
+    """The memory is taken from the file once the session has mapped it, so the kernel can't give any."""
+    with worker(is_parkable=True) as (made, _):
+        contents = Contents(made)
+        fd = os.memfd_create("park-for-test")
+        os.ftruncate(fd, MEMORY)
+        made.say(ParkMemoryOrder(MEMORY), fd)
+        os.ftruncate(fd, 0)
+        os.close(fd)
+        made.say(ParkOrder(1, time.monotonic_ns() + MINUTE_NS))
+        refused = made.hear(ParkRefusedReport)
+        assert (refused.why, "no host memory" in refused.reason or "no memory" in refused.reason) == (
+            ParkRefusal.NO_MEMORY,
+            True,
+        )
+        contents.check(made)
+        made.give_memory(MEMORY)
+        made.park(2)
+        made.bring_back(2)
+        contents.check(made)
+
+
+@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="this kernel makes no huge pages on request")
+def test_host_memory_has_huge_pages_and_keeps_what_is_in_it() -> None:
+    fd = os.memfd_create("park-for-test")
+    os.ftruncate(fd, 16 * HUGE)
+    mapping = HugeMapping(fd, 16 * HUGE)
+    mapping.view[HUGE - 4 : HUGE + 4] = b"contents"
+    assert mapping.populate(0, 8 * HUGE) == ""
+    assert (mapping.address % HUGE, huge_bytes_at(mapping.address)) == (0, 8 * HUGE)
+    assert os.fstat(fd).st_blocks * 512 == 8 * HUGE
+    assert bytes(mapping.view[HUGE - 4 : HUGE + 4]) == b"contents"
+    mapping.close()
+    os.close(fd)
+
+
+def huge_bytes_at(address: int) -> int:
+    """Bytes of huge pages in the mapping that begins there."""
+    with open("/proc/self/smaps") as maps:
+        lines = iter(maps)
+        next(line for line in lines if line.startswith(f"{address:x}-"))
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped"))
 
 
 # --- a storm ---

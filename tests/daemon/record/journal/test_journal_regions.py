@@ -27,6 +27,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.record.journal import journal
 from gpulease.daemon.record.journal.journal import JournalProjector
 from gpulease.daemon.record.journal.rows import Change, Contents, RowKind
+from gpulease.protocol.limits import MAX_REGIONS
 
 GRANULE, SIZE = 2, 8
 
@@ -106,7 +107,7 @@ def test_the_next_region_of_the_next_daemon_has_another_number() -> None:
     table.handle(RegionRequested(3, 1, 51, "ann", "bob", SIZE, 5000, GRANULE), NOW_NS)
     again = table.regions.get(51)
     assert again is not None
-    assert (again.slot, again.number) == (0, 2)
+    assert (again.slot, again.number) == (0, 2 + MAX_REGIONS)
 
 
 def test_a_region_that_ends_is_ended_by_the_next_daemon() -> None:
