@@ -244,8 +244,18 @@ class PromptRequest:
 
     @property
     def blocks(self) -> int:
-        """The most blocks that it can need. All of them are reserved at its admission."""
+        """The most blocks that it can need."""
         return -(-self.positions // PAGE)
+
+    @property
+    def prompt_blocks(self) -> int:
+        """The blocks that it needs at its admission: those of its prompt and of the first token behind that."""
+        return min(len(self.token_ids), self.positions - 1) // PAGE + 1
+
+    @property
+    def reusable_blocks(self) -> int:
+        """The most blocks of its prompt that need not be computed: the row of the last token yields the next one."""
+        return 0 if self.scores_prompt else (len(self.token_ids) - 1) // PAGE
 
 
 class SchedulerEvent:

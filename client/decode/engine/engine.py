@@ -135,6 +135,7 @@ class DecodeEngine:
         # row and result arrays.
         self._graphs: dict[tuple[int, int, bool], Graph] = {}
         self._guide_arrays: list[_GuideArrays] = []
+        self._prefix_arrays: list[NDArray[np.int32]] = []
         self.ranked: Rows | None = None
         self._sets: dict[frozenset[BlockPool], RegionSet] = {}
         self._streams: list[Stream] = []
@@ -211,6 +212,9 @@ class DecodeEngine:
                 session.empty((rows, MAX_RANKS), RANKED),
             )
             self._guide_arrays.append(arrays)
+            # A sequence has a row in its first step, so no step has more of them than rows.
+            begun = min(rows, self.limits.tables)
+            self._prefix_arrays.append(session.empty((begun, self.limits.table_blocks), np.int32))
             # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
             # `start` and `_fetch` do the copies. Guided steps have graphs of their own, so that others have no kernel
             # more for them.
@@ -332,16 +336,25 @@ class DecodeEngine:
         """The number of steps that were started and not finished."""
         return len(self._steps)
 
-    async def start(self, rows: Rows, pools: Iterable[BlockPool], guidance: StepGuidance | None = None) -> int:
+    async def start(
+        self,
+        rows: Rows,
+        pools: Iterable[BlockPool],
+        guidance: StepGuidance | None = None,
+        prefixes: Sequence[tuple[int, Sequence[int]]] = (),
+    ) -> int:
         """Start a step behind those under way, without waiting for it. Returns its number.
 
         Args:
             rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before.
             pools: The pools of the rows' sequences.
             guidance: What changes the choice of tokens, or reports more of them. Rows without any are unaffected.
+            prefixes: Sequences that begin behind blocks which earlier steps have computed: the row of the block tables,
+                and the first entries of it. A row writes only its own position's entry.
 
-        Raises RequestRejected for too many rows, entries, masks or steps, RegionFailed if a pool ended, NoModelLoaded
-        after `close`, and what a session's end raises. The step is not under way then; those before it are.
+        Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
+        NoModelLoaded after `close`, and what a session's end raises. The step is not under way then; those before it
+        are.
         """
         count, most = len(rows), self.forward.limits.max_rows
         if not 0 < count <= most:
@@ -361,6 +374,8 @@ class DecodeEngine:
         given["source"][count:bucket] = NO_ROW
         if guidance is not None:
             self._check_guidance(guidance, count)
+        if prefixes:
+            self._check_prefixes(prefixes)
         # Under way from here on: a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count, guidance is not None))
         try:
@@ -373,6 +388,8 @@ class DecodeEngine:
                 await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
             if guidance is not None:
                 await self._send(guidance, parity, count, bucket)
+            if prefixes:
+                await self._write_tables(prefixes, parity)
             # `position` comes back in a refusal, by which it is assigned to its step.
             graph = self._graphs[bucket, parity, guidance is not None]
             await graph.launch(stream=stream, regions=named, position=number)
@@ -395,6 +412,26 @@ class DecodeEngine:
                 f"A step must have at most {len(arrays.entries)} entries and {len(arrays.masks)} masks, not"
                 f" {len(guidance.entries)} and {len(guidance.masks)}"
             )
+
+    def _check_prefixes(self, prefixes: Sequence[tuple[int, Sequence[int]]]) -> None:
+        most, positions = self._prefix_arrays[0].shape
+        if len(prefixes) > most:
+            raise RequestRejected(f"A step must have at most {most} prefixes, not {len(prefixes)}")
+        for table, blocks in prefixes:
+            if not 0 <= table < self.limits.tables or len(blocks) > positions:
+                raise RequestRejected(f"A prefix must have a table below {self.limits.tables} and {positions} blocks")
+
+    async def _write_tables(self, prefixes: Sequence[tuple[int, Sequence[int]]], parity: int) -> None:
+        """Write block tables on the step's stream: behind the step before, and ahead of the launch.
+
+        The step before may still have a row of the table's former sequence, which is discarded.
+        """
+        array, forward, entry_bytes = self._prefix_arrays[parity], self.forward, np.dtype(np.int32).itemsize
+        for place, (table, blocks) in enumerate(prefixes):
+            entries = array[place, : len(blocks)]
+            entries[:] = blocks
+            offset = table * self.limits.table_blocks * entry_bytes
+            await self.session.mem_write(forward.tables, offset, entries, stream=self._streams[parity])
 
     async def _send(self, guidance: StepGuidance, parity: int, count: int, bucket: int) -> None:
         """Copy a step's guidance to the card, on the step's stream: behind the step before, and ahead of the launch."""
@@ -498,6 +535,7 @@ class DecodeEngine:
             self._rows.clear()
             self._results.clear()
             self._guide_arrays.clear()
+            self._prefix_arrays.clear()
             await self.session.close()
 
     def _bucket(self, rows: int) -> int:

@@ -15,6 +15,21 @@ DONE: Final = event("[DONE]")
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The tokens of one request.
+
+    Attributes:
+        prompt: Those of its prompts.
+        completion: Those of its answers.
+        cached: Those of its prompts that were not computed, because the tenant's region had them.
+    """
+
+    prompt: int
+    completion: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyHead:
     """The members that all objects of one reply share.
 
@@ -38,10 +53,10 @@ class ReplyHead:
     has_usage: bool
     seed: int | None
 
-    def whole(self, answers: Sequence[AnswerPiece], prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[AnswerPiece], counts: TokenCounts) -> dict[str, Any]:
         """Return the body of a reply that is not a stream, with each whole answer as one piece."""
         choices = [self._choice(index, piece) for index, piece in enumerate(answers)]
-        body = self._object(choices, is_chunk=False) | {"usage": usage(prompt_tokens, completion_tokens)}
+        body = self._object(choices, is_chunk=False) | {"usage": usage(counts)}
         replays = max((piece.replays for piece in answers if piece.replays is not None), default=None)
         return body | self._extension(replays, is_first=True)
 
@@ -99,9 +114,9 @@ class ReplyHead:
             delta["function"]["name"] = part.name
         return delta
 
-    def usage_chunk(self, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    def usage_chunk(self, counts: TokenCounts) -> dict[str, Any]:
         """Return the stream's last object, which has the token counts and no choice."""
-        return self._object([], is_chunk=True) | {"usage": usage(prompt_tokens, completion_tokens)}
+        return self._object([], is_chunk=True) | {"usage": usage(counts)}
 
     def _object(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         # The names of OpenAI's object types; completions have one name for both.
@@ -155,7 +170,11 @@ def _top_logprobs(token: TokenText) -> dict[str, float] | None:
     return found
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage(counts: TokenCounts) -> dict[str, Any]:
     """Return the member `usage`: the token counts of prompt, completion and both."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+    return {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+    }

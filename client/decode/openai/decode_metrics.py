@@ -16,7 +16,10 @@
     gpulease_decode_live_sequences{tenant}                 gauge: sequences that are computed
     gpulease_decode_live_tenants                           gauge: tenants with a live sequence
     gpulease_decode_blocks{tenant}                         gauge: blocks of the tenant's region; 0 while it has none
-    gpulease_decode_blocks_used{tenant}                    gauge: those of them that live sequences have reserved
+    gpulease_decode_blocks_used{tenant}                    gauge: those of them that live sequences have
+    gpulease_decode_blocks_kept{tenant}                    gauge: those that no sequence has, kept for prompts to reuse
+    gpulease_decode_reused_prompt_tokens_total{tenant}     counter: tokens of prompts that were not computed again
+    gpulease_decode_evicted_blocks_total{tenant}           counter: kept blocks that were given up for their place
 
 `scope` is region or engine: what was lost.
 """
@@ -28,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from prometheus_client import Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gpulease.client.decode.decode_reports import (
@@ -99,13 +102,23 @@ class TenantGauges(Collector):
             "waiting": ("Requests that wait.", lambda state: len(state.waiting)),
             "live_sequences": ("Sequences that are computed.", lambda state: len(state.live)),
             "blocks": ("Blocks of the region.", lambda state: state.region_blocks),
-            "blocks_used": ("Blocks that are reserved.", lambda state: state.used_blocks),
+            "blocks_used": ("Blocks that live sequences have.", lambda state: state.blocks.used),
+            "blocks_kept": ("Blocks that are kept for prompts to reuse.", lambda state: state.blocks.kept),
         }
         for name, (about, value) in values.items():
             family = GaugeMetricFamily(f"gpulease_decode_{name}", about, labels=["tenant"])
             for tenant, state in tenants.items():
                 family.add_metric([tenant], value(state))
             yield family
+        totals: dict[str, tuple[str, Callable[[TenantState], int]]] = {
+            "reused_prompt_tokens": ("Tokens of prompts that were not computed again.", lambda it: it.reused_tokens),
+            "evicted_blocks": ("Kept blocks that were given up for their place.", lambda it: it.evictions),
+        }
+        for name, (about, value) in totals.items():
+            counter = CounterMetricFamily(f"gpulease_decode_{name}", about, labels=["tenant"])
+            for tenant, state in tenants.items():
+                counter.add_metric([tenant], value(state))
+            yield counter
         coming = GaugeMetricFamily("gpulease_decode_coming", "Prompts that are being read.", labels=["tenant"])
         for tenant in tenants:
             coming.add_metric([tenant], 0 if decoder is None else decoder.prompts.coming[tenant])

@@ -156,8 +156,7 @@ class EngineTable(DecoderSettings):
     chat_tokens: Annotated[
         int,
         Setting(
-            "Tokens of a chat's answer if its request sets no limit; blocks for all of them are reserved. Fewer if the"
-            " prompt leaves less room.",
+            "Tokens of a chat's answer if its request sets no limit. Fewer if the prompt leaves less room.",
             least=1,
             most=MAX_POSITIONS,
         ),

@@ -47,7 +47,7 @@ from gpulease.client.decode.openai.completion_intake import (
     Submitted,
     reply_to_error,
 )
-from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead
+from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead, TokenCounts
 from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, text_of, tokens_of
@@ -198,7 +198,6 @@ class OpenAiFace:
 
     async def _answer(self, submitted: Submitted, reply: "_Reply") -> None:
         asked, generations = submitted.asked, submitted.generations
-        prompt_tokens = sum(map(len, submitted.prompts))
         head = ReplyHead(
             request_id=reply.request_id,
             model=self._model,
@@ -219,8 +218,7 @@ class OpenAiFace:
                 for first in range(0, len(answers), asked.tries)
                 for answer in best_of(answers[first : first + asked.tries], asked.choices)
             ]
-            completion_tokens = sum(answer.completion_tokens for answer in answers)
-            await reply.whole(head.whole(wholes, prompt_tokens, completion_tokens))
+            await reply.whole(head.whole(wholes, counts_of(submitted, answers)))
             return
 
         async def send(index: int, answer: CompletionAnswer) -> None:
@@ -243,9 +241,19 @@ class OpenAiFace:
             await together(send(index, answer) for index, answer in enumerate(answers))
             # OpenAI sends the token counts in a last object without choices.
             if asked.has_usage:
-                completion_tokens = sum(answer.completion_tokens for answer in answers)
-                await reply.event(head.usage_chunk(prompt_tokens, completion_tokens))
+                await reply.event(head.usage_chunk(counts_of(submitted, answers)))
         await reply.end(DONE)
+
+
+def counts_of(submitted: Submitted, answers: Sequence[Answer]) -> TokenCounts:
+    """Return the token counts of a request whose answers are complete."""
+    # A prompt counts once, however many answers it has: the first one's sequence began with what was there before.
+    firsts = submitted.generations[:: submitted.asked.tries]
+    return TokenCounts(
+        sum(map(len, submitted.prompts)),
+        sum(answer.completion_tokens for answer in answers),
+        sum(generation.reused_tokens for generation in firsts),
+    )
 
 
 class _Models:

@@ -205,7 +205,7 @@ class PageFeed(DecoderObserver):
             "live": len(state.live),
             "waiting": len(state.waiting),
             "blocks": state.region_blocks,
-            "blocks_used": state.used_blocks,
+            "blocks_used": state.blocks.used,
             "blocks_at_most": state.config.max_blocks,
             "first_token_ms": milliseconds(self._first_token_s.get(tenant_id, ())),
             "refused": self._refused[tenant_id],

@@ -56,6 +56,8 @@ class SchedulerSettings:
         replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
         rebinds_at_once: How often a tenant's region may be rebuilt at once.
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
+        reuses_prefixes: Whether a prompt's first blocks are taken from the tenant's sequences before it, if they are
+            equal. Tokens are the same either way.
         guided_rows: Most rows of a step whose choice of a token is guided (`PromptRequest.guide`).
         preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off by default, because a
             preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
@@ -73,6 +75,7 @@ class SchedulerSettings:
     rebind_interval_s: float = 10.0
     preempts: bool = False
     guided_rows: int = 64
+    reuses_prefixes: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_rows", "context", "vocabulary", "rebinds_at_once", "guided_rows"):
@@ -88,8 +91,8 @@ class ContinuousBatchScheduler:
     """Decides who is admitted and which rows a step has.
 
     **Admission.** A request is admitted when its tenant's `max_concurrent`, its region's free blocks and the engine's
-    tables let it in. All blocks that it can need are reserved then, so decoding never runs out of them. A tenant's
-    requests are admitted in their order. A tenant contends while the engine's lack of tables alone keeps its first
+    tables let it in. It gets the blocks of its prompt then, and further ones as it grows. A tenant's requests are
+    admitted in their order. A tenant contends while the engine's lack of tables alone keeps its first
     request out. Of the tenants that contend, the one with the least weighted virtual counter is admitted (VTC, arXiv
     2401.00588). A counter grows by a prompt's tokens at its admission, and by each emitted token, over the weight. A
     tenant that begins to contend is lifted to the least counter of those who do; if none does, to that of the last
@@ -98,6 +101,12 @@ class ContinuousBatchScheduler:
     **Service bound.** S is a tenant's service in those tokens, and w its weight. While tenants f and g both contend,
     |S_f / w_f - S_g / w_g| grows by U_f + U_g at most. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
     tenant is charged from one admission to the next.
+
+    **Blocks.** A region serves its tenant alone (`RegionBlocks`). A prompt begins with the blocks that the tenant's
+    sequences before it have computed for the same tokens, as far as these were answered. If another sequence is
+    computing the next one, the prompt waits for that. When a sequence needs a block and none is left, the tenant's
+    youngest sequence ends, and its replay waits first in the queue. So the oldest sequence always continues, and by
+    itself it fits into the region. No other tenant is affected. A prompt is charged whole, however much it reused.
 
     **Rows.** Each decoding sequence has a row in every step. With more live sequences than rows they take turns: while
     none joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get the rows that their
@@ -118,8 +127,8 @@ class ContinuousBatchScheduler:
     **Preemption**, if `settings.preempts`. If the next tenant in turn finds no free table, the youngest sequence of
     the tenant with the lowest weight ends, provided that weight is lower than its own. A replay of the sequence waits:
     first in its tenant's queue, without a deadline, and not charged again. The order of turns does not change, so the
-    service bound holds. No request starves: it is preempted MAX_PREEMPTIONS times at most, and then keeps its table to
-    its end.
+    service bound holds. No request starves: it is preempted MAX_PREEMPTIONS times at most for its table, and then keeps
+    that to its end.
 
     **Rebinds.** A revoked tenant's sequences end. Each is replayed by a request of its own, first in the tenant's
     queue, that waits for the new region.
@@ -142,7 +151,9 @@ class ContinuousBatchScheduler:
         self._unanswered: list[StepPlan] = []
         # Live sequences that need guided steps. Usually there are none, and the check costs nothing.
         self._guided = 0
-        self._step_number = self._admissions = self._arrivals = 0
+        self._step_number = self._admissions = self._arrivals = self._regions = 0
+        # Decoding sequences that need a block, while their region has none left.
+        self._short: list[LiveSequence] = []
         self._prompt_turns = 0
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline = float("inf")
@@ -195,9 +206,9 @@ class ContinuousBatchScheduler:
             raise ValueError(f"tenant {config.id} is there already")
         # The limiter belongs to the tenant and not to the engine, so an engine's loss does not reset it.
         limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
-        tenant = TenantState(config, limiter)
+        tenant = TenantState(config, limiter, reuses=self.settings.reuses_prefixes)
         if blocks != 0:
-            tenant.bind(_checked_blocks(config, config.max_blocks if blocks is None else blocks))
+            self._bind(tenant, config.max_blocks if blocks is None else blocks)
         self.tenants[config.id] = tenant
 
     def submit(self, request: PromptRequest, now: float) -> list[AnyEvent]:
@@ -267,6 +278,9 @@ class ContinuousBatchScheduler:
         events = self._expire(now) if now >= self._next_deadline else []
         # Emitted tokens change the order of turns, and so which tenant may preempt.
         self._has_room |= self.settings.preempts
+        # What lives goes before what waits: blocks for sequences that grow, then those of prompts.
+        if self._short:
+            events += self._relieve()
         events += self._admit()
         # Step 2: drop the sequences that ended since the last plan, all in one pass.
         if self._has_ended:
@@ -309,6 +323,8 @@ class ContinuousBatchScheduler:
         del self._unanswered[0]
         for sequence, _, count in step.chunks:
             sequence.filled += count
+            if sequence.keys and not sequence.is_ended:
+                self._publish(sequence, sequence.filled // PAGE)
         events: list[AnyEvent] = []
         emit, event = events.append, SchedulerEvent.Token
         for sequence, row in zip(step.sampled, step.sampled_rows, strict=True):
@@ -327,6 +343,9 @@ class ContinuousBatchScheduler:
                 emit(self._finish(sequence, CompletionReason.END_OF_SEQUENCE))
             elif position > sequence.last:
                 emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
+            elif position >= sequence.grows_at and position < sequence.last and not _grow(sequence):
+                # A row at `position` may be under way, but not the one behind it: `plan` finds a block before that.
+                self._short.append(sequence)
         return events
 
     def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
@@ -398,12 +417,12 @@ class ContinuousBatchScheduler:
         tenant = self.tenants[tenant_id]
         if tenant.region_blocks:
             raise ValueError(f"tenant {tenant_id} has a region")
-        _checked_blocks(tenant.config, blocks)
+        _check_blocks(tenant.config, blocks)
         if tenant.owes_permit:
             if delay_s := tenant.limiter.take(now):
                 raise RebindLimited(f"the next region may be opened in {delay_s:.3f} s", delay_s)
             tenant.owes_permit = False
-        tenant.bind(blocks)
+        self._bind(tenant, blocks)
         self._has_room = True
         events: list[AnyEvent] = []
         # The new region may be smaller than the lost one, so requests that fitted before may never fit now.
@@ -438,6 +457,11 @@ class ContinuousBatchScheduler:
             self._enter_prefill(tenant)
             self._has_room = True
 
+    def _bind(self, tenant: TenantState, blocks: int) -> None:
+        _check_blocks(tenant.config, blocks)
+        self._regions += 1
+        tenant.bind(blocks, self._regions)
+
     # --- Admission. ---
 
     def _excess(self, tenant: TenantState, request: PromptRequest) -> str:
@@ -468,11 +492,11 @@ class ContinuousBatchScheduler:
         if is_queue_full:
             reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests wait already"
         else:
-            reason, detail = self._obstacle(tenant, request)
+            reason, detail = self._obstacle(tenant, UnadmittedRequest(request, 0.0, 0))
         detail = f"tenant {config.id}: {detail}; send it later, or let it wait"
         return SchedulerEvent.AdmissionRejected(request, reason, detail)
 
-    def _obstacle(self, tenant: TenantState, request: PromptRequest) -> tuple[AdmissionReason, str]:
+    def _obstacle(self, tenant: TenantState, waiting: UnadmittedRequest) -> tuple[AdmissionReason, str]:
         """Return what keeps a waiting request out now: the reason, and a sentence for the caller."""
         # First the tenant's own limit, the only obstacle that counts as the tenant's (429 instead of 503).
         if len(tenant.live) >= tenant.config.max_concurrent:
@@ -481,8 +505,10 @@ class ContinuousBatchScheduler:
             return AdmissionReason.POOL_EXHAUSTED, "its region is being rebuilt"
         if tenant.is_held:
             return AdmissionReason.POOL_EXHAUSTED, "its region is being moved, or it is suspended"
-        if request.blocks > (free := len(tenant.free_blocks)):
-            return AdmissionReason.POOL_EXHAUSTED, f"it can need {request.blocks} blocks, and {free} are free"
+        if (lacking := tenant.lacking(waiting)) > 0:
+            needed = waiting.request.prompt_blocks
+            detail = f"its prompt needs {needed} blocks, and {max(0, needed - lacking)} are free for it"
+            return AdmissionReason.POOL_EXHAUSTED, detail
         return AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
 
     def _enqueue(self, tenant: TenantState, request: PromptRequest, deadline: float) -> UnadmittedRequest:
@@ -516,7 +542,7 @@ class ContinuousBatchScheduler:
         for waiting in late:
             tenant = self.tenants[waiting.request.tenant_id]
             # The obstacle at the end of the wait is reported, not the one at its beginning.
-            kept_out_by, detail = self._obstacle(tenant, waiting.request)
+            kept_out_by, detail = self._obstacle(tenant, waiting)
             detail = f"tenant {tenant.config.id}: {detail}; it waited as long as it may, send it later"
             reason = CompletionReason.DEADLINE_EXCEEDED
             events.append(SchedulerEvent.Completed(waiting.request, reason, kept_out_by=kept_out_by, detail=detail))
@@ -544,11 +570,14 @@ class ContinuousBatchScheduler:
             waiting = tenant.waiting.popleft()
             request = waiting.request
             del self._waiting[request.request_id]
-            # Reserve all blocks that it can need now: an admitted request never waits for a block.
-            blocks = [tenant.free_blocks.pop() for _ in range(request.blocks)]
+            blocks, found = _take_blocks(tenant, waiting)
             sequence = LiveSequence(
                 request, tenant, self._tables.pop(), blocks, self._admissions, self.end_tokens(request.sampling)
             )
+            sequence.keys = tenant.keys_of(waiting)
+            sequence.reusable = min(request.reusable_blocks, len(sequence.keys)) * PAGE
+            sequence.reused = found * PAGE
+            self._reuse(sequence)
             self._guided += request.has_guidance
             sequence.preemptions = waiting.preemptions
             self._admissions += 1
@@ -577,17 +606,38 @@ class ContinuousBatchScheduler:
             return []
         # The youngest has computed the least, so the least is computed again.
         victim = min(victims, key=lambda sequence: (sequence.tenant.config.weight, -sequence.number))
+        victim.preemptions += 1
+        return [self._preempted(victim)]
+
+    def _preempted(self, victim: LiveSequence) -> SchedulerEvent.Completed:
+        """End a sequence, and enqueue its replay, which is not charged again."""
         # The replay has no deadline: its caller was admitted once and did not choose to wait again.
         replay = self._replay_of(victim, self._live.keys() | self._waiting.keys())
-        self._enqueue_replay(replay, float("inf"), victim.preemptions + 1).is_paid = True
-        return [self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)]
+        self._enqueue_replay(replay, float("inf"), victim.preemptions).is_paid = True
+        return self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)
+
+    def _relieve(self) -> list[AnyEvent]:
+        """Find blocks for the sequences that need one, at the cost of their tenants' youngest sequences."""
+        events: list[AnyEvent] = []
+        # The oldest first: those that are left without a block are the ones that end.
+        short, self._short = sorted(self._short, key=lambda sequence: sequence.number), []
+        for sequence in short:
+            tenant = sequence.tenant
+            if tenant.is_held:
+                # It has no rows until `resume`.
+                self._short += [] if sequence.is_ended else [sequence]
+                continue
+            # Alone in its region it has room, so this ends, at the latest with its own end.
+            while not sequence.is_ended and not _grow(sequence):
+                events.append(self._preempted(max(tenant.live.values(), key=lambda live: live.number)))
+        return events
 
     def _contenders(self) -> list[TenantState]:
         """Return the tenants that wait only for a table of the engine, and lift the counters of those that newly do."""
         old: list[TenantState] = []
         new: list[TenantState] = []
         for tenant in self.tenants.values():
-            if tenant.waiting and self._may_enter(tenant, tenant.waiting[0].request):
+            if tenant.waiting and self._may_enter(tenant, tenant.waiting[0]):
                 # A tenant stays in `old` only while it contends without interruption.
                 (old if tenant.is_contending else new).append(tenant)
             else:
@@ -600,11 +650,38 @@ class ContinuousBatchScheduler:
             tenant.is_contending = True
         return old + new
 
-    def _may_enter(self, tenant: TenantState, request: PromptRequest) -> bool:
-        return not tenant.is_held and self._is_admissible(request) and tenant.fits(request)
+    def _may_enter(self, tenant: TenantState, waiting: UnadmittedRequest) -> bool:
+        return not tenant.is_held and self._is_admissible(waiting.request) and tenant.fits(waiting)
 
     def _is_admissible(self, request: PromptRequest) -> bool:
         return self._isolated is None or (request.continues or request.request_id) in self._isolated
+
+    # --- Prefixes. ---
+
+    def _reuse(self, sequence: LiveSequence) -> None:
+        """Let a prompt without a row begin behind what is computed of it, and decide whether it waits for more."""
+        region, keys, index = sequence.tenant.blocks, sequence.keys, sequence.reused // PAGE
+        # Blocks that others have published since its admission take the place of its own, which are empty.
+        while sequence.reused < sequence.reusable and (block := region.share(keys[index])) is not None:
+            region.release((sequence.blocks[index],))
+            sequence.blocks[index] = block
+            index += 1
+            sequence.reused += PAGE
+        sequence.tenant.reused_tokens += sequence.reused - sequence.next
+        sequence.next = sequence.filled = sequence.reused
+        sequence.published = index
+        # It computes the next block itself, unless another sequence is about to have it.
+        is_claimed = not region.claim(sequence, keys[index:])
+        sequence.is_following = is_claimed and sequence.reused < sequence.reusable
+
+    def _publish(self, sequence: LiveSequence, blocks: int) -> None:
+        """Let other prompts reuse the first `blocks` blocks of a sequence, whose rows were answered."""
+        region, blocks = sequence.tenant.blocks, min(blocks, len(sequence.keys))
+        for index in range(sequence.published, blocks):
+            region.publish(sequence.blocks[index], sequence.keys[index])
+        # What waits may need fewer blocks now.
+        self._has_room |= bool(self._waiting) and blocks > sequence.published
+        sequence.published = max(blocks, sequence.published)
 
     # --- Rows. ---
 
@@ -623,6 +700,11 @@ class ContinuousBatchScheduler:
 
     def _deal_prompt_rows(self) -> list[tuple[LiveSequence, int]]:
         """Return the prompts with rows in the next step, each with its number of rows."""
+        # Prompts that have no row yet may have found blocks to reuse, or wait for those of another.
+        for tenant in self._prefilling:
+            for sequence in tenant.prefilling:
+                if sequence.next == sequence.reused and sequence.keys:
+                    self._reuse(sequence)
         # How many rows: what decoding leaves free, but at least the turns that prompts would have as sequences.
         max_rows, decoding = self.settings.max_rows, len(self._decoding)
         prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)
@@ -740,9 +822,16 @@ class ContinuousBatchScheduler:
         sequence.is_ended = self._has_ended = self._has_room = True
         del self._live[request.request_id], tenant.live[request.request_id]
         self._guided -= request.has_guidance
-        # Blocks of a lost region do not come back: `bind` starts with a full list.
-        if tenant.region_blocks:
-            tenant.free_blocks += sequence.blocks
+        # Blocks of a lost region do not come back: `bind` starts with new ones.
+        if (region := tenant.blocks).size:
+            if tenant.reuses:
+                # Whatever is full can be part of a prompt that continues this sequence.
+                full = sequence.length // PAGE
+                region.withdraw(sequence, sequence.keys[full:])
+                region.extend_keys(sequence.keys, sequence.tokens, full)
+                self._publish(sequence, full)
+            # Backwards, so that a chain is given up from its end.
+            region.release(reversed(sequence.blocks))
         self._tables.append(sequence.table)
         if sequence.next < sequence.prompt:
             self._leave_prefill(sequence)
@@ -824,7 +913,32 @@ class ContinuousBatchScheduler:
         )
 
 
-def _checked_blocks(config: TenantConfig, blocks: int) -> int:
+def _grow(sequence: LiveSequence) -> bool:
+    """Give a sequence one more block. Returns False if its region has none."""
+    block = sequence.tenant.blocks.take()
+    if block is None:
+        return False
+    sequence.blocks.append(block)
+    sequence.grows_at += PAGE
+    return True
+
+
+def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[list[int], int]:
+    """Take the blocks of a request that fits. Returns them, and how many of the first ones are computed already."""
+    region, request, blocks = tenant.blocks, waiting.request, list[int]()
+    # Computed ones first: they are in use then, and no block that is taken behind them can be one of them.
+    for key in tenant.keys_of(waiting)[: request.reusable_blocks]:
+        if (block := region.share(key)) is None:
+            break
+        blocks.append(block)
+    found = len(blocks)
+    for _ in range(found, request.prompt_blocks):
+        block = region.take()
+        assert block is not None, "`TenantState.fits` has counted them"
+        blocks.append(block)
+    return blocks, found
+
+
+def _check_blocks(config: TenantConfig, blocks: int) -> None:
     if not 1 <= blocks <= config.max_blocks:
         raise ValueError(f"tenant {config.id}: a region must have 1 to {config.max_blocks} blocks, not {blocks}")
-    return blocks

@@ -23,7 +23,8 @@ class StepPlan:
         tables: The sequence's row of the block tables.
         decode_rows: How many rows are of sequences that decode.
         chunks: A chunk each: its sequence, its first row, its number of rows.
-        joined: Sequences with their first position in this step: their constant fields are to be written now.
+        joined: Sequences with their first row in this step. Their constant fields are to be written now, and the
+            entries of their block tables for the positions before that row.
         sampled: Sequences that get a token from this step.
         sampled_rows: For each of `sampled`, the row that yields that token; the results of other rows are unused.
         events: What happened while the step was planned: expired, preempted and refused requests.
@@ -69,7 +70,7 @@ class StepPlan:
         self.tables += [sequence.table] * count
         self.chunks.append((sequence, first_row, count))
         # The sequence's first rows: the harness sets up its constant fields with this step.
-        if begin == 0:
+        if begin == sequence.reused:
             self.joined.append(sequence)
         sequence.next = end
         # The row of the prompt's last position yields the first token; results of earlier prompt rows are unused.

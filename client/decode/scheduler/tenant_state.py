@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gpulease.client.decode.decode_requests import PromptRequest, TenantConfig
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
+from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +19,7 @@ class UnadmittedRequest:
         number: Its place in the order of arrivals.
         preemptions: How often the request was preempted.
         is_paid: Whether its tenant was charged for its prompt at an earlier admission.
+        keys: The keys of its prompt's full blocks in its tenant's region; None while nobody needed them.
     """
 
     request: PromptRequest
@@ -25,6 +27,7 @@ class UnadmittedRequest:
     number: int
     preemptions: int = 0
     is_paid: bool = False
+    keys: list[bytes] | None = None
 
 
 class LiveSequence:
@@ -34,7 +37,14 @@ class LiveSequence:
         request: The request.
         tenant: Its tenant.
         table: Its row of the block tables, which no other live sequence has.
-        blocks: Its blocks, as indexes within the tenant's region, in the order of its positions.
+        blocks: Its blocks, as indexes within the tenant's region, in the order of its positions. More are added as it
+            grows.
+        keys: The keys of its full blocks (`RegionBlocks`), those of its prompt first; [] if nothing is reused.
+        published: How many of its blocks others can find, or could find when it got them.
+        reused: Positions at its beginning that were computed before: its first row is behind them.
+        reusable: Most positions that it may reuse.
+        is_following: Whether it waits for another sequence that computes the next block of its prompt.
+        grows_at: The position of an emitted token at which it needs another block.
         number: Its place in the order of admissions.
         tokens: The prompt's tokens, then the emitted ones.
         prompt: Tokens of the prompt.
@@ -52,14 +62,20 @@ class LiveSequence:
         "blocks",
         "end_tokens",
         "filled",
+        "grows_at",
         "is_ended",
+        "is_following",
         "is_guided",
+        "keys",
         "last",
         "next",
         "number",
         "preemptions",
         "prompt",
+        "published",
         "request",
+        "reusable",
+        "reused",
         "row",
         "table",
         "tenant",
@@ -84,6 +100,10 @@ class LiveSequence:
         # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
         self.filled = self.next = 0
         self.row = NO_ROW
+        self.keys: list[bytes] = []
+        self.published = self.reused = self.reusable = 0
+        self.is_following = False
+        self.grows_at = len(blocks) * PAGE - 1
         self.preemptions = 0
         self.is_ended = False
 
@@ -96,6 +116,8 @@ class LiveSequence:
     @property
     def prompt_rows(self) -> int:
         """The number of positions of its prompt that can have a row now. The last one also waits for its guide."""
+        if self.is_following:
+            return 0
         guide = self.request.guide
         return self.prompt - self.next - (guide is not None and not guide.is_ready)
 
@@ -106,11 +128,12 @@ class TenantState:
     Attributes:
         config: Its limits.
         limiter: Bounds how often its region is rebuilt: each time, its replays take rows from the others.
+        reuses: Whether its prompts reuse what is computed of them.
         waiting: Requests that wait, in their order.
         live: Live sequences by their requests' ids, in the order of their admissions.
         prefilling: Live sequences with positions of their prompts that no step has a row for, in that order.
-        free_blocks: Blocks of its region that no live sequence has.
-        region_blocks: Blocks of its region; 0 while it has none.
+        blocks: The blocks of its region; none while it has no region.
+        reused_tokens: Tokens of prompts whose keys and values were there already.
         owes_permit: Whether its next region needs a permit of the limiter.
         is_held: Whether its sequences get no rows until `resume`.
         parked: While it is held, the sequences that decode when it is resumed.
@@ -120,34 +143,60 @@ class TenantState:
         price: What one token adds to the counters: the reciprocal of its weight.
     """
 
-    def __init__(self, config: TenantConfig, limiter: CellRate) -> None:
-        self.config, self.limiter = config, limiter
+    def __init__(self, config: TenantConfig, limiter: CellRate, *, reuses: bool = True) -> None:
+        self.config, self.limiter, self.reuses = config, limiter, reuses
         # Replays are at the front of this queue, in their order; new requests join at its end.
         self.waiting: deque[UnadmittedRequest] = deque()
         self.live: dict[str, LiveSequence] = {}
         self.prefilling: list[LiveSequence] = []
-        self.free_blocks: list[int] = []
-        self.region_blocks = 0
+        self.blocks = RegionBlocks(0)
+        self.reused_tokens = 0
+        self._evictions = 0
         self.owes_permit = self.is_held = self.is_contending = False
         self.parked: list[LiveSequence] = []
         self.counter = self.prefilled = 0.0
         # Counters grow by tokens over weight: of two tenants, the one with twice the weight gets twice the tokens.
         self.price = 1 / config.weight
 
-    def fits(self, request: PromptRequest) -> bool:
+    def fits(self, waiting: UnadmittedRequest) -> bool:
         """Return whether its own limits and its region have room for the request now."""
-        # All blocks that the request can need must be free now, because they are reserved at once.
-        return len(self.live) < self.config.max_concurrent and request.blocks <= len(self.free_blocks)
+        return len(self.live) < self.config.max_concurrent and self.lacking(waiting) <= 0
 
-    def bind(self, blocks: int) -> None:
-        """Take a region of `blocks` blocks, all of them free."""
-        self.region_blocks = blocks
-        # Descending, so that `pop` gives the lowest block first.
-        self.free_blocks = list(range(blocks - 1, -1, -1))
+    def lacking(self, waiting: UnadmittedRequest) -> int:
+        """Return how many blocks more a request needs than there are for its prompt."""
+        # With a block left for each live sequence that may need more, an admission does not preempt one at once.
+        growing = sum(len(sequence.blocks) < sequence.request.blocks for sequence in self.live.values())
+        request, room = waiting.request, self.blocks.available - growing
+        lacking = request.prompt_blocks - room
+        if lacking <= 0 or not self.region_blocks or request.scores_prompt:
+            return lacking
+        # Blocks that are there already need no place, unless they are kept ones, which count as available.
+        found, kept = self.blocks.find(self.keys_of(waiting)[: request.reusable_blocks])
+        return lacking - found + kept
+
+    def keys_of(self, waiting: UnadmittedRequest) -> list[bytes]:
+        """Return the keys of a waiting request's prompt in the region that the tenant has."""
+        if waiting.keys is None:
+            waiting.keys = []
+            tokens = waiting.request.token_ids
+            if self.reuses:
+                self.blocks.extend_keys(waiting.keys, tokens, len(tokens) // PAGE)
+        return waiting.keys
+
+    def bind(self, blocks: int, generation: int) -> None:
+        """Take a region of `blocks` blocks, all of them free. No other region had this generation."""
+        self._replace(RegionBlocks(blocks, generation))
 
     def unbind(self) -> None:
-        self.region_blocks = 0
-        self.free_blocks = []
+        """Have no region. Whatever was kept in it is lost."""
+        self._replace(RegionBlocks(0))
+
+    def _replace(self, blocks: RegionBlocks) -> None:
+        self._evictions += self.blocks.evictions
+        self.blocks = blocks
+        # Keys of another region would name nothing.
+        for waiting in self.waiting:
+            waiting.keys = None
 
     @property
     def is_idle(self) -> bool:
@@ -155,16 +204,25 @@ class TenantState:
         return not self.live and not self.waiting
 
     @property
-    def used_blocks(self) -> int:
-        """The number of blocks of its region that live sequences have reserved."""
-        return self.region_blocks - len(self.free_blocks)
+    def region_blocks(self) -> int:
+        """Blocks of its region; 0 while it has none."""
+        return self.blocks.size
 
     @property
-    def written_blocks(self) -> list[int]:
-        """The blocks with keys and values of live sequences. Valid only while no step with its rows is under way."""
-        # Only blocks up to the last planned position have contents; reserved ones after it are empty.
+    def evictions(self) -> int:
+        """How many kept blocks were given up for their place, in all of its regions."""
+        return self._evictions + self.blocks.evictions
+
+    def blocks_to_save(self) -> list[int]:
+        """Return the blocks with keys and values of live sequences, and forget the contents of all others.
+
+        Valid only while no step with its rows is under way.
+        """
+        # Kept blocks do not move: copying them would take longer than they save.
+        self.blocks.forget()
+        # Only blocks up to the last planned position have contents. Several sequences may share one.
         live = self.live.values()
-        return sorted(block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)])
+        return sorted({block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)]})
 
     @property
     def prompt_rows(self) -> int:

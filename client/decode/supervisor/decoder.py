@@ -130,6 +130,13 @@ class DecoderSettings:
             " first token matters more."
         ),
     ] = False
+    reuses_prefixes: Annotated[
+        bool,
+        Setting(
+            "Whether the first blocks of a prompt are reused if the same tenant's region has them: the tokens are the"
+            " same either way, the first one comes sooner."
+        ),
+    ] = True
     region_life_s: Annotated[
         float | None,
         Setting(
@@ -532,6 +539,7 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
         vocabulary=config.vocabulary,
         end_tokens=frozenset(config.end_tokens),
         preempts=settings.preempts,
+        reuses_prefixes=settings.reuses_prefixes,
         guided_rows=StepLimits(settings.max_rows, settings.max_sequences, positions).guided_rows,
         rebinds_at_once=settings.rebinds_at_once,
         rebind_interval_s=settings.rebind_interval_s,

@@ -40,6 +40,7 @@ class Generation:
         failure: Why it is to end with an error although nothing of the engine failed; None usually.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
+        reused_tokens: Tokens of the prompt whose keys and values were there already when its first token was computed.
         prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
             token.
     """
@@ -49,7 +50,7 @@ class Generation:
         self.request = request
         self.reason: CompletionReason | None = None
         self.failure: RequestRejected | None = None
-        self.replays = 0
+        self.replays = self.reused_tokens = 0
         self.tokens: list[int] = []
         self.prompt_scores: list[Emitted] = []
         self._cancel = cancel

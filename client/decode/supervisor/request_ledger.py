@@ -113,6 +113,9 @@ class RequestLedger:
         """Record the region of a sequence before its first rows are computed."""
         if entry := self._entries.get(sequence.request.request_id):
             entry.region_id = region_id
+            # The attempt counts that yields the first token.
+            if not entry.generation.tokens:
+                entry.generation.reused_tokens = sequence.reused
 
     def report(self, call: Callable[[DecoderObserver], None]) -> None:
         """Call every observer. An observer's error is logged and does not affect requests."""

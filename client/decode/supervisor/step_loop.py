@@ -24,6 +24,7 @@ from gpulease.client.decode.row_records import (
     GUIDE,
     NO_MASK,
     NO_TARGET,
+    PAGE,
     ROW,
     Rows,
     StepGuidance,
@@ -185,7 +186,9 @@ class StepLoop:
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenants]
             try:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
-                await engine.start(self._rows_of(plan), pools, guidance)
+                # Prompts that begin behind computed blocks: no row of theirs writes those blocks' table entries.
+                prefixes = [(one.table, one.blocks[: one.reused // PAGE]) for one in plan.joined if one.reused]
+                await engine.start(self._rows_of(plan), pools, guidance, prefixes)
             except RegionFailed as error:
                 # The plan is undone. The sequences end only when the steps under way have ended, because the refusal
                 # may be one of those steps' own.

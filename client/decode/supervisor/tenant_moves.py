@@ -265,7 +265,7 @@ class TenantMoves:
                 f"Tenant {tenant_id}'s region ended before it was saved", "Its sequences are replayed"
             )
         if blocks is None:
-            blocks = user.scheduler.tenants[tenant_id].written_blocks
+            blocks = user.scheduler.tenants[tenant_id].blocks_to_save()
         saved = _Saved(regions, blocks, await user.engine.save_pool(pool, blocks))
         self._check_current(tenant_id, saved)
         return saved

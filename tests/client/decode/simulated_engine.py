@@ -1,7 +1,7 @@
 """A decode engine of dictionaries: what a row computes depends on the tokens that it really reads through its table."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 
 from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters
@@ -52,17 +52,21 @@ class SimulatedEngine:
         """Give a tenant a new region, with nothing in it."""
         self.regions[tenant] = next(self._generations)
 
-    def move(self, tenant: str) -> None:
-        """Copy a tenant's region to another place; the old one is spoilt."""
+    def move(self, tenant: str, blocks: Collection[int]) -> None:
+        """Copy these blocks of a tenant's region to another place; the old one is spoilt."""
         old, self.regions[tenant] = self.regions[tenant], next(self._generations)
         for (region, block, place), token in list(self.memory.items()):
             if region == old:
-                self.memory[self.regions[tenant], block, place] = token
+                if block in blocks:
+                    self.memory[self.regions[tenant], block, place] = token
                 self.memory[region, block, place] = STRAY
 
     def run(self, step: StepPlan, before: Sequence[int] | None) -> list[int]:
         """Compute a step after the one with the results `before`."""
         regions = [self.regions[sequence.tenant.config.id] for sequence in step.sequences]
+        for sequence in step.joined:
+            for index, block in enumerate(sequence.blocks[: sequence.reused // PAGE]):
+                self.tables[sequence.table, index] = block
         for row, region in enumerate(regions):
             source, position, block = step.sources[row], step.positions[row], step.blocks[row]
             token = step.tokens[row]
@@ -88,10 +92,15 @@ def check_books(scheduler: ContinuousBatchScheduler) -> None:
     for tenant in scheduler.tenants.values():
         live = list(tenant.live.values())
         assert len(live) <= tenant.config.max_concurrent
-        blocks = [block for sequence in live for block in sequence.blocks]
-        assert sorted(blocks + tenant.free_blocks) == list(range(tenant.region_blocks))
+        used = {block for sequence in live for block in sequence.blocks}
+        assert tenant.blocks.used == len(used)
+        assert tenant.blocks.available == tenant.region_blocks - len(used)
+        # Of the blocks that several sequences have, none may be written again: all have rows behind them.
+        for sequence in live:
+            others = {block for other in live for block in other.blocks if other is not sequence}
+            assert not others.intersection(sequence.blocks[sequence.length // PAGE :])
         assert tenant.region_blocks <= tenant.config.max_blocks
-        assert all(len(sequence.blocks) * PAGE > sequence.last for sequence in live)
+        assert all(len(sequence.blocks) * PAGE > min(sequence.length, sequence.last) for sequence in live)
         assert len(tenant.waiting) <= tenant.config.max_waiting + tenant.config.max_concurrent
         tables += [sequence.table for sequence in live]
     assert len(set(tables)) == len(tables) == scheduler.live_sequences <= scheduler.settings.max_sequences

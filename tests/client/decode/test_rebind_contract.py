@@ -13,7 +13,7 @@ import pytest
 from gpulease.client.decode.decode_errors import CompletionReason
 from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
-from gpulease.client.decode.row_records import Rows, StepGuidance
+from gpulease.client.decode.row_records import Rows
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
@@ -53,14 +53,14 @@ def before_step(decoder: Decoder, number: int, act: Callable[[], Awaitable[None]
     """Act as a step is about to start, counted from 1; the step names what it was planned with."""
     engine, count = decoder.engine, 0
 
-    async def start(rows: Rows, pools: Any, guidance: StepGuidance | None = None) -> int:
+    async def start(rows: Rows, pools: Any, *others: Any) -> int:
         nonlocal count
         count += 1
         if count == number:
             await act()
-        return await type(engine).start(engine, rows, pools, guidance)
+        return await type(engine).start(engine, rows, pools, *others)
 
-    engine.start = start  # type: ignore[method-assign]
+    engine.start = start  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

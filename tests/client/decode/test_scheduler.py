@@ -71,7 +71,7 @@ def test_the_token_that_ends_a_sequence_is_told_before_the_end(scheduler: Contin
 
 def fill(scheduler: ContinuousBatchScheduler, *, live: int = 0, waiting: int = 0, blocks: int = 1) -> None:
     for number in range(live):
-        assert scheduler.submit(prompt_request("a", f"live{number}", 1, 16 * blocks), 0.0) == []
+        assert scheduler.submit(prompt_request("a", f"live{number}", 16 * blocks - 15, 16), 0.0) == []
     for number in range(waiting):
         assert scheduler.submit(prompt_request("a", f"waiting{number}", 1, 1, wait_s=9), 0.0) == []
 
@@ -100,9 +100,9 @@ REFUSALS: list[tuple[Callable[[ContinuousBatchScheduler], Any], dict[str, Any], 
     (lambda s: fill(s, live=2, waiting=2), {"wait_s": 9}, AdmissionReason.QUOTA_EXCEEDED, "2 of its requests wait"),
     (
         lambda s: fill(s, live=1, blocks=3),
-        {"most": 17},
+        {"prompt": 16, "most": 17},
         AdmissionReason.POOL_EXHAUSTED,
-        "need 2 blocks, and 1 are free",
+        "needs 2 blocks, and 1 are free for it",
     ),
     (use_all_tables, {}, AdmissionReason.POOL_EXHAUSTED, "wait for the engine"),
     (revoke, {}, AdmissionReason.POOL_EXHAUSTED, "being rebuilt"),
@@ -227,7 +227,7 @@ def test_room_that_comes_at_the_deadline_comes_too_late(scheduler: ContinuousBat
 
 def test_a_large_request_is_not_overtaken_by_small_ones_of_its_tenant(scheduler: ContinuousBatchScheduler) -> None:
     fill(scheduler, live=1, blocks=2)
-    scheduler.submit(prompt_request("a", "large", 1, 64, wait_s=9), 0.0)
+    scheduler.submit(prompt_request("a", "large", 49, 16, wait_s=9), 0.0)
     scheduler.submit(prompt_request("a", "small", 1, 1, wait_s=9), 0.0)
     assert set(scheduler.tenants["a"].live) == {"live0"}
     scheduler.cancel("live0")
@@ -238,7 +238,7 @@ def test_a_large_request_is_not_overtaken_by_small_ones_of_its_tenant(scheduler:
 @pytest.mark.parametrize("leave", ["cancelled", "late"])
 def test_what_waited_behind_a_request_that_gave_up_is_admitted(scheduler: ContinuousBatchScheduler, leave: str) -> None:
     fill(scheduler, live=1, blocks=2)
-    scheduler.submit(prompt_request("a", "large", 1, 64, wait_s=5), 0.0)
+    scheduler.submit(prompt_request("a", "large", 49, 16, wait_s=5), 0.0)
     scheduler.submit(prompt_request("a", "small", 1, 1, wait_s=9), 0.0)
     scheduler.plan(0.0)
     if leave == "cancelled":
@@ -269,7 +269,7 @@ def test_a_request_cancelled_while_its_row_is_under_way_tells_no_more(scheduler:
     scheduler.submit(prompt_request("a", "r", 1, 9), 0.0)
     step = scheduler.plan(0.0)
     assert ends(scheduler.cancel("r", CompletionReason.PREEMPTED)) == [("r", "Preempted")]
-    assert len(scheduler.tenants["a"].free_blocks) == 4
+    assert scheduler.tenants["a"].blocks.used == 0
     assert scheduler.completed(step, results(step)) == []
     assert not scheduler.plan(0.0).sequences
 
@@ -731,7 +731,7 @@ def test_the_blocks_that_steps_wrote_are_those_of_a_sequence_s_positions(
     for _ in range(computed):
         scheduler.step(results, 0.0)
     tenant = scheduler.tenants["a"]
-    assert tenant.written_blocks == sorted(tenant.live["r"].blocks[:written])
+    assert tenant.blocks_to_save() == sorted(tenant.live["r"].blocks[:written])
 
 
 # --- Preemption. ---

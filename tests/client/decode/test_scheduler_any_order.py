@@ -16,6 +16,7 @@ from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReas
 from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, TenantConfig
 from gpulease.client.decode.scheduler.scheduler import MAX_PREEMPTIONS, ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence, UnadmittedRequest
 
 from .simulated_engine import END_TOKEN, VOCABULARY, SimulatedEngine, check_books, continuation, prompt_request
 
@@ -67,8 +68,9 @@ class AnyOrder(RuleBasedStateMachine):
         prefill=st.sampled_from([4, 17, 1]),
         replays=st.sampled_from([True, True, False]),
         preempts=st.booleans(),
+        reuses=st.sampled_from([True, True, False]),
     )
-    def begin(self, sequences: int, rows: int, prefill: int, replays: bool, preempts: bool) -> None:
+    def begin(self, sequences: int, rows: int, prefill: int, replays: bool, preempts: bool, reuses: bool) -> None:
         limits = SchedulerSettings(
             sequences,
             rows,
@@ -81,6 +83,7 @@ class AnyOrder(RuleBasedStateMachine):
             rebinds_at_once=AT_ONCE,
             rebind_interval_s=INTERVAL_S,
             preempts=preempts,
+            reuses_prefixes=reuses,
         )
         self.scheduler = ContinuousBatchScheduler(limits, CONFIGS)
         self.engine = SimulatedEngine()
@@ -155,10 +158,14 @@ class AnyOrder(RuleBasedStateMachine):
         found = self.known[event.continued_by] = Known(replay, expected, self.now + max(REPLAY_WAIT_S, request.wait_s))
         found.preemptions = known.preemptions
         if event.reason is CompletionReason.PREEMPTED:
-            assert self.scheduler.settings.preempts
-            assert self.scheduler.tenants[request.tenant_id].config.weight < max(config.weight for config in CONFIGS)
-            found.preemptions += 1
             found.deadline = float("inf")
+            # For a heavier tenant's request, or, not counted, for an older sequence of its own tenant.
+            tenant = self.scheduler.tenants[request.tenant_id]
+            places: list[UnadmittedRequest | LiveSequence] = [*tenant.waiting, *tenant.live.values()]
+            found.preemptions = next(
+                place.preemptions for place in places if place.request.request_id == event.continued_by
+            )
+            assert known.preemptions <= found.preemptions <= known.preemptions + self.scheduler.settings.preempts
         assert found.preemptions <= MAX_PREEMPTIONS
 
     # --- requests ---
@@ -204,8 +211,8 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: len(self.under_way) < 2)
     @rule(begins=st.sampled_from([True, True, True, True, False]))
     def plan(self, begins: bool = True) -> None:
-        lengths = self.lengths()
         step = self.scheduler.plan(self.now)
+        lengths = self.lengths()
         self.take(step.events)
         waiting = [known for known in self.known.values() if not known.is_ended and not self.is_admitted(known)]
         assert all(known.deadline > self.now for known in waiting)
@@ -230,11 +237,8 @@ class AnyOrder(RuleBasedStateMachine):
         has_tables = self.scheduler.live_sequences < self.scheduler.settings.max_sequences
         contenders = []
         for tenant in self.scheduler.tenants.values():
-            if tenant.waiting and not tenant.is_held:
-                request = tenant.waiting[0].request
-                has_blocks = len(tenant.free_blocks) >= request.blocks
-                if has_blocks and len(tenant.live) < tenant.config.max_concurrent:
-                    contenders.append(tenant)
+            if tenant.waiting and not tenant.is_held and tenant.fits(tenant.waiting[0]):
+                contenders.append(tenant)
         if contenders and self.scheduler.settings.preempts:
             turn = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number))
             lighter = [tenant for tenant in self.scheduler.tenants.values() if tenant.price > turn.price]
@@ -251,7 +255,7 @@ class AnyOrder(RuleBasedStateMachine):
             for name, sequence in tenant.live.items():
                 planned = sum(other.step.sequences.count(sequence) for other in self.under_way)
                 position = due[name] = lengths.get(name, 0) + planned
-                if tenant.is_held:
+                if tenant.is_held or sequence.is_following:
                     continue
                 if position < sequence.prompt:
                     prompts += sequence.prompt - position
@@ -388,7 +392,7 @@ class AnyOrder(RuleBasedStateMachine):
         """A held tenant's region has been copied to another place; its steps were over then."""
         if self.scheduler.tenants[tenant].is_held:
             if not any(step.step.tenants & {self.scheduler.tenants[tenant]} for step in self.under_way):
-                self.engine.move(tenant)
+                self.engine.move(tenant, self.scheduler.tenants[tenant].blocks_to_save())
             self.scheduler.resume(tenant)
 
     # --- always, and in the end ---
@@ -420,7 +424,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.under_way = []
         queued = [waiting for tenant in self.scheduler.tenants.values() for waiting in tenant.waiting]
         unended = [known.request.positions for known in self.known.values() if not known.is_ended]
-        again = 1 + MAX_PREEMPTIONS * self.scheduler.settings.preempts
+        # Preempted sequences are computed again: for heavier tenants' requests, or each time that a region is short.
+        again = 1 + MAX_PREEMPTIONS * self.scheduler.settings.preempts + max(config.max_blocks for config in CONFIGS)
         for _ in range(2 * again * sum(unended)):
             before = len(self.under_way)
             self.plan()

@@ -190,7 +190,7 @@ def test_a_tenant_whose_prompts_were_many_is_not_behind_one_that_comes_later() -
     while scheduler.live_sequences:
         scheduler.step(ones, 0.0)
     scheduler.submit(prompt_request("new", "second", 4000, 1), 0.0)
-    scheduler.submit(prompt_request("old", "third", 4000, 1), 0.0)
+    scheduler.submit(prompt_request("old", "third", 4000, 1, first_token=7), 0.0)
     for _ in range(100):
         scheduler.step(ones, 0.0)
     third, second = scheduler.tenants["old"].live["third"], scheduler.tenants["new"].live["second"]

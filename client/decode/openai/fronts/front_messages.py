@@ -157,9 +157,18 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     error: tuple[int, str, str, str | None, float | None] | None
 
 
+class Reuse(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens of a sequence's prompt were not computed, sent with its first token unless that is 0."""
+
+    number: int
+    sequence: int
+    tokens: int
+
+
 class Step(msgspec.Struct, tag="step", frozen=True):
     """What a step computed for a front's requests: scores of prompts, tokens, and ends behind them."""
 
+    reuses: list[Reuse]
     scores: list[FrontToken]
     tokens: list[FrontToken]
     ends: list[End]

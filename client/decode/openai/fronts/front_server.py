@@ -30,6 +30,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     FrontRefused,
     FrontToken,
     Placed,
+    Reuse,
     Sequence,
     Step,
     TakePlace,
@@ -158,6 +159,7 @@ class FrontConnection:
 
     def _send_step(self) -> None:
         changed, self._changed = self._changed, {}
+        reuses: list[Reuse] = []
         scores: list[FrontToken] = []
         tokens: list[FrontToken] = []
         ends: list[End] = []
@@ -168,11 +170,13 @@ class FrontConnection:
             taken = generation.take()
             # A prompt's scores are complete when its first token comes, and are sent with it.
             if taken and len(taken) == len(generation.tokens):
+                if generation.reused_tokens:
+                    reuses.append(Reuse(number, sequence, generation.reused_tokens))
                 scores += [_token(number, sequence, scored) for scored in generation.prompt_scores]
             tokens += [_token(number, sequence, emitted) for emitted in taken]
             if generation.is_ended:
                 ends.append(self._end(number, sequence, request, generation))
-        self._send(Step(scores, tokens, ends))
+        self._send(Step(reuses, scores, tokens, ends))
 
     def _end(self, number: int, sequence: int, request: _FrontRequest, generation: Generation) -> End:
         del request.generations[sequence]

@@ -84,6 +84,9 @@ class FrontSource:
 
     def _receive(self, message: ToFront) -> None:
         if isinstance(message, Step):
+            for reuse in message.reuses:
+                if generation := self._generations.get((reuse.number, reuse.sequence)):
+                    generation.reused_tokens = reuse.tokens
             for token in message.scores:
                 if generation := self._generations.get((token.number, token.sequence)):
                     generation.score(_emitted(token))

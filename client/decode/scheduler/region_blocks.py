@@ -1,0 +1,151 @@
+"""The blocks of one tenant's region: which are free, which sequences use, and which keep a prefix that may come again.
+
+A full block of keys and values depends on its own tokens and on all tokens before it. A chain of hashes names exactly
+that: a block's key is the hash of the key of the block before it and of its own tokens, and the chain begins with the
+region's generation. So equal keys mean equal contents, bit for bit, and no key of a lost region is ever found again.
+
+Blocks that no sequence uses keep their contents until their place is needed: the least recently used goes first. Only
+full blocks are shared, and no row writes into a full block again, so a shared block is never copied. The last, partly
+filled block of a prefix is computed again by each sequence: at most PAGE rows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from struct import Struct
+from typing import Final
+
+from gpulease.client.decode.row_records import PAGE
+
+KEY_BYTES: Final = 16
+"""Bytes of a key. Only a tenant's own tokens meet in a region, and 2^64 blocks would be needed for a collision."""
+
+_TOKENS: Final = Struct(f"<{PAGE}i")
+
+
+class RegionBlocks:
+    """The blocks of one region. Pure: its contents are only numbers and keys.
+
+    Attributes:
+        size: The number of blocks.
+        evictions: How many kept blocks have been given up for their place.
+    """
+
+    def __init__(self, size: int, generation: int = 0) -> None:
+        """Begin with all blocks free. No two regions of a tenant may have the same generation."""
+        self.size = size
+        self.evictions = 0
+        self._root = generation.to_bytes(KEY_BYTES, "big")
+        # Descending, so that `pop` gives the lowest block first.
+        self._free = list(range(size - 1, -1, -1))
+        self._references = [0] * size
+        # Published blocks by their keys, and the other way round.
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        # Published blocks without a reference, the least recently used first.
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        # Who computes the block with a key now, so that others wait for it instead of computing it, too.
+        self._writers: dict[bytes, object] = {}
+
+    # --- counts ---
+
+    @property
+    def available(self) -> int:
+        """The number of blocks that `take` can give: free ones, and kept ones."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def used(self) -> int:
+        """The number of blocks that sequences use."""
+        return self.size - self.available
+
+    @property
+    def kept(self) -> int:
+        """The number of blocks that no sequence uses and that keep a prefix."""
+        return len(self._kept)
+
+    # --- keys ---
+
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], count: int) -> None:
+        """Append to a sequence's keys until it has those of its first `count` blocks."""
+        parent = keys[-1] if keys else self._root
+        for index in range(len(keys), count):
+            block = _TOKENS.pack(*tokens[index * PAGE : (index + 1) * PAGE])
+            parent = blake2b(parent + block, digest_size=KEY_BYTES).digest()
+            keys.append(parent)
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """Return how many of the first blocks with these keys are there, and how many of those no sequence uses."""
+        found = kept = 0
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            found += 1
+            kept += block in self._kept
+        return found, kept
+
+    # --- use ---
+
+    def take(self) -> int | None:
+        """Return a block for a sequence to write, with one reference; None if all are in use."""
+        if self._free:
+            block = self._free.pop()
+        elif self._kept:
+            # Give up the prefix that was not used for the longest time.
+            block, _ = self._kept.popitem(last=False)
+            del self._blocks[self._keys.pop(block)]
+            self.evictions += 1
+        else:
+            return None
+        self._references[block] = 1
+        return block
+
+    def share(self, key: bytes) -> int | None:
+        """Return the published block with a key, with one reference more; None if there is none."""
+        block = self._blocks.get(key)
+        if block is not None:
+            if not self._references[block]:
+                del self._kept[block]
+            self._references[block] += 1
+        return block
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Take one reference from each block. Those published longest ago in this call should come last."""
+        for block in blocks:
+            self._references[block] -= 1
+            if not self._references[block]:
+                if block in self._keys:
+                    self._kept[block] = None
+                else:
+                    self._free.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let others find a block that is computed. Of two blocks with the same key the first one is found."""
+        self._writers.pop(key, None)
+        if key not in self._blocks:
+            self._blocks[key] = block
+            self._keys[block] = key
+
+    def forget(self) -> None:
+        """Free all blocks that no sequence uses, because their contents are about to be lost."""
+        for block in self._kept:
+            del self._blocks[self._keys.pop(block)]
+            self._free.append(block)
+        self._kept.clear()
+
+    # --- blocks that are being computed ---
+
+    def claim(self, writer: object, keys: Sequence[bytes]) -> bool:
+        """Announce that `writer` computes the blocks with these keys. Returns False if another computes the first."""
+        first = self._writers.get(keys[0]) if keys else writer
+        if first is None:
+            for key in keys:
+                self._writers.setdefault(key, writer)
+        return first is None or first is writer
+
+    def withdraw(self, writer: object, keys: Iterable[bytes]) -> None:
+        """Forget what `writer` announced and did not publish."""
+        for key in keys:
+            if self._writers.get(key) is writer:
+                del self._writers[key]

@@ -1,0 +1,219 @@
+"""Prompts that begin with computed blocks have the same tokens and probabilities, bit for bit, as without them."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
+from gpulease.client.decode.decode_requests import SamplingParameters, TenantConfig
+from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
+from gpulease.client.decode.supervisor.generation import Emitted, Generation
+from helpers.daemon import Daemon
+from helpers.decode.decoder_rig import Recorder, read
+from helpers.decode.engine_rig import GREEDY, EngineRig, RunningRig
+from helpers.decode.random_models import TINY
+
+SETTINGS = DecoderSettings(max_rows=24, prefill_rows=16, max_sequences=6, rebinds_at_once=1000)
+HOT = SamplingParameters(temperature=0.9, seed=5)
+TENANTS = [TenantConfig("a", 6, 24), TenantConfig("b", 6, 24)]
+
+
+def opened(
+    daemon: Daemon,
+    options: DecoderSettings = SETTINGS,
+    tenants: Sequence[TenantConfig] = TENANTS,
+    *observers: Recorder,
+) -> AbstractAsyncContextManager[Decoder]:
+    return Decoder.open(RandomCheckpoint(TINY, 1), tenants, options, address=daemon.address, observers=observers)
+
+
+def submit(decoder: Decoder, prompt: Sequence[int], most: int = 6, tenant: str = "a") -> Generation:
+    return decoder.submit(prompt, max_tokens=most, tenant_id=tenant, sampling=HOT)
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(3, TINY.vocabulary) for _ in range(count)]
+
+
+async def outputs(decoder: Decoder, prompts: Sequence[tuple[str, list[int]]], *, at_once: bool) -> list[list[Emitted]]:
+    if at_once:
+        return await asyncio.gather(*(read(submit(decoder, tokens, tenant=tenant)) for tenant, tokens in prompts))
+    return [await read(submit(decoder, tokens, tenant=tenant)) for tenant, tokens in prompts]
+
+
+def reused_by(decoder: Decoder) -> dict[str, int]:
+    return {name: tenant.reused_tokens for name, tenant in decoder.scheduler.tenants.items()}
+
+
+PROMPTS = st.lists(
+    st.tuples(
+        st.sampled_from("ab"),
+        st.integers(0, 1),  # which of two texts it begins with
+        st.integers(0, 50),  # how much of that
+        st.integers(1, 20),  # how many tokens of its own
+        st.integers(0, 2),  # which ones
+    ),
+    min_size=2,
+    max_size=6,
+)
+
+
+def test_random_prompts_have_the_tokens_that_they_have_without_reuse(daemon: Daemon) -> None:
+    """In any order and company, with chunks cut elsewhere, after the end of a region, and after a move."""
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        reusing = runner.run(stack.enter_async_context(opened(daemon)))
+        plain = runner.run(stack.enter_async_context(opened(daemon, replace(SETTINGS, reuses_prefixes=False))))
+
+        @settings(max_examples=12, deadline=None)
+        @given(drawn=PROMPTS, at_once=st.booleans(), event=st.sampled_from(["", "", "revoke", "move"]))
+        def check(drawn: list[tuple[str, int, int, int, int]], at_once: bool, event: str) -> None:
+            prompts = [
+                (tenant, tokens_of(text, 60)[:shared] + tokens_of(10 + own, count))
+                for tenant, text, shared, count, own in drawn
+            ]
+
+            async def part() -> None:
+                if event == "revoke":
+                    await reusing.regions.pools["a"].region.revoke("because")
+                elif event == "move" and "a" in reusing.regions.pools:
+                    await reusing.move_tenant("a")
+                expected = await outputs(plain, prompts, at_once=at_once)
+                assert await outputs(reusing, prompts, at_once=at_once) == expected
+
+            runner.run(part())
+
+        try:
+            check()
+        finally:
+            runner.run(stack.aclose())
+        assert sum(reused_by(reusing).values()) > 100
+        assert sum(reused_by(plain).values()) == 0
+
+
+def play(daemon: Daemon, scene: Callable[[Decoder], Coroutine[Any, Any, None]], *arguments: Any) -> None:
+    async def part() -> None:
+        async with opened(daemon, *arguments) as decoder:
+            await scene(decoder)
+
+    asyncio.run(part())
+
+
+def test_a_prompt_begins_behind_what_its_tenant_s_sequences_computed(daemon: Daemon) -> None:
+    """Behind an answer, too, as the next turn of a chat does; never with another tenant's blocks."""
+    prompt = tokens_of(1, 40)
+
+    async def scene(decoder: Decoder) -> None:
+        first = submit(decoder, prompt, most=12)
+        answer = [emitted.token for emitted in await read(first)]
+        assert first.reused_tokens == 0
+        again = submit(decoder, prompt)
+        await read(again)
+        assert again.reused_tokens == 32
+        # 40 tokens and 11 answered ones have keys and values: three full blocks.
+        turn = submit(decoder, [*prompt, *answer, *tokens_of(2, 9)])
+        await read(turn)
+        assert turn.reused_tokens == 48
+        # The last token's row is computed in any case.
+        whole = submit(decoder, prompt[:32])
+        await read(whole)
+        assert whole.reused_tokens == 16
+        other = submit(decoder, prompt, tenant="b")
+        await read(other)
+        assert other.reused_tokens == 0
+        scored = decoder.submit(prompt, max_tokens=2, tenant_id="a", ranks=1, scores_prompt=True)
+        await read(scored)
+        assert (scored.reused_tokens, len(scored.prompt_scores)) == (0, 39)
+
+    play(daemon, scene)
+
+
+def test_prompts_that_come_together_are_computed_once(daemon: Daemon) -> None:
+    """The others wait for the first one's blocks, as the choices of one request do."""
+    recorder = Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        prompt = tokens_of(3, 100)
+        generations = [submit(decoder, prompt) for _ in range(4)]
+        found = await asyncio.gather(*map(read, generations))
+        assert found == [found[0]] * 4
+        assert [generation.reused_tokens for generation in generations] == [0, 96, 96, 96]
+        assert sum(step.rows - step.decode_rows for step in recorder.steps) == 100 + 3 * 4
+        # The first one ends before it has computed all of it: another one takes over.
+        other = [submit(decoder, tokens_of(4, 100)) for _ in range(2)]
+        computed = decoder.scheduler.tenants["a"].live[other[0].request_id]
+        while not computed.filled:  # noqa: ASYNC110  # steps report no chunks of prompts
+            await asyncio.sleep(0)
+        other[0].cancel()
+        assert len(await read(other[1])) == 6
+
+    play(daemon, scene, SETTINGS, TENANTS, recorder)
+
+
+def test_the_end_of_a_region_takes_its_blocks(daemon: Daemon) -> None:
+    prompt = tokens_of(5, 40)
+
+    async def scene(decoder: Decoder) -> None:
+        expected = await read(submit(decoder, prompt))
+        assert decoder.scheduler.tenants["a"].blocks.kept == 2
+        daemon.revoke(decoder.regions.pools["a"].region.lease_id)
+        after = submit(decoder, prompt)
+        assert await read(after) == expected
+        assert after.reused_tokens == 0
+        again = submit(decoder, prompt)
+        assert await read(again) == expected
+        assert again.reused_tokens == 32
+        # A region that is left behind takes along what lives, and nothing else.
+        lives = submit(decoder, tokens_of(6, 20), most=30)
+        await anext(lives)
+        await decoder.move_tenant("a")
+        moved = submit(decoder, prompt)
+        assert await read(moved) == expected
+        assert moved.reused_tokens == 0
+        same = submit(decoder, tokens_of(6, 20))
+        assert (await read(same))[1:] == (await read(lives))[:5]
+        assert same.reused_tokens == 16
+
+    play(daemon, scene)
+
+
+def test_a_short_region_serves_more_than_it_could_reserve_for(daemon: Daemon) -> None:
+    """Requests of 5 blocks each at their longest, in a region of 8: all live at once, and each has its tokens."""
+    prompts = [tokens_of(20 + number, 10) for number in range(6)]
+    recorder = Recorder()
+
+    async def scene(decoder: Decoder) -> None:
+        alone = [await read(submit(decoder, prompt, most=70)) for prompt in prompts]
+        generations = [submit(decoder, prompt, most=70) for prompt in prompts]
+        assert len(decoder.scheduler.tenants["a"].live) >= 4
+        assert await asyncio.gather(*map(read, generations)) == alone
+        assert all(generation.reason is CompletionReason.MAX_TOKENS_REACHED for generation in generations)
+        assert {generation.replays for generation in generations} != {0}
+        assert decoder.scheduler.tenants["a"].evictions > 0
+
+    play(daemon, scene, SETTINGS, [TenantConfig("a", 6, 8)], recorder)
+    assert {rebind.reason for rebind in recorder.rebinds} == {CompletionReason.PREEMPTED}
+
+
+def test_an_engine_takes_prefixes_that_fit_its_tables(tiny: RunningRig) -> None:
+    async def scene(rig: EngineRig) -> None:
+        line = await rig.line(tokens_of(7, 40), 0)
+        # Another table names the same blocks: a row behind them reads what the line's rows have written.
+        seat = replace(rig.seat(), table=3)
+        row = rig.row(seat, GREEDY, 39, line.tokens[39])
+        await rig.engine.start(row, [rig.pools[0]], None, [(3, seat.blocks[:3])])
+        assert (await rig.engine.finish())[0] == line.results[39]
+        for bad in ([(6, [0])], [(-1, [0])], [(0, range(11))], [(0, [0])] * 7):
+            with pytest.raises(RequestRejected):
+                await rig.engine.start(row, [rig.pools[0]], None, bad)
+
+    tiny.run(scene)
