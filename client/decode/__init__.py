@@ -41,6 +41,7 @@ from gpulease.client.decode.decode_requests import PromptRequest, SamplingParame
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.pooling import Pooling
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
@@ -70,6 +71,7 @@ __all__ = [
     "ModelConfig",
     "ModelRejected",
     "NoModelLoaded",
+    "Pooling",
     "PromptRefused",
     "PromptRequest",
     "RandomCheckpoint",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RequestRejected
+from gpulease.client.decode.pooling import Pooling
 from gpulease.client.decode.row_records import MAX_RANKS, PAGE
 from gpulease.client.decode.token_guide import TokenGuide
 
@@ -202,6 +203,7 @@ class PromptRequest:
         priority: Its place among the tenant's requests that wait: lower ones are admitted first.
         ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
         scores_prompt: Whether the prompt's tokens are reported with their probabilities.
+        pooling: How the prompt's rows become a vector; None if none is wanted. One token is emitted then, too.
         guide: Changes the logits; None if tokens are chosen from the model's. Replays continue with the same one.
     """
 
@@ -217,6 +219,7 @@ class PromptRequest:
     priority: int = 0
     ranks: int = 0
     scores_prompt: bool = False
+    pooling: Pooling | None = None
     guide: "TokenGuide | None" = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -255,7 +258,8 @@ class PromptRequest:
     @property
     def reusable_blocks(self) -> int:
         """The most blocks of its prompt that need not be computed: the row of the last token yields the next one."""
-        return 0 if self.scores_prompt else (len(self.token_ids) - 1) // PAGE
+        needs_all = self.scores_prompt or self.pooling is Pooling.MEAN
+        return 0 if needs_all else (len(self.token_ids) - 1) // PAGE
 
 
 class SchedulerEvent:

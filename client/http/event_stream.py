@@ -18,3 +18,8 @@ def json_event(body: dict[str, Any]) -> bytes:
     """Return an event with a JSON object as its data."""
     # json.dumps escapes line breaks, so the data stays one line.
     return event(json.dumps(body, ensure_ascii=False, separators=(",", ":")))
+
+
+def named_event(name: str, body: dict[str, Any]) -> bytes:
+    """Return an event of a type of its own, with a JSON object as its data."""
+    return b"event: " + name.encode() + b"\n" + json_event(body)

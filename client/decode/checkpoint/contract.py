@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from gpulease.client.decode.checkpoint.tensors import Tensor
 from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.pooling import Pooling
 
 if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -26,6 +27,10 @@ class Checkpoint(Protocol):
     @property
     def config(self) -> ModelConfig:
         """The model's shape, which the kernels can compute."""
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model makes a vector of a text; None if it generates texts alone."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model, by its name in Hugging Face's checkpoints."""

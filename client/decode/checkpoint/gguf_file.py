@@ -20,6 +20,7 @@ from gpulease.client.decode.checkpoint.model_tensors import (
     layer_prefix,
     model_tensors,
 )
+from gpulease.client.decode.checkpoint.pooling import gguf_pooling
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import RowReader, Tensor, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -67,6 +68,7 @@ class GgufFile:
         # The metadata need not say the vocabulary's size or whether the head is tied; the tensors do.
         self._said = Members(header.metadata, self.name)
         self.config = gguf_config(self._said, entries[EMBEDDING].shape[0], HEAD not in entries)
+        self.pooling = gguf_pooling(self._said)
         # Llama 3's scaling comes as a tensor, not as metadata. It is not one of the model's weights.
         divisors = entries.pop(ROTARY_DIVISORS, None)
         check_names(self.config, entries, self.name)

@@ -132,7 +132,7 @@ _ARCHITECTURE: Final[KeyTable] = {
         # Facts that the tensors show, and keys that llama.cpp no longer reads.
         "vocab_size",
         "tensor_data_layout",
-        # For models that embed texts.
+        # For models that embed texts; checkpoint/pooling.py reads the first one.
         "pooling_type",
         "embedding_length_out",
         # Details of norms, windows, experts and scaling, each of which has effect only with a key that is refused

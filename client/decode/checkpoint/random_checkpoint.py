@@ -12,6 +12,7 @@ from gpulease.client.decode.checkpoint.rotary import divisors_of
 from gpulease.client.decode.checkpoint.tensors import RowReader, Tensor, TensorType, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig, check_config
+from gpulease.client.decode.pooling import Pooling
 
 PERIOD: Final = (4 << 20) + 3
 """Values after which the random weights repeat, so that a model of billions of values is made in a moment. Odd, so that
@@ -27,8 +28,9 @@ class RandomCheckpoint:
     Equal configs and seeds give equal weights.
     """
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    def __init__(self, config: ModelConfig, seed: int, pooling: Pooling | None = None) -> None:
         """Generate the values. Raises ModelRejected for a shape that the engine can't compute."""
+        self.pooling = pooling
         self.name = f"random weights of seed {seed}"
         check_config(config, self.name)
         self.config = config

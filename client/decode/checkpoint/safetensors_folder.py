@@ -22,6 +22,7 @@ from gpulease.client.decode.checked_file import (
 )
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
+from gpulease.client.decode.checkpoint.pooling import folder_pooling
 from gpulease.client.decode.checkpoint.rotary import divisors_of
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, row_bytes
@@ -51,6 +52,7 @@ class SafetensorsFolder:
         # Optional: older models have its keys in config.json.
         generation = self._members("generation_config.json") if self._has("generation_config.json") else None
         self.config = hugging_face_config(said, generation, folder_begin_token(folder))
+        self.pooling = folder_pooling(folder)
         # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
         found: dict[str, tuple[TensorFile, tuple[int, ...], str, int]] = {}
         for path in self._files():

@@ -29,6 +29,7 @@ from gpulease.client.decode.engine.forward_pass import (
 )
 from gpulease.client.decode.engine.linear_tiles import target_of
 from gpulease.client.decode.model_config import check_positions
+from gpulease.client.decode.pooling import f32_of_bf16
 from gpulease.client.decode.row_records import (
     ENTRY,
     GUIDE,
@@ -100,6 +101,7 @@ class _Step:
     number: int
     rows: int
     is_guided: bool
+    is_pooled: bool
 
 
 @dataclass(slots=True)
@@ -122,6 +124,8 @@ class DecodeEngine:
         max_steps: Steps that may be under way: MAX_STEPS, or 1 in a session that shares no memory.
         ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None
             if that step had no guidance.
+        normed: The rows behind the last norm, f32 [rows, width], of the step that `finish` returned last; None if that
+            step was not pooled.
     """
 
     def __init__(self, lease: GpuLease, session: GpuSession, forward: ForwardPass) -> None:
@@ -136,6 +140,9 @@ class DecodeEngine:
         self._graphs: dict[tuple[int, int, bool], Graph] = {}
         self._guide_arrays: list[_GuideArrays] = []
         self._prefix_arrays: list[NDArray[np.int32]] = []
+        # By parity, once a step of it was pooled.
+        self._normed_arrays: dict[int, NDArray[np.uint16]] = {}
+        self.normed: NDArray[np.float32] | None = None
         self.ranked: Rows | None = None
         self._sets: dict[frozenset[BlockPool], RegionSet] = {}
         self._streams: list[Stream] = []
@@ -342,6 +349,8 @@ class DecodeEngine:
         pools: Iterable[BlockPool],
         guidance: StepGuidance | None = None,
         prefixes: Sequence[tuple[int, Sequence[int]]] = (),
+        *,
+        is_pooled: bool = False,
     ) -> int:
         """Start a step behind those under way, without waiting for it. Returns its number.
 
@@ -351,6 +360,7 @@ class DecodeEngine:
             guidance: What changes the choice of tokens, or reports more of them. Rows without any are unaffected.
             prefixes: Sequences that begin behind blocks which earlier steps have computed: the row of the block tables,
                 and the first entries of it. A row writes only its own position's entry.
+            is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
         NoModelLoaded after `close`, and what a session's end raises. The step is not under way then; those before it
@@ -377,7 +387,7 @@ class DecodeEngine:
         if prefixes:
             self._check_prefixes(prefixes)
         # Under way from here on: a copy of blocks in another task may receive its refusal.
-        self._steps.append(_Step(number, count, guidance is not None))
+        self._steps.append(_Step(number, count, guidance is not None, is_pooled))
         try:
             named = await self._region_set(frozenset(pools))
             if self.session.shares_memory:
@@ -393,6 +403,9 @@ class DecodeEngine:
             # `position` comes back in a refusal, by which it is assigned to its step.
             graph = self._graphs[bucket, parity, guidance is not None]
             await graph.launch(stream=stream, regions=named, position=number)
+            if is_pooled and self.session.shares_memory:
+                # Ahead of the next step, which writes the same buffer.
+                await self._read_normed(parity, count)
         except BaseException as error:
             # It did not start. A refusal here may be that of the step before, which `_keep` then remembers for
             # `finish`.
@@ -476,6 +489,7 @@ class DecodeEngine:
         self._steps.popleft()
         # Copies, because the next but one step writes the same arrays.
         self.ranked = self._guide_arrays[parity].ranked[: step.rows].copy() if step.is_guided else None
+        self.normed = f32_of_bf16(self._normed_arrays[parity][: step.rows]) if step.is_pooled else None
         return self._results[parity][: step.rows].copy()
 
     async def _fetch(self, parity: int, step: _Step) -> None:
@@ -485,6 +499,17 @@ class DecodeEngine:
         if step.is_guided:
             ranked = self._guide_arrays[parity].ranked[: step.rows]
             await self.session.mem_read(self.forward.ranked, 0, ranked.nbytes, into=ranked, stream=stream)
+        if step.is_pooled:
+            await self._read_normed(parity, step.rows)
+
+    async def _read_normed(self, parity: int, rows: int) -> None:
+        """Copy a step's rows behind the last norm, on the step's stream."""
+        array = self._normed_arrays.get(parity)
+        if array is None:
+            shape = self.limits.max_rows, self.forward.weights.config.width
+            array = self._normed_arrays[parity] = self.session.empty(shape, np.uint16)
+        part = array[:rows]
+        await self.session.mem_read(self.forward.normed, 0, part.nbytes, into=part, stream=self._streams[parity])
 
     async def _wait(self, parity: int) -> None:
         try:
@@ -536,6 +561,7 @@ class DecodeEngine:
             self._results.clear()
             self._guide_arrays.clear()
             self._prefix_arrays.clear()
+            self._normed_arrays.clear()
             await self.session.close()
 
     def _bucket(self, rows: int) -> int:

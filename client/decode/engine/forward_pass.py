@@ -226,6 +226,11 @@ class ForwardPass:
         return self._buffers["ranked"]
 
     @property
+    def normed(self) -> Buffer:
+        """The last step's rows behind the last norm: [R, width] bf16. The head reads them, and nothing after it."""
+        return self._buffers["x"]
+
+    @property
     def logits(self) -> Buffer:
         """The last step's logits, in parts: [splits, R, vocabulary] f32."""
         return self._buffers["logits"]

@@ -3,6 +3,7 @@
 `DecoderSource` is next to the decoder. A front has a source that asks the decoder's process (`fronts`).
 """
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,6 +15,7 @@ from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import MAX_SEED
 from gpulease.client.decode.openai.api_errors import ApiError, api_error_of, prompt_too_long, too_long
 from gpulease.client.decode.openai.completion_request import CompletionRequest
+from gpulease.client.decode.openai.embeddings import embeddings_reply, inputs_of, vector_of
 from gpulease.client.decode.openai.prompt_job import completion_of, read_completion
 from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.supervisor.decoder import Decoder
@@ -22,6 +24,9 @@ from gpulease.client.decode.text.grammar import GrammarMasks
 from gpulease.client.decode.text.text_jobs import Job
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -94,15 +99,15 @@ class DecoderSource:
         with self._decoder.prompts.place(tenant):
             yield _DecoderPlace(self, tenant)
 
-    async def read(self, tenant: str, body: bytes, *, is_chat: bool) -> dict[str, Any]:
-        """Parse and tokenize a body in another process. Returns what `completion_of` takes.
+    async def read(self, tenant: str, body: bytes, *, is_chat: bool, job: Job = read_completion) -> dict[str, Any]:
+        """Parse and tokenize a body in another process, by `job`. Returns what `completion_of` takes.
 
         Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
         too long by itself, and what `PromptIntake.do` raises.
         """
         arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
         try:
-            return await self._decoder.prompts.do(tenant, read_completion, arguments, is_chat=is_chat)
+            return await self._decoder.prompts.do(tenant, job, arguments, is_chat=is_chat)
         except AdmissionRefused as error:
             if error.reason is AdmissionReason.TOO_LARGE:
                 raise prompt_too_long(self.room(tenant), error.message, is_chat=is_chat) from None
@@ -134,6 +139,43 @@ class DecoderSource:
             raise refused
         return Submitted(asked, prompts, generations, self._decoder.end_tokens(asked.sampling))
 
+    async def embed(
+        self, tenant: str, request_id: str, answer: dict[str, Any], generations: list[Generation]
+    ) -> dict[str, Any]:
+        """Compute the vectors of what `embeddings.read_inputs` returned. Returns the reply.
+
+        As many inputs as the tenant may have sequences are submitted at a time, and added to `generations`, which the
+        caller may cancel. Raises ApiError, also for a model that does not embed texts, and what a generation raises.
+        """
+        pooling = self._decoder.pooling
+        if pooling is None:
+            text = "The model generates texts alone: its files do not say how it makes a vector of a text."
+            raise ApiError(400, "unsupported_model", text, "model")
+        inputs, is_base64 = inputs_of(answer, self._decoder.model_config.width)
+        places = asyncio.Semaphore(self._decoder.scheduler.tenants[tenant].config.max_concurrent)
+
+        async def embed_one(number: int, tokens: tuple[int, ...]) -> "NDArray[np.float32]":
+            async with places:
+                generation = self._decoder.submit(
+                    tokens,
+                    max_tokens=1,
+                    tenant_id=tenant,
+                    wait_s=self._wait_s,
+                    request_id=_name_of(tenant, request_id, number),
+                    pooling=pooling,
+                )
+                generations.append(generation)
+                return await vector_of(generation)
+
+        tasks = [asyncio.create_task(embed_one(*one)) for one in enumerate(inputs)]
+        try:
+            vectors = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return embeddings_reply(vectors, sum(map(len, inputs)), self._model, is_base64=is_base64)
+
     def room(self, tenant: str) -> int:
         """Return the most positions of a tenant's request: the model's, or its region's if those are fewer."""
         scheduler = self._decoder.scheduler
@@ -155,8 +197,6 @@ class DecoderSource:
             for number, prompt in enumerate(prompts):
                 max_tokens = self._max_tokens(asked, len(prompt), tenant)
                 for choice in range(asked.tries):
-                    # Prefixed, so that two tenants may use the same id without learning of each other.
-                    name = f"{tenant}/{request_id}"
                     place = number * asked.tries + choice
                     seed = (asked.sampling.seed + choice) % (MAX_SEED + 1)
                     generation = self._decoder.submit(
@@ -165,7 +205,7 @@ class DecoderSource:
                         sampling=replace(asked.sampling, seed=seed),
                         tenant_id=tenant,
                         wait_s=self._wait_s,
-                        request_id=f"{name}#{place}" if place else name,
+                        request_id=_name_of(tenant, request_id, place),
                         priority=asked.priority,
                         ranks=asked.ranks,
                         scores_prompt=asked.is_echo and asked.has_logprobs,
@@ -184,6 +224,13 @@ class DecoderSource:
             return max(1, asked.max_tokens)
         # At least 1: the scheduler refuses a prompt that leaves no room.
         return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))
+
+
+def _name_of(tenant: str, request_id: str, place: int) -> str:
+    """Return the id of one of a request's sequences in the decoder."""
+    # Prefixed, so that two tenants may use the same id without learning of each other.
+    name = f"{tenant}/{request_id}"
+    return f"{name}#{place}" if place else name
 
 
 class _DecoderPlace:

@@ -2,6 +2,8 @@
 
     POST /v1/completions, /v1/chat/completions   as one reply, or as server-sent events
     GET  /v1/models, /v1/models/{id}             the model that is served
+    POST /v1/responses                           texts and calls of functions, as one reply or as events
+    POST /v1/embeddings                          vectors of texts, if the model has them
     POST /tokenize, /detokenize                  a prompt's tokens, and the text of tokens
     GET  /healthz, /health                       200 while it serves, 503 while its engine is lost
     GET  /ready                                  the same without a report
@@ -17,7 +19,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -32,6 +34,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 import gpulease
+from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.openai.answer_text import AnswerPiece
 from gpulease.client.decode.openai.answers import CompletionAnswer, best_of, together
 from gpulease.client.decode.openai.api_errors import (
@@ -50,12 +53,15 @@ from gpulease.client.decode.openai.completion_intake import (
 from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead, TokenCounts
 from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
+from gpulease.client.decode.openai.embeddings import read_inputs
+from gpulease.client.decode.openai.response_events import ResponseEvents
+from gpulease.client.decode.openai.response_request import read_response
 from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, text_of, tokens_of
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.text.text_jobs import Job
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
-from gpulease.client.http.event_stream import COMMENT, json_event
+from gpulease.client.http.event_stream import COMMENT, json_event, named_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
 
@@ -119,6 +125,8 @@ def make_openai_application(
 
     own = [
         *completion_routes(face),
+        Route("/v1/responses", _Responses(source, keys, model), methods=["POST"]),
+        Route("/v1/embeddings", _Embeddings(source, keys), methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.show, methods=["GET"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
@@ -166,23 +174,7 @@ class OpenAiFace:
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
         """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
         reply = _Reply(send, _request_id(request))
-        try:
-            try:
-                await self._serve(request, reply, is_chat=is_chat)
-            except TimeoutError:
-                raise
-            except Exception as error:
-                await reply.refuse(self._known(error, reply))
-        except TimeoutError:
-            self._source.log.warning(
-                "caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S
-            )
-
-    def _known(self, error: Exception, reply: "_Reply") -> ApiError:
-        """Return the reply to an error. What the caller must not see is only logged."""
-        if isinstance(error, ClientDisconnect):
-            return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
-        return reply_to_error(error, self._source.log, reply.tenant, reply.request_id)
+        await _served(self._source.log, reply, self._serve(request, reply, is_chat=is_chat))
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
@@ -245,7 +237,7 @@ class OpenAiFace:
         await reply.end(DONE)
 
 
-def counts_of(submitted: Submitted, answers: Sequence[Answer]) -> TokenCounts:
+def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> TokenCounts:
     """Return the token counts of a request whose answers are complete."""
     # A prompt counts once, however many answers it has: the first one's sequence began with what was there before.
     firsts = submitted.generations[:: submitted.asked.tries]
@@ -330,6 +322,93 @@ class _Texts:
             return _refusal(reply_to_error(error, self._source.log, tenant, _request_id(request)))
 
 
+class _Responses:
+    """The endpoint of responses, an ASGI application that notices when its caller disconnects.
+
+    Args:
+        source: Computes the answers.
+        keys: The tenants' keys.
+        model: The model's name.
+    """
+
+    def __init__(self, source: DecoderSource, keys: ApiKeys, model: str) -> None:
+        self._source, self._keys, self._model = source, keys, model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        reply = _Reply(send, _request_id(request))
+        await _served(self._source.log, reply, self._serve(request, reply))
+
+    async def _serve(self, request: Request, reply: "_Reply") -> None:
+        reply.tenant = tenant = tenant_of(self._keys, request)
+        async with self._source.place(tenant):
+            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+            reply.is_body_read = True
+            answer = await self._source.read(tenant, body, is_chat=True, job=read_response)
+            submitted = await self._source.submit(tenant, reply.request_id, answer, is_chat=True)
+        async with _ended_with(submitted.generations, request.receive):
+            await self._answer(submitted, answer["response"], reply)
+
+    async def _answer(self, submitted: Submitted, said: Mapping[str, Any], reply: "_Reply") -> None:
+        asked = submitted.asked
+        seed = asked.sampling.seed if asked.is_seed_chosen else None
+        events = ResponseEvents(reply.request_id, self._model, int(time.time()), said, seed)
+        answer = CompletionAnswer(await self._source.tokenizer(), asked, submitted.end_tokens, submitted.generations[0])
+        if not asked.is_stream:
+            await answer.collect()
+            for _ in events.add(answer.whole):
+                pass
+            await reply.whole(events.whole(answer.whole.finish, counts_of(submitted, [answer])))
+            return
+        async with reply.stream(submitted.generations[0].cancel):
+            for event in events.begin():
+                await reply.event(event, event["type"])
+            try:
+                async for piece in answer.pieces():
+                    for event in events.add(piece):
+                        await reply.event(event, event["type"])
+                    finish = piece.finish
+            except TimeoutError:
+                raise
+            except Exception as error:
+                # The head was sent, so the error is an event, in the form of this API.
+                event = events.fail(_known(self._source.log, reply, error))
+                await reply.end(named_event(event["type"], event))
+                return
+            for event in events.end(finish, counts_of(submitted, [answer])):
+                await reply.event(event, event["type"])
+        await reply.end(b"")
+
+
+class _Embeddings:
+    """The endpoint of vectors, an ASGI application that notices when its caller disconnects.
+
+    Args:
+        source: Computes the vectors.
+        keys: The tenants' keys.
+    """
+
+    def __init__(self, source: DecoderSource, keys: ApiKeys) -> None:
+        self._source, self._keys = source, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        reply = _Reply(send, _request_id(request))
+        await _served(self._source.log, reply, self._serve(request, reply))
+
+    async def _serve(self, request: Request, reply: "_Reply") -> None:
+        reply.tenant = tenant = tenant_of(self._keys, request)
+        # The request keeps its place for as long as it has inputs that are not submitted.
+        async with self._source.place(tenant):
+            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+            reply.is_body_read = True
+            answer = await self._source.do(tenant, read_inputs, body)
+            generations: list[Generation] = []
+            async with _ended_with(generations, request.receive):
+                whole = await self._source.embed(tenant, reply.request_id, answer, generations)
+        await reply.whole(whole)
+
+
 def tenant_of(keys: ApiKeys, request: Request) -> str:
     """Return the tenant of a request's key. No key is ever part of a reply or of the log. Raises ApiError."""
     tenant = keys.tenant(request.headers.get("Authorization", ""))
@@ -356,6 +435,26 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._face.complete(Request(scope, receive), send, is_chat=self._is_chat)
+
+
+async def _served(log: DecodeLog, reply: "_Reply", serving: Coroutine[Any, Any, None]) -> None:
+    """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
+    try:
+        try:
+            await serving
+        except TimeoutError:
+            raise
+        except Exception as error:
+            await reply.refuse(_known(log, reply, error))
+    except TimeoutError:
+        log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
+
+
+def _known(log: DecodeLog, reply: "_Reply", error: Exception) -> ApiError:
+    """Return the reply to an error. What the caller must not see is only logged."""
+    if isinstance(error, ClientDisconnect):
+        return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
+    return reply_to_error(error, log, reply.tenant, reply.request_id)
 
 
 class _Reply:
@@ -409,9 +508,9 @@ class _Reply:
             commenting.cancel()
             await asyncio.gather(commenting, return_exceptions=True)
 
-    async def event(self, body: dict[str, Any]) -> None:
+    async def event(self, body: dict[str, Any], name: str = "") -> None:
         self._is_silent = False
-        await self._put(json_event(body))
+        await self._put(named_event(name, body) if name else json_event(body))
 
     async def end(self, data: bytes) -> None:
         await self._put(data, is_last=True)

@@ -281,6 +281,11 @@ class ContinuousBatchScheduler:
         # What lives goes before what waits: blocks for sequences that grow, then those of prompts.
         if self._short:
             events += self._relieve()
+        # Prompts without a row may find blocks to reuse by now, which frees their own for others.
+        for tenant in self._prefilling:
+            for sequence in tenant.prefilling:
+                if sequence.next == sequence.reused and sequence.keys:
+                    self._reuse(sequence)
         events += self._admit()
         # Step 2: drop the sequences that ended since the last plan, all in one pass.
         if self._has_ended:
@@ -664,6 +669,7 @@ class ContinuousBatchScheduler:
         # Blocks that others have published since its admission take the place of its own, which are empty.
         while sequence.reused < sequence.reusable and (block := region.share(keys[index])) is not None:
             region.release((sequence.blocks[index],))
+            self._has_room = True
             sequence.blocks[index] = block
             index += 1
             sequence.reused += PAGE
@@ -700,11 +706,6 @@ class ContinuousBatchScheduler:
 
     def _deal_prompt_rows(self) -> list[tuple[LiveSequence, int]]:
         """Return the prompts with rows in the next step, each with its number of rows."""
-        # Prompts that have no row yet may have found blocks to reuse, or wait for those of another.
-        for tenant in self._prefilling:
-            for sequence in tenant.prefilling:
-                if sequence.next == sequence.reused and sequence.keys:
-                    self._reuse(sequence)
         # How many rows: what decoding leaves free, but at least the turns that prompts would have as sequences.
         max_rows, decoding = self.settings.max_rows, len(self._decoding)
         prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)

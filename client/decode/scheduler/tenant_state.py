@@ -168,7 +168,7 @@ class TenantState:
         growing = sum(len(sequence.blocks) < sequence.request.blocks for sequence in self.live.values())
         request, room = waiting.request, self.blocks.available - growing
         lacking = request.prompt_blocks - room
-        if lacking <= 0 or not self.region_blocks or request.scores_prompt:
+        if lacking <= 0 or not self.region_blocks or not request.reusable_blocks:
             return lacking
         # Blocks that are there already need no place, unless they are kept ones, which count as available.
         found, kept = self.blocks.find(self.keys_of(waiting)[: request.reusable_blocks])

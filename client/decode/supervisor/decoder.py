@@ -33,6 +33,7 @@ from gpulease.client.decode.decode_requests import (
 from gpulease.client.decode.engine.engine import DecodeEngine, lease_bytes
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.pooling import Pooling
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.supervisor.engine_supervisor import EngineSupervisor, Outage
 from gpulease.client.decode.supervisor.generation import Generation
@@ -280,6 +281,16 @@ class Decoder:
         return self._supervisor.serving.engine
 
     @property
+    def model_config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._checkpoint.config
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the model makes a vector of a text; None if it generates texts alone."""
+        return self._checkpoint.pooling
+
+    @property
     def is_serving(self) -> bool:
         """Whether there is an engine: False from its loss until another serves, and once the decoder has ended."""
         return self._supervisor.life.is_serving
@@ -323,6 +334,7 @@ class Decoder:
         ranks: int = 0,
         scores_prompt: bool = False,
         masks: GrammarMasks | None = None,
+        pooling: Pooling | None = None,
     ) -> Generation:
         """Submit a prompt's tokens. Returns the generation, which yields tokens as they are computed.
 
@@ -337,6 +349,7 @@ class Decoder:
             ranks: How many of the likeliest tokens each token reports, MAX_RANKS at most.
             scores_prompt: Whether `Generation.prompt_scores` has the prompt's tokens with their probabilities.
             masks: What `grammars.compile` returned for the sampling's grammar, and no other request has.
+            pooling: How `Generation.pooled` makes a vector of the prompt; None: it makes none.
 
         Without an engine it waits for the next one. Raises RequestRejected for an invalid request, NoModelLoaded if the
         decoder is closed, EngineDecodeFailed if a fault of its own ended it.
@@ -359,6 +372,7 @@ class Decoder:
             priority=priority,
             ranks=ranks,
             scores_prompt=scores_prompt,
+            pooling=pooling,
             guide=self._guide_of(tokens, sampling, masks),
         )
         # In the ledger before the scheduler gets it, because the scheduler may end it at once.

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
 from gpulease.client.decode.decode_requests import PromptRequest
+from gpulease.client.decode.pooling import PooledRows
 
 
 @dataclass(slots=True)
@@ -41,6 +45,7 @@ class Generation:
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
         reused_tokens: Tokens of the prompt whose keys and values were there already when its first token was computed.
+        pooled: The prompt's rows, if its request has a pooling: complete before the first emitted token.
         prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
             token.
     """
@@ -53,6 +58,7 @@ class Generation:
         self.replays = self.reused_tokens = 0
         self.tokens: list[int] = []
         self.prompt_scores: list[Emitted] = []
+        self.pooled: PooledRows | None = None
         self._cancel = cancel
         self._emitted: deque[Emitted] = deque()
         self.error: Exception | None = None
@@ -115,6 +121,13 @@ class Generation:
         # Buffered without a limit: a caller that is slow delays no step, and max_tokens bounds the buffer.
         self._emitted.append(Emitted(token, position, log_probability, self.replays, ranks))
         self._wake()
+
+    def pool(self, position: int, rows: NDArray[np.float32]) -> None:
+        """Add rows of the prompt behind the last norm, from `position` on."""
+        if self.pooled is None:
+            assert self.request.pooling is not None
+            self.pooled = PooledRows(self.request.pooling, rows.shape[1])
+        self.pooled.add(position, rows)
 
     def score(self, scored: Emitted) -> None:
         """Add the score of a token of the prompt, unless an earlier attempt had it."""

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpulease.client.decode.decode_errors import (
     AdmissionReason,
     AdmissionRefused,
@@ -134,8 +137,12 @@ class RequestLedger:
         results: Results,
         took_s: float,
         ranked: Rows | None = None,
+        normed: NDArray[np.float32] | None = None,
     ) -> None:
-        """Pass a computed step's tokens and ends on, and report the step. `ranked` are a guided step's."""
+        """Pass a computed step's tokens and ends on, and report the step.
+
+        `ranked` are a guided step's, `normed` a pooled one's (`DecodeEngine`).
+        """
         # Prompts that are not complete yet emit no token, but the step computed rows of theirs. The others are counted
         # with their token.
         for sequence, _, _ in step.chunks:
@@ -147,6 +154,12 @@ class RequestLedger:
         ranks = None if ranked is None else _Ranks(results, ranked)
         if ranks is not None:
             self._score(step, logs, ranks)
+        if normed is not None:
+            for sequence, first_row, count in step.chunks:
+                entry = self._entries.get(sequence.request.request_id) if sequence.request.pooling else None
+                if entry is not None:
+                    rows = normed[first_row : first_row + count]
+                    entry.generation.pool(step.positions[first_row], rows)
         ends: list[AnyEvent] = []
         for event in events:
             if not isinstance(event, SchedulerEvent.Token):

@@ -188,7 +188,8 @@ class StepLoop:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
                 # Prompts that begin behind computed blocks: no row of theirs writes those blocks' table entries.
                 prefixes = [(one.table, one.blocks[: one.reused // PAGE]) for one in plan.joined if one.reused]
-                await engine.start(self._rows_of(plan), pools, guidance, prefixes)
+                is_pooled = any(sequence.request.pooling for sequence, _, _ in plan.chunks)
+                await engine.start(self._rows_of(plan), pools, guidance, prefixes, is_pooled=is_pooled)
             except RegionFailed as error:
                 # The plan is undone. The sequences end only when the steps under way have ended, because the refusal
                 # may be one of those steps' own.
@@ -230,7 +231,7 @@ class StepLoop:
                     guide = event.request.guide
                     if guide is not None:
                         guide.accept(event.token, self.wake)
-        self._ledger.computed(plan, events, results, self._begun_at - begun_at, engine.ranked)
+        self._ledger.computed(plan, events, results, self._begun_at - begun_at, engine.ranked, engine.normed)
 
     async def _sleep(self) -> None:
         """Wait until `wake` is called, or until the first deadline of a waiting request."""

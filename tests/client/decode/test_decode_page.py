@@ -125,13 +125,14 @@ def test_a_state_tells_blocks_queues_and_losses(scene: Scene) -> None:
     scheduler.submit(request("ann"), 0.0)
     scheduler.submit(request("bob", "of bob"), 0.0)
     scheduler.plan(0.0)
-    scheduler.submit(PromptRequest("bob", "two", (1,), SamplingParameters(), 150, 60.0), 0.0)
+    for name in ("two", "three"):
+        scheduler.submit(PromptRequest("bob", name, (1,), SamplingParameters(), 150, 60.0), 0.0)
     feed.on_rebind(RebindReport("ann", "one", "one~1", 4, CompletionReason.REVOKED, False, 0.0312))
     state = feed.state()
     ann, bob = state["tenants"][:2]
-    assert (ann["live"], ann["blocks"], ann["blocks_used"], ann["blocks_at_most"]) == (1, 12, 3, 12)
+    assert (ann["live"], ann["blocks"], ann["blocks_used"], ann["blocks_at_most"]) == (1, 12, 1, 12)
     assert (ann["rebinds"], ann["rebind_ms"], bob["rebind_ms"]) == (1, 31.2, None)
-    assert (bob["live"], bob["waiting"], state["waiting"], state["live"]) == (1, 1, 1, 2)
+    assert (bob["live"], bob["waiting"], state["waiting"], state["live"]) == (2, 1, 1, 3)
     latest = state["events"][0]["text"]
     assert latest == "A request continues, 31 ms after the loss of its region. Tokens computed again: 4."
     assert (state["model"], state["host"]) == ("tiny", socket.gethostname())

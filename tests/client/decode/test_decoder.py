@@ -262,8 +262,9 @@ def test_what_can_not_be_taken_is_refused_and_nothing_of_it_is_left(daemon: Daem
 
 def test_a_request_that_may_not_wait_is_refused_while_there_is_no_room(daemon: Daemon, alone: Outputs) -> None:
     async def scene(decoder: Decoder) -> None:
-        first = submit(decoder, "a", 180)
-        refused = decoder.submit([1], max_tokens=100, tenant_id="a", wait_s=0)
+        # 10 of the region's 12 blocks, and the next one.
+        first = decoder.submit([3] * 150, max_tokens=20, tenant_id="a")
+        refused = decoder.submit([1] * 20, max_tokens=100, tenant_id="a", wait_s=0)
         with pytest.raises(RequestRejected, match="PoolExhausted"):
             await read(refused)
         first.cancel()

@@ -5,7 +5,7 @@ that a row really reads through its table and its region's memory, so a row on t
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -120,7 +120,7 @@ class SimulatedServing:
     """A lease, its engine and its regions: what a `ServingEngine` is to the decoder."""
 
     max_steps = 2
-    ranked = None
+    ranked = normed = None
     remaining_s = 1e9
     shares_clock = False
     is_of_fleet = True
@@ -161,7 +161,15 @@ class SimulatedServing:
 
     # --- steps ---
 
-    async def start(self, rows: Rows, pools: Iterable[BlockPool], guidance: StepGuidance | None = None) -> int:
+    async def start(
+        self,
+        rows: Rows,
+        pools: Iterable[BlockPool],
+        guidance: StepGuidance | None = None,
+        prefixes: Sequence[tuple[int, Sequence[int]]] = (),
+        *,
+        is_pooled: bool = False,
+    ) -> int:
         assert self.is_open, "a step on an engine that was let go"
         # At most one engine computes: none starts a step once a later one has.
         number = self.world.engines.index(self)
@@ -171,6 +179,9 @@ class SimulatedServing:
         regions = {int(pool.region.lease_id) for pool in pools}
         if revoked := [pool for pool in pools if pool.region.revoked]:
             raise refused(revoked[0].region.lease_id)
+        # What a step that is lost writes makes no difference: its sequences begin again, in other regions.
+        for table, blocks in prefixes:
+            self.tables.update({(table, index): block for index, block in enumerate(blocks)})
         self.steps.append((rows.copy(), regions))
         return len(self.steps)
 

@@ -16,7 +16,7 @@ from gpulease.client.decode.decode_errors import CompletionReason, EngineDecodeF
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.engine import DecodeEngine
 from gpulease.client.decode.page.decode_page import DecodePage
-from gpulease.client.decode.row_records import Rows, StepGuidance
+from gpulease.client.decode.row_records import Rows
 from gpulease.client.decode.supervisor import engine_losses
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAudit
 from gpulease.client.decode.supervisor.decoder import Decoder
@@ -170,11 +170,11 @@ def test_an_unknown_error_of_the_engine_is_taken_for_its_loss_and_said_to_be_unk
 ) -> None:
     heard, start, calls = Recorder(), DecodeEngine.start, []
 
-    async def broken(engine: DecodeEngine, rows: Rows, pools: Any, guidance: StepGuidance | None = None) -> int:
+    async def broken(engine: DecodeEngine, rows: Rows, pools: Any, *others: Any, **options: Any) -> int:
         calls.append(engine)
         if len(calls) == 7:
             raise KeyError("a mistake of ours")
-        return await start(engine, rows, pools, guidance)
+        return await start(engine, rows, pools, *others, **options)
 
     async def scene(decoder: Decoder) -> None:
         assert await outputs_around(decoder, lambda: asyncio.sleep(0)) == alone
@@ -195,11 +195,11 @@ def poison(monkeypatch: pytest.MonkeyPatch, position: int) -> list[int]:
     """Let rows of poisoned requests from a position on end the engine. Returns the rows of the steps that did."""
     start, fatal = DecodeEngine.start, []
 
-    async def poisoned(engine: DecodeEngine, rows: Rows, pools: Any, guidance: StepGuidance | None = None) -> int:
+    async def poisoned(engine: DecodeEngine, rows: Rows, pools: Any, *others: Any, **options: Any) -> int:
         if ((rows["seed"] == POISON) & (rows["position"] >= position)).any():
             fatal.append(len(set(rows["table"].tolist())))
             raise GpuSessionFailed("a kernel failed")
-        return await start(engine, rows, pools, guidance)
+        return await start(engine, rows, pools, *others, **options)
 
     monkeypatch.setattr(DecodeEngine, "start", poisoned)
     return fatal
@@ -480,7 +480,7 @@ def test_losses_in_a_row_do_not_keep_requests_waiting_for_ever(daemon: Daemon, m
     monkeypatch.setattr(engine_losses, "FIRST_PAUSE_S", 1e-4)
     monkeypatch.setattr(engine_losses, "REPLAY_WAIT_S", 0.5)
 
-    async def lost(engine: DecodeEngine, rows: Rows, pools: Any, guidance: StepGuidance | None = None) -> int:
+    async def lost(engine: DecodeEngine, rows: Rows, pools: Any, *others: Any, **options: Any) -> int:
         raise Revoked("for good")
 
     async def scene(decoder: Decoder) -> None:

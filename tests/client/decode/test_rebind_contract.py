@@ -53,14 +53,14 @@ def before_step(decoder: Decoder, number: int, act: Callable[[], Awaitable[None]
     """Act as a step is about to start, counted from 1; the step names what it was planned with."""
     engine, count = decoder.engine, 0
 
-    async def start(rows: Rows, pools: Any, *others: Any) -> int:
+    async def start(rows: Rows, pools: Any, *others: Any, **options: Any) -> int:
         nonlocal count
         count += 1
         if count == number:
             await act()
-        return await type(engine).start(engine, rows, pools, *others)
+        return await type(engine).start(engine, rows, pools, *others, **options)
 
-    engine.start = start  # type: ignore[method-assign, assignment]
+    engine.start = start  # type: ignore[method-assign]
     try:
         yield
     finally:

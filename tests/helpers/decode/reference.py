@@ -95,13 +95,17 @@ class Reference:
         self._config = config
         self._tensors: dict[str, Array] = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
 
-    def logits(self, token_ids: Sequence[int]) -> Array:
-        """Logits [tokens, vocabulary] of every position."""
+    def rows(self, token_ids: Sequence[int]) -> Array:
+        """The rows [tokens, width] behind the last norm, of every position."""
         values = self._tensors[EMBEDDING][np.asarray(token_ids)]
         for number in range(self._config.layers):
             values = self._layer(f"model.layers.{number}", values)
+        return _normed(values, self._tensors[NORM], self._config.norm_epsilon)
+
+    def logits(self, token_ids: Sequence[int]) -> Array:
+        """Logits [tokens, vocabulary] of every position."""
         head = self._tensors[EMBEDDING if self._config.is_tied else HEAD]
-        logits: Array = self.kept(_normed(values, self._tensors[NORM], self._config.norm_epsilon)) @ head.T
+        logits: Array = self.kept(self.rows(token_ids)) @ head.T
         return logits
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:

@@ -1,0 +1,86 @@
+"""How a model makes one vector of a text, as its own files say: the mean of the rows behind the last norm, or the last.
+
+Folders say so as sentence-transformers writes them (`modules.json` and the configuration of its pooling), GGUF files by
+`pooling_type`. Models without either generate texts alone.
+"""
+
+import json
+from pathlib import Path
+from typing import Final
+
+from gpulease.client.decode.checked_file import (
+    MAX_JSON_BYTES,
+    Members,
+    json_object,
+    quoted_value,
+    read_bytes,
+    rejected,
+)
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.pooling import Pooling
+from gpulease.client.texts import quoted
+
+MODULES: Final = "modules.json"
+
+_KNOWN_MODULES: Final = ("Transformer", "Pooling", "Normalize")
+"""Modules of sentence-transformers, by the last part of their type. Every vector is normalised here in any case."""
+
+_MODES: Final = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_lasttoken": Pooling.LAST}
+"""Switches of a pooling's configuration, and what each of them means."""
+
+_GGUF_TYPES: Final = {0: None, 1: Pooling.MEAN, 3: Pooling.LAST}
+"""GGUF's `pooling_type` (llama.cpp, enum llama_pooling_type): none, mean, last."""
+
+
+def folder_pooling(folder: Path) -> Pooling | None:
+    """Return the pooling of a model in a folder; None if it has none.
+
+    Raises ModelRejected for modules, and ways of pooling, that the engine does not compute.
+    """
+    path = folder / MODULES
+    if not path.exists():
+        return None
+    found: Pooling | None = None
+    for module in _modules(path):
+        kind = module.text("type", "").rpartition(".")[2]
+        if kind not in _KNOWN_MODULES:
+            raise ModelRejected(f"{path}: module {quoted(kind)} must be one of {', '.join(_KNOWN_MODULES)}")
+        if kind == "Pooling":
+            found = _pooling_of(folder, module)
+    return found
+
+
+def gguf_pooling(said: Members) -> Pooling | None:
+    """Return the pooling of a GGUF file's metadata; None if it has none. Raises ModelRejected for others."""
+    name = f"{said.text('general.architecture')}.pooling_type"
+    kind = said.whole(name, 0)
+    if kind not in _GGUF_TYPES:
+        raise ModelRejected(f"{said.where}: {name} must be 0 (none), 1 (mean) or 3 (last), not {kind}")
+    return _GGUF_TYPES[kind]
+
+
+def _modules(path: Path) -> list[Members]:
+    with rejected(ModelRejected, f"{path}: must be JSON"):
+        modules = json.loads(read_bytes(path, MAX_JSON_BYTES))
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelRejected(f"{path}: must be a list of objects, not {quoted_value(modules)}")
+    return [Members(module, str(path)) for module in modules]
+
+
+def _pooling_of(folder: Path, module: Members) -> Pooling:
+    name = module.text("path")
+    # A path with folders in it could point to any file of the host.
+    if Path(name).name != name:
+        raise ModelRejected(f"{module.where}: path must be a folder's name, not {quoted(name)}")
+    path = folder / name / "config.json"
+    said = Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
+    # One switch for each way, of which several may be on: their vectors would be joined.
+    modes = [key for key in said.values if key.startswith("pooling_mode_") and said.flag(key, False)]
+    mode = said.text("pooling_mode", "")
+    found = _MODES.get(modes[0]) if len(modes) == 1 and not mode else None
+    if not modes and mode:
+        found = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}.get(mode)
+    if found is None:
+        ways = ", ".join(filter(None, [*modes, mode])) or "nothing"
+        raise ModelRejected(f"{path}: pooling must be the mean or the last token alone, not {quoted(ways)}")
+    return found

@@ -1,0 +1,108 @@
+"""`/v1/embeddings`: vectors of texts, for models whose files say how they pool.
+
+Each input is a prompt of its own, in steps that it shares with everybody's. Its vector has a length of 1 and the same
+bits in any company.
+"""
+
+import base64
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from gpulease.client.decode.openai.api_errors import CLOSED_REQUEST, ApiError, invalid
+from gpulease.client.decode.openai.completion_request import check_model, parse_object
+from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
+from gpulease.client.texts import quoted
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gpulease.client.decode.supervisor.generation import Generation
+    from gpulease.client.decode.text.prompt_reader import PromptReader
+
+MAX_INPUTS: Final = 2048
+"""Most inputs of one request, as in OpenAI's API."""
+
+MEMBERS: Final = ("model", "input", "encoding_format", "dimensions", "user")
+FORMATS: Final = ("float", "base64")
+
+
+def read_inputs(reader: "PromptReader", body: bytes, model: str) -> dict[str, Any]:
+    """The job of a body in a text process: checks it, and tokenizes its inputs. `inputs_of` unpacks the answer."""
+    try:
+        said = parse_object(body)
+        for name, value in said.items():
+            if name not in MEMBERS and value is not None:
+                text = f"{quoted(name)} is not a known parameter here; leave it out"
+                raise invalid(text, code="unknown_parameter")
+        check_model(said.get("model") or "", model)
+        written = said.get("encoding_format") or "float"
+        if written not in FORMATS:
+            raise invalid(f"encoding_format must be float or base64, not {quoted(str(written))}", "encoding_format")
+        dimensions = said.get("dimensions")
+        if dimensions is not None and type(dimensions) is not int:
+            raise invalid("dimensions must be an integer", "dimensions")
+        prompts = _inputs(said.get("input"))
+    except ApiError as error:
+        return {"error": error.parts}
+    tokens = [reader.checked(one) if isinstance(one, list) else reader.read_text(one) for one in prompts]
+    answer = {"inputs": [packed_tokens(one) for one in tokens], "is_base64": written == "base64"}
+    return answer | {"dimensions": dimensions}
+
+
+def inputs_of(answer: dict[str, Any], width: int) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the tokens of each input, and whether vectors are sent as base64.
+
+    Raises ApiError for an invalid body, and for other dimensions than the model's `width`.
+    """
+    if "error" in answer:
+        raise ApiError(*answer["error"])
+    if answer["dimensions"] not in (None, width):
+        text = f"dimensions = {answer['dimensions']} is not supported; leave it out, or send {width}"
+        raise invalid(text, "dimensions", "unsupported_parameter")
+    return [unpacked_tokens(one) for one in answer["inputs"]], bool(answer["is_base64"])
+
+
+def _inputs(value: Any) -> list[Any]:
+    """Return a body's inputs: texts, or lists of tokens."""
+    # A list of tokens is one input; a list of texts, or of lists of tokens, has several.
+    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
+    inputs = [value] if is_one else value
+    if not isinstance(inputs, list) or not 0 < len(inputs) <= MAX_INPUTS:
+        raise invalid(f"input must be a text, a list of tokens, or a list of up to {MAX_INPUTS} of those", "input")
+    for one in inputs:
+        is_tokens = isinstance(one, list) and bool(one) and all(type(token) is int for token in one)
+        if not one or not (isinstance(one, str) or is_tokens):
+            raise invalid("each input must be a text or a list of tokens, and not empty", "input")
+    return inputs
+
+
+async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
+    """Wait for the vector of an input's generation. Raises what the generation raises, and ApiError if cancelled."""
+    async for _ in generation:
+        # One token is emitted, behind the last row. It is not used.
+        pass
+    if generation.pooled is None or generation.pooled.count < len(generation.request.token_ids):
+        raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its vectors were complete.")
+    return generation.pooled.vector()
+
+
+def embeddings_reply(
+    vectors: Sequence["NDArray[np.float32]"], tokens: int, model: str, *, is_base64: bool
+) -> dict[str, Any]:
+    """Return the body of the reply: each input's vector, in their order."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            # f32, little-endian, as OpenAI's clients decode it.
+            "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_base64 else vector.tolist(),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    return {
+        "object": "list",
+        "data": data,
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }

@@ -1,0 +1,49 @@
+"""One vector of a text: its rows behind the model's last norm, pooled, with a length of 1.
+
+Rows come in ascending order, however the prompt was cut into steps, and each is added by itself. So a text's vector has
+the same bits in any company, as its tokens have.
+"""
+
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Pooling(StrEnum):
+    """How a text's rows become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
+class PooledRows:
+    """The rows of one text, as they are computed.
+
+    Attributes:
+        pooling: How they become one vector.
+        count: Rows that were added.
+    """
+
+    def __init__(self, pooling: Pooling, width: int) -> None:
+        self.pooling, self.count = pooling, 0
+        self._total = np.zeros(width)
+
+    def add(self, position: int, rows: NDArray[np.float32]) -> None:
+        """Add rows from `position` on. Those that a lost attempt has added already are left out."""
+        for row in rows[max(0, self.count - position) :]:
+            if self.pooling is Pooling.MEAN:
+                self._total += row
+            else:
+                self._total[:] = row
+        self.count = max(self.count, position + len(rows))
+
+    def vector(self) -> NDArray[np.float32]:
+        """Return the vector, with a length of 1; zeros stay zeros. A mean's divisor makes no difference to that."""
+        length = np.sqrt(np.square(self._total).sum())
+        return (self._total / length if length else self._total).astype(np.float32)
+
+
+def f32_of_bf16(values: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return bf16 values, of which numpy has no type, as f32."""
+    return (values.astype(np.uint32) << 16).view(np.float32)
