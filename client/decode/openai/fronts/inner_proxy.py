@@ -59,7 +59,9 @@ class InnerProxy:
         request = h11.Request(method=scope["method"], target=target, headers=headers)
         for event in (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()):
             writer.write(connection.send(event) or b"")
-        await writer.drain()
+        # A request that is refused for its head has its reply before its body is read, and no connection behind that.
+        with suppress(ConnectionError):
+            await writer.drain()
         # Step 2: the reply, piece by piece.
         while True:
             part = connection.next_event()
