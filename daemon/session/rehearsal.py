@@ -48,7 +48,8 @@ _ARENA_BYTES: Final = 4 << 20
 _FAR_NS: Final = 1 << 62
 
 _ROUNDS: Final = 3
-"""Rounds of a launch, a wait and copies: the interpreter specialises code that has run twice (PEP 659)."""
+"""Rounds of a launch, a wait and copies, and connections: the interpreter specialises code that has run twice
+(PEP 659)."""
 
 _PTX: Final = b""".version 7.0
 .target sm_75
@@ -101,7 +102,8 @@ class _Rehearsal:
         module = parse_body(ModuleLoaded, self._ask(Opcode.MODULE_LOAD, ModuleLoad(_PTX))).module
         for number in range(_ROUNDS):
             self._round(buffer, module, number)
-        self._serve(_launch(buffer, module, 0))
+        for number in range(_ROUNDS):
+            self._serve(_launch(buffer, module, number))
         self._ask(Opcode.MODULE_UNLOAD, Handle(module))
         self._ask(Opcode.MEM_FREE, Handle(buffer))
 
@@ -125,7 +127,8 @@ class _Rehearsal:
         tenant, connection = socket.socketpair()
         with worker, tenant:
             with broker, connection:
-                attach = AttachOrder(1, sent, ring=True, arena_bytes=_ARENA_BYTES)
+                # It asks for all that a client's session asks for.
+                attach = AttachOrder(1, sent, ring=True, arena_bytes=_ARENA_BYTES, owns=True, words=True)
                 send_message(broker, attach.to_map(), (connection.fileno(),))
                 send_message(broker, EndSession().to_map())
             # It returns once it has served both.
