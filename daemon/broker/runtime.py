@@ -503,8 +503,7 @@ class Runtime:
         self.timers.arm(key, due_ns, event)
 
     def _cancel_timers(self, number: int) -> None:
-        for kind in _TIMER_KINDS:
-            self.timers.cancel((kind, number))
+        self.timers.cancel_each([(kind, number) for kind in _TIMER_KINDS])
 
     # Workers.
 

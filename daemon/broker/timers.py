@@ -10,7 +10,7 @@ Source: Varghese and Lauck, "Hashed and hierarchical timing wheels", 1987.
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,6 +71,12 @@ class Timers:
         slot = timer.due_ns >> SLOT_BITS
         if (others := self._slots.get(slot)) is not None and others.pop(key, None) is not None and not others:
             del self._slots[slot]
+
+    def cancel_each(self, keys: Iterable[Hashable]) -> None:
+        """Drop what was armed under these keys. Most of them have nothing."""
+        for key in keys:
+            if key in self._timers:
+                self.cancel(key)
 
     def stop(self) -> None:
         self._timers.clear()
