@@ -10,7 +10,8 @@ class, or `[limits] shares_time` for all. Elsewhere nothing is limited. The rule
 2. Weights are the tenant's: the largest of its leases on the card. Its sessions share the tenant's part by their own
    weights. More leases, streams or launches get no more.
 3. What a tenant used beyond its part is taken from its next rounds, within MAX_DEBT_NS; what it got too little is
-   added, within MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are not cut.
+   added, within MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are not cut. Time in
+   which the card was idle although somebody was limited is owed to nobody: it reduces every debt.
 4. A part is GPU time; a worker counts busy time. Sessions that are busy together share the card equally, so a session
    with a part g is busy until it has got g. The session that is the last to finish needs no limit.
 5. While a latency session has work outstanding, others hold back. It is obeyed as long as its tenant stays within its
@@ -73,8 +74,9 @@ _IDLE_PART: Final = 0.01
 """Part of a round that may be idle: kernels begin and end within a round, and no tenant can fill the gaps."""
 
 MAX_SLACK_ROUNDS: Final = 2
-_SLACK_KEPT: Final = 0.9
-"""How many rounds can be given away in addition, and how much of that remains after a round without idle time."""
+_SLACK_KEPT: Final = 0.97
+"""How many rounds can be given away in addition, and how much of that remains after a round without idle time. Less
+would make rounds with idle time and rounds without it alternate; more would give away for long what is wanted again."""
 
 _OVERDRAWN_NS: Final = -20 * NS_PER_MS
 """A latency session is not obeyed from here on, until its tenant owes nothing."""
@@ -263,6 +265,10 @@ class TimeShares:
         idle_ns = more_ns * (1.0 - _IDLE_PART) - used_ns
         if idle_ns > 0.0 and self._is_short:
             self._slack_ns = min(self._slack_ns + idle_ns / 2, MAX_SLACK_ROUNDS * more_ns)
+            # Holding debtors back left the card idle, so nobody else wanted what they owe.
+            for one, owed_ns in self._owed.items():
+                if owed_ns < 0.0:
+                    self._owed[one] = min(0.0, owed_ns + idle_ns)
         else:
             self._slack_ns *= _SLACK_KEPT
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import TimeClaims, TimeLimits
@@ -150,8 +150,17 @@ SESSIONS = st.builds(
 )
 MIXES = st.lists(SESSIONS, min_size=1, max_size=5)
 
+# Debts to tenants that pause, and rounds with and without idle time that alternate.
+HEAVY_AND_PAUSING = [
+    SimulatedSession("ann", 1, 3 * MS, pause_ns=1 * MS),
+    SimulatedSession("bob", 1, 3 * MS),
+    SimulatedSession("eve", 5, 3 * MS, pause_ns=7 * MS),
+    SimulatedSession("eve", 5, 3 * MS, pause_ns=7 * MS),
+]
+
 
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+@example(HEAVY_AND_PAUSING)
 @given(MIXES)
 def test_the_card_is_never_idle_while_somebody_wants_it(mix: list[SimulatedSession]) -> None:
     limited = sum(shares_of(*(replace(one) for one in mix)))
