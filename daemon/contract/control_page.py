@@ -48,6 +48,10 @@ or a new value, never half of one.
          obeyed, ns
    3848  when these limits lapse,
          monotonic ns
+   3856  the session's turns: when one of
+         them begins, monotonic ns; how
+         long each is, ns, 0 for no turns;
+         time from one to the next, ns
    3904  for the next broker: the lease's
          GPU time so far, ns; its busy
          time and its time held back, by
@@ -232,6 +236,10 @@ class TimeLimits(NamedTuple):
         latency_mask: The latency words, by their bits, at which it holds its work back.
         latency_patience_ns: The longest time for which it does so for one stamp in a word.
         until_ns: When all of these lapse, on the monotonic clock: a broker that hangs holds no session back for long.
+        turn_begin_ns: When a turn begins, on the monotonic clock. The session begins work only in its turns. Turns come
+          with a queue bound.
+        turn_ns: How long each turn is.
+        turn_period_ns: The time from the begin of a turn to that of the next.
     """
 
     allowance_ns: int = 0
@@ -239,6 +247,9 @@ class TimeLimits(NamedTuple):
     latency_mask: int = 0
     latency_patience_ns: int = 0
     until_ns: int = 0
+    turn_begin_ns: int = 0
+    turn_ns: int = 0
+    turn_period_ns: int = 0
 
 
 class TimeAccounted(NamedTuple):
@@ -504,7 +515,7 @@ class BrokerPage:
 
     def set_time_limits(self, limits: TimeLimits) -> None:
         """Limit the session's use of the card's time. The worker obeys from its next launch on."""
-        # The last field first: a worker that sees a new mask must have its patience.
+        # The last field first: a worker that sees a new mask must have its patience, and a turn its period.
         for at, value in reversed(tuple(enumerate(limits, _TIME_LIMITS))):
             self._words[at] = value
 

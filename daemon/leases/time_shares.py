@@ -26,6 +26,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
+from gpulease.daemon.leases.time_turns import TURN_QUEUE_NS, Taker, Turns
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
 
 Key = int | str
@@ -111,11 +112,14 @@ class TimeShares:
         self._owed: dict[Key, float] = {}
         # The parts of the last round, of those who got less than they wanted, or who have a cap.
         self._parts: dict[Key, float] = {}
+        # The part of each session of the next round, before what is owed.
+        self._shares: dict[int, float] = {}
         self._at_cap: set[str] = set()
         # Whether somebody got less than it wanted for others' sake, and what more can be given because they pause.
         self._is_short = False
         self._slack_ns = 0.0
         self._allowances: dict[int, int] = {}
+        self._turns = Turns()
         # Of tenants with latency sessions.
         self._latency_owed: dict[str, float] = {}
         self._obeyed: set[str] = set()
@@ -167,28 +171,56 @@ class TimeShares:
         }
         self._find_slack(more_ns, used_ns)
         parts = fill(round_ns + self._slack_ns, bounds, weights) if shares else bounds
-        self._parts, self._at_cap, self._is_short = {}, set(), False
+        self._parts, self._shares, self._at_cap, self._is_short = {}, {}, set(), False
         targets: dict[int, float] = {}
         for tenant, own in by_tenant.items():
             targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns)
-        # Step 3: from GPU time to busy time. Who is not limited shares the card with the others as it likes.
+        # Step 3: turns for those that saturate the card.
+        if shares:
+            takers = {
+                one.session: Taker(
+                    one.time,
+                    self._shares[one.session],
+                    targets.get(one.session, demands[one.session]),
+                    is_capped=one.tenant in self._at_cap,
+                    is_limited=self._is_spent(one),
+                )
+                for one in sessions
+                if one.latency_word is None or one.tenant not in self._obeyed
+            }
+            self._turns.update(now_ns, more_ns, round_ns, takers)
+        else:
+            self._turns.clear()
+        # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card with the others as it likes.
         due = {one.session: targets.get(one.session, demands[one.session]) for one in sessions if demands[one.session]}
         busy = busy_times(due)
         allowances = {
             # 0 would be no limit.
             one.session: max(1, one.time.busy_ns + int(busy.get(one.session, targets[one.session])))
             for one in sessions
-            if one.session in targets and busy.get(one.session, targets[one.session]) < round_ns * _LATE
+            if one.session in targets
+            and one.session not in self._turns
+            and busy.get(one.session, targets[one.session]) < round_ns * _LATE
         }
         self._allowances = allowances
-        # Step 4: the pages' fields.
+        # Step 5: the pages' fields.
         words = {one.session: 1 << one.latency_word for one in sessions if one.latency_word is not None}
         mask = sum(words[one.session] for one in sessions if one.session in words and one.tenant in self._obeyed)
         self._mask, self._is_bounded = mask, bool(words)
         found: dict[int, TimeLimits] = {}
         for one in sessions:
             own_word = words.get(one.session, 0)
-            found[one.session] = self._limits(now_ns, allowances.get(one.session, 0), own_word)
+            limits = self._limits(now_ns, allowances.get(one.session, 0), own_word)
+            if one.session in self._turns:
+                turn = self._turns[one.session]
+                limits = limits._replace(
+                    queue_bound_ns=min(limits.queue_bound_ns or TURN_QUEUE_NS, TURN_QUEUE_NS),
+                    until_ns=now_ns + LAPSE_NS,
+                    turn_begin_ns=turn.begin_ns,
+                    turn_ns=turn.length_ns,
+                    turn_period_ns=turn.period_ns,
+                )
+            found[one.session] = limits
         return found
 
     def idle_limits(self, now_ns: int) -> TimeLimits:
@@ -224,11 +256,13 @@ class TimeShares:
         else:
             # Others that want the card have what they want, so what it took from them earlier is forgiven in time.
             self._owed[tenant] = min(0.0, self._owed.get(tenant, 0.0) + round_ns)
+        # Its sessions share that by their own weights, with what is owed to it and without.
+        wanted, weights = {one.session: demands[one.session] for one in own}, _weights(own)
+        self._shares |= fill(part_ns, wanted, weights)
         is_limited = tenant in self._parts
         if is_limited:
             part_ns = max(0.0, part_ns + self._owed.get(tenant, 0.0) / _CORRECTION_ROUNDS)
-        # Its sessions share that by their own weights.
-        shares = fill(part_ns, {one.session: demands[one.session] for one in own}, _weights(own))
+        shares = fill(part_ns, wanted, weights)
         targets: dict[int, float] = {}
         for one in own:
             share_ns, demand_ns = shares[one.session], demands[one.session]
@@ -248,8 +282,10 @@ class TimeShares:
     def _demand_ns(self, one: SharedSession, more_ns: int, round_ns: int) -> float:
         """Return the most GPU time that a session could use in the next round."""
         time = one.time
+        if one.session in self._turns:
+            return round_ns
         # Held back: by its allowance, if that is used up; by a latency session, if one is obeyed.
-        if (time.is_held or time.more_held_ns) and (self._is_spent(one) or self._obeyed):
+        if (time.is_held or time.more_held_ns) and (self._is_spent(one) or one.session in self._turns or self._obeyed):
             return round_ns
         if not time.more_busy_ns or not more_ns:
             return round_ns if time.is_busy else 0.0
@@ -263,7 +299,8 @@ class TimeShares:
     def _find_slack(self, more_ns: int, used_ns: float) -> None:
         """Give more away while the card is idle although somebody waits: those with demand pause between launches."""
         idle_ns = more_ns * (1.0 - _IDLE_PART) - used_ns
-        if idle_ns > 0.0 and self._is_short:
+        # Between turns the card is idle for a moment, which nobody else could use.
+        if idle_ns > 0.0 and self._is_short and not self._turns:
             self._slack_ns = min(self._slack_ns + idle_ns / 2, MAX_SLACK_ROUNDS * more_ns)
             # Holding debtors back left the card idle, so nobody else wanted what they owe.
             for one, owed_ns in self._owed.items():

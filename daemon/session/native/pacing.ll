@@ -17,7 +17,7 @@
 ;     admitted_ns 184, slack_ns 192, linger_ns 200
 ;   A mark: estimate 0, mean's address 8; 16 bytes; mark n is at n modulo 64, as in the driver.
 ;   The lease's page: revocation word 0, deadline 8, allowance 3816, queue bound 3824, latency mask 3832, patience 3840,
-;     until 3848. Claims: busy 144, busy since 152, held back 160, held back since 168, last busy from 184, until 192.
+;     until 3848, turn's begin 3856, length 3864, period 3872. Claims: busy 144, busy since 152, held back 160, held back since 168, last busy from 184, until 192.
 
 declare i32 @gpulease_clock_gettime(i32, ptr)
 declare i64 @llvm.umin.i64(i64, i64)
@@ -381,7 +381,50 @@ no:
 
 declare i64 @llvm.cttz.i64(i64, i1)
 
-; Whether the next work has to wait. 0: no. 1: for something that takes microseconds. 2: for the allowance.
+; Whether work of some ns, by its mean, has to wait for the session's turn, while %left ns are outstanding. 0: no. 1: for
+; a turn that begins within TURN_SPIN_NS. 2: for a later one.
+define internal i32 @turn_reason(ptr %pacing, i64 %mean, i64 %left, i64 %time) {
+entry:
+  %page = call ptr @place(ptr %pacing, i64 0)
+  %turn = call i64 @shown(ptr %page, i64 3864)
+  %has.none = icmp eq i64 %turn, 0
+  br i1 %has.none, label %go, label %take
+take:
+  %begin = call i64 @shown(ptr %page, i64 3856)
+  %period.shown = call i64 @shown(ptr %page, i64 3872)
+  %period = call i64 @llvm.umax.i64(i64 %period.shown, i64 1)
+  %is.early = icmp ult i64 %time, %begin
+  %before = sub i64 %begin, %time
+  %since = sub i64 %time, %begin
+  %phase = urem i64 %since, %period
+  %rest = sub i64 %period, %phase
+  %to.turn = select i1 %is.early, i64 %before, i64 %rest
+  %is.within = icmp ult i64 %phase, %turn
+  %is.late = xor i1 %is.early, true
+  %is.turn = and i1 %is.within, %is.late
+  br i1 %is.turn, label %fit, label %wait
+fit:
+  ; It is to end within the turn. What takes more than an eighth of a turn only begins there, behind nothing.
+  %need = add i64 %left, %mean
+  %remains = sub i64 %turn, %phase
+  %fits = icmp ule i64 %need, %remains
+  br i1 %fits, label %go, label %long
+long:
+  %eighth = lshr i64 %turn, 3
+  %is.long = icmp ugt i64 %mean, %eighth
+  %is.empty = icmp eq i64 %left, 0
+  %may.begin = and i1 %is.long, %is.empty
+  br i1 %may.begin, label %go, label %wait
+wait:
+  ; TURN_SPIN_NS
+  %is.soon = icmp ult i64 %to.turn, 800000
+  %reason = select i1 %is.soon, i32 1, i32 2
+  ret i32 %reason
+go:
+  ret i32 0
+}
+
+; Whether the next work has to wait. 0: no. 1: for something that takes microseconds. 2: for the allowance, or a turn.
 define internal i32 @wait_reason(ptr %pacing, ptr %mean.at, i64 %time) {
 entry:
   %page = call ptr @place(ptr %pacing, i64 0)
@@ -399,7 +442,7 @@ allowance:
   %left = call i64 @outstanding(ptr %pacing, i64 %time)
   %allowed = call i64 @shown(ptr %page, i64 3816)
   %is.allowed = icmp eq i64 %allowed, 0
-  br i1 %is.allowed, label %bound, label %used
+  br i1 %is.allowed, label %turn, label %used
 used:
   %counters = call ptr @place(ptr %pacing, i64 8)
   %busy = call i64 @word(ptr %counters, i64 144)
@@ -410,7 +453,12 @@ used:
   %so.far = add i64 %busy, %present
   %total = add i64 %so.far, %left
   %is.spent = icmp uge i64 %total, %allowed
-  br i1 %is.spent, label %long, label %bound
+  br i1 %is.spent, label %long, label %turn
+turn:
+  %mean = call i64 @word(ptr %mean.at, i64 0)
+  %turn.reason = call i32 @turn_reason(ptr %pacing, i64 %mean, i64 %left, i64 %time)
+  switch i32 %turn.reason, label %long [ i32 0, label %bound
+                                         i32 1, label %short ]
 bound:
   %most = call i64 @shown(ptr %page, i64 3824)
   %is.unbounded = icmp eq i64 %most, 0
@@ -419,7 +467,6 @@ bound:
   br i1 %is.free, label %latency, label %measure
 measure:
   ; What was never measured runs alone.
-  %mean = call i64 @word(ptr %mean.at, i64 0)
   %is.new = icmp eq i64 %mean, 0
   %unknown = call i64 @word(ptr %pacing, i64 160)
   %has.unknown = icmp ne i64 %unknown, 0

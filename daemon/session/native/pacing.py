@@ -19,6 +19,7 @@ from gpulease.daemon.drivers.interface import MAX_MARKS, Context, Poll
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.native.layout import PacingMark, PacingState
+from gpulease.protocol.time_units import NS_PER_S
 
 if TYPE_CHECKING:
     from gpulease.daemon.native.compiler import NativeCode
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
 MEANS: Final = 1024
 """Running mean times that a session keeps. Kinds of work beyond them share: their means are blurred."""
 
-MIN_HELD_SLEEP_S: Final = 50e-6
+MIN_HELD_SLEEP_NS: Final = 50_000
+MIN_HELD_SLEEP_S: Final = MIN_HELD_SLEEP_NS / NS_PER_S
 """First sleep while work is held back. The card's work that it waits for often takes as little."""
 
 MAX_HELD_SLEEP_S: Final = 500e-6
 """Longest sleep while work is held back, after which the lease is checked: how late a revocation is noticed."""
+
+TURN_SPIN_NS: Final = 800_000
+"""Native code spins for a turn that begins within so much, because a sleep may end that much late. It repeats the
+number."""
 
 MIN_NAP_S: Final = 100e-6
 """Shortest sleep between two polls of work that no client waits for."""
@@ -178,12 +184,21 @@ class Pacer:
         try:
             while self._code.hold_work(self.address, mean):
                 poll()
-                time.sleep(sleep_s)
+                time.sleep(min(sleep_s, self._to_turn_s()))
                 sleep_s = min(2 * sleep_s, MAX_HELD_SLEEP_S)
         except BaseException:
             self._code.release_work(self.address, time.monotonic_ns())
             raise
         self._admitted = mean
+
+    def _to_turn_s(self) -> float:
+        """Return how long the worker may sleep before its next turn; without turns, or in one, as long as it likes."""
+        limits = self._page.time_limits
+        if not limits.turn_ns or not limits.turn_period_ns:
+            return MAX_HELD_SLEEP_S
+        since_ns = time.monotonic_ns() - limits.turn_begin_ns
+        to_turn_ns = -since_ns if since_ns < 0 else limits.turn_period_ns - since_ns % limits.turn_period_ns
+        return max(to_turn_ns - TURN_SPIN_NS // 2, MIN_HELD_SLEEP_NS) / NS_PER_S
 
     def looked(self, now_ns: int) -> None:
         """Record that a wait saw work outstanding."""

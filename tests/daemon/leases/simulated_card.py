@@ -14,6 +14,9 @@ MS = 1000 * US
 S = 1000 * MS
 TICK = 100 * US
 
+SLICE_NS = 1400 * US
+"""How long a real card works for one session while others wait."""
+
 
 @dataclass(slots=True)
 class SimulatedSession:
@@ -65,6 +68,14 @@ class SimulatedSession:
             return False
         if limits.latency_mask & words:
             return True
+        if limits.turn_ns:
+            phase_ns = (now_ns - limits.turn_begin_ns) % limits.turn_period_ns
+            if phase_ns >= limits.turn_ns:
+                return True
+            # Short kernels end within the turn; long ones only begin there.
+            rest_ns = limits.turn_ns - phase_ns
+            if self.work_ns + self.kernel_ns > rest_ns and (self.work_ns or 8 * self.kernel_ns <= limits.turn_ns):
+                return True
         # A bound of less than a tick can't be seen here.
         if limits.queue_bound_ns and self.work_ns > max(limits.queue_bound_ns, TICK):
             return True
@@ -96,11 +107,20 @@ class SimulatedSession:
 class SimulatedCard:
     """Sessions on one card, sampled and limited in rounds of about 10 ms.
 
+    Busy sessions get the same at any time; with `is_sliced`, as on a real card, one at a time until its slice is over or
+    it has no work, and the change to the next takes a tick.
+
     Attributes:
         used_ns: Time in which the card computed.
     """
 
-    def __init__(self, *sessions: SimulatedSession, caps: Mapping[str, float] | None = None, seed: int = 1) -> None:
+    def __init__(
+        self,
+        *sessions: SimulatedSession,
+        caps: Mapping[str, float] | None = None,
+        seed: int = 1,
+        is_sliced: bool = False,
+    ) -> None:
         self.sessions = list(sessions)
         self.account, self.shares = TimeAccount(), TimeShares()
         self.caps = caps or {}
@@ -109,6 +129,8 @@ class SimulatedCard:
         self._round_ns = self.now_ns
         self._before_ns = self.now_ns
         self._random = Random(seed)
+        self._is_sliced = is_sliced
+        self._owner, self._slice_ns = 0, 0
 
     def run(self, seconds: float, *, limits: bool = True, every_ns: int = ROUND_NS) -> list[float]:
         """Let time pass, and return the GPU time that each session really got."""
@@ -127,6 +149,9 @@ class SimulatedCard:
         for one in self.sessions:
             one.begin(self.now_ns, words)
         self.now_ns += TICK
+        if self._is_sliced:
+            self._run_owner()
+            return
         # The driver gives everyone who has work the same.
         left = float(TICK)
         busy = sorted((one for one in self.sessions if one.work_ns), key=lambda one: one.work_ns)
@@ -135,6 +160,22 @@ class SimulatedCard:
             one.run(got, self.now_ns)
             left -= got
         self.used_ns += TICK - left
+
+    def _run_owner(self) -> None:
+        owner = self.sessions[self._owner]
+        if not owner.work_ns or self._slice_ns >= SLICE_NS:
+            order = [(self._owner + step) % len(self.sessions) for step in range(1, len(self.sessions) + 1)]
+            busy = [number for number in order if self.sessions[number].work_ns]
+            if not busy:
+                return
+            self._slice_ns = 0
+            if busy[0] != self._owner:
+                self._owner = busy[0]
+                return
+        got = min(owner.work_ns, TICK)
+        owner.run(got, self.now_ns)
+        self._slice_ns += TICK
+        self.used_ns += got
 
     def _round(self, limits: bool) -> None:
         more_ns, self._before_ns = self.now_ns - self._before_ns, self.now_ns

@@ -1,0 +1,167 @@
+"""Turns on a card: when each of the sessions that saturate it begins work. Pure: the clock is an argument.
+
+What the driver gives to each of two busy sessions is near a half only while both always have work queued. One that is
+held back for some milliseconds gets up to two thirds of the time after that, and no worker can measure it. So sessions
+that want all of the card and may not have it are not held back after a while, but take turns: each begins work only in
+its own turn, and by the time the next one begins, its work has ended. Then a session's GPU time is its turn's length,
+whatever the driver does.
+
+Turns come again after a period, without the broker. It changes their lengths between two periods only, because a
+balance within a period shows no more than whose turn it was. A session that leaves a part of its turn idle gets no more
+turns for a while: its pauses would be everyone's.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from gpulease.daemon.leases.time_account import SessionTime
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
+
+MIN_PERIOD_NS: Final = 20 * NS_PER_MS
+MAX_PERIOD_NS: Final = 100 * NS_PER_MS
+"""Bounds of the time from a session's turn to its next: how long the others' work waits, apart from what is queued."""
+
+MIN_TURN_NS: Final = 5 * NS_PER_MS
+"""Length of the shortest turn, as long as periods can be longer. The card takes some 0.15 ms from one session's work to
+another's, which each turn loses."""
+
+TURN_QUEUE_NS: Final = 200 * NS_PER_US
+"""Work that a session may have outstanding in its turn: enough that the card is never idle between two launches."""
+
+_SATURATES: Final = 0.95
+"""A session that works or waits in this part of the time saturates the card."""
+
+_LEAST_USE: Final = 0.8
+"""The part of its turns that a session uses, if it is to get more of them. Kernels that do not fit into the rest of a
+turn leave up to an eighth idle."""
+
+_BAR_NS: Final = NS_PER_S // 2
+"""How long a session gets no turns after it left some of them idle."""
+
+
+class Turn(NamedTuple):
+    """When a session has its turns.
+
+    Attributes:
+        begin_ns: When one of them begins, on the monotonic clock.
+        length_ns: How long each of them is.
+        period_ns: The time from the begin of one to that of the next.
+    """
+
+    begin_ns: int
+    length_ns: int
+    period_ns: int
+
+    def time_between(self, from_ns: int, until_ns: int) -> int:
+        """Return how much of its turns lies between two times."""
+        return self._time_until(until_ns) - self._time_until(from_ns)
+
+    def _time_until(self, time_ns: int) -> int:
+        periods, phase_ns = divmod(time_ns - self.begin_ns, self.period_ns)
+        return periods * self.length_ns + min(phase_ns, self.length_ns)
+
+
+class Taker(NamedTuple):
+    """A session that may take turns.
+
+    Attributes:
+        time: Its account.
+        share_ns: Its share of the GPU time until the next round, before debts and credits.
+        target_ns: The GPU time that it is to get until then.
+        is_capped: It gets no more than that, even if the rest is nobody's.
+        is_limited: It was held back in the last round only because it had used up what it may use.
+    """
+
+    time: SessionTime
+    share_ns: float
+    target_ns: float
+    is_capped: bool
+    is_limited: bool
+
+
+class Turns:
+    """The turns of one card's sessions."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, Turn] = {}
+        # When the present period ends; since when the turns are as they are, and the busy time of each session then.
+        self._until_ns = self._since_ns = 0
+        self._busy_ns: dict[int, int] = {}
+        # Until when a session gets no turns.
+        self._barred: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._turns
+
+    def __getitem__(self, session: int) -> Turn:
+        return self._turns[session]
+
+    def clear(self) -> None:
+        self._turns.clear()
+
+    def update(self, now_ns: int, more_ns: int, round_ns: int, takers: Mapping[int, Taker]) -> None:
+        """Decide who takes turns, and how long they are, once a period is over or a session has gone.
+
+        Args:
+            now_ns: The present time.
+            more_ns: Time since the last round.
+            round_ns: Time until the next round.
+            takers: The sessions that may take turns, in any order.
+        """
+        if self._turns and all(session in takers for session in self._turns) and now_ns < self._until_ns:
+            return
+        chosen = {session: one for session, one in takers.items() if self._takes_turns(session, one, now_ns, more_ns)}
+        self._barred = {session: until_ns for session, until_ns in self._barred.items() if until_ns > now_ns}
+        self._turns = {}
+        if len(chosen) < 2:
+            return
+        parts = _parts(chosen, round_ns)
+        least = min((part for part in parts.values() if part), default=1.0)
+        period_ns = int(min(max(MIN_PERIOD_NS, MIN_TURN_NS / least), MAX_PERIOD_NS))
+        # Each period begins a whole number of periods after the clock's, so turns move little from one to the next.
+        began_ns = now_ns - now_ns % period_ns
+        edges = [0.0]
+        for part in parts.values():
+            edges.append(edges[-1] + part * period_ns)
+        for session, (begin, end) in zip(parts, pairwise(edges), strict=True):
+            # 0 would be no turns at all, which is no limit.
+            self._turns[session] = Turn(began_ns + int(begin), max(1, int(end) - int(begin)), period_ns)
+        self._since_ns, self._until_ns = now_ns, began_ns + period_ns
+        self._busy_ns = {session: chosen[session].time.busy_ns for session in chosen}
+
+    def _takes_turns(self, session: int, one: Taker, now_ns: int, more_ns: int) -> bool:
+        """Return whether a session gets turns; note it if it got some and left them idle."""
+        if (turn := self._turns.get(session)) is not None:
+            due_ns = turn.time_between(self._since_ns, now_ns)
+            if one.time.busy_ns - self._busy_ns[session] >= due_ns * _LEAST_USE:
+                return True
+            self._barred[session] = now_ns + _BAR_NS
+        if self._barred.get(session, 0) > now_ns:
+            return False
+        busy_ns, held_ns = one.time.more_busy_ns, one.time.more_held_ns
+        wanted_ns = busy_ns + held_ns if one.is_limited else busy_ns
+        return bool(busy_ns) and wanted_ns >= more_ns * _SATURATES
+
+
+def _parts(takers: Mapping[int, Taker], round_ns: int) -> dict[int, float]:
+    """Return the part of a period that each session's turn is, in the order of the sessions' numbers."""
+    capped = {session: one.target_ns / round_ns for session, one in takers.items() if one.is_capped}
+    rest = 1.0 - sum(capped.values())
+    # The others share the rest. Debts that all of them have are to sessions that take no turns: shorter turns for all
+    # would pay nothing back.
+    free = {session: one for session, one in takers.items() if not one.is_capped and one.share_ns}
+    relief = max(0.0, min((1.0 - one.target_ns / one.share_ns for one in free.values()), default=0.0))
+    dues = {session: one.target_ns + one.share_ns * relief for session, one in free.items()}
+    due_ns = sum(dues.values())
+    if rest < 0.0 or not due_ns:
+        # Caps of more than the card together are as good as weights.
+        scale = 1.0 / max(1.0, sum(capped.values()))
+        return {session: capped.get(session, 0.0) * scale for session in sorted(takers)}
+    return {
+        session: capped[session] if session in capped else rest * dues.get(session, 0.0) / due_ns
+        for session in sorted(takers)
+    }
