@@ -12,8 +12,9 @@ class, or `[limits] shares_time` for all. Elsewhere nothing is limited. The rule
 3. What a tenant used beyond its part is taken from its next rounds, within MAX_DEBT_NS; what it got too little is
    added, within MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are not cut. Time in
    which the card was idle although somebody was limited is owed to nobody: it reduces every debt.
-4. A part is GPU time; a worker counts busy time. Sessions that are busy together share the card equally, so a session
-   with a part g is busy until it has got g. The session that is the last to finish needs no limit.
+4. Sessions that saturate the card take turns (time_turns.py), each as long as its part.
+   A part is GPU time; a worker counts busy time. Sessions that are busy together share the card equally, so one of the
+   others with a part g is busy until it has got g. The session that is the last to finish needs no limit.
 5. While a latency session has work outstanding, others hold back. It is obeyed as long as its tenant stays within its
    part by weights; beyond that it is an ordinary session until it is within it again.
 
@@ -40,9 +41,10 @@ ROUND_NS: Final = 10 * NS_PER_MS
 LAPSE_NS: Final = 10 * ROUND_NS
 """How long limits hold without another round. A broker that hangs or restarts must not leave sessions held back."""
 
-LATENCY_QUEUE_NS: Final = 50 * NS_PER_US
-"""Work that other sessions may have outstanding on a card with an open latency session: what it waits for at least.
-Two kernels of 20 us, or one of 100 us and the next as soon as half of it is done."""
+LATENCY_QUEUE_NS: Final = 30 * NS_PER_US
+"""Work that other sessions may have outstanding on a card with an open latency session when they begin more: two to
+three kernels of 20 us, or one of 100 us and the next shortly before its end. A latency session waits for this at least.
+"""
 
 LATENCY_PATIENCE_NS: Final = 20 * NS_PER_MS
 """Longest time for which others hold back for one piece of a latency session's work. A worker that died with its word
@@ -191,7 +193,7 @@ class TimeShares:
             self._turns.update(now_ns, more_ns, round_ns, takers)
         else:
             self._turns.clear()
-        # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card with the others as it likes.
+        # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card as it likes.
         due = {one.session: targets.get(one.session, demands[one.session]) for one in sessions if demands[one.session]}
         busy = busy_times(due)
         allowances = {

@@ -239,6 +239,8 @@ asked:
   br i1 %is.none, label %polled, label %learn
 polled:
   call void @set(ptr %pacing, i64 96, i64 %time)
+  ; Some is outstanding: an end that is found later is after this.
+  call void @set(ptr %pacing, i64 128, i64 %time)
   ret void
 
 learn:
@@ -312,6 +314,8 @@ done:
   call void @set(ptr %pacing, i64 192, i64 %unpolled)
   call void @set(ptr %pacing, i64 88, i64 %time)
   call void @set(ptr %pacing, i64 96, i64 %time)
+  ; What has ended just now leaves others outstanding, or the end is found by the next poll: not long after.
+  call void @set(ptr %pacing, i64 128, i64 %time)
   ret void
 }
 
@@ -404,17 +408,14 @@ take:
   %is.turn = and i1 %is.within, %is.late
   br i1 %is.turn, label %fit, label %wait
 fit:
-  ; It is to end within the turn. What takes more than an eighth of a turn only begins there, behind nothing.
-  %need = add i64 %left, %mean
+  ; The middle of the work is to be within the turn: what overruns it, and what is left of it, are equal on average. Work
+  ; that is longer than a turn may begin in its first half.
+  %mean.most = call i64 @llvm.umin.i64(i64 %mean, i64 %turn)
+  %half = lshr i64 %mean.most, 1
+  %need = add i64 %left, %half
   %remains = sub i64 %turn, %phase
   %fits = icmp ule i64 %need, %remains
-  br i1 %fits, label %go, label %long
-long:
-  %eighth = lshr i64 %turn, 3
-  %is.long = icmp ugt i64 %mean, %eighth
-  %is.empty = icmp eq i64 %left, 0
-  %may.begin = and i1 %is.long, %is.empty
-  br i1 %may.begin, label %go, label %wait
+  br i1 %fits, label %go, label %wait
 wait:
   ; TURN_SPIN_NS
   %is.soon = icmp ult i64 %to.turn, 800000

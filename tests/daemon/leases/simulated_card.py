@@ -72,9 +72,8 @@ class SimulatedSession:
             phase_ns = (now_ns - limits.turn_begin_ns) % limits.turn_period_ns
             if phase_ns >= limits.turn_ns:
                 return True
-            # Short kernels end within the turn; long ones only begin there.
-            rest_ns = limits.turn_ns - phase_ns
-            if self.work_ns + self.kernel_ns > rest_ns and (self.work_ns or 8 * self.kernel_ns <= limits.turn_ns):
+            # The middle of the next kernel is to be within the turn.
+            if self.work_ns + min(self.kernel_ns, limits.turn_ns) // 2 > limits.turn_ns - phase_ns:
                 return True
         # A bound of less than a tick can't be seen here.
         if limits.queue_bound_ns and self.work_ns > max(limits.queue_bound_ns, TICK):
@@ -107,8 +106,8 @@ class SimulatedSession:
 class SimulatedCard:
     """Sessions on one card, sampled and limited in rounds of about 10 ms.
 
-    Busy sessions get the same at any time; with `is_sliced`, as on a real card, one at a time until its slice is over or
-    it has no work, and the change to the next takes a tick.
+    Busy sessions get the same at any time; with `is_sliced`, as on a real card, one works at a time until its slice is
+    over or it has no work, and the change to the next takes a tick.
 
     Attributes:
         used_ns: Time in which the card computed.

@@ -244,6 +244,43 @@ def test_limits_that_come_while_much_is_queued(timed: Timed) -> None:
     assert timed.queued <= 1, "what had no mark was waited for"
 
 
+def test_work_begins_in_the_session_s_turns_only(timed: Timed) -> None:
+    begin, turn_ns, period_ns = time.monotonic_ns(), 40 * MS, 200 * MS
+    timed.limit(queue_bound_ns=FAR, turn_begin_ns=begin, turn_ns=turn_ns, turn_period_ns=period_ns)
+    phases = []
+    while time.monotonic_ns() < begin + 3 * period_ns:
+        timed.launch(MS)
+        timed.sync()
+        phases.append((timed.claims().last_busy_from_ns - begin) % period_ns)
+    assert max(phases) <= turn_ns
+    # Several in each turn.
+    assert len(phases) >= 9
+    assert timed.claims().held_back_ns >= 2 * (period_ns - 2 * turn_ns)
+
+
+def test_work_that_is_longer_than_a_turn_begins_in_its_first_half(timed: Timed) -> None:
+    timed.launch(100 * MS)
+    timed.sync()
+    # Its mean time is learned under a limit.
+    timed.limit(queue_bound_ns=FAR)
+    timed.launch(100 * MS)
+    timed.sync()
+    begin, turn_ns, period_ns = time.monotonic_ns(), 60 * MS, 150 * MS
+    timed.limit(queue_bound_ns=FAR, turn_begin_ns=begin, turn_ns=turn_ns, turn_period_ns=period_ns)
+    for _ in range(3):
+        timed.launch(100 * MS)
+        timed.sync()
+        assert (timed.claims().last_busy_from_ns - begin) % period_ns <= turn_ns // 2
+
+
+def test_turns_that_are_to_come_are_waited_for(timed: Timed) -> None:
+    begin = time.monotonic_ns() + 200 * MS
+    timed.limit(queue_bound_ns=FAR, turn_begin_ns=begin, turn_ns=10 * MS, turn_period_ns=FAR)
+    timed.launch(1)
+    timed.sync()
+    assert begin <= timed.claims().last_busy_from_ns <= begin + 10 * MS
+
+
 @contextmanager
 def latency_word(timed: Timed, *, is_own: bool = False) -> Iterator[memoryview]:
     fd = latency_memory()

@@ -181,10 +181,11 @@ def test_weights_are_on_the_pages_while_both_want_the_card(node: Node) -> None:
     node.busy(second)
     for _ in range(3):
         node.look(10 * MS)
-    limits = node.limits(first)
-    assert limits.allowance_ns
+    # They take turns. Those of the second one are three times as long, and more after what the first one got before.
+    limits, other = node.limits(first), node.limits(second)
+    assert other.turn_ns >= 2.8 * limits.turn_ns
+    assert limits.turn_ns + other.turn_ns == limits.turn_period_ns
     assert limits.until_ns == node.now_ns + LAPSE_NS
-    assert node.limits(second).allowance_ns == 0
     # Alone, the first one is not limited any more.
     node.idle(second)
     for _ in range(3):
@@ -199,7 +200,7 @@ def test_rules_that_change_apply_at_once(node: Node) -> None:
     node.busy(first)
     node.busy(second)
     node.look(20 * MS)
-    assert node.limits(second).allowance_ns
+    assert node.limits(second).turn_ns
     rules = TenantRules(by_name={"bob": TenantLimits(max_share=10)})
     node.table.handle(TenantRulesChanged(rules), 0)
     node.times.members_changed()
