@@ -1,5 +1,6 @@
 """Fixtures every test may use, and the leak check that every test passes through."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -18,7 +19,8 @@ import hypothesis
 import pytest
 
 from gpulease.client import GpuSession
-from helpers.daemon import Daemon, Faults, running
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from helpers.daemon import Daemon, Faults, python_environment, running
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
@@ -112,6 +114,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Of a test and the one that does all of it and more, the latter runs alone. Those that take longest begin first.
     """
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
+    for item in items:
+        names = getattr(item, "fixturenames", [])
+        # Documents run the commands of the decode engine; tests that name it run an engine where they have a daemon.
+        if "stage" in names or ("decode" in item.nodeid and "shared_daemon" in names):
+            names.insert(0, "_decode_kernels")
     if not is_default(config):
         return
     marks = ["slow"] if config.option.everything else ["slow", "exhaustive"]
@@ -189,6 +196,21 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPULEASE_CPU_CACHE", str(folder / "compiled"))
         yield
+
+
+@pytest.fixture(scope="session")
+def _decode_kernels(_compiled_once: None) -> None:
+    """One process of a run compiles the decode engine's kernels, which takes most of its first tests' time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    with (Path(os.environ["GPULEASE_CPU_CACHE"]).parent / "decode-kernels").open("a+") as compiled:
+        # The other processes wait here, and find the kernels in the run's cache.
+        fcntl.flock(compiled, fcntl.LOCK_EX)
+        if not compiled.tell():
+            environment = {name: value for name, value in python_environment().items() if name != ADDRESS_VARIABLE}
+            command = [sys.executable, "-P", "-m", "gpulease.client.cli", "decode", "x", "--max-tokens", "1"]
+            subprocess.run(command, check=True, capture_output=True, env=environment)
+            compiled.write("compiled\n")
 
 
 @pytest.fixture(autouse=True)
