@@ -24,7 +24,7 @@ from helpers.daemon import Daemon, Faults, python_environment, running
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
-from helpers.leaks import Holdings, check_for_leaks
+from helpers.leaks import SHARED_FOLDERS, Holdings, check_for_leaks
 
 # Where bytecode is not to be written, each process of this run would compile all tests, and each daemon the product:
 # that takes longer than the tests do.
@@ -258,6 +258,33 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
             return daemon
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def _lasting_daemons() -> Iterator[list[LastingDaemon]]:
+    """The daemon of all tests that restart one without settings; another follows if it can't be used again."""
+    daemons: list[LastingDaemon] = []
+    yield daemons
+    for lasting in daemons:
+        lasting.stop()
+
+
+@pytest.fixture
+def lasting(_lasting_daemons: list[LastingDaemon]) -> Iterator[LastingDaemon]:
+    """A daemon with leases that outlive it, which a test may kill, stop and restart; no lease is left afterwards."""
+    if not _lasting_daemons:
+        lasting = LastingDaemon()
+        _lasting_daemons.append(lasting)
+        lasting.start()
+    (lasting,) = _lasting_daemons
+    SHARED_FOLDERS.add(lasting.folder)
+    yield lasting
+    try:
+        lasting.rest()
+    except BaseException:
+        _lasting_daemons.clear()
+        lasting.discard()
+        raise
 
 
 @pytest.fixture

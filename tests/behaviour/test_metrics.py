@@ -151,8 +151,7 @@ def test_what_a_person_types(daemon: Daemon, gpulease: Callable[..., Result]) ->
 
 
 @pytest.mark.exhaustive
-def test_a_new_broker_goes_on_from_where_sessions_are(start_lasting: Callable[..., LastingDaemon]) -> None:
-    lasting = start_lasting()
+def test_a_new_broker_goes_on_from_where_sessions_are(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
         buffer = session.mem_alloc(4096)
         for _ in range(50):

@@ -166,8 +166,7 @@ def test_the_daemon_is_killed_and_started_anew(start_daemon: Callable[..., Daemo
 
 
 @pytest.mark.exhaustive
-def test_a_daemon_that_keeps_its_leases_is_killed(start_lasting: Callable[..., LastingDaemon]) -> None:
-    lasting = start_lasting()
+def test_a_daemon_that_keeps_its_leases_is_killed(lasting: LastingDaemon) -> None:
 
     async def play() -> None:
         async with serving(lasting.now, obey()) as rig:

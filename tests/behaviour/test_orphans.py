@@ -150,8 +150,7 @@ def test_the_operators_default_is_for_those_who_do_not_say(start_daemon: Callabl
 
 
 @pytest.mark.exhaustive
-def test_the_next_daemon_knows_who_is_connected(start_lasting: Callable[..., LastingDaemon]) -> None:
-    lasting = start_lasting()
+def test_the_next_daemon_knows_who_is_connected(lasting: LastingDaemon) -> None:
     quiet = lasting.now.builder().orphan_secs(2).acquire()
     busy = lasting.now.builder().orphan_secs(2).acquire()
     with GpuSession(busy) as session:
@@ -163,9 +162,8 @@ def test_the_next_daemon_knows_who_is_connected(start_lasting: Callable[..., Las
 
 
 def test_a_client_that_lives_has_time_to_come_back_to_the_next_daemon(
-    start_lasting: Callable[..., LastingDaemon],
+    lasting: LastingDaemon,
 ) -> None:
-    lasting = start_lasting()
     with lasting.now.builder(seconds=300).orphan_secs(0.2).acquire() as lease:
         daemon = lasting.restart()
         assert row(daemon, lease.lease_id)["orphaned_in_ms"] > 200

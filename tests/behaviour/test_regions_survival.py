@@ -10,13 +10,6 @@ from helpers.lasting import LastingDaemon
 from helpers.region_scene import REGION_BYTES, SLICE_BYTES, Scene, scene_of
 from helpers.waiting import wait_until
 
-StartLasting = Callable[..., LastingDaemon]
-
-
-@pytest.fixture
-def lasting(start_lasting: StartLasting) -> LastingDaemon:
-    return start_lasting()
-
 
 @contextmanager
 def scene_in(lasting: LastingDaemon) -> Iterator[Scene]:

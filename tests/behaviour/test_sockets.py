@@ -31,8 +31,7 @@ def test_tenants_come_back_through_a_socket_that_was_removed(start_daemon: Calla
     assert "a socket's file was removed: the socket was made again" in daemon.log()
 
 
-def test_the_next_daemon_finds_what_was_made_anew(start_lasting: Callable[..., LastingDaemon]) -> None:
-    lasting = start_lasting()
+def test_the_next_daemon_finds_what_was_made_anew(lasting: LastingDaemon) -> None:
     (zygote,) = (lasting.state / "zygotes").glob("*.sock")
     removed = [lasting.now.socket_path, zygote]
     with GpuBuilder(lasting.address).min_vram(1 << 20).lease_secs(60).acquire() as lease, GpuSession(lease) as session:

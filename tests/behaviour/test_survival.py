@@ -41,11 +41,6 @@ from helpers.working import working
 StartLasting = Callable[..., LastingDaemon]
 
 
-@pytest.fixture
-def lasting(start_lasting: StartLasting) -> LastingDaemon:
-    return start_lasting()
-
-
 @contextmanager
 def back_in(lasting: LastingDaemon, seconds: float) -> Iterator[None]:
     """The daemon is away, and comes back while the block runs."""
@@ -423,9 +418,8 @@ def can_be_connected(path: Path) -> bool:
 
 
 @pytest.mark.exhaustive
-def test_sessions_outlive_whoever_read_what_the_daemon_says(start_lasting: StartLasting) -> None:
+def test_sessions_outlive_whoever_read_what_the_daemon_says(lasting: LastingDaemon) -> None:
     """A daemon in a terminal, or behind a pipe, that is closed."""
-    lasting = start_lasting()
     lasting.now.process.terminate()
     lasting.now.wait_for_exit()
     reader, writer = os.pipe()

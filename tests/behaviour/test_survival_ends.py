@@ -17,8 +17,7 @@ StartLasting = Callable[..., LastingDaemon]
 
 
 @pytest.mark.exhaustive
-def test_a_kernel_may_not_run_for_longer_though_nobody_is_there(start_lasting: StartLasting) -> None:
-    lasting = start_lasting()
+def test_a_kernel_may_not_run_for_longer_though_nobody_is_there(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder(seconds=60).max_kernel_secs(0.5).acquire()
     other = lasting.now.builder(seconds=60).max_kernel_secs(30).acquire()
     with working(other) as work, GpuSession(lease) as session:

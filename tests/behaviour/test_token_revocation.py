@@ -102,9 +102,8 @@ def test_who_may_end_a_token(shared: Shared) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_kept", [True, False], ids=["restarted", "narrowed"])
-def test_it_stays_revoked(start_lasting: Callable[..., LastingDaemon], is_kept: bool) -> None:
+def test_it_stays_revoked(lasting: LastingDaemon, is_kept: bool) -> None:
     """Over a restart of the daemon, and for a holder that narrows what it has."""
-    lasting = start_lasting()
     wish = lasting.now.builder().exclusivity(GpuExclusivityClass.SHARED)
     with wish.acquire() as lease, GpuSession(lease):
         bound, unused = (lease.issue(SESSION_PERMISSIONS, ttl_secs=200) for _ in range(2))

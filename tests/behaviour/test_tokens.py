@@ -146,10 +146,7 @@ def test_a_token_opens_one_connection(shared: Shared) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["", "over a restart"])
-def test_a_refused_attach_leaves_the_token_good_for_one(
-    start_lasting: Callable[..., LastingDaemon], is_restarted: bool
-) -> None:
-    lasting = start_lasting()
+def test_a_refused_attach_leaves_the_token_good_for_one(lasting: LastingDaemon, is_restarted: bool) -> None:
     lease = lasting.now.builder().acquire()
     token = lease.issue(Permission.MEM_READ, my_audience(lasting.address)).token
     with (

@@ -113,8 +113,7 @@ def test_a_terminal_without_colours_that_shrinks_and_grows(daemon: Daemon) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_daemon_that_is_killed_and_comes_back(start_lasting: Callable[..., LastingDaemon]) -> None:
-    lasting = start_lasting()
+def test_a_daemon_that_is_killed_and_comes_back(lasting: LastingDaemon) -> None:
     with lasting.now.builder(seconds=600).acquire() as lease, top(lasting.address) as terminal:
         terminal.wait_for(lease.lease_id_text[:8], "active", within_s=START_S)
         lasting.kill()

@@ -114,10 +114,7 @@ def check_audit_log(folder: Path, off: timedelta) -> None:
     assert 2 * SHORT_S * US_PER_S < used["lease_us"] < 60 * US_PER_S
 
 
-def test_a_clock_that_is_set_while_no_daemon_is_there(
-    start_lasting: Callable[..., LastingDaemon], clock: WallClock
-) -> None:
-    lasting = start_lasting()
+def test_a_clock_that_is_set_while_no_daemon_is_there(lasting: LastingDaemon, clock: WallClock) -> None:
     with lasting.now.builder(seconds=60).acquire() as lease, GpuSession(lease) as session:
         asked_s = time.monotonic()
         ends = lasting.now.builder(seconds=SHORT_S).acquire()

@@ -252,9 +252,8 @@ def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str,
 
 
 @pytest.mark.exhaustive
-def test_a_journal_is_spoilt_under_sessions(start_lasting: Callable[..., LastingDaemon], tmp_path: Path) -> None:
+def test_a_journal_is_spoilt_under_sessions(lasting: LastingDaemon, tmp_path: Path) -> None:
     """The daemon that finds it does not start, and sessions go on to their deadlines, or until one forgets."""
-    lasting = start_lasting()
     lease = lasting.now.builder().acquire()
     with working(lease) as work:
         lasting.kill()

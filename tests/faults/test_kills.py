@@ -113,8 +113,7 @@ def test_the_zygote_is_killed_twice(start_daemon: Callable[..., Daemon]) -> None
 
 
 @pytest.mark.exhaustive
-def test_the_zygote_is_killed_while_it_makes_a_worker(start_lasting: Callable[..., LastingDaemon]) -> None:
-    lasting = start_lasting()
+def test_the_zygote_is_killed_while_it_makes_a_worker(lasting: LastingDaemon) -> None:
     daemon = lasting.now
     daemon.allowed_trouble.append(ZYGOTE_DIED)
     lease = daemon.builder().acquire()

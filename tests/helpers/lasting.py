@@ -1,5 +1,6 @@
 """A daemon that keeps its leases, killed and started again in the same folder."""
 
+import gc
 import os
 import shutil
 import signal
@@ -41,6 +42,7 @@ class LastingDaemon:
         self._vram, self._driver, self._tls, self._log_format = vram, driver, tls, log_format
         self._within = within
         self._all: list[Daemon] = []
+        self._has_faults = False
         self.now: Daemon
 
     @property
@@ -62,7 +64,7 @@ class LastingDaemon:
             within=self._within,
         )
         self._all.append(daemon)
-        self.now = daemon
+        self.now, self._has_faults = daemon, faults is not None
         return daemon
 
     def start(self, faults: Faults | None = None) -> Daemon:
@@ -113,6 +115,19 @@ class LastingDaemon:
             "the broker, one zygote, and the gate with the relays that wait are left",
             seen=self.processes,
         )
+
+    def rest(self) -> None:
+        """Be as a test finds it: a daemon without faults, without leases, and nothing went wrong in it or before it."""
+        for daemon in self._all:
+            assert not daemon.trouble(), daemon.log()
+        if self._has_faults or self.now.allowed_trouble or self.now.process.poll() is not None:
+            self.restart()
+        # Errors that a test caught keep their frames, and so leases and connections, in cycles.
+        gc.collect()
+        for lease in self.now.leases():
+            self.now.revoke(int(lease["lease_id"], 16))
+        self.check_idle()
+        del self._all[:-1]
 
     def stop(self) -> None:
         """SIGINT, which ends sessions in any case, and proof that nothing of any of them is left, nor went wrong."""

@@ -162,10 +162,7 @@ def test_the_program_s_status_stands_when_the_daemon_is_gone(start: Start) -> No
         gone.discard()
 
 
-def test_a_daemon_that_is_started_anew_finds_the_lease_held(
-    start: Start, start_lasting: Callable[..., LastingDaemon]
-) -> None:
-    lasting = start_lasting()
+def test_a_daemon_that_is_started_anew_finds_the_lease_held(start: Start, lasting: LastingDaemon) -> None:
     process = start("--", sys.executable, "-c", AWAIT_SIGNAL, address=lasting.address)
     assert process.stdout is not None
     lease_id = process.stdout.readline().split()[0]
