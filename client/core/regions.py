@@ -20,6 +20,7 @@ from gpulease.client.handles import BorrowedBuffer, HandleOwner
 from gpulease.client.texts import bounded
 from gpulease.client.transport.channel import Channel
 from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.fastpath import HANDLE
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import MAX_TEXT_BYTES
@@ -164,10 +165,10 @@ class RegionHandle(LeaseHandle):
 
     def _returned(self) -> Procedure[None]:
         # The launches that named it end by themselves or by the daemon's grace; poll with growing pauses.
-        last, pause_s = self.clock() + RETURN_WAIT_S, FIRST_RETURN_POLL_S
+        last, polls = self.clock() + RETURN_WAIT_S, 0
         while (yield from self.query()).get("state") in _HAS_MEMORY and self.clock() < last:
-            yield Sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_RETURN_POLL_S)
+            yield Sleep(back_off_s(polls, FIRST_RETURN_POLL_S, LAST_RETURN_POLL_S))
+            polls += 1
 
     def _control(
         self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, owed: OwedReply | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpulease import client
 from gpulease.client import (
     GpuExclusivityClass,
     GpuSession,
@@ -16,6 +17,7 @@ from gpulease.client import (
     KernelArgs,
     LaunchFailed,
     LeaseFreed,
+    aio,
 )
 from gpulease.client.core.attachment import QUIET_WRITE_BYTES
 from gpulease.protocol import Opcode, Status
@@ -335,7 +337,11 @@ def test_chunks_fit_what_the_daemon_takes(run: Run, peer: ScriptedPeer) -> None:
     assert max(len(request.body.data) for request in peer.heard if isinstance(request.body, MemWrite)) == 1000
 
 
-def test_the_guides_name_each_method_of_a_session() -> None:
+def test_the_guides_name_each_method_of_both_faces() -> None:
     guides = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "client").rglob("*.md"))
-    methods = [name for name, value in vars(GpuSession).items() if callable(value) and not name.startswith("_")]
-    assert [name for name in methods if f"{name}(" not in guides and f"`{name}`" not in guides] == []
+    # What both faces have of their own: the session, its objects, the lease and its builder.
+    kinds = [kind for name in aio.__all__ if isinstance(kind := getattr(client, name), type)]
+    kinds = [kind for kind in kinds if kind.__module__.startswith("gpulease.client.sync")]
+    assert GpuSession in kinds
+    methods = {name for kind in kinds for name, value in vars(kind).items() if callable(value) and name[0] != "_"}
+    assert [name for name in sorted(methods) if f"{name}(" not in guides and f"`{name}`" not in guides] == []

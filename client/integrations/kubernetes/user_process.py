@@ -20,9 +20,10 @@ from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.tokens import issue_request
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import Disconnected, GpuLeaseError
+from gpulease.client.integrations.other_user import become, refusal_of, refusal_reply
 from gpulease.client.sync.driver import ask as ask_once
 from gpulease.client.sync.driver import drive
-from gpulease.protocol import Exclusivity, Failure, Opcode, Status
+from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.lease_ids import LeaseId
@@ -39,18 +40,11 @@ REQUEST_LIMIT_S: Final = 10.0
 ALLOC_TOKEN_S: Final = 60.0
 """Seconds of the token that permits to acquire one lease."""
 
-MAX_ERROR_CHARS: Final = 1024
-"""Most characters of an error that the process passes on, for the pod's events."""
-
 
 class NoUserProcess(GpuLeaseError):
     """No process could be started as the pod's user, or it could not reach the daemon."""
 
     default_hint = "The user must be able to connect to the daemon's socket; the driver must be root, or that user"
-
-
-class RefusedForUser(GpuLeaseError):
-    """The daemon refused a lease to the pod's user."""
 
 
 class UserProcess:
@@ -107,11 +101,7 @@ class UserProcess:
         reply = json.loads(self._exchange(json.dumps(wanted)))
         if "lease_id" in reply:
             return LeaseId(int(reply["lease_id"], 16))
-        raise RefusedForUser(
-            str(reply["error"]),
-            str(reply["hint"]),
-            Failure(Status(int(reply["status"])), str(reply["error"]), hint=str(reply["hint"])),
-        )
+        raise refusal_of(reply)
 
     def _read_audience(self) -> bytes:
         line = self._exchange("")
@@ -143,10 +133,7 @@ class UserProcess:
 def _serve(user: int, group: int, address: str) -> None:
     """Become the user and answer requests. Everything is imported before: the user may not be able to read files."""
     if os.geteuid() != user:
-        os.setgroups([])
-        # Groups before the user, because only root may change groups.
-        os.setresgid(group, group, group)
-        os.setresuid(user, user, user)
+        become(user, group, [])
     for line in sys.stdin:
         if not line.strip():
             print(ask_once(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience.hex(), flush=True)
@@ -157,7 +144,7 @@ def _serve(user: int, group: int, address: str) -> None:
         except Disconnected:
             raise
         except GpuLeaseError as error:
-            answer = {"error": error.message[:MAX_ERROR_CHARS], "hint": error.hint, "status": int(error.status)}
+            answer = refusal_reply(error)
         print(json.dumps(answer), flush=True)
 
 

@@ -29,10 +29,11 @@ from gpulease.client.console.exit_status import MissingPrerequisite, failures_as
 from gpulease.client.console.reports import Report, cards_of
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.integrations.other_user import RefusedForUser
 from gpulease.client.integrations.proved_end import free_and_prove, report_of
 from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
 from gpulease.client.integrations.slurm.job_usage import GIB
-from gpulease.client.integrations.slurm.other_users import RefusedForUser, as_user
+from gpulease.client.integrations.slurm.other_users import as_user
 from gpulease.client.integrations.slurm.slurm_jobs import (
     JobRequest,
     JobState,
@@ -44,7 +45,7 @@ from gpulease.client.integrations.slurm.slurm_jobs import (
     state_of_job,
 )
 from gpulease.client.sync.driver import ask
-from gpulease.protocol import Opcode
+from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.lease_options import ORPHAN, REQUEST_ID
@@ -121,7 +122,7 @@ def prolog(folder: Path, address: str) -> None:
             # The node's fault fails the prolog. Otherwise the job is to fail: the task prolog finds the refusal in the
             # record.
             if _is_fault_of_node(refusal, request, address):
-                raise
+                raise MissingPrerequisite(str(refusal)) from None
             records.write(job, JobRecord(user, restarts, address, refusal=str(refusal)))
 
 
@@ -171,7 +172,7 @@ def service(folder: Path) -> None:
             ]:
                 try:
                     step(records, job)
-                except MissingPrerequisite as error:
+                except (MissingPrerequisite, RefusedForUser) as error:
                     # The next round tries again. A lasting fault is logged in each round.
                     click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
             time.sleep(RENEW_S)
@@ -214,11 +215,9 @@ def _acquire_one(
     while True:
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), record.address))
         fitting = [card for card in cards if request.fits(card["name"]) and card["uuid"] not in used_cards]
-        refusal = RefusedForUser(
-            f"no card of this node is left for lease {number + 1} of {request.cards}"
-            + (f", of the type {request.card_type}" if request.card_type else ""),
-            Status.CAPACITY_EXCEEDED,
-        )
+        of_type = f", of the type {request.card_type}" if request.card_type else ""
+        message = f"no card of this node is left for lease {number + 1} of {request.cards}{of_type}"
+        refusal = RefusedForUser(message, failure=Failure(Status.CAPACITY_EXCEEDED, message))
         # The emptiest card first, as Slurm spreads a job's devices. Another job may take its room meanwhile.
         for card in sorted(fitting, key=lambda card: -card["available_bytes"]):
             try:

@@ -4,26 +4,11 @@ import json
 import os
 import pwd
 from collections.abc import Callable
-from typing import Final
+from typing import Any
 
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.errors import GpuLeaseError
-from gpulease.protocol.opcodes import Status
-
-MAX_ERROR_CHARS: Final = 1024
-"""Most characters of an error that the child passes on: the reason of a refusal, for the job's output."""
-
-
-class RefusedForUser(MissingPrerequisite):
-    """The daemon refused a request that was made as the job's user.
-
-    Attributes:
-        status: The status of the refusal.
-    """
-
-    def __init__(self, message: str, status: Status) -> None:
-        super().__init__(message)
-        self.status = status
+from gpulease.client.integrations.other_user import MAX_ERROR_CHARS, become, refusal_of, refusal_reply
 
 
 def as_user(user: int, action: Callable[[], str]) -> str:
@@ -38,17 +23,14 @@ def as_user(user: int, action: Callable[[], str]) -> str:
     if child == 0:
         # In the child: drop root for good, run the action, and send the result through the pipe. It must not return
         # into the parent's code.
-        answer: dict[str, str | int]
+        answer: dict[str, Any]
         try:
             if os.geteuid() != user:
                 known = pwd.getpwuid(user)
-                os.initgroups(known.pw_name, known.pw_gid)
-                # Groups before the user, because only root may change groups.
-                os.setresgid(known.pw_gid, known.pw_gid, known.pw_gid)
-                os.setresuid(user, user, user)
+                become(user, known.pw_gid, os.getgrouplist(known.pw_name, known.pw_gid))
             answer = {"done": action()}
         except GpuLeaseError as error:
-            answer = {"error": str(error)[:MAX_ERROR_CHARS], "status": int(error.status)}
+            answer = refusal_reply(error)
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
         os.write(writing, json.dumps(answer).encode())
@@ -64,5 +46,5 @@ def as_user(user: int, action: Callable[[], str]) -> str:
     if "done" in answer:
         return str(answer["done"])
     if "status" in answer:
-        raise RefusedForUser(str(answer["error"]), Status(int(answer["status"])))
+        raise refusal_of(answer)
     raise MissingPrerequisite(f"as user {user}: {answer['error']}")

@@ -43,6 +43,7 @@ from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.text.text_jobs import packed
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
+from gpulease.protocol.back_off import back_off_s
 
 MAX_UNREAD_BYTES: Final = 64 << 20
 """Most bytes that a front has not read. One that is stopped or hangs would otherwise fill the memory of the decoder's
@@ -293,7 +294,7 @@ class _Front:
         self._signal(signal.SIGKILL)
 
     async def run(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        failures = 0
         while not self._is_stopping:
             began_s = asyncio.get_running_loop().time()
             await self._serve_once()
@@ -306,9 +307,9 @@ class _Front:
             self._source.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
             # One that served for a while is not one that can't start.
             if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
-                pause_s = FIRST_PAUSE_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                failures = 0
+            await asyncio.sleep(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+            failures += 1
 
     async def _serve_once(self) -> None:
         ours, theirs = socket.socketpair()

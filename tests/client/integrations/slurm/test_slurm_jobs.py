@@ -15,11 +15,12 @@ from gpulease.client import GpuBuilder
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.reports import cards_of
 from gpulease.client.errors import Denied
+from gpulease.client.integrations.other_user import RefusedForUser
 from gpulease.client.integrations.slurm import __main__ as slurm
 from gpulease.client.integrations.slurm import slurm_jobs
 from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
 from gpulease.client.integrations.slurm.job_usage import JobUsage
-from gpulease.client.integrations.slurm.other_users import RefusedForUser, as_user
+from gpulease.client.integrations.slurm.other_users import as_user
 from gpulease.client.integrations.slurm.slurm_jobs import JobRequest, JobState, request_of_job, state_of_job
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import Daemon, Faults, python_environment

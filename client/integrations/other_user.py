@@ -1,0 +1,38 @@
+"""A process that acts as another user: an integration runs as root, but a lease belongs to the user of its job or pod.
+
+The daemon knows tenants by the kernel's credentials of their peers, so the request must come from the user's process. A
+refusal travels back to the integration as JSON, and is raised there again.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from gpulease.client.errors import GpuLeaseError
+from gpulease.protocol import Failure, Status
+
+MAX_ERROR_CHARS: Final = 1024
+"""Most characters of an error that the process passes on, for the job's output or the pod's events."""
+
+
+class RefusedForUser(GpuLeaseError):
+    """The daemon refused a request that was made as the job's or the pod's user."""
+
+
+def become(user: int, group: int, groups: Sequence[int]) -> None:
+    """Become a user for good, in `group` and the supplementary `groups`. Raises OSError if this process is not root."""
+    # Groups before the user, because only root may change groups.
+    os.setgroups(groups)
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+
+
+def refusal_reply(error: GpuLeaseError) -> dict[str, Any]:
+    """Return the refusal as a reply of the user's process."""
+    return {"error": error.message[:MAX_ERROR_CHARS], "hint": error.hint, "status": int(error.status)}
+
+
+def refusal_of(reply: Mapping[str, Any]) -> RefusedForUser:
+    """Return the refusal that such a reply has."""
+    message, hint = str(reply["error"]), str(reply["hint"])
+    return RefusedForUser(message, hint, Failure(Status(int(reply["status"])), message, hint=hint))
