@@ -96,7 +96,8 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
-from gpulease.daemon.record.lease_facts import FactKind, LeaseHistory
+from gpulease.daemon.record.lease_facts import FactKind
+from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
 from gpulease.daemon.workers.card_time import CardTimes

@@ -24,7 +24,8 @@ from gpulease.daemon.log.writer import is_logged, log_event, log_fields
 from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of, use_entry
 from gpulease.daemon.record.audit.recorder import Budgets, FactRecorder, Grant, OnNoted, OnOutcome
 from gpulease.daemon.record.audit.records import RecordKind
-from gpulease.daemon.record.lease_facts import Fact, FactKind, Lookup, end_under_earlier_daemon
+from gpulease.daemon.record.lease_facts import Fact, FactKind
+from gpulease.daemon.record.lease_history import Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.opcodes import Exclusivity, Status

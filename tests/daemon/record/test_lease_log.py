@@ -34,7 +34,7 @@ from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record import lease_log
 from gpulease.daemon.record.audit import recorder
 from gpulease.daemon.record.audit.recorder import BURST_RECORDS, FactRecorder
-from gpulease.daemon.record.lease_facts import LeaseHistory
+from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.lease_log import MAX_COUNTS, LeaseLog
 from gpulease.protocol.opcodes import Exclusivity, Status
 from helpers.waiting import wait_until

@@ -33,7 +33,8 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.record.audit.projector import Entry, entry_of
 from gpulease.daemon.record.audit.records import canonical_bytes
-from gpulease.daemon.record.lease_facts import THE_DAEMON, LeaseHistory
+from gpulease.daemon.record.lease_facts import THE_DAEMON
+from gpulease.daemon.record.lease_history import LeaseHistory
 
 MS = 1_000_000
 LEASE = f"{5:032x}"

@@ -27,7 +27,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.record.lease_facts import LeaseHistory
+from gpulease.daemon.record.lease_history import LeaseHistory
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Distribution, MetricFamily, TenantLabels
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters

@@ -17,7 +17,8 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.record.lease_facts import FactKind, LeaseHistory
+from gpulease.daemon.record.lease_facts import FactKind
+from gpulease.daemon.record.lease_history import LeaseHistory
 
 WARM = FIRST_WARM_ID
 SPAWN = SpawnWorker(5, "GPU-a", LeaseTerms(100, 60_000), 1)
