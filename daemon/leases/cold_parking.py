@@ -45,6 +45,8 @@ from gpulease.protocol.time_units import NS_PER_S
 
 _LEAVES: Final = "send its image"
 
+HAS_REGIONS: Final = "it has regions, whose addresses belong to its process"
+
 
 Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
 """Ends an active lease because its session broke a rule, for a cause and a reason."""
@@ -114,6 +116,10 @@ class ColdParking:
             self._arm(lease, state.due_ns, out)
 
     def _leave(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        if lease.regions:
+            state.stays_here = HAS_REGIONS
+            self._give_up(lease, state, HAS_REGIONS, now_ns, out)
+            return
         state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         out.append(LeaveSession(lease.lease_id, state.number))

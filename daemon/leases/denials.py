@@ -703,7 +703,7 @@ def is_returning(lease_id: int) -> Denial:
 
 
 def is_parked(lease_id: int) -> Denial:
-    """Deny a resize or a submit because the session is parked."""
+    """Deny a resize, a submit or a region because the session is parked."""
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} is parked in the host's memory.",

@@ -1,6 +1,10 @@
 """Sessions that leave their worker: another one continues them, on the same card or another, with all they have."""
 
+import contextlib
+import os
+import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,15 +18,19 @@ from gpulease.client import (
     GpuExclusivityClass,
     GpuLease,
     GpuSession,
+    InvalidRequest,
+    LeaseExpired,
+    Revoked,
     Unsupported,
 )
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef
+from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef, LeaseRevoke
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.lasting import LastingDaemon
 from helpers.pointers import POINTERS, chase_args, count_args
+from helpers.waiting import wait_until
 
 MIB = 1 << 20
 SLICE = 64 * MIB
@@ -69,8 +77,8 @@ def session(lease: GpuLease) -> Iterator[GpuSession]:
         yield session
 
 
-def parkable(address: str, *, seconds: float = 120) -> GpuLease:
-    builder = GpuBuilder(address).min_vram(SLICE).lease_secs(seconds).parkable().device("0")
+def parkable(address: str, *, seconds: float = 120, idle_s: float = 0) -> GpuLease:
+    builder = GpuBuilder(address).min_vram(SLICE).lease_secs(seconds).parkable(idle_s).device("0")
     return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()
 
 
@@ -80,8 +88,8 @@ def row(address: str, lease: GpuLease) -> dict[str, Any]:
 
 
 def depth(address: str, lease: GpuLease) -> str:
-    park = row(address, lease)["park"]
-    return str(park["depth"]) if park["phase"] == "parked" else str(park["phase"])
+    shown = row(address, lease)["park"]
+    return str(shown["depth"]) if shown["phase"] == "parked" else str(shown["phase"])
 
 
 def chill(address: str, lease: GpuLease) -> None:
@@ -161,3 +169,133 @@ def test_pointers_variables_graphs_streams_and_kept_buffers(node: Daemon, lease:
         np.testing.assert_array_equal(back, numbers(N) * turn + 7)
         assert floats(session.mem_read(buffer, 0, 4))[0] == turn * numbers(N)[0] + 7
     assert variable is None or variable.handle
+
+
+def test_a_session_with_events_stays_and_says_so(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    event = session.stream().event()
+    session.sync()
+    with pytest.raises(Unsupported, match="events"):
+        move(node.address, lease, None)
+    shown = row(node.address, lease)["park"]
+    assert (shown["phase"], shown["depth"], "events" in shown["stays_here"]) == ("parked", "warm", True)
+    assert event.elapsed_ms(session.stream().event()) >= 0
+
+
+def test_who_may_move_and_where_to(node: Daemon, lease: GpuLease) -> None:
+    with pytest.raises(InvalidRequest, match="answers to"):
+        ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, "no such card"), node.address)
+    with pytest.raises(InvalidRequest, match="already"):
+        ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, "0"), node.address)
+    with GpuBuilder(node.address).min_vram(MIB).acquire() as fixed, pytest.raises(Unsupported):
+        ask(Opcode.LEASE_MOVE, LeaseMove(fixed.lease_id, "1"), node.address)
+
+
+def test_a_move_without_room_leaves_the_session_in_the_host(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    buffer = session.mem_alloc(MIB)
+    session.mem_write(buffer, 0, b"weights")
+    room = cards(node.address)[1]["available_bytes"]
+    with GpuBuilder(node.address).min_vram(room - MIB).device("1").acquire():
+        with pytest.raises(Busy):
+            move(node.address, lease, "1")
+        assert depth(node.address, lease) == "cold"
+    # The next operation brings it to the card that it was to move to.
+    assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+    assert row(node.address, lease)["card_uuid"] == cards(node.address)[1]["uuid"]
+
+
+def test_a_new_connection_brings_a_cold_session_back(node: Daemon, lease: GpuLease) -> None:
+    with GpuSession(lease) as session:
+        buffer = session.mem_alloc(MIB)
+        session.mem_write(buffer, 0, b"weights")
+        session.keep(buffer, "model")
+    chill(node.address, lease)
+    with GpuSession(lease) as session:
+        assert bytes(session.mem_read(session.kept("model"), 0, 7)) == b"weights"
+
+
+def test_a_cold_sessions_card_is_free_to_the_byte(node: Daemon) -> None:
+    before = cards(node.address)[0]["available_bytes"]
+    with parkable(node.address) as lease, GpuSession(lease) as session:
+        session.mem_alloc(MIB)
+        session.sync()
+        chill(node.address, lease)
+        wait_until(lambda: cards(node.address)[0]["available_bytes"] >= before, "the card has everything back")
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired", "freed", "client gone"])
+def test_the_end_of_a_cold_lease(node: Daemon, end: str) -> None:
+    lease = parkable(node.address, seconds=4 if end == "expired" else 120)
+    session = GpuSession(lease)
+    buffer = session.mem_alloc(MIB)
+    session.sync()
+    chill(node.address, lease)
+    if end == "revoked":
+        ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "maintenance"), node.address)
+    if end in ("revoked", "expired"):
+        time.sleep(0.5 if end == "revoked" else 4.1)
+        with pytest.raises((Revoked, LeaseExpired)):
+            session.mem_read(buffer, 0, 1)
+    if end == "client gone":
+        session.close()
+        wait_until(lambda: depth(node.address, lease) != "cold", "the end of its client is served")
+    if end in ("freed", "client gone"):
+        lease.free()
+    wait_until(has_ended(node.address, lease), "the lease has ended")
+    wait_until(lambda: cards(node.address)[0]["park_host_bytes"] == 0, "the host's memory is given back")
+
+
+def test_a_session_that_stays_parked_leaves_its_worker() -> None:
+    daemon = Daemon(vram=("512MiB",), config=CONFIG + "cold_park_secs = 1\n")
+    try:
+        daemon.wait_until_it_answers()
+        with parkable(daemon.address, idle_s=0.3) as lease, GpuSession(lease) as session:
+            buffer = session.mem_alloc(MIB)
+            session.mem_write(buffer, 0, b"weights")
+            wait_until(lambda: depth(daemon.address, lease) == "cold", "it leaves its worker")
+            assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+    finally:
+        daemon.stop()
+
+
+def test_a_killed_worker_ends_its_lease_once_after_a_return(lasting: LastingDaemon) -> None:
+    lease = parkable(lasting.address)
+    session = GpuSession(lease)
+    buffer = session.mem_alloc(MIB)
+    session.sync()
+    chill(lasting.address, lease)
+    session.mem_read(buffer, 0, 1)
+    os.kill(lasting.now.worker_pid(lease.lease_id), signal.SIGKILL)
+    wait_until(has_ended(lasting.address, lease), "the lease has ended")
+
+
+@pytest.mark.parametrize("step", ["cold", "moved", "leaving", "moving"])
+def test_a_killed_broker_accounts_for_every_byte(lasting: LastingDaemon, step: str) -> None:
+    before = cards(lasting.address)
+    lease = parkable(lasting.address)
+    session = GpuSession(lease)
+    buffer = session.mem_alloc(MIB)
+    session.mem_write(buffer, 0, b"weights")
+    if step == "cold":
+        chill(lasting.address, lease)
+    elif step == "moved":
+        move(lasting.address, lease, "1")
+    else:
+        device = "1" if step == "moving" else None
+        threading.Thread(target=lambda: suppressed(move, lasting.address, lease, device), daemon=True).start()
+    lasting.restart()
+    if step == "moved":
+        assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+        session.close()
+        lease.free()
+    elif row(lasting.address, lease)["state"] == "active":
+        # It had not left its worker yet.
+        assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+        lease.free()
+    wait_until(has_ended(lasting.address, lease), "the lease has ended")
+    for card, was in zip(cards(lasting.address), before, strict=True):
+        assert card["held_bytes"] == was["held_bytes"]
+
+
+def suppressed(call: Callable[..., object], *arguments: object) -> None:
+    with contextlib.suppress(Exception):
+        call(*arguments)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gpulease.daemon.leases import (
     AcquireRequested,
+    AdoptSession,
     ArmTimer,
     Card,
     CoreLimits,
@@ -27,12 +28,15 @@ from gpulease.daemon.leases import (
     Granted,
     KillWorker,
     LeaseEnded,
+    LeaseLeft,
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
     LeaseState,
     LeaseTable,
     LeaseTerms,
+    LeaveSession,
+    MoveRequested,
     OpenRegion,
     ParkRequested,
     ParkSession,
@@ -52,29 +56,37 @@ from gpulease.daemon.leases import (
     RenameWorker,
     RenewRequested,
     RequestDenied,
+    RestartWorker,
     ReturnSession,
     ReturnWanted,
     RevokeRequested,
+    SessionImaged,
+    SessionMoved,
     SessionParkDone,
     SessionParked,
     SessionParkRefused,
     SessionReturned,
     SessionReturnFailed,
+    SessionStays,
     SessionsUsed,
     ShutdownRequested,
     SpawnWorker,
+    StaySession,
     TimerEvent,
     WarmUp,
     WorkerExited,
     WorkerFound,
     WorkerReady,
 )
+from gpulease.daemon.leases.park_state import ParkDepth
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk
 
 MS = 1_000_000
 CARD = Card("GPU-a", 0, "Card", 1000, 50)
+OTHER = Card("GPU-b", 1, "Card", 700, 50)
+CARDS = {card.uuid: card for card in (CARD, OTHER)}
 GRANULE = 2 << 20
 LIMITS = CoreLimits(
     max_ttl_s=600,
@@ -86,6 +98,7 @@ LIMITS = CoreLimits(
     max_hold_back_s=1,
     spawn_timeout_s=3,
     reclaim_timeout_s=60,
+    cold_park_s=2,
 )
 ANY = st.integers(0, 1 << 16)
 
@@ -98,6 +111,9 @@ class ModelWorker:
         held: Orders to open a region that wait for the session's return.
         regions: Bytes of each open region; they are part of the slice.
         gone: Bytes of ended regions that nothing else of the session may use yet.
+        card: Its card.
+        has_left: It has sent its image: it does nothing until it is killed, or stays.
+        is_new: It waits for the image of a cold session.
     """
 
     worker_id: int
@@ -111,6 +127,9 @@ class ModelWorker:
     held: list[OpenRegion] = field(default_factory=list)
     regions: dict[int, int] = field(default_factory=dict)
     gone: dict[int, int] = field(default_factory=dict)
+    card: str = CARD.uuid
+    has_left: bool = False
+    is_new: bool = False
 
     @property
     def bytes_on_card(self) -> int:
@@ -141,7 +160,10 @@ class ParkingAnyOrder(RuleBasedStateMachine):
     @initialize(warm=st.sampled_from([0, 2]))
     def begin(self, warm: int) -> None:
         self.warm = warm
-        self.table = LeaseTable([CARD], LIMITS, warm)
+        self.table = LeaseTable(CARDS.values(), LIMITS, warm)
+        # The number of the park of each session whose image the broker has.
+        self.images: dict[int, int] = {}
+        self.imaged: dict[int, int] = {}
         self.disk = Disk()
         self.now_ns = 10_000 * MS
         self.workers: dict[int, ModelWorker] = {}
@@ -174,12 +196,18 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         match effect:
             case ArmTimer(event, due_ns):
                 self.timers.append((due_ns, event))
-            case SpawnWorker(lease_id=lease_id, terms=terms):
-                worker = self.workers.setdefault(lease_id, ModelWorker(lease_id))
+            case SpawnWorker(lease_id, card, terms):
+                worker = self.workers.setdefault(lease_id, ModelWorker(lease_id, card=card))
                 worker.size = terms.size_bytes
                 worker.answers.append(WorkerReady(lease_id))
-            case WarmUp(warm_id=warm_id):
-                self.workers[warm_id] = ModelWorker(warm_id, answers=[WorkerReady(warm_id)])
+            case RestartWorker(lease_id, card, terms):
+                worker = self.workers.setdefault(lease_id, ModelWorker(lease_id, card=card))
+                worker.size, worker.on_card, worker.is_new = terms.size_bytes, False, True
+                worker.answers.append(WorkerReady(lease_id))
+            case LeaseLeft(lease):
+                self.images[lease.lease_id] = self.imaged[lease.lease_id]
+            case WarmUp(warm_id, card):
+                self.workers[warm_id] = ModelWorker(warm_id, answers=[WorkerReady(warm_id)], card=card)
             case RenameWorker(from_id, to_id):
                 if from_id in self.workers:
                     renamed = self.workers[to_id] = self.workers.pop(from_id)
@@ -196,16 +224,23 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
+            case LeaveSession(lease_id) | StaySession(lease_id) | AdoptSession(lease_id):
+                if isinstance(effect, AdoptSession):
+                    assert self.images.pop(lease_id) == effect.number, "an image was adopted that is not there"
+                if lease_id in self.workers:
+                    self.workers[lease_id].orders.append(effect)
             case ProveRegion():
                 self.proofs = [one for one in self.proofs if one.region_id != effect.region_id] + [effect]
             case LeaseEnded(lease):
+                self.images.pop(lease.lease_id, None)
                 self.ended[lease.lease_id] = self.ended.get(lease.lease_id, 0) + 1
                 if lease.parent_id in self.workers:
                     self.return_region(self.workers[lease.parent_id], lease.lease_id)
             case LeaseParked(lease) | LeaseReturned(lease):
                 self.records.setdefault(lease.lease_id, []).append(type(effect))
         request = getattr(effect, "request", None)
-        if isinstance(effect, Granted | RegionGranted | RequestDenied | SessionParkDone) and request in self.open:
+        is_answer = isinstance(effect, Granted | RegionGranted | RequestDenied | SessionParkDone | SessionMoved)
+        if is_answer and request in self.open:
             self.open.discard(request)
         elif isinstance(effect, SessionParkDone):
             raise AssertionError(f"request {request} was answered twice")
@@ -219,8 +254,11 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.open.add(self.number)
         self.send(event)
 
-    def held(self) -> int:
-        return sum(worker.bytes_on_card for worker in self.workers.values())
+    def held(self, card: str = CARD.uuid) -> int:
+        return sum(worker.bytes_on_card for worker in self.workers.values() if worker.card == card)
+
+    def has_no_room(self, worker: ModelWorker) -> bool:
+        return self.held(worker.card) + worker.size > CARDS[worker.card].capacity_bytes
 
     def next_number(self) -> int:
         self.number += 1
@@ -232,7 +270,24 @@ class ParkingAnyOrder(RuleBasedStateMachine):
 
     def obey(self, worker: ModelWorker, luck: int) -> None:
         """Have a worker carry out its next order, as its session does."""
-        match worker.orders.pop(0):
+        order = worker.orders.pop(0)
+        if isinstance(order, ParkSession | ReturnSession | StaySession):
+            worker.has_left = False
+        match order:
+            case LeaveSession(lease_id, number):
+                is_busy = worker.waits or worker.held or worker.regions or worker.gone or luck % 5 == 1
+                if worker.on_card or worker.park != number or is_busy:
+                    worker.answers.append(SessionStays(lease_id, number, "it is busy", is_lasting=luck % 2 == 1))
+                    return
+                worker.has_left, self.imaged[lease_id] = True, number
+                worker.answers.append(SessionImaged(lease_id, number, 1000))
+            case AdoptSession(lease_id, number):
+                if luck % 11 == 1:
+                    worker.answers.append(SessionReturnFailed(lease_id, number, "it moved", is_mismatch=True))
+                    return
+                worker.is_new, worker.park, worker.has_memory = False, number, True
+                worker.orders.insert(0, ReturnSession(lease_id, number))
+                self.obey(worker, luck)
             case GiveParkMemory():
                 worker.has_memory = worker.has_memory or worker.on_card
             case DropParkMemory():
@@ -250,7 +305,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 elif number != worker.park:
                     return
                 # A card that has less than its books say, after a broker lost its last rows, refuses the pages.
-                elif luck % 7 == 1 or self.held() + worker.size > CARD.capacity_bytes:
+                elif luck % 7 == 1 or self.has_no_room(worker):
                     worker.answers.append(SessionReturnFailed(lease_id, number, "the address was refused"))
                 else:
                     worker.answers.append(SessionReturned(lease_id, number, worker.size))
@@ -332,13 +387,48 @@ class ParkingAnyOrder(RuleBasedStateMachine):
 
     @rule(pick=ANY)
     def tenant_works(self, pick: int) -> None:
-        if (worker := self.some(pick)) is None:
+        if (worker := self.some(pick)) is None or worker.has_left or worker.is_new:
             return
         if worker.on_card:
             self.send(SessionsUsed((worker.worker_id,)))
         else:
             worker.waits = True
             worker.answers.append(ReturnWanted(worker.worker_id, worker.park))
+
+    @rule(pick=ANY, card=st.sampled_from([None, "0", "1"]), luck=ANY)
+    def park_and_move(self, pick: int, card: str | None, luck: int) -> None:
+        """Have a session leave its worker without faults, so that runs often have cold ones, and return some."""
+        self.acquire("ann", 250, 0, 0, is_quick=True)
+        self.all_is_done(pick, 0)
+        self.move(pick, card, is_operator=True)
+        self.all_is_done(pick, 0)
+        self.kills_happen()
+        self.kills_happen()
+        if luck % 2:
+            self.client_of_a_cold_session_works(pick)
+            self.all_is_done(pick, luck)
+
+    @rule(pick=ANY)
+    def client_of_a_cold_session_works(self, pick: int) -> None:
+        if self.images:
+            lease_id = list(self.images)[pick % len(self.images)]
+            self.send(ReturnWanted(lease_id, self.images[lease_id]))
+
+    @rule(pick=ANY, card=st.sampled_from([None, "0", "1", "no card"]), is_operator=st.booleans())
+    def move(self, pick: int, card: str | None, is_operator: bool) -> None:
+        lease_ids = [*self.images, *(worker.worker_id for worker in self.workers.values() if worker.size)]
+        if lease_ids and (lease := self.table.get(lease_ids[pick % len(lease_ids)])) is not None:
+            tenant = "root" if is_operator else lease.tenant
+            self.ask(MoveRequested(self.next_number(), lease.lease_id, tenant, card, is_operator))
+
+    @rule(pick=ANY, is_revoked=st.booleans())
+    def end_cold(self, pick: int, is_revoked: bool) -> None:
+        if pick % 3 or not self.images or (lease := self.table.get(next(iter(self.images)))) is None:
+            return
+        if is_revoked:
+            self.send(RevokeRequested(self.next_number(), lease.lease_id, "maintenance", is_operator=True))
+        else:
+            self.send(FreeRequested(self.next_number(), lease.lease_id, lease.tenant))
 
     @rule()
     def card_proves(self) -> None:
@@ -412,7 +502,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.disk.lose_tail()
             self.ended, self.records = self.before_last
         contents = self.disk.read()
-        self.table = LeaseTable([CARD], LIMITS, self.warm, contents.recovered())
+        self.table = LeaseTable(CARDS.values(), LIMITS, self.warm, contents.recovered())
+        self.images = {}
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
         for kept in contents.leases:
             self.send(LeaseRestored(kept, has_worker=kept.lease_id in self.workers, has_session=True))
@@ -432,7 +523,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]
             if worker.worker_id not in known:
                 held = CARD.overhead_bytes + worker.size
-                self.send(WorkerFound(worker.worker_id, CARD.uuid, held))
+                self.send(WorkerFound(worker.worker_id, worker.card, held))
         self.send(PoolTimerFired())
 
     # --- what must hold ---
@@ -441,8 +532,19 @@ class ParkingAnyOrder(RuleBasedStateMachine):
     def bytes_are_where_they_fit(self) -> None:
         if not hasattr(self, "workers"):
             return
-        held = self.held()
-        assert held <= CARD.capacity_bytes, f"{held} bytes are on a card of {CARD.capacity_bytes}"
+        for uuid, card in CARDS.items():
+            held = self.held(uuid)
+            assert held <= card.capacity_bytes, f"{held} bytes are on a card of {card.capacity_bytes}"
+
+    @invariant()
+    def cold_sessions_have_their_image(self) -> None:
+        if not hasattr(self, "workers"):
+            return
+        for lease_id, park in self.table.parking.snapshots().items():
+            lease = self.table.get(lease_id)
+            if lease is not None and lease.state is LeaseState.ACTIVE and park.depth is ParkDepth.COLD:
+                assert lease_id in self.images, "a cold session has no image"
+                assert lease_id not in self.workers, "a cold session has a worker"
 
     @invariant()
     def open_regions_are_known(self) -> None:
