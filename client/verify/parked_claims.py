@@ -5,9 +5,12 @@ import time
 from typing import Final
 
 from gpulease.client import Busy, GpuLease, GpuSession
+from gpulease.client.bench.woven_data import WovenData, woven_bytes
 from gpulease.client.console.scene import Breach, MatrixCheck, Scene, worker_pid
+from gpulease.client.errors import RegionRevoked
 from gpulease.client.verify.faulty_kernels import count_set, fill, rule_breakers
 from gpulease.client.verify.memory_search import count_in_process
+from gpulease.client.verify.neighbour import neighbour
 
 MIB: Final = 1 << 20
 WORD_BYTES: Final = 4
@@ -15,6 +18,15 @@ PATTERN: Final = 0xA5A5A5A5
 SECRET_BYTES: Final = 32
 SPARE_BYTES: Final = 32 * MIB
 """Left of each slice for modules and counters."""
+
+RETURN_S: Final = 5.0
+"""Longest time until the daemon knows that a session is back, in seconds."""
+
+PARKS: Final = 10
+"""Parks and returns beside a neighbour at work."""
+
+PIECE_BYTES: Final = 4 * MIB
+"""Blocks by which a neighbour leaves holes on the card: each has pages of its own."""
 
 CARD_VRAM: Final = "8GiB"
 HOST_VRAM: Final = "128MiB"
@@ -31,6 +43,9 @@ def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
     return [
         MatrixCheck("no byte of a parked session", no_byte_readable),
         MatrixCheck("a parked session's return to a full card", return_to_a_full_card),
+        MatrixCheck("a parked session's return to a fragmented card", return_to_a_fragmented_card),
+        MatrixCheck("a parked session's neighbour", neighbour_unharmed),
+        MatrixCheck("a region that ends in a parked session", region_gone),
     ]
 
 
@@ -41,9 +56,17 @@ def _slice_bytes(scene: Scene) -> int:
 
 def _park(lease: GpuLease) -> float:
     """Park a lease; return the milliseconds until its bytes were free."""
-    started = time.perf_counter()
-    lease.park()
-    return (time.perf_counter() - started) * 1e3
+    # A session that has just come back is busy until the daemon has read its worker's answer.
+    until = time.monotonic() + RETURN_S
+    while True:
+        started = time.perf_counter()
+        try:
+            lease.park()
+        except Busy:
+            if time.monotonic() > until:
+                raise
+            continue
+        return (time.perf_counter() - started) * 1e3
 
 
 def no_byte_readable(scene: Scene) -> str:
@@ -93,7 +116,7 @@ def return_to_a_full_card(scene: Scene) -> str:
         words = buffer.size_bytes // WORD_BYTES
         fill(session, module, buffer, words, PATTERN)
         session.sync()
-        lease.park()
+        _park(lease)
         with scene.builder(size_bytes).acquire() as other, GpuSession(other) as neighbour:
             theirs = neighbour.mem_alloc(size_bytes - SPARE_BYTES)
             fill(neighbour, neighbour.module_load(rule_breakers()), theirs, words, 1)
@@ -107,3 +130,75 @@ def return_to_a_full_card(scene: Scene) -> str:
         if count_set(session, module, buffer, words) != words:
             raise Breach("a session that was refused its return lost words")
     return f"Busy ({refused}), and whole once there was room"
+
+
+def return_to_a_fragmented_card(scene: Scene) -> str:
+    """A neighbour takes the card in small blocks and frees every other one; the parked session returns to the holes."""
+    size_bytes = woven_bytes(scene.vram_bytes * 3 // 8 - SPARE_BYTES // 4)
+    with scene.builder(size_bytes + SPARE_BYTES // 4).parkable().acquire() as lease, GpuSession(lease) as session:
+        data = WovenData(session, size_bytes, 5)
+        data.begin()
+        _park(lease)
+        # All but a sixteenth of the card: contexts need some of it.
+        with scene.builder(scene.vram_bytes // 16 * 13).acquire() as other, GpuSession(other) as holder:
+            probe = holder.module_load(rule_breakers())
+            words = PIECE_BYTES // WORD_BYTES
+            pieces = [holder.mem_alloc(PIECE_BYTES) for _ in range((scene.vram_bytes // 16 * 12) // PIECE_BYTES)]
+            for piece in pieces:
+                fill(holder, probe, piece, words, 1)
+            for piece in pieces[::2]:
+                holder.mem_free(piece)
+            holder.sync()
+            other.shrink(len(pieces[::2]) * PIECE_BYTES)
+            data.begin()
+            if wrong := data.check():
+                raise Breach(f"a parked session came back to a fragmented card with {wrong} wrong words")
+            if lost := sum(count_set(holder, probe, piece, words) != words for piece in pieces[1::2]):
+                raise Breach(f"{lost} blocks of a neighbour changed when a parked session came back")
+    return f"{size_bytes // MIB} MiB, whole, into {len(pieces[::2])} holes of {PIECE_BYTES // MIB} MiB"
+
+
+def neighbour_unharmed(scene: Scene) -> str:
+    """A session is parked and comes back again and again; a neighbour at work has no wrong result and no error."""
+    size_bytes = woven_bytes(scene.vram_bytes // 4)
+    builder = scene.builder(size_bytes + SPARE_BYTES // 4).parkable()
+    with builder.acquire() as lease, GpuSession(lease) as session, neighbour(scene.address, scene.card_uuid) as beside:
+        data = WovenData(session, size_bytes, 3)
+        beside.window()
+        for _ in range(PARKS):
+            _park(lease)
+            data.begin()
+            if wrong := data.check():
+                raise Breach(f"a parked session came back with {wrong} wrong words")
+        window = beside.window()
+    if window.error or not window.rounds:
+        raise Breach(f"the neighbour of a parked session: {window.error or 'it did no work'}")
+    return f"{window.rounds} rounds, all right, during {PARKS} parks of {size_bytes // MIB} MiB"
+
+
+def region_gone(scene: Scene) -> str:
+    """A region is revoked while its session is parked: it never comes back, and its bytes are nowhere in the slice."""
+    size_bytes = woven_bytes(scene.vram_bytes // 8)
+    with scene.builder(2 * size_bytes + SPARE_BYTES).parkable().acquire() as lease, GpuSession(lease) as session:
+        data, module = WovenData(session, size_bytes, 9), session.module_load(rule_breakers())
+        words = size_bytes // WORD_BYTES
+        region = lease.region(size_bytes)
+        regions = session.region_set([region])
+        fill(session, module, region, words, PATTERN, regions)
+        session.sync()
+        _park(lease)
+        region.revoke()
+        try:
+            fill(session, module, region, words, PATTERN, regions)
+            session.sync()
+        except RegionRevoked:
+            region.close()
+        else:
+            raise Breach("a region that ended while its session was parked could be used")
+        with lease.region(size_bytes) as later:
+            if found := count_set(session, module, later, words, session.region_set([later])):
+                raise Breach(f"{found} of {words} words of a region that had ended were readable")
+        data.begin()
+        if wrong := data.check():
+            raise Breach(f"the session around a region that ended has {wrong} wrong words")
+    return f"{size_bytes // MIB} MiB revoked while parked, refused, and none of it readable"
