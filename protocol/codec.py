@@ -3,7 +3,6 @@
 The plain form of a definition is tried first. If it fails, construct decides, and says what is wrong.
 """
 
-from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import construct as c
@@ -30,8 +29,12 @@ def build_body(body: Body) -> bytes:
         return b""
     schema = _SCHEMAS[type(body)]
     # Step 1: the plain form. It raises for everything that construct might refuse, so its success is final.
-    with suppress(*NOT_PLAIN):
-        plain: bytes = schema.plain.write(body)
+    plain: bytes | None
+    try:
+        plain = schema.plain.write(body)
+    except NOT_PLAIN:
+        plain = None
+    if plain is not None:
         return plain
     # Step 2: construct, for its verdict and its message alone. A value that the plain form refused wrongly is still
     # encoded here.
@@ -47,10 +50,12 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
         return _EMPTY  # type: ignore[return-value]
     schema, data = _SCHEMAS[kind], bytes(payload)
     # Step 1: the plain form, which must also have used every byte: a read past the payload's end gives another offset.
-    with suppress(*NOT_PLAIN):
+    try:
         body, end = schema.plain.read(data, 0)
-        if end == len(data):
-            return body  # type: ignore[no-any-return]
+    except NOT_PLAIN:
+        end = -1
+    if end == len(data):
+        return body  # type: ignore[no-any-return]
     # Step 2: construct decides whether the payload is malformed, and says where.
     stream = c.io.BytesIO(data)
     try:
