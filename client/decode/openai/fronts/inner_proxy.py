@@ -57,9 +57,10 @@ class InnerProxy:
             headers += [(b"content-length", b"%d" % len(body))]
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         request = h11.Request(method=scope["method"], target=target, headers=headers)
-        for event in (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()):
-            writer.write(connection.send(event) or b"")
-        # A request that is refused for its head has its reply before its body is read, and no connection behind that.
+        events = (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
+        # In one piece: a request that is refused for its head has no connection behind its reply, and a body that comes
+        # later would reset it.
+        writer.write(b"".join(connection.send(event) or b"" for event in events))
         with suppress(ConnectionError):
             await writer.drain()
         # Step 2: the reply, piece by piece.
