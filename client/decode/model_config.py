@@ -46,6 +46,13 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Scaling of rotary embeddings that divides every frequency by the factor ("rope_type": "linear")."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder-only model.
 
@@ -82,7 +89,7 @@ class ModelConfig:
     rope_theta: float
     norm_epsilon: float
     is_tied: bool
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
     has_bias: bool = False
     has_head_norm: bool = False
     begin_token: int | None = None

@@ -1,4 +1,4 @@
-"""The shape of a model from its config.json, read like transformers' LlamaConfig, Qwen2Config and Qwen3Config do."""
+"""The shape of a model from its config.json, as transformers' configs of Llama, Mistral, Qwen2 and Qwen3 read it."""
 
 from typing import Final
 
@@ -6,20 +6,25 @@ from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
-from gpulease.client.decode.model_config import Family, ModelConfig, RopeScaling, check_config
+from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig, RopeScaling, check_config
 from gpulease.client.texts import quoted
 
-ARCHITECTURES: Final = {
-    Family.LLAMA: "LlamaForCausalLM",
-    Family.QWEN2: "Qwen2ForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
+MISTRAL: Final = "mistral"
+"""A `model_type` of its own. Within its sliding window, it computes what Llama does."""
+
+TYPES: Final[dict[str, tuple[Family, str]]] = {
+    Family.LLAMA: (Family.LLAMA, "LlamaForCausalLM"),
+    Family.QWEN2: (Family.QWEN2, "Qwen2ForCausalLM"),
+    Family.QWEN3: (Family.QWEN3, "Qwen3ForCausalLM"),
+    MISTRAL: (Family.LLAMA, "MistralForCausalLM"),
 }
-"""The class that config.json names for each family."""
+"""The family of each `model_type`, and the class that config.json names for it."""
 
 DEFAULT_ROPE_THETA: Final = 10_000.0
 DEFAULT_NORM_EPSILON: Final = 1e-6
 QWEN3_HEAD_WIDTH: Final = 128
-QWEN_KEY_HEADS: Final = 32
+KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL: 8}
+MISTRAL_WINDOW: Final = 4096
 """The classes' defaults for members that a file leaves out."""
 
 
@@ -32,8 +37,9 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         begin_token: The token that the tokenizer puts before a prompt.
     """
     # The family decides which table of keys applies, so it is read first.
-    family = _family(said)
-    said = judged(said, CONFIG_KEYS[family])
+    kind = _model_type(said)
+    family = TYPES[kind][0]
+    said = judged(said, CONFIG_KEYS[kind])
     # The head width: named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
     width, heads = said.whole("hidden_size"), said.whole("num_attention_heads")
     head_width = said.whole("head_dim", QWEN3_HEAD_WIDTH if family is Family.QWEN3 else width // max(heads, 1))
@@ -42,9 +48,9 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         raise ModelRejected(
             f"{said.where}: hidden_size {width} must be a multiple of {heads} heads if head_dim is missing"
         )
-    # A missing member means 32 in Qwen models. null means as many as query heads, in every family.
-    is_left_out = family is not Family.LLAMA and "num_key_value_heads" not in said.values
-    key_heads = QWEN_KEY_HEADS if is_left_out else said.whole("num_key_value_heads", heads)
+    # A missing member has a default in some classes. null means as many as query heads, in every one.
+    is_left_out = kind in KEY_HEADS and "num_key_value_heads" not in said.values
+    key_heads = KEY_HEADS[kind] if is_left_out else said.whole("num_key_value_heads", heads)
     theta, scaling = _rotary(said)
     # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
     ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
@@ -58,7 +64,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         head_width=head_width,
         inner_width=said.whole("intermediate_size"),
         vocabulary=said.whole("vocab_size"),
-        context=said.whole("max_position_embeddings"),
+        context=_context(said, kind),
         rope_theta=theta,
         norm_epsilon=said.number("rms_norm_eps", DEFAULT_NORM_EPSILON),
         is_tied=said.flag("tie_word_embeddings", False),
@@ -72,24 +78,32 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     return config
 
 
-def _family(said: Members) -> Family:
+def _context(said: Members, kind: str) -> int:
+    context = said.whole("max_position_embeddings")
+    if kind != MISTRAL:
+        return context
+    # A row sees the window's positions up to its own. A sequence that is not longer has all of its positions in that,
+    # so it is computed exactly; a longer one would need masks. null means no window, and a missing member the class's
+    # default.
+    is_left_out = "sliding_window" not in said.values
+    window = MISTRAL_WINDOW if is_left_out else said.whole("sliding_window", context)
+    if window < 1:
+        raise ModelRejected(f"{said.where}: sliding_window must be at least 1, not {window}")
+    return min(context, window)
+
+
+def _model_type(said: Members) -> str:
     name = said.text("model_type", "")
-    try:
-        family = Family(name)
-    except ValueError:
-        raise ModelRejected(
-            f"{said.where}: model_type must be one of {', '.join(Family)}, not {quoted(name)}"
-        ) from None
+    if name not in TYPES:
+        raise ModelRejected(f"{said.where}: model_type must be one of {', '.join(TYPES)}, not {quoted(name)}")
     # A model with the right type but another class, such as a classifier, has other weights.
     architectures = said.values.get("architectures")
-    if architectures is not None and architectures != [ARCHITECTURES[family]]:
-        raise ModelRejected(
-            f"{said.where}: architectures {quoted(str(architectures))} is not [{ARCHITECTURES[family]}]"
-        )
-    return family
+    if architectures is not None and architectures != [TYPES[name][1]]:
+        raise ModelRejected(f"{said.where}: architectures {quoted(str(architectures))} is not [{TYPES[name][1]}]")
+    return name
 
 
-def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
+def _rotary(said: Members) -> tuple[float, RopeScaling | LinearScaling | None]:
     """Return the base of the rotary embeddings, and their scaling; None if they are not scaled.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
@@ -112,8 +126,13 @@ def _rotary(said: Members) -> tuple[float, RopeScaling | None]:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind == "default":
         return theta, None
+    if kind == "linear":
+        # Below 1 it would shorten wavelengths, which no model is trained for.
+        if not (factor := scaling.number("factor")) >= 1:
+            raise ModelRejected(f"{scaling.where}: factor must be at least 1, not {factor}")
+        return theta, LinearScaling(factor)
     if kind != "llama3":
-        raise ModelRejected(f"{scaling.where}: rope_type must be default or llama3, not {quoted(kind)}")
+        raise ModelRejected(f"{scaling.where}: rope_type must be default, linear or llama3, not {quoted(kind)}")
     found = RopeScaling(
         scaling.number("factor"),
         scaling.number("low_freq_factor"),

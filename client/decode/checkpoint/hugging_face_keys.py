@@ -1,8 +1,8 @@
 """The keys of config.json and generation_config.json, and the effect of each.
 
 The lists are those of transformers 5 and of 4.57, which wrote most of the existing files: PreTrainedConfig,
-LlamaConfig, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys that make close relatives of these
-families compute differently.
+LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys that make close
+relatives of these families compute differently.
 """
 
 from typing import Final
@@ -224,14 +224,16 @@ _QWEN: Final[KeyTable] = {
 
 _WITH_BIASES: Final = refused("the engine computes no such biases", {"attention_bias": (False,)})
 
-CONFIG_KEYS: Final[dict[Family, KeyTable]] = {
+CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     # LlamaConfig ignores windows, even if the file has these keys.
     Family.LLAMA: {**_COMMON, **_WITH_BIASES, **no_effect("use_sliding_window", *_WINDOW)},
     # Qwen2 always has biases of q, k and v, and no others; no key says so.
     Family.QWEN2: {**_COMMON, **_QWEN, **no_effect("attention_bias")},
     Family.QWEN3: {**_COMMON, **_QWEN, **_WITH_BIASES},
+    # MistralConfig has a window without a switch, and its class no biases, whatever the file says.
+    "mistral": {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
 }
-"""Keys of config.json, by the family that reads them."""
+"""Keys of config.json, by the `model_type` that reads them."""
 
 ROPE_KEYS: Final[KeyTable] = {
     **used(

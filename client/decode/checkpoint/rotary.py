@@ -1,4 +1,4 @@
-"""Rotary embeddings: frequencies, Llama 3's scaling of them, and the tables of cosines and sines.
+"""Rotary embeddings: frequencies, their scaling (linear, or Llama 3's), and the tables of cosines and sines.
 
 The tables have the same bits on every host, because only decimal arithmetic and IEEE sums and products compute them.
 Hosts' own powers and cosines differ in their last bits, which shows in f32 at position 8,192.
@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import LinearScaling, ModelConfig
 
 DIGITS: Final = Context(prec=50)
 HALF_PI: Final = Decimal("1.5707963267948966192313216916397514420985846996875529")
@@ -29,14 +29,16 @@ Floats = NDArray[np.float64]
 def divisors_of(config: ModelConfig) -> Floats:
     """Return the divisors of the head_width / 2 frequencies; ones if the config has no scaling.
 
-    Llama 3's rule, as in transformers' _compute_llama3_parameters: wavelengths above original_context /
-    low_frequency_factor are scaled by the factor, those below original_context / high_frequency_factor are not, and
-    those in between are scaled partly.
+    A linear scaling divides all frequencies by its factor. Llama 3's rule, as in transformers'
+    _compute_llama3_parameters: wavelengths above original_context / low_frequency_factor are scaled by the factor,
+    those below original_context / high_frequency_factor are not, and those in between are scaled partly.
     """
     scaling = config.rope_scaling
     frequencies = frequencies_of(config)
     if scaling is None:
         return np.ones_like(frequencies)
+    if isinstance(scaling, LinearScaling):
+        return np.full_like(frequencies, scaling.factor)
     # How often each frequency turns within the original context.
     turns = scaling.original_context * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor

@@ -1,5 +1,6 @@
 """The engine against the numpy reference on the same numbers: logits within bf16's error, the same greedy tokens."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from helpers.decode.gguf_files import kept_tensors, write_gguf
 from helpers.decode.hugging_face import write_folder
 from helpers.decode.made_models import (
     F32,
+    SMALL_LINEAR,
     SMALL_LLAMA,
     SMALL_MODELS,
     TINY_FOLDER,
@@ -61,6 +63,19 @@ def small(config: ModelConfig, kind: Type = Type.F32) -> tuple[dict[str, F32], R
 def test_the_tiny_model_is_the_reference_s(daemon: Daemon) -> None:
     asked = prompts(Tokenizer.from_file(str(TINY_FOLDER / "tokenizer.json")), 6)
     check(daemon, open_model(TINY_FOLDER), Reference(*tiny_model()), asked, 12, MAX_TINY_ERROR)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["linear scaling", "mistral"])
+def test_relatives_of_llama_are_the_reference_s(kind: str, daemon: Daemon, tmp_path: Path) -> None:
+    config = SMALL_LLAMA if kind == "mistral" else SMALL_LINEAR
+    tensors, reference = small(config)
+    write_folder(tmp_path, config, tensors)
+    if kind == "mistral":
+        said = json.loads((tmp_path / "config.json").read_text())
+        said |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128}
+        (tmp_path / "config.json").write_text(json.dumps(said))
+    check(daemon, open_model(tmp_path), reference, [[7], [*range(1, 40)], [5, 300, 5]], 6, MAX_SMALL_ERROR)
 
 
 @pytest.mark.exhaustive

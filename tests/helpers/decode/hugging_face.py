@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig
 from helpers.decode.agreement import Logits
 from helpers.decode.made_models import F32, write_bf16_tensors
 from helpers.decode.recorded import record
@@ -37,7 +37,9 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "vocab_size": config.vocabulary,
     }
-    if (scaling := config.rope_scaling) is not None:
+    if isinstance(scaling := config.rope_scaling, LinearScaling):
+        told["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling is not None:
         told["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": scaling.factor,

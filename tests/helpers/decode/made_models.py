@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import gpulease.client.decode
-from gpulease.client.decode.model_config import Family, ModelConfig, RopeScaling
+from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig, RopeScaling
 from helpers.decode.reference import shapes_of
 
 TINY_FOLDER = Path(gpulease.client.decode.__path__[0]) / "tiny"
@@ -105,6 +105,9 @@ SMALL_MODELS = {
     "qwen3": replace(SMALL_LLAMA, family=Family.QWEN3, has_head_norm=True, head_width=128, is_tied=False),
 }
 """A small shape of every family, and of Llama 3's stretched embeddings."""
+
+SMALL_LINEAR = replace(SMALL_LLAMA, rope_scaling=LinearScaling(4.0))
+"""A shape with linear scaling, of safetensors alone."""
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, F32]:

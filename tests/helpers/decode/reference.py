@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import LinearScaling, ModelConfig
 
 Array = npt.NDArray[np.floating[Any]]
 Tensors = Mapping[str, npt.NDArray[np.float32]]
@@ -58,6 +58,8 @@ def frequencies(config: ModelConfig) -> npt.NDArray[np.float64]:
     scaling = config.rope_scaling
     if scaling is None:
         return plain
+    if isinstance(scaling, LinearScaling):
+        return plain / scaling.factor
     turns = scaling.original_context * plain / (2 * np.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)

@@ -1,4 +1,5 @@
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import Family, ModelConfig, RopeScaling
+from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig, RopeScaling
 from helpers.made_models import LLAMA, MODELS, QWEN2, QWEN3, config_json
 
 STRETCHED: Final = {
@@ -110,7 +111,7 @@ def test_stretching_counts_from_the_length_that_transformers_takes() -> None:
         ({"rope_scaling": plain}, 128),
     ):
         scaling = read(config_json(LLAMA) | says).rope_scaling
-        assert scaling is not None
+        assert isinstance(scaling, RopeScaling)
         assert scaling.original_context == length
 
 
@@ -140,14 +141,21 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"model_type": "gemma2"}, "model_type must be one of llama, qwen2, qwen3, not 'gemma2'"),
-        ({"model_type": None}, "model_type must be one of llama, qwen2, qwen3, not ''"),
+        ({"model_type": "gemma2"}, "model_type must be one of llama, qwen2, qwen3, mistral, not 'gemma2'"),
+        ({"model_type": "gemma3_text"}, "model_type must be .* not 'gemma3_text'"),
+        ({"model_type": "qwen3_moe"}, "model_type must be .* not 'qwen3_moe'"),
+        ({"model_type": "phi3"}, "model_type must be .* not 'phi3'"),
+        ({"model_type": None}, "model_type must be one of .*, not ''"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .*Classification"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the engine's activation is SiLU"),
         ({"attention_bias": True}, "attention_bias is 'True'"),
         ({"mlp_bias": True}, "mlp_bias is 'True'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*attends to all positions"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type must be default or llama3, not 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type must be default, linear or llama3, not 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "default, linear or llama3, not 'dynamic'"),
+        ({"rope_scaling": {"type": "longrope"}}, "default, linear or llama3, not 'longrope'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, not 0.5"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": STRETCHED | {"factor": 0.5}}, "factor 0.5"),
         ({"rope_scaling": STRETCHED | {"high_freq_factor": 1.0}}, "from 1.0 to 1.0"),
         ({"rope_scaling": STRETCHED | {"original_max_position_embeddings": 0}}, "embeddings is 0"),
@@ -175,6 +183,52 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
 def test_what_the_engine_does_not_compute_is_refused(says: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelRejected, match=f"config.json: .*{sentence}"):
         read(config_json(LLAMA) | says)
+
+
+MISTRAL_SAYS: Final = config_json(LLAMA) | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("says", "context"),
+    [
+        ({"sliding_window": None}, LLAMA.context),
+        ({"sliding_window": 10**6}, LLAMA.context),
+        ({"sliding_window": 48}, 48),
+        ({}, LLAMA.context),
+        ({"max_position_embeddings": 32768}, 4096),
+        ({"max_position_embeddings": 32768, "sliding_window": None}, 32768),
+    ],
+)
+def test_a_mistral_is_a_llama_of_its_window(says: dict[str, Any], context: int) -> None:
+    """Within the window, every position is seen, so no mask is needed."""
+    assert read(MISTRAL_SAYS | says) == replace(LLAMA, context=context)
+
+
+def test_what_a_mistral_leaves_out_is_as_in_transformers() -> None:
+    said = MISTRAL_SAYS | {"num_attention_heads": 16}
+    left_out = {key: value for key, value in said.items() if key != "num_key_value_heads"}
+    assert read(left_out).key_heads == 8
+    assert read(said | {"num_key_value_heads": None}).key_heads == 16
+    assert read(said | {"attention_bias": True}) == read(said)
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+        ({"sliding_window": "4096"}, "sliding_window must be an integer"),
+        ({"architectures": ["LlamaForCausalLM"]}, "is not .MistralForCausalLM."),
+        ({"layer_types": ["sliding_attention"]}, "attends to all positions"),
+    ],
+)
+def test_what_a_mistral_may_not_say(says: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=sentence):
+        read(MISTRAL_SAYS | says)
+
+
+def test_a_linear_scaling_is_read() -> None:
+    says = {"rope_scaling": {"rope_type": "linear", "factor": 4}}
+    assert read(config_json(LLAMA) | says) == replace(LLAMA, rope_scaling=LinearScaling(4.0))
 
 
 def test_a_qwen_s_sliding_window_is_refused() -> None:

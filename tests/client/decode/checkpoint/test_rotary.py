@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 
 from gpulease.client.decode.checkpoint.rotary import divisors_of, rotary_tables
-from gpulease.client.decode.model_config import RopeScaling
+from gpulease.client.decode.model_config import LinearScaling, RopeScaling
 from helpers.made_models import LLAMA
 
 STRETCHED = replace(LLAMA, head_width=64, rope_theta=500_000.0, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
@@ -25,13 +25,22 @@ def transformers_rule(frequency: float, scaling: RopeScaling) -> float:
 
 def test_llama_3_stretches_as_in_transformers() -> None:
     frequencies = [500_000.0 ** -(i / 64) for i in range(0, 64, 2)]
-    assert STRETCHED.rope_scaling is not None
+    assert isinstance(STRETCHED.rope_scaling, RopeScaling)
     wanted = [transformers_rule(f, STRETCHED.rope_scaling) for f in frequencies]
     divisors = divisors_of(STRETCHED)
     np.testing.assert_allclose(frequencies / divisors, wanted, rtol=1e-12)
     assert divisors[0] == 1
     assert divisors[-1] == 32
     assert any(1 < d < 32 for d in divisors)
+
+
+def test_a_linear_scaling_divides_every_frequency() -> None:
+    linear = replace(LLAMA, rope_scaling=LinearScaling(4.0))
+    assert (divisors_of(linear) == 4).all()
+    # As if each position were a quarter of it.
+    scaled, plain = rotary_tables(linear, divisors_of(linear), 0, 41), rotary_tables(LLAMA, divisors_of(LLAMA), 0, 11)
+    for table, quarter in zip(scaled, plain, strict=True):
+        np.testing.assert_allclose(table[::4], quarter, atol=1e-7)
 
 
 def test_nothing_is_stretched_without_saying_so() -> None:
