@@ -88,6 +88,19 @@ def keep_screen(browser: Browser, path: Path) -> None:
     path.write_bytes(base64.b64decode(found["data"]))
 
 
+def test_what_is_parked_since_when_and_the_hosts_memory(scene: Scene, browser: Browser) -> None:
+    memory = "document.querySelector('#total-parked').closest('div')"
+    assert browser.run(f"return {memory}.checkVisibility()") is False
+    parked = {"phase": "parked", "parked_for_ms": 75_000, "off_bytes": 20 * GIB}
+    scene.leases[0]["park"] = parked
+    scene.cards[0] |= {"parked_bytes": 20 * GIB, "park_host_bytes": 20 * GIB, "park_host_limit_bytes": 80 * GIB}
+    browser.wait_for("#total-parked", f"{size_text(20 * GIB)} of {size_text(80 * GIB)}")
+    assert browser.run(f"return {memory}.checkVisibility()") is True
+    assert browser.run("return document.querySelector('#parked-meter').value") == 0.25
+    wait_until(lambda: any("parked for 1 min" in text for text in browser.texts("tbody tr")), "the lease is parked")
+    assert any("20 GiB of it parked" in text for text in browser.texts(".sum"))
+
+
 SHOWN = "return [...document.querySelectorAll(arguments[0])].filter(one => one.checkVisibility()).length"
 
 

@@ -63,7 +63,7 @@ def plain(view: View, scene: ScreenSamples, address: str, width: int) -> str:
     """The complete frame as text for a pipe: all cards and all leases, whatever a screen would drop."""
     # As high as everything needs: a pipe has no bottom.
     sample = scene.sample
-    height = 4 + (0 if sample is None else len(sample.cards) + len(sample.leases))
+    height = 5 + (0 if sample is None else len(sample.cards) + len(sample.leases))
     lines = _overview(view, scene, address, sample.at_s if sample else 0.0, width, height)
     return "\n".join("".join(text for text, _ in _cut(line, width)).rstrip() for line in lines)
 
@@ -77,6 +77,7 @@ def _overview(view: View, scene: ScreenSamples, address: str, now_s: float, widt
     lines = [_aged(line, now_s - sample.at_s) for line in visible(view, scene)]
     left = height - len(top)
     cards = [_card(card) for card in sample.cards if view.card is None or number(card, "index") == view.card]
+    cards += _host(sample)
     # Show all cards if all leases fit below them; otherwise cards get half of the room, but none if that leaves fewer
     # than two leases.
     room = max(left - 1 - len(lines), min(left // 2, left - 3))
@@ -137,6 +138,21 @@ def _card(card: Report) -> Line:
         line.append((", exclusive", Style.PLAIN))
     line.append((f"  {shown(word(card, 'name') or MISSING)}, {shown(word(card, 'driver') or MISSING)}", Style.FAINT))
     return line
+
+
+def _host(sample: Sample) -> list[Line]:
+    """The host's memory for parked sessions, which is the node's; nothing where no session can be parked."""
+    card = sample.cards[0] if sample.cards else {}
+    held, most = number(card, "park_host_bytes"), number(card, "park_host_limit_bytes")
+    if held is None or not most:
+        return []
+    return [
+        [
+            ("H ", Style.HEAD),
+            (bar_text(held / most, CARD_BAR), Style.GOOD),
+            (f" {_bytes(held)} of {_bytes(most)} of host memory held for parked sessions", Style.PLAIN),
+        ]
+    ]
 
 
 def _bytes(size: float | None) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from gpulease.client.console.tables import seconds_text
+
 Report = Mapping[str, Any]
 """A lease or a card as the daemon reports it. A daemon of another version may send more keys, or fewer."""
 
@@ -111,9 +113,10 @@ def _state(lease: Report) -> str | None:
     state, cause = word(lease, "state"), word(lease, "cause")
     park = lease.get("park")
     phase = word(park, "phase") if isinstance(park, dict) else None
-    # A parked lease is active, but its session is not on its card.
+    # A parked lease is active, but its session is not on its card: say since when.
     if state is not None and cause is None and phase is not None and phase != "resident":
-        return phase
+        parked_ms = number(park, "parked_for_ms")
+        return phase if parked_ms is None else f"{phase} {seconds_text(parked_ms / 1000)}"
     return f"{state} {cause}" if state is not None and cause is not None else state
 
 

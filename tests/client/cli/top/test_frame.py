@@ -89,6 +89,16 @@ def test_a_drain_a_fence_and_filters_show() -> None:
     assert lines[3] == "No lease matches the filter."
 
 
+def test_parked_sessions_and_the_hosts_memory_show() -> None:
+    card = CARD | {"parked_bytes": 1 << 30, "park_host_bytes": 1 << 30, "park_host_limit_bytes": 4 << 30}
+    parked = {"phase": "parked", "parked_for_ms": 12_000}
+    lines = screen(scene=ScreenSamples(sample(lease(1, park=parked), cards=[card])))
+    assert "1 GiB parked" in lines[1]
+    assert lines[2].startswith("H [|")
+    assert "1 GiB of 4 GiB of host memory held for parked sessions" in lines[2]
+    assert "parked 12.0 s" in lines[4]
+
+
 def test_a_hostile_name_is_shown_escaped_in_its_column() -> None:
     name = "\x1b]0;x\x07\u202e\r\n試験試験試験"
     scene = ScreenSamples(sample(lease(1, tenant=name, state="\x9b2J"), lease(2, tenant="試験試験試験")))
