@@ -112,7 +112,8 @@ def _state(lease: Report) -> str | None:
     """Its state, with the cause if something ends it; where its session is if that is not on its card."""
     state, cause = word(lease, "state"), word(lease, "cause")
     park = lease.get("park")
-    phase = word(park, "phase") if isinstance(park, dict) else None
+    park = park if isinstance(park, dict) else {}
+    phase = word(park, "phase")
     # A parked lease is active, but its session is not on its card: say since when.
     if state is not None and cause is None and phase is not None and phase != "resident":
         parked_ms = number(park, "parked_for_ms")
