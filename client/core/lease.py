@@ -62,7 +62,7 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.failures import KILLED, LEASE_ENDS, lease_end
 from gpulease.protocol.lease_ids import LeaseId
-from gpulease.protocol.lease_options import LEASE_NAME, WAITING
+from gpulease.protocol.lease_options import LATENCY, LEASE_NAME, WAITING
 from gpulease.protocol.limits import MAX_NOTE_BYTES
 from gpulease.protocol.messages import (
     Body,
@@ -355,6 +355,7 @@ class LeaseHandle:
     def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
         self.grant = grant
         self.waiting: Waiting | None = None
+        self.is_latency = False
         self.address: Address = channel.address
         self.clock = clock
         self.lock = lock
@@ -910,6 +911,7 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGra
         limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
         lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, owed)
     lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
+    lease.is_latency = LATENCY.read(wanted.parameters)
     # The grant does not carry the name's epoch: ask for it.
     if name := LEASE_NAME.read(wanted.parameters):
         try:

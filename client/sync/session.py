@@ -42,6 +42,9 @@ SPIN_NS: Final = 200_000
 """How long to poll for a reply before the caller sleeps, in nanoseconds. Most replies come in that time, and waking a
 sleeping thread takes tens of microseconds."""
 
+LATENCY_SPIN_NS: Final = 1_000_000
+"""The same for a session of the latency class. Next to a session that saturates the card, a reply takes some 0.2 ms."""
+
 
 class GpuSession(SessionView):
     """A lease's isolated context on its card; `GpuSession(lease)` opens it, and `close` or the lease's end ends it.
@@ -74,9 +77,9 @@ class GpuSession(SessionView):
         Raises InvalidRequest for a grant of another lease, Denied if its token fails a check.
         """
         self.lease = lease
-        session = SessionCore(
-            state_of(lease), threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=SPIN_NS
-        )
+        state = state_of(lease)
+        spin_ns = LATENCY_SPIN_NS if state.is_latency else SPIN_NS
+        session = SessionCore(state, threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=spin_ns)
         self._set_session(session)
         # A child that is forked even during attach() must not use this connection.
         register(self)

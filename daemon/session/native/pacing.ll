@@ -408,13 +408,14 @@ take:
   %is.turn = and i1 %is.within, %is.late
   br i1 %is.turn, label %fit, label %wait
 fit:
-  ; The middle of the work is to be within the turn: what overruns it, and what is left of it, are equal on average. Work
-  ; that is longer than a turn may begin in its first half.
-  %mean.most = call i64 @llvm.umin.i64(i64 %mean, i64 %turn)
-  %half = lshr i64 %mean.most, 1
-  %need = add i64 %left, %half
+  ; The middle of short work is to be within the turn: what overruns it, and what is left of it, are equal on average. For
+  ; longer work that would leave too much idle, so it begins anywhere in the turn; the account has what overruns.
+  %half = lshr i64 %mean, 1
+  %is.long = icmp ugt i64 %half, 250000
+  %part = select i1 %is.long, i64 0, i64 %half
+  %need = add i64 %left, %part
   %remains = sub i64 %turn, %phase
-  %fits = icmp ule i64 %need, %remains
+  %fits = icmp ult i64 %need, %remains
   br i1 %fits, label %go, label %wait
 wait:
   ; TURN_SPIN_NS

@@ -72,8 +72,9 @@ class SimulatedSession:
             phase_ns = (now_ns - limits.turn_begin_ns) % limits.turn_period_ns
             if phase_ns >= limits.turn_ns:
                 return True
-            # The middle of the next kernel is to be within the turn.
-            if self.work_ns + min(self.kernel_ns, limits.turn_ns) // 2 > limits.turn_ns - phase_ns:
+            # The middle of a short kernel is to be within the turn.
+            half_ns = self.kernel_ns // 2 if self.kernel_ns <= 500 * US else 0
+            if self.work_ns + half_ns >= limits.turn_ns - phase_ns:
                 return True
         # A bound of less than a tick can't be seen here.
         if limits.queue_bound_ns and self.work_ns > max(limits.queue_bound_ns, TICK):
