@@ -333,6 +333,7 @@ class LeaseHandle:
         expires_at_unix_s: When it ends, by the daemon's date, for display.
         over: How the lease ended, once that is known.
         waiting: How its sessions wait; None: what suits the hosts.
+        is_latency: Whether it was requested to be of the latency class.
         token: The token with which another tenant uses it; empty for its own tenant.
         outlives_daemon: True if the daemon reported that its leases outlive its process.
         regions: Its regions that were opened here, by their ids.
