@@ -18,15 +18,15 @@ Report = dict[str, Any]
 T = TypeVar("T")
 
 REGION_MARK: Final = "- "
-"""Precedes a region's id or tenant in a list, where it follows its lease."""
+"""Precedes a region's id or tenant in a list. A region is listed after its lease."""
 
 
 class MalformedReport(GpuLeaseError):
     """The daemon's answer has a form that this program can't read."""
 
     default_hint = (
-        "Do their versions differ? Compare `gpulease --version` with what the daemon logs at its start; what answers"
-        " there may be no gpuleased at all"
+        "Do their versions differ? Compare `gpulease --version` with what the daemon logs at its start. The peer"
+        " may also be another program"
     )
 
 

@@ -486,14 +486,14 @@ class LeaseHandle:
         return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
 
     def note_end(self) -> Procedure[None]:
-        """Ask the daemon whether it has ended, and record how. One that the daemon has forgotten stays as it is."""
+        """Ask the daemon whether the lease has ended, and record how. Does nothing if it has forgotten the lease."""
         with suppress(NotFound):
             end = end_reason_of((yield from self.query()))
             if end is not None:
                 self.note_failure(end, {end.status})
 
     def used(self) -> Procedure[LeaseUse]:
-        """Ask how much device memory its session holds, and what it has used of its card. Raises Unsupported."""
+        """Return the device memory that the session holds, and the lease's use of its card. Raises Unsupported."""
         # Buffers held for reuse are freed for the program, so they must not be counted.
         yield from self.give_back()
         report = yield from self.query()
@@ -512,7 +512,7 @@ class LeaseHandle:
         )
 
     def give_back(self) -> Procedure[None]:
-        """Make its session that was opened here last free what its tenant has freed."""
+        """Have the last session opened here release the buffers that it keeps for reuse."""
         operations = self.attached()
         if operations is not None:
             yield from operations.give_back()

@@ -128,7 +128,7 @@ def region_report(region: RegionRow) -> dict[str, Any]:
 
 
 def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, Any]:
-    """Report how long a lease may be without a connection, and for how long it still may (None while it has one)."""
+    """Report how long a lease may be without a connection, and how much of that is left (None while it has one)."""
     left_ms = None if due_ns is None else _left_ms(due_ns, now_ns)
     return {"orphan_ms": orphan_ms, "orphaned_in_ms": left_ms}
 

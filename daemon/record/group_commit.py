@@ -284,7 +284,8 @@ class _Held(NamedTuple):
 class DurableReplies:
     """Holds each reply until everything that it reports is on the disk. Used in one event loop, from `attach` on.
 
-    A reply gets the problem, as a clause, if it can't be made durable within MAX_WAIT_S; "" once it is durable.
+    A reply's callback receives "" once the reply is durable, or the problem, as a clause, if that takes longer than
+    MAX_WAIT_S.
 
     Args:
         durable: Returns the ticket of the last item that is on the disk.

@@ -198,7 +198,7 @@ class WorkerTable:
     # --- while there is no broker ---
 
     def lose_broker(self, now_ns: int) -> None:
-        """Begin to end leases, because no broker does it or writes deadlines from now on."""
+        """Take over the ending of leases: from now on no broker ends them or writes deadlines."""
         for worker in self._living.values():
             state = state_of(worker.page_fds.lease)
             worker.deadline_ns = state.deadline_ns

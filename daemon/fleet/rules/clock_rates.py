@@ -35,7 +35,6 @@ MIN_CLOCKS: Final = 3
 WINDOW_NS: Final = 3 * 3600 * NS_PER_S
 """Time after which a clock's rate is measured from scratch, so that a changed rate is noticed."""
 
-
 MAX_POLLS: Final = 16
 """Remembered heartbeats of this node: a slot names a revision that is about one heartbeat old."""
 
@@ -69,7 +68,7 @@ def read_clock(value: bytes) -> ClockRecord | Unreadable:
 
 
 class _Poll(NamedTuple):
-    """An own heartbeat: a revision that the store reached between two times."""
+    """One of this node's heartbeats: a revision that the store reached between two times."""
 
     revision: int
     asked_ns: int
