@@ -104,7 +104,7 @@ else:
         return made
 
     def _twin_of(cls: type) -> type:
-        """Return a class whose instances are laid out as those of `cls`, and can be assigned to."""
+        """Return a class with the instance layout of `cls`; its instances can be assigned to."""
         # Both methods are the standard ones, or the interpreter takes assignments for calls of Python's.
         plain = {"__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
         return type(

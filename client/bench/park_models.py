@@ -2,7 +2,7 @@
 
     gpulease bench --park
 
-Each model is a lease whose bytes are addresses into themselves (woven_data.py). A request launches kernels that follow
+Each model is a lease filled with addresses into its own bytes (woven_data.py). A request launches kernels that follow
 them, and every word is compared afterwards, outside of the time. The requests come in turn, at random, and at random by
 Zipf's law, from one client. Loading again is what a server without parking does: the lease used least recently is
 freed, another one acquired, and its bytes are written from a file in the page cache.
@@ -101,7 +101,7 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, say: Say) 
         slice_bytes = size_bytes + EXTRA_BYTES[card["driver"]]
         with _builder(address, slice_bytes).acquire():
             charge_bytes = int(first_card(address, "held_bytes")["held_bytes"])
-    # Step 2: one whose card holds only some models, and the contexts of all.
+    # Step 2: one with a card that holds only some models, and the contexts of all.
     over_bytes = charge_bytes - slice_bytes
     vram_bytes = MODELS * over_bytes + RESIDENT * slice_bytes + slice_bytes // 2
     vram_bytes = min(vram_bytes, int(card["capacity_bytes"]))
@@ -161,7 +161,7 @@ def _phase(address: str, lease: GpuLease) -> str:
 
 
 class _LoadedModels:
-    """Leases whose bytes are written from a file; the one used least recently gives way."""
+    """Leases that are filled from a file; the one used least recently gives way."""
 
     def __init__(self, address: str, slice_bytes: int, size_bytes: int, source: mmap.mmap) -> None:
         self._address, self._source = address, source

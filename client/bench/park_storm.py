@@ -48,7 +48,7 @@ REGIONS: Final = 2
 
 TENANTS: Final = 6
 HELD: Final = 4
-"""Slices that the card holds beside all contexts."""
+"""Slices that the card holds in addition to all contexts."""
 
 LEASE_S: Final = 120.0
 SHORT_LEASE_S: Final = 4.0
@@ -152,7 +152,7 @@ class _Tenant:
 
 
 class _Work:
-    """The work of one lease."""
+    """The work of one lease: kernels with known results, each of which is checked."""
 
     def __init__(self, lease: GpuLease, block_bytes: int, rng: random.Random, counts: StormCounts) -> None:
         self._lease, self._random, self._counts = lease, rng, counts
@@ -270,11 +270,11 @@ class _Work:
             except error:
                 return
             time.sleep(0.02)
-        raise Breach("a lease that was ended goes on")
+        raise Breach("a lease that was ended continues")
 
 
 def _patient(call: Callable[[], T]) -> T:
-    """Call again while there is no room, or no broker. Raises what remains after PATIENCE_S."""
+    """Call again while room or the broker is missing. Raises what remains after PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -292,7 +292,6 @@ def slice_bytes(driver: str) -> int:
 
 
 def _operate(address: str, counts: StormCounts, until: float) -> None:
-    """Park leases at random, as an operator."""
     rng = random.Random(7)
     while time.monotonic() < until:
         time.sleep(OPERATOR_EVERY_S)
@@ -358,7 +357,7 @@ def is_calm(report: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _small_daemon(driver: str, say: Say) -> Iterator[tuple[PrivateDaemon, str, str]]:
-    """Start a daemon whose card holds HELD slices; yields it, its driver, and its audit log's folder."""
+    """Start a daemon with a card of HELD slices; yields it, its driver, and its audit log's folder."""
     say("what a lease is charged")
     with killable_daemon(driver) as daemon:
         driver = first_card(daemon.address)["driver"]
@@ -394,7 +393,7 @@ def _ends(folder: str) -> Counter[str]:
     ends: Counter[str] = Counter()
     for line in shown.stdout.splitlines():
         record = json.loads(line)
-        # A lease whose grant was recorded by a daemon that was killed is adopted by the next one.
+        # If a killed daemon had recorded a grant, the next daemon adopts the lease.
         if record["kind"] in ("grant", "adopt"):
             granted.add(record["data"]["lease"])
         elif record["kind"] == "end":

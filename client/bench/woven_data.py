@@ -72,7 +72,7 @@ class WovenData:
             self.weave(self.block)
 
     def weave(self, block: Buffer | Region, origin: int | None = None) -> None:
-        """Weave a block of this size, whose words lead to `origin`: by default, into this object's own block."""
+        """Weave a block of this size. Its words lead to `origin`: by default, into this object's own block."""
         args = KernelArgs().push_buffer(block).push_u64(self.origin if origin is None else origin)
         self.session.launch(self.module, "weave", GRID, BLOCK, args.push_u64(self.mask).push_u64(self.seed))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Pooling(StrEnum):
-    """How a text's rows become one vector."""
+    """How the hidden states of a text's tokens become one vector: their mean, or the last one."""
 
     MEAN = "mean"
     LAST = "last"

@@ -23,7 +23,7 @@ RETURN_S: Final = 5.0
 """Longest time until the daemon knows that a session is back, in seconds."""
 
 PARKS: Final = 10
-"""Parks and returns beside a neighbour at work."""
+"""Parks and returns next to a neighbour at work."""
 
 PIECE_BYTES: Final = 4 * MIB
 """Blocks by which a neighbour leaves holes on the card: each has pages of its own."""

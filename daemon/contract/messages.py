@@ -77,7 +77,7 @@ HANDOVER: Final = 3
 
 MAX_IMAGE_CONNECTIONS: Final = 64
 """Most connections of a session that leaves its process. Bounds the descriptors that a cold-parked session holds in the
-broker, and what waits in a channel that nobody reads yet."""
+broker, and what waits in a channel without a reader."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"
 """Name of a zygote's process, for ps(1). A broker kills no process with another name."""
@@ -470,7 +470,7 @@ class LeaveOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class StayOrder(Message):
-    """Forget the image that was sent, and serve the session again, parked as before. There is no answer."""
+    """Forget the image that was sent, and serve the session again, parked as before. The worker does not reply."""
 
     OP: ClassVar[str] = "stay"
     number: Annotated[int, U64]

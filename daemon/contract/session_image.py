@@ -1,4 +1,4 @@
-"""The image of a parked session: everything that another worker needs to continue it, beside its bytes in host memory.
+"""The image of a parked session: everything that another worker needs to continue it, except its bytes in host memory.
 
 A worker packs it, the broker keeps it unread, and another worker of the same lease unpacks it. It names what must be
 equal in the other process: addresses, numbers and handles that the tenant's data may contain. What the image does not

@@ -9,7 +9,7 @@
 3. The session returns as from a warm park: charged in full, in the queue of acquires. Once it has its room, a warm
    context or a new worker is ordered, and adopts the image. If that worker ends before it gets the image, the session
    is cold as before. If it ends with the image, the lease ends: what the session did is unknown.
-4. A session whose addresses, functions or memory would not be what they were is not resumed: its lease ends.
+4. A session that would have other addresses, functions or memory than before is not resumed: its lease ends.
 5. A move is a cold park and a return to another card. It changes the card of the lease while it is charged nothing.
 6. The image lives in the broker's process. A table that restores a lease which was cold ends it.
 """
@@ -45,7 +45,7 @@ from gpulease.protocol.time_units import NS_PER_S
 
 _LEAVES: Final = "send its image"
 
-HAS_REGIONS: Final = "it has regions, whose addresses belong to its process"
+HAS_REGIONS: Final = "it has regions, and their addresses belong to its process"
 
 
 Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
@@ -53,7 +53,7 @@ Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
 
 
 class ContextPool(Protocol):
-    """The warm pool, as cold parking uses it."""
+    """The part of the warm pool that cold parking needs: contexts for sessions that return."""
 
     def drop_behind(
         self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
@@ -72,7 +72,7 @@ class ColdParking:
         pool: The warm pool.
         await_return: Returns a parked session, or queues it for room.
         park: Parks a resident session for an operator; returns the denial if it can't be parked now.
-        condemn: Ends a lease whose session broke a rule.
+        condemn: Ends a lease because its session broke a rule.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ColdParking:
         self._arm(lease, state.due_ns, out)
 
     def on_imaged(self, event: events.SessionImaged, now_ns: int, out: list[Effect]) -> None:
-        """Have the worker end whose session's image the broker has."""
+        """End the worker of a session, after the broker has received the session's image."""
         lease = self._leaving(event.lease_id, event.number)
         if lease is None or lease.park is None:
             return
@@ -193,7 +193,7 @@ class ColdParking:
             return False
         if lease.deadline_ns is None:
             return False
-        # The page of this worker has neither deadline yet. There is no time limit for what follows but the lease's own:
+        # The page of this worker has neither deadline yet. The only time limit for what follows is the lease's own:
         # the watchdog sees whether the worker lives.
         state.depth, state.due_ns = ParkDepth.ADOPTING, None
         out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
@@ -203,7 +203,7 @@ class ColdParking:
         return True
 
     def on_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> bool:
-        """Keep a session cold whose new worker ended before it got the image; return False for any other worker."""
+        """Keep a session cold if its new worker ended before it got the image; return False for any other worker."""
         state = lease.park
         if state is None or state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
             return False
@@ -227,7 +227,7 @@ class ColdParking:
             self._end_move(lease, state, now_ns, out)
 
     def on_return_failed(self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> bool:
-        """End a lease whose session would not be what it was; return False for a session that is parked warm again."""
+        """End a lease, as its session would not be what it was; return False if the session is parked warm again."""
         state = lease.park
         if state is None or not event.is_mismatch:
             if state is not None:

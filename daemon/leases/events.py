@@ -1064,7 +1064,7 @@ class StaySession:
 
 @dataclass(frozen=True, slots=True)
 class RestartWorker:
-    """Start a worker for a lease whose session is cold; answers and fields are those of `SpawnWorker`."""
+    """Start a worker for a lease with a cold session; answers and fields are those of `SpawnWorker`."""
 
     lease_id: int
     card_uuid: str
@@ -1074,7 +1074,7 @@ class RestartWorker:
 
 @dataclass(frozen=True, slots=True)
 class AdoptSession:
-    """Have a lease's new worker adopt its session, whose image the broker keeps.
+    """Have a lease's new worker adopt its session from the image that the broker keeps.
 
     The answer is `SessionReturned` or `SessionReturnFailed`.
     """

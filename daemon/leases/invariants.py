@@ -149,7 +149,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
         is_off_deep = park.depth in (ParkDepth.LEAVING, ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
         _require(not is_off_deep or park.is_shown_off or park.phase is ParkPhase.RETURNING, f"{name} left unparked.")
     elif park.move is not None:
-        _require(False, f"{name} has ended, and a move of it goes on.")
+        _require(False, f"{name} has ended, but a move of it continues.")
     if lease.state is not LeaseState.ACTIVE:
         _require(waiter is None and not park.requests, f"{name} has ended, and somebody waits for its parking.")
         return

@@ -77,7 +77,7 @@ class ParkSnapshot(NamedTuple):
         is_awaited: An operation of its tenant waits for its return.
         parks: Number of times that it was parked under this daemon.
         idle_ms: Time without use after which it is parked; 0: not by idleness.
-        stays_here: Why it can't leave its process; "" if it can, or nobody has tried.
+        stays_here: Why it can't leave its process; "" if it can, or before the first attempt.
         is_moving: It is being moved to another card.
     """
 
@@ -110,7 +110,7 @@ class ParkState:
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         requests: Park requests to answer once it is parked.
         depth: How much of it has left the card.
-        stays_here: Why it can't leave its process in this park; "" if it can, or nobody has tried.
+        stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.
     """
 

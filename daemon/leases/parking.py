@@ -642,7 +642,7 @@ class Parking(ParkingViews):
 
 
 def _check_regions(lease: Lease) -> Denial | None:
-    """Return the denial for a park of a lease with a region whose bytes are in doubt; None if there is none."""
+    """Return the denial for a park of a lease, if the bytes of one of its regions are in doubt; else None."""
     # The proof of a park is about the whole slice, so no other proof may be awaited on the card meanwhile.
     states = {region.state for region in lease.slots.values()} - {RegionState.ACTIVE}
     if not states:

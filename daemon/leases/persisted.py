@@ -249,7 +249,7 @@ def revive(kept: LeaseRow, max_story_entries: int, *, has_session: bool, horizon
         is_restored=True,
         horizon=horizon,
         has_session=has_session,
-        # The earlier daemon may have ordered regions whose rows were lost with it: the session knows their numbers.
+        # The earlier daemon may have ordered regions and lost their rows: the session knows their numbers.
         region_number=min(MAX_NUMBER, kept.region_number + MAX_REGIONS),
         park=ParkState(parked_ns=kept.parked_ns) if kept.terms.is_parkable else None,
         wait_ms=kept.wait_ms,

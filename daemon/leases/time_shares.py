@@ -11,7 +11,7 @@ class, or `[limits] shares_time` for all. Elsewhere nothing is limited. The rule
    weights. More leases, streams or launches get no more.
 3. What a tenant used beyond its part is taken from its next rounds, within MAX_DEBT_NS; what it got too little is
    added, within MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are not cut. Time in
-   which the card was idle although somebody was limited is owed to nobody: it reduces every debt.
+   which the card was idle although a tenant was limited is owed to no tenant: it reduces every debt.
 4. Sessions that saturate the card take turns (time_turns.py), each as long as its part.
    A part is GPU time; a worker counts busy time. Sessions that are busy together share the card equally, so one of the
    others with a part g is busy until it has got g. The session that is the last to finish needs no limit.
@@ -301,10 +301,10 @@ class TimeShares:
     def _find_slack(self, more_ns: int, used_ns: float) -> None:
         """Give more away while the card is idle although somebody waits: those with demand pause between launches."""
         idle_ns = more_ns * (1.0 - _IDLE_PART) - used_ns
-        # Between turns the card is idle for a moment, which nobody else could use.
+        # Between turns the card is idle for a moment, which no other tenant could use.
         if idle_ns > 0.0 and self._is_short and not self._turns:
             self._slack_ns = min(self._slack_ns + idle_ns / 2, MAX_SLACK_ROUNDS * more_ns)
-            # Holding debtors back left the card idle, so nobody else wanted what they owe.
+            # Holding debtors back left the card idle, so no other tenant wanted what they owe.
             for one, owed_ns in self._owed.items():
                 if owed_ns < 0.0:
                     self._owed[one] = min(0.0, owed_ns + idle_ns)

@@ -7,7 +7,7 @@ its own turn, and no more of it than ends there. Then a session's GPU time is it
 whatever the driver does.
 
 Turns come again after a period, without the broker. It changes their lengths between two periods only, because a
-balance within a period shows no more than whose turn it was. A session that leaves a part of its turn idle gets no more
+balance within a period only shows which session was on. A session that leaves a part of its turn idle gets no more
 turns for a while: its pauses would be everyone's.
 """
 
@@ -75,7 +75,7 @@ class Taker(NamedTuple):
         time: Its account.
         share_ns: Its share of the GPU time until the next round, before debts and credits.
         target_ns: The GPU time that it is to get until then.
-        is_capped: It gets no more than that, even if the rest is nobody's.
+        is_capped: It gets no more than that, even if the rest stays unused.
         is_limited: It was held back in the last round only because it had used up what it may use.
     """
 
@@ -87,7 +87,7 @@ class Taker(NamedTuple):
 
 
 class Turns:
-    """The turns of one card's sessions."""
+    """The turns of one card's sessions: what each may use of a period, and when the period ends."""
 
     def __init__(self) -> None:
         self._turns: dict[int, Turn] = {}
@@ -134,7 +134,7 @@ class Turns:
         for part in parts.values():
             edges.append(edges[-1] + part * (period_ns - len(parts) * SWITCH_NS) + SWITCH_NS)
         for session, (begin, end) in zip(parts, pairwise(edges), strict=True):
-            # 0 would be no turns at all, which is no limit.
+            # 0 would mean no turns, and so no limit.
             self._turns[session] = Turn(began_ns + int(begin), max(1, int(end) - int(begin)), period_ns)
         self._since_ns, self._until_ns = now_ns, began_ns + period_ns
         self._before = {session: (one.time.busy_ns, one.time.held_ns) for session, one in chosen.items()}

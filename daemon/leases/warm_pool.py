@@ -238,7 +238,7 @@ class WarmPool:
     def drop_behind(
         self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
     ) -> None:
-        """Drop the worker of a lease that goes on without one; the worker holds these bytes until they are proved free.
+        """Drop the worker of a lease that lives on without it; the worker holds these bytes until they are proved free.
 
         `is_gone`: Its process was reaped.
         """

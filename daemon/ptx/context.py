@@ -398,7 +398,7 @@ class CpuContext:
         self._parked.adopt(state, host)
 
     def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CpuModule:
-        """Load a module whose variables `adopt_parked` has brought (`Context.adopt_module`)."""
+        """Load a module; `adopt_parked` has brought its variables (`Context.adopt_module`)."""
         try:
             wanted = Place.from_numbers(place)
             # Numbers of kernels that were unloaded meanwhile stay unused, as in the other context.

@@ -455,7 +455,7 @@ def load(
 
 
 def _handles_of(code: LoadedCode, place: Place | None) -> dict[str, int]:
-    """Return the handle of each function whose address kernels take. Raises ImageRejected if `place` has others."""
+    """Return the handle of each function that kernels point to. Raises ImageRejected if `place` has others."""
     if place is None:
         return {name: _HANDLES.take() for name in code.image.addressed}
     if len(place.handles) != len(code.image.addressed) or len(place.addresses) != len(code.image.variables):

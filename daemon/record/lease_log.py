@@ -337,7 +337,7 @@ class LeaseLog(FactRecorder):
 
 
 _Line = tuple[LogEvent, int, RecordKind, Particulars]
-"""What a line is made of whose fact has a record: its event and level, and the record's kind and particulars."""
+"""The parts of a line for a fact with a record: its event and level, and the record's kind and particulars."""
 
 
 _FIRST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {

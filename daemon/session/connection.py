@@ -445,7 +445,7 @@ class RingWire:
             state: That process's counters.
 
         Raises:
-            OSError: There is no descriptor or no memory for it.
+            OSError: A descriptor or memory for it is missing.
             ValueError: The memory is too small.
         """
         self._sock = sock

@@ -74,7 +74,7 @@ class SessionParts:
         if self.ended.has_any:
             raise CantLeave("what an ended connection has made is not released yet", is_lasting=False)
         if self.streams.has_events:
-            raise CantLeave("it has events, whose times belong to its context", is_lasting=True)
+            raise CantLeave("it has events, and their times belong to its context", is_lasting=True)
         if self.graphs.recorded() is None:
             raise CantLeave("it has a graph that uses something that was released", is_lasting=True)
 

@@ -455,7 +455,7 @@ class SessionServer:
             raise CantLeave("a client has a ring that can't be passed on", is_lasting=True)
 
     def _stay(self) -> None:
-        """Serve the connections again of a session whose image nobody adopts."""
+        """Serve the connections again, because no worker adopts the session's image."""
         if not self._has_left:
             return
         self._has_left = False

@@ -264,7 +264,7 @@ class Session:
         if self.lost is not None or self._pending_failure is not None:
             raise CantLeave("it has a failure that no client has received yet", is_lasting=False)
         if self.regions.had_any:
-            raise CantLeave("it has had regions, whose addresses belong to its process", is_lasting=True)
+            raise CantLeave("it has had regions, and their addresses belong to its process", is_lasting=True)
         self._context.flush_printed()
         self.parts.check()
 

@@ -109,7 +109,7 @@ class ParkOrders:
         self._send(order.lease_id, messages.RefuseReturn(order.number, order.reason))
 
     def leave(self, order: LeaveSession) -> None:
-        """Have a worker send its session's image."""
+        """Have a worker send its session's image; posts SessionStays if that can't begin."""
         try:
             channel = self._workers.images.begin(order.lease_id, order.number)
         except OSError as error:
@@ -128,7 +128,7 @@ class ParkOrders:
         self._workers.images.stay(order.lease_id, self._workers.worker(order.lease_id))
 
     def adopt(self, order: AdoptSession) -> None:
-        """Give a cold session to its new worker."""
+        """Send a cold session's image to its new worker; posts what ends the return if it can't be sent."""
         worker = self._workers.worker(order.lease_id)
         # A worker that is gone ends the lease by itself.
         if worker is not None and not self._workers.images.adopt(order.lease_id, order.number, worker):

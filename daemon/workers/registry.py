@@ -299,7 +299,7 @@ class Workers:
             self._reaped[to_id] = ended
 
     def keep_image(self, lease_id: int) -> None:
-        """Keep the image of a session whose worker is about to end."""
+        """Keep the image of a session before its worker ends."""
         worker = self._workers.get(lease_id)
         if worker is not None:
             # What the page counts belongs to the lease, so it is reported while the worker has the lease's number.

@@ -33,7 +33,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Opcode, Status
 
 WATCH_AGAIN_S: Final = 1.0
-"""Pause before clients are watched again whose session could not return: one of them still waits."""
+"""Pause after a session could not return, before its clients are watched again: one of them still waits."""
 
 CHANNEL_BYTES: Final = 1 << 20
 """Size of an image's channel: room for the messages of all connections."""
@@ -143,7 +143,7 @@ class SessionImages:
         if image is None or not image.is_kept or image.watched:
             return
         loop = asyncio.get_running_loop()
-        # A descriptor that can't be watched is no socket: the next worker finds that out.
+        # A descriptor that can't be watched is not a socket: the next worker finds that out.
         for _, fds in image.connections:
             with contextlib.suppress(OSError):
                 loop.add_reader(fds[0], self._on_client, lease_id)
@@ -231,7 +231,7 @@ class SessionImages:
         return True
 
     def _give_words(self, image: _Image, worker: Worker) -> None:
-        """Give the worker the page whose words the session's clients map. Raises OSError."""
+        """Give the worker the page with the words that the session's clients map. Raises OSError."""
         if image.link is None:
             return
         image.link.move_to(worker.channel)
@@ -265,7 +265,7 @@ class SessionImages:
         self.discard(lease_id)
 
     def discard(self, lease_id: int) -> None:
-        """Close everything of an image, which gives the session's host memory back if nobody adopted it."""
+        """Close everything of an image, which gives the session's host memory back unless a worker has adopted it."""
         image = self._images.pop(lease_id, None)
         if image is None:
             return

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: vectors of texts, for models whose files say how they pool.
+"""`/v1/embeddings`: vectors of texts, for models with files that say how they pool.
 
 Each input is a prompt of its own, in steps that it shares with everybody's. Its vector has a length of 1 and the same
 bits in any company.

@@ -238,7 +238,7 @@ class OpenAiFace:
 
 
 def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> TokenCounts:
-    """Return the token counts of a request whose answers are complete."""
+    """Return the token counts of a request after all its answers."""
     # A prompt counts once, however many answers it has: the first one's sequence began with what was there before.
     firsts = submitted.generations[:: submitted.asked.tries]
     return TokenCounts(

@@ -68,7 +68,7 @@ class ResponseEvents:
             yield from self._add_call(part)
 
     def end(self, finish: str, counts: TokenCounts) -> Iterator[Event]:
-        """End the response, whose answer ended with this finish reason. Yield the last events."""
+        """End the response with the finish reason of its answer. Yield the last events."""
         if not self.output and (self._item is None or self._blanks):
             # An answer without calls is a text, also an empty one.
             yield from self._open_text()

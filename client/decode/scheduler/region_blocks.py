@@ -56,7 +56,6 @@ class RegionBlocks:
 
     @property
     def used(self) -> int:
-        """The number of blocks that sequences use."""
         return self.size - self.available
 
     @property

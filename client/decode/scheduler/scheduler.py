@@ -681,7 +681,7 @@ class ContinuousBatchScheduler:
         sequence.is_following = is_claimed and sequence.reused < sequence.reusable
 
     def _publish(self, sequence: LiveSequence, blocks: int) -> None:
-        """Let other prompts reuse the first `blocks` blocks of a sequence, whose rows were answered."""
+        """Let other prompts reuse the first `blocks` blocks of a sequence; their rows were answered."""
         region, blocks = sequence.tenant.blocks, min(blocks, len(sequence.keys))
         for index in range(sequence.published, blocks):
             region.publish(sequence.blocks[index], sequence.keys[index])

@@ -19,7 +19,7 @@ class UnadmittedRequest:
         number: Its place in the order of arrivals.
         preemptions: How often the request was preempted.
         is_paid: Whether its tenant was charged for its prompt at an earlier admission.
-        keys: The keys of its prompt's full blocks in its tenant's region; None while nobody needed them.
+        keys: The keys of its prompt's full blocks in its tenant's region; None until they are needed.
     """
 
     request: PromptRequest
@@ -133,7 +133,7 @@ class TenantState:
         live: Live sequences by their requests' ids, in the order of their admissions.
         prefilling: Live sequences with positions of their prompts that no step has a row for, in that order.
         blocks: The blocks of its region; none while it has no region.
-        reused_tokens: Tokens of prompts whose keys and values were there already.
+        reused_tokens: Tokens of prompts with keys and values that were there already.
         owes_permit: Whether its next region needs a permit of the limiter.
         is_held: Whether its sequences get no rows until `resume`.
         parked: While it is held, the sequences that decode when it is resumed.

@@ -282,7 +282,6 @@ class Decoder:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's shape."""
         return self._checkpoint.config
 
     @property

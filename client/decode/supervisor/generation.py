@@ -44,7 +44,7 @@ class Generation:
         failure: Why it is to end with an error although nothing of the engine failed; None usually.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
-        reused_tokens: Tokens of the prompt whose keys and values were there already when its first token was computed.
+        reused_tokens: Tokens of the prompt with keys and values that were there when its first token was computed.
         pooled: The prompt's rows, if its request has a pooling: complete before the first emitted token.
         prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
             token.

@@ -117,7 +117,7 @@ class CudaContext:
         self._can_begin_copies = True
         # A module was loaded with kernels that may have left something where a scrub can't reach it.
         self._leaves_traces = False
-        # A module was loaded whose kernels call the driver's own functions.
+        # A loaded module has kernels that call the driver's own functions.
         self._has_system_calls = False
         self._modules: dict[CudaModule, None] = {}
         # Bytes of modules' variables that come from another process, by address, until they are written.

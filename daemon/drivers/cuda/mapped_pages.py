@@ -205,7 +205,7 @@ class MappedPages:
         return [(piece.mappings[0][0], piece.size_bytes, piece.saved_at) for piece in self._pieces]
 
     def adopt(self, saved: Iterable[tuple[int, int, int]], host: memoryview) -> list[Piece]:
-        """Enter another process's parked pieces, whose bytes are in `host`; return them in their order."""
+        """Enter another process's parked pieces, with their bytes in `host`; return them in their order."""
         for address, size_bytes, saved_at in saved:
             self._pieces[Piece(size_bytes, None, [(address, size_bytes)], saved_at)] = None
             self.held_bytes += size_bytes

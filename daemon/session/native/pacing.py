@@ -128,7 +128,7 @@ class Pacer:
         )
         self._state_words = memoryview(self._state).cast("B").cast("Q")
         self.address = ctypes.addressof(self._state)
-        # The mean of work whose kind was not asked for.
+        # The mean of work of a kind that was not requested.
         self._any_mean = self.mean_of(0)
         # The mean of what was begun last; of what was admitted under a limit and has no mark yet, 0 for nothing.
         self._mean, self._admitted = self._any_mean, 0
