@@ -64,15 +64,13 @@ def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, 
 
 
 def log_fields(event: LogEvent, fields: dict[str, Value], level: int | None = None) -> None:
-    """Log one event as `log_event` does, with fields that the caller gives away.
+    """Log one event for which `is_logged` was true, with fields that the caller gives away.
 
     Args:
         event: The event.
         fields: Its fields.
         level: The record's level; None for the event's own.
     """
-    if not is_logged(event, level):
-        return
     handlers = _root.handlers
     # A broker has one handler, without filters, which needs no record: making one takes as long as the line itself.
     if (

@@ -399,6 +399,7 @@ class _LimitedLog:
     def log(
         self, event: LogEvent, tenant: str, lease_id: int | None, fields: dict[str, Any], level: int | None = None
     ) -> None:
+        """Log an event for which `is_logged` was true, if the tenant's budget has room for it."""
         if event not in _UNLIMITED:
             # A budget for each kind of event: a tenant that floods one kind keeps the lines of all others.
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
@@ -413,7 +414,8 @@ class _LimitedLog:
         first: dict[str, Any] = {"lease_id": lease_id}
         if "tenant" in event.kind.fields:
             first["tenant"] = tenant
-        log_fields(event, first | fields, level)
+        first |= fields
+        log_fields(event, first, level)
 
     def stop(self) -> None:
         if self._timer is not None:
