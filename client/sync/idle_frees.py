@@ -33,6 +33,7 @@ class _Looker:
         with self._begins_or_ends:
             # A weak map and a weak proxy: the thread keeps no session alive.
             self._sessions[session] = IdleLook(weakref.proxy(session.operations))
+            self._last_seen_s = time.monotonic()
             if not self._thread:
                 # `coalescing_socket` explains why this is not a threading.Thread.
                 with suppress(RuntimeError):

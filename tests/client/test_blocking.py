@@ -22,6 +22,7 @@ from gpulease.client import (
     keep_alive,
 )
 from gpulease.client.core.lease import RenewalSchedule
+from gpulease.client.sync import idle_frees
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Empty, Ping
@@ -37,6 +38,24 @@ def wait_for(peer: ScriptedPeer, op: str, count: int = 1) -> None:
     while peer.ops().count(op) < count:
         assert time.monotonic() < deadline, f"no {op} among {peer.ops()}"
         time.sleep(0.005)
+
+
+def test_sessions_one_after_the_other_have_the_same_thread(peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    looker = idle_frees._Looker()
+    monkeypatch.setattr(idle_frees, "_looker", looker)
+    monkeypatch.setattr(idle_frees, "LINGER_S", 0.5)
+    seen = set()
+    with lease_of(peer) as lease:
+        for _ in range(3):
+            with GpuSession(lease):
+                seen.add(looker._thread)
+            time.sleep(0.15)
+    assert len(seen) == 1
+    assert seen != {0}
+    deadline = time.monotonic() + 10
+    while looker._thread and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not looker._thread
 
 
 def test_threads_share_a_session(peer: ScriptedPeer) -> None:

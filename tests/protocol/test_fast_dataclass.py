@@ -95,9 +95,43 @@ class StandardMany:
     named: int = field(default=7, kw_only=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """Fields that a class below inherits."""
+
+    left: int = 1
+    right: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Derived(Base):
+    """Inherited fields, and some of its own before them."""
+
+    own: int = 3
+    more: int = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StandardBase:
+    """Fields that a class below inherits."""
+
+    left: int = 1
+    right: int = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StandardDerived(StandardBase):
+    """Inherited fields, and some of its own before them."""
+
+    own: int = 3
+    more: int = 4
+
+
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 PAIRS: list[Pair] = [(Nothing, StandardNothing), (One, StandardOne), (Many, StandardMany)]
-IN_PAIRS = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["none", "one", "many"])
+IN_PAIRS = pytest.mark.parametrize(
+    ("ours", "theirs"), [*PAIRS, (Derived, StandardDerived)], ids=["none", "one", "many", "derived"]
+)
 
 
 def outcome(act: Callable[[], Any]) -> Any:
@@ -169,6 +203,9 @@ def test_a_copy_is_equal_and_replaced_fields_differ() -> None:
     assert pickle.loads(pickle.dumps(item)) == item
     assert dataclasses.replace(item, first=5) == Many(5, made=[2], named=3)
     assert Many(1).made is not Many(1).made
+    derived = Derived(5, right=6)
+    assert pickle.loads(pickle.dumps(derived)) == copy.copy(derived) == derived
+    assert dataclasses.replace(derived, left=7) == Derived(5, left=7, right=6)
 
 
 def test_a_class_keeps_methods_of_its_own() -> None:
