@@ -20,7 +20,7 @@ import pytest
 
 from gpulease.client import GpuSession
 from gpulease.protocol.address import ADDRESS_VARIABLE
-from helpers.daemon import Daemon, Faults, python_environment, running
+from helpers.daemon import Daemon, Faults, lent, python_environment, running
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
@@ -231,9 +231,7 @@ def shared_daemon() -> Iterator[Daemon]:
 @pytest.fixture
 def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
     """The shared daemon; afterwards it must be idle again, with all its bytes free and nothing left open."""
-    files = len(shared_daemon.open_files())
-    yield shared_daemon
-    shared_daemon.check_idle(files)
+    yield from lent(shared_daemon)
 
 
 @pytest.fixture

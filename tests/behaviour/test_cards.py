@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from gpulease.client import CapacityExceeded, GpuExclusivityClass, GpuSession, InvalidRequest
-from helpers.daemon import Daemon, running
+from helpers.daemon import Daemon, lent, running
 from helpers.kernels import check_main_job
 
 GIB = 1 << 30
@@ -21,9 +21,7 @@ def two_cards() -> Iterator[Daemon]:
 @pytest.fixture
 def cards(two_cards: Daemon) -> Iterator[Daemon]:
     """A daemon with a card of 2 GiB and one of 1 GiB."""
-    files = len(two_cards.open_files())
-    yield two_cards
-    two_cards.check_idle(files)
+    yield from lent(two_cards)
 
 
 def uuids(daemon: Daemon) -> list[str]:

@@ -28,7 +28,7 @@ from gpulease.protocol.messages import (
     Ping,
 )
 from gpulease.protocol.opcodes import Flag, Phase
-from helpers.daemon import Daemon, Faults, running
+from helpers.daemon import Daemon, Faults, lent, running
 from helpers.kernels import TRANSFORM, Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, connect, frame_of, lease_alloc
 from helpers.waiting import wait_until
@@ -49,9 +49,7 @@ def impatient_daemon() -> Iterator[Daemon]:
 @pytest.fixture
 def impatient(impatient_daemon: Daemon) -> Iterator[Daemon]:
     """A daemon that waits for 0.4 s instead of 10."""
-    files = len(impatient_daemon.open_files())
-    yield impatient_daemon
-    impatient_daemon.check_idle(files)
+    yield from lent(impatient_daemon)
 
 
 def send_slowly(sock: socket.socket, data: bytes) -> None:

@@ -295,6 +295,13 @@ def running(daemon: Daemon) -> Iterator[Daemon]:
     daemon.stop()
 
 
+def lent(daemon: Daemon) -> Iterator[Daemon]:
+    """Lend a test a daemon that others use too; afterwards it must be idle again, with nothing left open."""
+    files = len(daemon.open_files())
+    yield daemon
+    daemon.check_idle(files)
+
+
 def worker_name(lease_id: int) -> str:
     """What a worker is called in /proc: the kernel keeps 15 bytes."""
     return f"gpul-{WorkerSpec(lease_id, '', 1, False).to_map()['lease']}"[:15]

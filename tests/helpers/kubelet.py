@@ -137,15 +137,22 @@ class Kubelet:
             env=python_environment(),
         )
 
+    def connect(self, socket: str) -> None:
+        """Call another service from now on."""
+        self._do(f"socket {socket}")
+
     def call(self, method: str, request: bytes = b"") -> bytes:
+        return bytes.fromhex(self._do(f"{method} {request.hex()}"))
+
+    def _do(self, line: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{method} {request.hex()}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         outcome, _, rest = self._process.stdout.readline().strip("\n").partition(" ")
         if outcome != "ok":
             raise CallFailed(rest)
-        return bytes.fromhex(rest)
+        return rest
 
     def _ask(self, verb: str, claims: tuple[Claim, ...], version: str) -> dict[str, dict[int, list[bytes]]]:
         request = encode(
@@ -278,18 +285,15 @@ class Node:
 
     def connect(self) -> None:
         """Start a kubelet that finds the driver's service by the registration."""
-        registrar = Kubelet(self.sockets[1])
-        try:
-            info = decode(registrar.call("/pluginregistration.Registration/GetInfo"))
-            assert info[1] == [b"DRAPlugin"]
-            assert info[2] == [DRIVER.encode()]
-            services = [b"v1.DRAPlugin", b"v1beta1.DRAPlugin", b"v1.DRAResourceHealth", b"v1alpha1.DRAResourceHealth"]
-            assert info[4] == services
-            registered = b"\x08\x01"
-            assert registrar.call("/pluginregistration.Registration/NotifyRegistrationStatus", registered) == b""
-        finally:
-            registrar.close()
-        self.kubelet = Kubelet(Path(info[3][0].decode()))
+        self.kubelet = Kubelet(self.sockets[1])
+        info = decode(self.kubelet.call("/pluginregistration.Registration/GetInfo"))
+        assert info[1] == [b"DRAPlugin"]
+        assert info[2] == [DRIVER.encode()]
+        services = [b"v1.DRAPlugin", b"v1beta1.DRAPlugin", b"v1.DRAResourceHealth", b"v1alpha1.DRAResourceHealth"]
+        assert info[4] == services
+        registered = b"\x08\x01"
+        assert self.kubelet.call("/pluginregistration.Registration/NotifyRegistrationStatus", registered) == b""
+        self.kubelet.connect(info[3][0].decode())
 
     def stop(self, *, kill: bool = False) -> None:
         """End the driver, in good order or as a crash does. Prepared claims stay."""

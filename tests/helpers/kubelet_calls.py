@@ -1,5 +1,7 @@
 """`python -m helpers.kubelet_calls SOCKET`: does gRPC calls for a test, each a line "METHOD HEX" on its input.
 
+A line "socket PATH" directs the calls after it to another socket.
+
 A process of its own, because gRPC keeps threads and descriptors for as long as its process lives. It prints "ok HEX" or
 "failed CODE DETAILS" for each call; of "stream:METHOD" it prints the first answer. Bytes go through as they are: the
 test has its own encoding.
@@ -15,10 +17,16 @@ CALL_LIMIT_S = 45.0
 
 
 def main() -> None:
-    with grpc.insecure_channel(f"unix:{sys.argv[1]}") as channel:
+    channel = grpc.insecure_channel(f"unix:{sys.argv[1]}")
+    try:
         for line in sys.stdin:
             method, _, body = line.strip().partition(" ")
             try:
+                if method == "socket":
+                    channel.close()
+                    channel = grpc.insecure_channel(f"unix:{body}")
+                    print("ok", flush=True)
+                    continue
                 if method.startswith("stream:"):
                     stream: Any = channel.unary_stream(
                         method.removeprefix("stream:"), request_serializer=bytes, response_deserializer=bytes
@@ -34,6 +42,8 @@ def main() -> None:
                 print("ok", call(bytes.fromhex(body), timeout=CALL_LIMIT_S).hex(), flush=True)
             except grpc.RpcError as error:
                 print("failed", error.code().name, error.details(), flush=True)
+    finally:
+        channel.close()
 
 
 if __name__ == "__main__":
