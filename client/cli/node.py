@@ -16,7 +16,7 @@ from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.counts import counted
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import MAX_TEXT_BYTES
-from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRef, LeaseRevoke
+from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseMove, LeaseRef, LeaseRevoke
 
 _NONCE: Final = re.compile("[0-9a-f]{32}")
 _table_or_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -189,11 +189,21 @@ def _state(lease: Report) -> str:
     park = lease.get("park") or {}
     if left_ms is None and park.get("phase") not in (None, "resident"):
         # On its way, or in the host's memory; an operation that waits for it brings it back.
-        since_ms = park.get("parked_for_ms")
-        return f"{lease['state']} ({park['phase']}{'' if since_ms is None else ' ' + seconds_text(since_ms / 1000)})"
+        return f"{lease['state']} ({_park_text(park)})"
     return (
         lease["state"] if left_ms is None else f"{lease['state']} (unconnected, ends in {seconds_text(left_ms / 1000)})"
     )
+
+
+def _park_text(park: Report) -> str:
+    """Describe where the session of a lease is that is not on its card."""
+    since_ms = park.get("parked_for_ms")
+    words = [f"{park['phase']}{'' if since_ms is None else ' ' + seconds_text(since_ms / 1000)}"]
+    if park.get("depth") not in (None, "warm"):
+        words.append(str(park["depth"]))
+    if park.get("stays_here"):
+        words.append(f"warm only: {park['stays_here']}")
+    return ", ".join(words)
 
 
 @click.command()
@@ -229,17 +239,37 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
 
 @click.command()
 @lease_id_argument()
+@click.option("--cold", is_flag=True, help="End its process too, so that nothing of it stays on the card.")
 @_words_or_json
-def park(lease_id: LeaseId, as_json: bool) -> None:
+def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
     """Move the memory of a parkable lease's session to the host's memory, and give its card's bytes to others.
 
-    Its next operation brings it back. Waits until the card shows the bytes free.
+    Its next operation brings it back. Waits until the card shows the bytes free; with --cold, until its process is
+    being ended.
     """
-    parked = ask(Opcode.LEASE_PARK, LeaseRef(lease_id))
+    parked = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, None)) if cold else ask(Opcode.LEASE_PARK, LeaseRef(lease_id))
     if as_json:
         click.echo(json.dumps({"lease_id": str(lease_id), "moved_bytes": parked.moved_bytes}))
     else:
         click.echo(shown(f"Lease {lease_id} is parked: {size_text(parked.moved_bytes)} are in the host's memory."))
+
+
+@click.command()
+@lease_id_argument()
+@click.option("--device", required=True, help="The card to move it to: its UUID or index.")
+@_words_or_json
+def move(lease_id: LeaseId, device: str, as_json: bool) -> None:
+    """Move the session of a parkable lease to another card of this node.
+
+    Its connections, handles and device addresses stay. Waits until the session is whole on that card.
+    """
+    moved = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, device))
+    if as_json:
+        report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
+        click.echo(json.dumps({"lease_id": str(lease_id)} | report))
+    else:
+        how = f"{size_text(moved.moved_bytes)} in {seconds_text(moved.took_us / 1_000_000)}"
+        click.echo(shown(f"Lease {lease_id} is on card {moved.card_uuid}: {how}."))
 
 
 def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:

@@ -116,6 +116,11 @@ class ParkReport(TypedDict):
         host_bytes: Host memory that is held for it.
         is_awaited: An operation waits for its return.
         parks: Number of times that it was parked under this daemon.
+        depth: How much of a parked session has left the card: warm (its process keeps a context there), leaving, cold
+            (nothing is left, and it has no process), arriving or adopting (a new process takes it). Absent like the
+            next two with an older daemon.
+        stays_here: Why a parked session can't leave its process; "" if it can, or nobody has tried.
+        is_moving: It is being moved to another card.
     """
 
     phase: Literal["resident", "parking", "proving", "parked", "returning"]
@@ -127,6 +132,9 @@ class ParkReport(TypedDict):
     host_bytes: int
     is_awaited: bool
     parks: int
+    depth: NotRequired[Literal["warm", "leaving", "cold", "arriving", "adopting"]]
+    stays_here: NotRequired[str]
+    is_moving: NotRequired[bool]
 
 
 class ConnectionReport(TypedDict):

@@ -1,6 +1,7 @@
 """Sessions that leave their worker: another one continues them, on the same card or another, with all they have."""
 
 import contextlib
+import json
 import os
 import signal
 import struct
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from gpulease.client import (
     Busy,
@@ -23,8 +25,10 @@ from gpulease.client import (
     Revoked,
     Unsupported,
 )
+from gpulease.client.cli.__main__ import main
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef, LeaseRevoke
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
@@ -299,3 +303,16 @@ def test_a_killed_broker_accounts_for_every_byte(lasting: LastingDaemon, step: s
 def suppressed(call: Callable[..., object], *arguments: object) -> None:
     with contextlib.suppress(Exception):
         call(*arguments)
+
+
+def test_the_commands_park_cold_and_move_and_the_list_says_so(
+    node: Daemon, lease: GpuLease, session: GpuSession
+) -> None:
+    env = {ADDRESS_VARIABLE: node.address}
+    session.sync()
+    time.sleep(0.1)
+    parked = CliRunner().invoke(main, ["park", str(lease.lease_id), "--cold"], env=env)
+    assert (parked.exit_code, "are in the host's memory" in parked.output) == (0, True), parked.output
+    assert "cold)" in CliRunner().invoke(main, ["leases"], env=env | {"COLUMNS": "250"}).output
+    moved = CliRunner().invoke(main, ["move", str(lease.lease_id), "--device", "1", "--json"], env=env)
+    assert json.loads(moved.output)["card_uuid"] == cards(node.address)[1]["uuid"]
