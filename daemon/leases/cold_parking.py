@@ -9,7 +9,9 @@
 3. The session returns as from a warm park: charged in full, in the queue of acquires. Once it has its room, a warm
    context or a new worker is ordered, and adopts the image. If that worker ends before it gets the image, the session
    is cold as before. If it ends with the image, the lease ends: what the session did is unknown.
-4. A session that would have other addresses, functions or memory than before is not resumed: its lease ends.
+4. A session that would have other addresses, functions or memory than before is not resumed. A worker of the other
+   kind is tried, because the addresses of a context that was made ahead may differ from those of a new one. If there is
+   none, or the session does not fit it either, the lease ends.
 5. A move is a cold park and a return to another card. It changes the card of the lease while it is charged nothing.
 6. The image lives in the broker's process. A table that restores a lease which was cold ends it.
 """
@@ -60,8 +62,8 @@ class ContextPool(Protocol):
     ) -> None:
         """Drop a lease's worker, which holds these bytes, as a context of the pool; the lease has none from then on."""
 
-    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Give a lease without a worker a warm context of its card, if one is ready."""
+    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+        """Give a lease without a worker a warm context of its card; return whether one was ready."""
 
 
 class ColdParking:
@@ -182,7 +184,12 @@ class ColdParking:
         """Order a worker for a cold session that has its room."""
         state.depth, state.ordered_ns = ParkDepth.ARRIVING, now_ns
         state.due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
-        self._pool.give_to(lease, now_ns, out)
+        # A warm context first, but after one that the session did not fit a new worker.
+        is_second = state.misfit is not None
+        state.is_on_warm = state.misfit is not True and self._pool.give_to(lease, now_ns, out)
+        if is_second and state.is_on_warm == state.misfit:
+            self._end_misfit(lease, "no worker of another kind is ready", now_ns, out)
+            return
         out.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
         self._arm(lease, state.due_ns, out)
 
@@ -222,7 +229,7 @@ class ColdParking:
 
     def on_returned(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         """Note that a session is whole, wherever it was."""
-        state.depth = ParkDepth.WARM
+        state.depth, state.misfit = ParkDepth.WARM, None
         if state.move is not None:
             self._end_move(lease, state, now_ns, out)
 
@@ -231,14 +238,23 @@ class ColdParking:
         state = lease.park
         if state is None or not event.is_mismatch:
             if state is not None:
-                state.depth = ParkDepth.WARM
+                state.depth, state.misfit = ParkDepth.WARM, None
             self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), out)
             return False
-        out.append(ParkFailed(lease.snapshot(), None, event.reason, is_mismatch=True))
-        self._condemn(
-            lease, Cause.FAULTED, f"its session can't continue in another process: {event.reason}", now_ns, out
-        )
+        if state.misfit is not None:
+            self._end_misfit(lease, event.reason, now_ns, out)
+            return True
+        # The broker has the image still: the worker has served nothing of the session.
+        out.append(ParkFailed(lease.snapshot(), None, event.reason))
+        state.misfit = state.is_on_warm
+        self._drop_worker(lease, state, now_ns, out)
+        state.is_awaited = True
+        self._await_return(lease, state, now_ns, out)
         return True
+
+    def _end_misfit(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        out.append(ParkFailed(lease.snapshot(), None, reason, is_mismatch=True))
+        self._condemn(lease, Cause.FAULTED, f"its session can't continue in another process: {reason}", now_ns, out)
 
     # --- moves ---
 

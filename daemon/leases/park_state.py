@@ -112,6 +112,8 @@ class ParkState:
         depth: How much of it has left the card.
         stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.
+        is_on_warm: The worker that was ordered for its return had been made ahead.
+        misfit: The same of the worker that it did not fit in this return; None without one.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT
@@ -132,6 +134,8 @@ class ParkState:
     depth: ParkDepth = ParkDepth.WARM
     stays_here: str = ""
     move: Move | None = None
+    is_on_warm: bool = False
+    misfit: bool | None = None
 
     @property
     def is_off(self) -> bool:

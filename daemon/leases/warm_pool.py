@@ -248,14 +248,15 @@ class WarmPool:
         out.append(RenameWorker(lease.lease_id, context.warm_id))
         self._drop(context, f"the session of lease {lease.lease_id:032x} has left it", now_ns, out)
 
-    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Give a lease without a worker a context of its card that served no tenant, if one is ready."""
+    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+        """Give a lease without a worker a context of its card that served no tenant; return whether one was ready."""
         account = self._account(lease.card_uuid)
         context = _choose(account.warm.values())
         if context is not None:
             self._store.remove_warm(context)
             out.append(RenameWorker(context.warm_id, lease.lease_id))
             self._refills[lease.card_uuid].was_taken(now_ns)
+        return context is not None
 
     # --- the whole pool ---
 

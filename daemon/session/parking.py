@@ -301,6 +301,7 @@ class SessionParking:
     Attributes:
         outbox: Messages for the broker.
         refusal: How a request is refused that can't wait for the return.
+        is_misfit: It came from another process and would not be what it was: nothing of it may be served.
     """
 
     def __init__(
@@ -322,6 +323,7 @@ class SessionParking:
         self._wanted_ns: int | None = None
         self.refusal = _PARKED
         self._finish: Callable[[], None] | None = None
+        self.is_misfit = False
 
     @property
     def is_parked(self) -> bool:
@@ -452,8 +454,8 @@ class SessionParking:
         except DriverError as error:
             if isinstance(error, KernelFault):
                 self._resources.keep_fault(error)
-            is_mismatch = isinstance(error, ImageMismatch)
-            self.outbox.append(ReturnFailedReport(order.number, str(error), is_mismatch))
+            self.is_misfit = isinstance(error, ImageMismatch)
+            self.outbox.append(ReturnFailedReport(order.number, str(error), self.is_misfit))
         else:
             self._resources.is_parked, self._report = False, None
             self._counters[Counter.PARK_NUMBER] = 0

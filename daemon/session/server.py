@@ -475,9 +475,12 @@ class SessionServer:
             finally:
                 received.close()
         except (DriverError, Refused, UnreadableImage, OSError) as error:
+            # Whatever it has made of the session by now is not served.
+            self._has_left = True
             parking.report(ReturnFailedReport(order.number, str(error), True))
             return
         parking.bring_back(ReturnOrder(order.number))
+        self._has_left = parking.is_misfit
 
     def _take_over(self, number: int, received: ReceivedImage) -> None:
         """Make the session of an image, parked as it was. Raises DriverError, UnreadableImage or OSError."""

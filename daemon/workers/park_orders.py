@@ -171,9 +171,12 @@ class ParkOrders:
                 self._post(ReturnWanted(lease_id, message.number))
             case messages.ReturnedReport():
                 moved_bytes = min(message.moved_bytes, lease.size_bytes + self._allowance_bytes)
+                self._workers.images.on_adopted(lease_id, self._workers.worker(lease_id))
                 self._post(SessionReturned(lease_id, message.number, moved_bytes))
             case messages.ReturnFailedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
+                images, worker = self._workers.images, self._workers.worker(lease_id)
+                (images.on_mismatch if message.is_mismatch else images.on_adopted)(lease_id, worker)
                 self._post(SessionReturnFailed(lease_id, message.number, reason, message.is_mismatch))
             case messages.ImagedReport():
                 self._workers.images.on_imaged(lease_id, message)

@@ -49,6 +49,7 @@ class _Image:
         memory: What the worker sent with the image, and the two descriptors.
         connections: Each connection's message, and its descriptors, the socket first.
         is_kept: The session has no worker any more.
+        is_lent: A new worker is adopting it.
         link: The page with the words of the lease, which clients map.
         counted: The counters that its last worker reported.
         held: New connections, each with its socket.
@@ -60,6 +61,7 @@ class _Image:
     memory: tuple[ImageMemory, list[int]] | None = None
     connections: list[tuple[ImageConnection, list[int]]] = field(default_factory=list)
     is_kept: bool = False
+    is_lent: bool = False
     link: RegionLink | None = None
     counted: tuple[int, ...] = ()
     held: list[tuple[int, AttachOrder]] = field(default_factory=list)
@@ -140,7 +142,7 @@ class SessionImages:
     def watch(self, lease_id: int) -> None:
         """Report the next client that sends something, or that goes."""
         image = self._images.get(lease_id)
-        if image is None or not image.is_kept or image.watched:
+        if image is None or not image.is_kept or image.is_lent or image.watched:
             return
         loop = asyncio.get_running_loop()
         # A descriptor that can't be watched is not a socket: the next worker finds that out.
@@ -158,7 +160,7 @@ class SessionImages:
 
     def _ask_again(self, lease_id: int) -> None:
         image = self._images.get(lease_id)
-        if image is not None and image.is_kept and image.held:
+        if image is not None and image.is_kept and image.held and not image.is_lent:
             self._post(ReturnWanted(lease_id, image.number))
         self.watch(lease_id)
 
@@ -187,7 +189,7 @@ class SessionImages:
             image.held.append((os.dup(sock_fd), attach))
         except OSError:
             return False
-        if image.is_kept:
+        if image.is_kept and not image.is_lent:
             self._post(ReturnWanted(lease_id, image.number))
         return True
 
@@ -205,7 +207,9 @@ class SessionImages:
         image = self._images.get(lease_id)
         if image is None or not image.is_kept or image.memory is None:
             return False
+        # It stays here until the worker has the session whole.
         self._unwatch(image)
+        image.is_lent = True
         try:
             ours, theirs = channel_pair()
         except OSError:
@@ -223,12 +227,23 @@ class SessionImages:
                 send_message(worker.channel, order.to_map(), (theirs.fileno(),))
             except (OSError, ChannelClosed):
                 return False
-        # Connections that are new come behind the image: the worker attaches them afterwards.
         worker.page.open_session()
         worker.counted = image.counted
-        self._hand_over_held(image, worker)
-        self.discard(lease_id)
         return True
+
+    def on_adopted(self, lease_id: int, worker: Worker | None) -> None:
+        """Discard the image of a session that a worker has adopted, and give the worker what came meanwhile."""
+        image = self._images.get(lease_id)
+        if image is not None and image.is_lent:
+            self.stay(lease_id, worker)
+
+    def on_mismatch(self, lease_id: int, worker: Worker | None) -> None:
+        """Take a session back that did not fit the worker which was to adopt it, and which has served nothing of it."""
+        image = self._images.get(lease_id)
+        if image is not None and image.is_lent:
+            image.is_lent = False
+            if worker is not None:
+                image.link, worker.regions = worker.regions, None
 
     def _give_words(self, image: _Image, worker: Worker) -> None:
         """Give the worker the page with the words that the session's clients map. Raises OSError."""

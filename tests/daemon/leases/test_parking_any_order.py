@@ -163,6 +163,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.table = LeaseTable(CARDS.values(), LIMITS, warm)
         # The number of the park of each session whose image the broker has.
         self.images: dict[int, int] = {}
+        self.lent: set[int] = set()
         self.imaged: dict[int, int] = {}
         self.disk = Disk()
         self.now_ns = 10_000 * MS
@@ -180,6 +181,11 @@ class ParkingAnyOrder(RuleBasedStateMachine):
     # --- the shell ---
 
     def send(self, event: Event) -> list[Effect]:
+        # The broker keeps an image until the worker that adopts it has the session whole.
+        if isinstance(event, SessionReturned | SessionReturnFailed) and event.lease_id in self.lent:
+            self.lent.discard(event.lease_id)
+            if isinstance(event, SessionReturned) or not event.is_mismatch:
+                self.images.pop(event.lease_id, None)
         before = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
@@ -226,13 +232,15 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     self.workers[lease_id].orders.append(effect)
             case LeaveSession(lease_id) | StaySession(lease_id) | AdoptSession(lease_id):
                 if isinstance(effect, AdoptSession):
-                    assert self.images.pop(lease_id) == effect.number, "an image was adopted that is not there"
+                    assert self.images.get(lease_id) == effect.number, "an image was adopted that is not there"
+                    self.lent.add(lease_id)
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
             case ProveRegion():
                 self.proofs = [one for one in self.proofs if one.region_id != effect.region_id] + [effect]
             case LeaseEnded(lease):
                 self.images.pop(lease.lease_id, None)
+                self.lent.discard(lease.lease_id)
                 self.ended[lease.lease_id] = self.ended.get(lease.lease_id, 0) + 1
                 if lease.parent_id in self.workers:
                     self.return_region(self.workers[lease.parent_id], lease.lease_id)
@@ -282,7 +290,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 worker.has_left, self.imaged[lease_id] = True, number
                 worker.answers.append(SessionImaged(lease_id, number, 1000))
             case AdoptSession(lease_id, number):
-                if luck % 11 == 1:
+                if luck % 5 == 1:
                     worker.answers.append(SessionReturnFailed(lease_id, number, "it moved", is_mismatch=True))
                     return
                 worker.is_new, worker.park, worker.has_memory = False, number, True
@@ -410,8 +418,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
 
     @rule(pick=ANY)
     def client_of_a_cold_session_works(self, pick: int) -> None:
-        if self.images:
-            lease_id = list(self.images)[pick % len(self.images)]
+        if kept := [lease_id for lease_id in self.images if lease_id not in self.lent]:
+            lease_id = kept[pick % len(kept)]
             self.send(ReturnWanted(lease_id, self.images[lease_id]))
 
     @rule(pick=ANY, card=st.sampled_from([None, "0", "1", "no card"]), is_operator=st.booleans())
@@ -503,7 +511,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.ended, self.records = self.before_last
         contents = self.disk.read()
         self.table = LeaseTable(CARDS.values(), LIMITS, self.warm, contents.recovered())
-        self.images = {}
+        self.images, self.lent = {}, set()
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
         for kept in contents.leases:
             self.send(LeaseRestored(kept, has_worker=kept.lease_id in self.workers, has_session=True))

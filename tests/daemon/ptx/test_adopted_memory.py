@@ -1,0 +1,78 @@
+"""A parked context's memory and modules, adopted by another context: at the same addresses, or not at all."""
+
+import struct
+
+import pytest
+
+from gpulease.daemon.drivers.interface import ImageMismatch
+from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.ptx.memory import PARKABLE_ADDRESS
+from helpers.pointers import POINTERS
+
+SLICE = 1 << 20
+
+
+def parkable() -> CpuContext:
+    context = CpuContext(SLICE)
+    context.make_parkable(SLICE)
+    return context
+
+
+def test_another_context_continues_where_the_first_one_was_parked() -> None:
+    host = memoryview(bytearray(SLICE))
+    first = parkable()
+    kept, freed = first.mem_alloc(1000), first.mem_alloc(1000)
+    first.mem_free(freed)
+    first.mem_write(kept, memoryview(b"weights"))
+    module = first.module_load(POINTERS)
+    place, (variable, size) = first.module_place(module), module.variable("kept")
+    first.mem_write(variable, memoryview(struct.pack("<Q", 41)))
+    first.park(host, lambda end: None)
+    state = first.parked_state()
+    # While the first one has the addresses, no other can have them.
+    with pytest.raises(ImageMismatch, match="would begin at"):
+        parkable().adopt_parked(state, host)
+    first.close()
+    second = parkable()
+    second.adopt_parked(state, host)
+    adopted = second.adopt_module(POINTERS, place)
+    second.unpark()
+    assert kept >= PARKABLE_ADDRESS
+    assert adopted.variable("kept") == (variable, size)
+    counted, back = second.mem_alloc(8), bytearray(7)
+    second.mem_read(kept, memoryview(back))
+    assert bytes(back) == b"weights"
+    # The freed block is the next one, as it would have been, and it is zeroed.
+    block = bytearray(1000)
+    assert second.mem_alloc(1000) == freed
+    second.mem_read(freed, memoryview(block))
+    assert block == bytearray(1000)
+    second.launch(adopted.kernels["count"], (1, 1, 1), (1, 1, 1), 0, struct.pack("<Q", counted), 1)
+    second.sync()
+    second.mem_read(counted, memoryview(word := bytearray(8)))
+    assert struct.unpack("<Q", word) == (42,)
+    second.close()
+
+
+def test_a_module_with_other_variables_is_refused() -> None:
+    context = parkable()
+    place = context.module_place(context.module_load(POINTERS))
+    with pytest.raises(ImageMismatch, match="other variables"):
+        context.adopt_module(OTHER, place)
+    context.close()
+
+
+OTHER = b"""
+.version 8.0
+.target sm_75
+.address_size 64
+.visible .entry nothing() { ret; }
+"""
+
+
+def test_state_that_is_no_state_is_refused() -> None:
+    context = parkable()
+    for state in (b"", b"\\x93\\x01\\x80\\x90", b"\\xff" * 20):
+        with pytest.raises(ImageMismatch):
+            context.adopt_parked(state, memoryview(bytearray(16)))
+    context.close()
