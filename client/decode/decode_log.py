@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gpulease.client.errors import GpuLeaseError
+from gpulease.protocol.foreign_text import shortened
 from gpulease.protocol.log_budget import LogBudget
 from gpulease.protocol.time_units import NS_PER_S
 
@@ -96,6 +97,5 @@ def cause_of(error: BaseException) -> str:
 def _shown(value: Field) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
-    text = str(value)
-    text = text if len(text) <= MAX_TEXT_CHARACTERS else text[:MAX_TEXT_CHARACTERS] + "…"
+    text = shortened(str(value), MAX_TEXT_CHARACTERS)
     return text if _WORD.fullmatch(text) else json.dumps(text)

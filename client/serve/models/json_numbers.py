@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
+from gpulease.protocol.foreign_text import shortened
+
 FORMATS: Final = {
     "f16": "e",
     "f32": "f",
@@ -111,7 +113,7 @@ def _shown(value: Any) -> str:
         text = json.dumps(value)
     except ValueError:
         text = "an integer of thousands of digits"
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return shortened(text, _SHOWN_CHARS)
 
 
 def _no_number(text: str) -> NoReturn:

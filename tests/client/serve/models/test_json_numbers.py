@@ -68,7 +68,7 @@ def test_the_numbers_are_the_kernels(kind: str, data: st.DataObject) -> None:
         (b'{"input": [true, 1]}', "f32", ": value 0 must be f32, not true."),
         (b'{"input": [null, 1]}', "f32", "not null."),
         (b'{"input": ["1", 1]}', "f32", 'not "1".'),
-        (asked(["x" * 900, 1]), "f32", "xxx..."),
+        (asked(["x" * 900, 1]), "f32", "xxx…"),
         (b'{"input": []}', "f32", "The input must have 2 numbers, not 0."),
         (b'{"input": [1]}', "f32", "The input must have 2 numbers, not 1."),
         (b'{"input": [[1, 2], [1]]}', "f32", "Item 1 must have 2 numbers, not 1."),
