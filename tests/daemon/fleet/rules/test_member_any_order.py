@@ -194,15 +194,23 @@ def test_the_machine_catches_claims_under_etcds_own_leases() -> None:
         fleet.advance(16)
 
 
-@pytest.mark.parametrize(
-    "design",
-    [Design.TRUST, pytest.param(Design.NOCAP, marks=pytest.mark.exhaustive)],
-)
-def test_the_machine_catches_a_broken_design(design: Design) -> None:
-    class BrokenOrder(FleetOrder):
-        pass
+def test_the_machine_catches_deadlines_without_a_cap() -> None:
+    fleet = Fleet(seed=0, rates=[1 - TERMS.rho] * 4, design=Design.NOCAP)
+    fleet.advance(1)
+    # A node is cut off while it holds a name that another waits for.
+    fleet.want(fleet.nodes["n0"], "model-a", 0)
+    fleet.advance(0.3)
+    fleet.nodes["n0"].is_cut = True
+    fleet.advance(10)
+    fleet.want(fleet.nodes["n1"], "model-a", 100)
+    with pytest.raises(Broken, match="model-a lives on n0 and n1"):
+        fleet.advance(TERMS.horizon_s * 2)
 
-    BrokenOrder.design = design
+
+def test_the_machine_catches_a_node_that_trusts_its_key() -> None:
+    class BrokenOrder(FleetOrder):
+        design = Design.TRUST
+
     found = settings(
         FEW,
         max_examples=2_000,
