@@ -274,10 +274,11 @@ def test_work_that_is_longer_than_a_turn_begins_in_it(timed: Timed) -> None:
 
 def test_turns_that_are_to_come_are_waited_for(timed: Timed) -> None:
     begin = time.monotonic_ns() + 200 * MS
-    timed.limit(queue_bound_ns=FAR, turn_begin_ns=begin, turn_ns=10 * MS, turn_period_ns=FAR)
+    timed.limit(queue_bound_ns=FAR, turn_begin_ns=begin, turn_ns=FAR // 2, turn_period_ns=FAR)
     timed.launch(1)
     timed.sync()
-    assert begin <= timed.claims().last_busy_from_ns <= begin + 10 * MS + HOST_NS
+    assert timed.claims().last_busy_from_ns >= begin
+    assert timed.claims().held_back_ns > 100 * MS
 
 
 @contextmanager
