@@ -35,8 +35,8 @@ TURN_QUEUE_NS: Final = 200 * NS_PER_US
 _SATURATES: Final = 0.95
 """A session that works or waits in this part of the time saturates the card."""
 
-_LEAST_USE: Final = 0.85
-"""The part of the time in which a session works or waits, if it is to get more turns."""
+_MOST_IDLE: Final = 0.15
+"""The time in which a session neither works nor waits, in parts of its turns, if it is to get more of them."""
 
 _LEAST_TURN_USE: Final = 0.5
 """The part of its turns in which a session works, if it is to get more of them: a long kernel may leave less of a turn
@@ -144,10 +144,10 @@ class Turns:
         if (turn := self._turns.get(session)) is not None:
             busy_ns, held_ns = self._before[session]
             busy_ns, held_ns = one.time.busy_ns - busy_ns, one.time.held_ns - held_ns
-            # It has to have worked or waited all the time, and used its turn if there was one.
-            is_eager = busy_ns + held_ns >= (now_ns - self._since_ns) * _LEAST_USE
+            # It has to have worked or waited, but for a part of its turn, and used its turn if there was one.
             due_ns = turn.time_between(self._since_ns, now_ns)
-            if is_eager and (busy_ns >= due_ns * _LEAST_TURN_USE or due_ns < MIN_TURN_NS):
+            idle_ns = now_ns - self._since_ns - busy_ns - held_ns
+            if idle_ns <= due_ns * _MOST_IDLE and (busy_ns >= due_ns * _LEAST_TURN_USE or due_ns < MIN_TURN_NS):
                 return True
             self._barred[session] = now_ns + _BAR_NS
         if self._barred.get(session, 0) > now_ns:
