@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
-from gpulease.daemon.leases.time_turns import TURN_QUEUE_NS, Taker, Turns
+from gpulease.daemon.leases.time_turns import TURN_QUEUE_NS, Taker, Turn, Turns
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
 
 Key = int | str
@@ -179,18 +179,7 @@ class TimeShares:
             targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns)
         # Step 3: turns for those that saturate the card.
         if shares:
-            takers = {
-                one.session: Taker(
-                    one.time,
-                    self._shares[one.session],
-                    targets.get(one.session, demands[one.session]),
-                    is_capped=one.tenant in self._at_cap,
-                    is_limited=self._is_spent(one),
-                )
-                for one in sessions
-                if one.latency_word is None or one.tenant not in self._obeyed
-            }
-            self._turns.update(now_ns, more_ns, round_ns, takers)
+            self._share_turns(now_ns, more_ns, round_ns, sessions, targets, demands)
         else:
             self._turns.clear()
         # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card as it likes.
@@ -214,14 +203,7 @@ class TimeShares:
             own_word = words.get(one.session, 0)
             limits = self._limits(now_ns, allowances.get(one.session, 0), own_word)
             if one.session in self._turns:
-                turn = self._turns[one.session]
-                limits = limits._replace(
-                    queue_bound_ns=min(limits.queue_bound_ns or TURN_QUEUE_NS, TURN_QUEUE_NS),
-                    until_ns=now_ns + LAPSE_NS,
-                    turn_begin_ns=turn.begin_ns,
-                    turn_ns=turn.length_ns,
-                    turn_period_ns=turn.period_ns,
-                )
+                limits = _in_turns(limits, self._turns[one.session], now_ns)
             found[one.session] = limits
         return found
 
@@ -236,6 +218,29 @@ class TimeShares:
             return TimeLimits()
         patience_ns = LATENCY_PATIENCE_NS if mask else 0
         return TimeLimits(allowance_ns, queue_bound_ns, mask, patience_ns, now_ns + LAPSE_NS)
+
+    def _share_turns(
+        self,
+        now_ns: int,
+        more_ns: int,
+        round_ns: int,
+        sessions: Sequence[SharedSession],
+        targets: Mapping[int, float],
+        demands: Mapping[int, float],
+    ) -> None:
+        """Decide who takes turns; a latency session that is obeyed works when it likes."""
+        takers = {
+            one.session: Taker(
+                one.time,
+                self._shares[one.session],
+                targets.get(one.session, demands[one.session]),
+                is_capped=one.tenant in self._at_cap,
+                is_limited=self._is_spent(one),
+            )
+            for one in sessions
+            if one.latency_word is None or one.tenant not in self._obeyed
+        }
+        self._turns.update(now_ns, more_ns, round_ns, takers)
 
     def _targets(
         self,
@@ -361,6 +366,17 @@ class TimeShares:
             if owed_ns >= (_OVERDRAWN_NS if tenant in self._obeyed or tenant not in before else 0.0):
                 obeyed.add(tenant)
         self._obeyed = obeyed
+
+
+def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:
+    """Return limits with a session's turns."""
+    return limits._replace(
+        queue_bound_ns=min(limits.queue_bound_ns or TURN_QUEUE_NS, TURN_QUEUE_NS),
+        until_ns=now_ns + LAPSE_NS,
+        turn_begin_ns=turn.begin_ns,
+        turn_ns=turn.length_ns,
+        turn_period_ns=turn.period_ns,
+    )
 
 
 def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
