@@ -98,8 +98,11 @@ class SessionImages:
     def on_imaged(self, lease_id: int, report: ImagedReport) -> None:
         """Take the image that a worker reports out of its channel."""
         image = self._images.get(lease_id)
+        # Ignore the report of a leave that was given up, or that another one has replaced.
         if image is None or image.channel is None or image.number != report.number:
             return
+        # The worker sends everything before it reports, so the channel never blocks. The worker runs the tenant's work
+        # and may have been taken over: what does not parse is dropped, and the session stays with its worker.
         try:
             self._read(image, image.channel, report.connections)
         except (ChannelClosed, BlockingIOError, MalformedMessage, ValueError) as error:
@@ -111,6 +114,7 @@ class SessionImages:
         self._post(SessionImaged(lease_id, report.number, report.image_bytes))
 
     def _read(self, image: _Image, channel: socket.socket, connections: int) -> None:
+        # First the memory, with its descriptor and that of the image; then each connection, with its own.
         message, fds = receive_message(channel)
         memory = parse_message(IMAGE_MESSAGES, message)
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
@@ -131,9 +135,11 @@ class SessionImages:
         if image is None:
             return
         image.is_kept = True
+        # The page that clients map and the counters outlive the worker: the next one continues with them.
         if worker is not None:
             image.link, worker.regions = worker.regions, None
             image.counted = worker.counted
+        # A client that attached during the leave waits already: the session comes back at once.
         if image.held:
             self._post(ReturnWanted(lease_id, image.number))
         else:
@@ -217,6 +223,7 @@ class SessionImages:
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
             ours.setblocking(False)
+            # Everything is in the channel before the order that passes it on, so the worker never waits for a part.
             try:
                 memory, fds = image.memory
                 send_message(ours, memory.to_map(), tuple(fds))
@@ -269,6 +276,7 @@ class SessionImages:
         image = self._images.get(lease_id)
         if image is None or not image.is_kept:
             return
+        # Clients that map the page with the words read the end there; the others get a GOODBYE.
         if image.link is not None and cause:
             image.link.page.end_lease(status, cause, reason)
         goodbye = Failure(status, reason or "the lease has ended").to_frame(Opcode.GOODBYE, request_id=0)

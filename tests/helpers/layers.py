@@ -57,7 +57,7 @@ ROOMS: Final = (
         " decode/supervisor decode/text"
         " http serve/gateway serve/models sync transport verify",
     ),
-    _room("client/verify", TOOL, "__init__ bench console sync"),
+    _room("client/verify", TOOL, ". __init__ bench console sync"),
     _room(
         "client/bench",
         TOOL,
