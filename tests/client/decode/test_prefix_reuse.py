@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
 from gpulease.client.decode.decode_requests import SamplingParameters, TenantConfig
+from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from helpers.daemon import Daemon
@@ -165,6 +166,13 @@ def test_the_end_of_a_region_takes_its_blocks(daemon: Daemon) -> None:
     async def scene(decoder: Decoder) -> None:
         expected = await read(submit(decoder, prompt))
         assert decoder.scheduler.tenants["a"].blocks.kept == 2
+        metrics = DecodeMetrics("ab", lambda: decoder)
+
+        def value(name: str) -> float | None:
+            return metrics.registry.get_sample_value(f"gpulease_decode_{name}", {"tenant": "a"})
+
+        assert (value("blocks_used"), value("blocks_kept"), value("blocks")) == (0, 2, 24)
+        assert (value("reused_prompt_tokens_total"), value("evicted_blocks_total")) == (0, 0)
         daemon.revoke(decoder.regions.pools["a"].region.lease_id)
         after = submit(decoder, prompt)
         assert await read(after) == expected
@@ -172,6 +180,7 @@ def test_the_end_of_a_region_takes_its_blocks(daemon: Daemon) -> None:
         again = submit(decoder, prompt)
         assert await read(again) == expected
         assert again.reused_tokens == 32
+        assert (value("reused_prompt_tokens_total"), value("evicted_blocks_total")) == (64, 0)
         # A region that is left behind takes along what lives, and nothing else.
         lives = submit(decoder, tokens_of(6, 20), most=30)
         await anext(lives)

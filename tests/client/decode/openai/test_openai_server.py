@@ -97,6 +97,17 @@ def test_a_stream_has_the_whole_s_text_and_ends_with_the_counts(client: openai.O
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_a_prompt_s_cached_tokens_are_counted_and_change_nothing(client: openai.OpenAI) -> None:
+    prompt = [7 + 5 * number % 400 for number in range(70)]
+    first, again = (complete(client, prompt=prompt, max_tokens=3, n=2, temperature=0.9, seed=1) for _ in range(2))
+    assert [choice.text for choice in again.choices] == [choice.text for choice in first.choices]
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens_details.cached_tokens == 64
+    assert again.usage.prompt_tokens == first.usage.prompt_tokens == 70
+    *_, last = complete(client, prompt=prompt, max_tokens=3, stream=True, stream_options={"include_usage": True})
+    assert last.usage.prompt_tokens_details.cached_tokens == 64
+
+
 def test_a_chat_and_its_stream(client: openai.OpenAI) -> None:
     whole = chat(client)
     chunks = list(chat(client, stream=True))
