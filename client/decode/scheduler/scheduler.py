@@ -346,11 +346,12 @@ class ContinuousBatchScheduler:
             emit(event(sequence.request, token, position, row))
             if token in sequence.end_tokens:
                 emit(self._finish(sequence, CompletionReason.END_OF_SEQUENCE))
-            elif position > sequence.last:
-                emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
-            elif position >= sequence.grows_at and position < sequence.last and not _grow(sequence):
+            elif position >= sequence.acts_at:
+                if position > sequence.last:
+                    emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
                 # A row at `position` may be under way, but not the one behind it: `plan` finds a block before that.
-                self._short.append(sequence)
+                elif position < sequence.last and not _grow(sequence):
+                    self._short.append(sequence)
         return events
 
     def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
@@ -920,7 +921,7 @@ def _grow(sequence: LiveSequence) -> bool:
     if block is None:
         return False
     sequence.blocks.append(block)
-    sequence.grows_at += PAGE
+    sequence.set_acts_at()
     return True
 
 

@@ -44,7 +44,7 @@ class LiveSequence:
         reused: Positions at its beginning that were computed before: its first row is behind them.
         reusable: Most positions that it may reuse.
         is_following: Whether it waits for another sequence that computes the next block of its prompt.
-        grows_at: The position of an emitted token at which it needs another block.
+        acts_at: The first position of an emitted token at which it ends or needs another block.
         number: Its place in the order of admissions.
         tokens: The prompt's tokens, then the emitted ones.
         prompt: Tokens of the prompt.
@@ -59,10 +59,10 @@ class LiveSequence:
     """
 
     __slots__ = (
+        "acts_at",
         "blocks",
         "end_tokens",
         "filled",
-        "grows_at",
         "is_ended",
         "is_following",
         "is_guided",
@@ -103,9 +103,13 @@ class LiveSequence:
         self.keys: list[bytes] = []
         self.published = self.reused = self.reusable = 0
         self.is_following = False
-        self.grows_at = len(blocks) * PAGE - 1
+        self.set_acts_at()
         self.preemptions = 0
         self.is_ended = False
+
+    def set_acts_at(self) -> None:
+        """Set `acts_at` after a block was added."""
+        self.acts_at = min(len(self.blocks) * PAGE - 1, self.last + 1)
 
     @property
     def length(self) -> int:
