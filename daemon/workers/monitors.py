@@ -220,6 +220,7 @@ class MemoryMonitor:
         if place is None or not pid:
             return
         card_uuid, allowed = place
+        park = self._table.parking.of(lease_id)
         try:
             # A thread, because the driver's library blocks; it is slowest when the card is busy.
             held = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
@@ -227,6 +228,10 @@ class MemoryMonitor:
             reason = str(error)
         else:
             if held <= allowed:
+                return
+            # It was resized, or its session left its card or came back, during the poll: the figures are of two times.
+            if (self._table.submits.may_hold(lease_id), self._table.parking.of(lease_id)) != (place, park):
+                self._again.add(lease_id)
                 return
             reason = (
                 f"the card shows {held} bytes for its process; {allowed} were admitted, the context's share included"

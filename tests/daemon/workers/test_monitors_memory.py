@@ -18,6 +18,7 @@ from gpulease.daemon.leases import (
     LeaseTerms,
     PoolTimerFired,
     Recycling,
+    ResizeRequested,
     SessionCondemned,
     WorkerReady,
     WorkerScrubbed,
@@ -36,10 +37,13 @@ class MadeCards:
     held: int | None
     looks: int = 0
     reserve_bytes: int = 1
+    meanwhile: Callable[[], object] = lambda: None
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         assert (card_uuid, pid) == ("GPU-a", PID)
         self.looks += 1
+        if self.looks == 1:
+            self.meanwhile()
         if self.held is None:
             raise CardsUnavailable("NVML does not show it", hint="Look.")
         return self.held
@@ -103,6 +107,18 @@ def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, ov
             scene.weigher.poll(5)
             await settled(scene, 1)
             assert len(scene.posted) == 1
+
+    run(story)
+
+
+@pytest.mark.parametrize("held", [SIZE + OVERHEAD + 100, SIZE + OVERHEAD + 101])
+def test_what_was_admitted_during_a_look_is_compared_at_the_next(held: int) -> None:
+    async def story() -> None:
+        scene = Scene(MadeCards(held))
+        scene.cards.meanwhile = lambda: scene.table.handle(ResizeRequested(8, 5, "t", SIZE + 100), 1)
+        scene.weigher.poll(5)
+        await settled(scene, 2)
+        assert (scene.cards.looks, len(scene.posted)) == (2, held > SIZE + OVERHEAD + 100)
 
     run(story)
 
