@@ -186,6 +186,10 @@ class SessionServer:
             # Step 4: the broker first, because it may have ended the lease.
             if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
                 return
+            # Another process may serve the session from here on, so nothing more is read of its connections.
+            if self._has_left:
+                self._tell_of_session()
+                continue
             # Step 5: every connection with work gets a turn.
             heard |= self._ready
             self._ready.clear()

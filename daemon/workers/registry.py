@@ -560,7 +560,9 @@ class Workers:
 
     def _remove(self, worker: Worker) -> None:
         del self._workers[worker.spec.lease_id]
-        self._unforked.pop(worker.forked_for, None)
+        # A later worker of the same lease may wait to be forked under this number.
+        if self._unforked.get(worker.forked_for) is worker:
+            del self._unforked[worker.forked_for]
         self._by_serial.pop((worker.zygote, worker.serial), None)
         worker.close()
 

@@ -44,6 +44,7 @@ CONFIG = """
 park_memory = "2GiB"
 overcommit = 4.0
 park_stay_ms = 0
+parks_per_minute = 6000
 """
 
 
@@ -173,6 +174,19 @@ def test_pointers_variables_graphs_streams_and_kept_buffers(node: Daemon, lease:
         np.testing.assert_array_equal(back, numbers(N) * turn + 7)
         assert floats(session.mem_read(buffer, 0, 4))[0] == turn * numbers(N)[0] + 7
     assert variable is None or variable.handle
+
+
+def test_many_returns_while_the_worker_before_still_ends(node: Daemon) -> None:
+    # The next worker of a lease is often requested before the last one is reaped.
+    builder = GpuBuilder(node.address).min_vram(SLICE).parkable().device("1")
+    with builder.acquire() as lease, GpuSession(lease) as session:
+        module, counted, stream = session.module_load(POINTERS), session.mem_alloc(8), session.stream()
+        for turn in range(60):
+            session.sync()
+            move(node.address, lease, None)
+            session.launch(module, "count", [1], [1], count_args(counted), stream=stream)
+            stream.sync()
+            assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (6 + turn,)
 
 
 def test_a_session_with_events_stays_and_says_so(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
