@@ -543,11 +543,18 @@ def test_a_second_interrupt_at_any_point_leaves_nothing(
 
 
 @discards_interrupts
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_second_interrupt_at_any_point_of_an_acquire_leaves_no_lease(every: int, daemon: Daemon) -> None:
+@pytest.mark.parametrize(
+    ("how", "every"),
+    [
+        ("its block", 20),
+        pytest.param("its block", 1, marks=pytest.mark.exhaustive),
+        # The acquire is the block's; a free by hand is another way than the end of a block.
+        pytest.param("acquire", 5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_second_interrupt_at_any_point_of_an_acquire_leaves_no_lease(how: str, every: int, daemon: Daemon) -> None:
     count = 0
-    # The block has every point of an acquire and of a free.
-    for points in InterruptPoints().walk_twice(lambda: acquired_for_a_block(daemon.builder()), lambda _: None, every):
+    for points in InterruptPoints().walk_twice(lambda: ACQUIRING[how](daemon.builder()), lambda _: None, every):
         count += 1
         wait_until(lambda: not daemon.leases(), " and ".join(str(one) for one in points))
     assert count
