@@ -339,6 +339,11 @@ class TimeShares:
 
     def _even_out(self, owed: dict[Key, float], used: Mapping[Key, float]) -> None:
         """Settle between some: their parts of what they used together, less what each used."""
+        if len(used) == 1:
+            # The others have what they want: neither a debt to them nor a credit from them is of use for long.
+            (one,) = used
+            owed[one] = min(0.0, owed[one] + ROUND_NS)
+            return
         parts_ns, used_ns = sum(self._parts[one] for one in used), sum(used.values())
         for one, own_ns in used.items():
             due_ns = used_ns * self._parts[one] / parts_ns if parts_ns else own_ns
