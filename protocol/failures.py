@@ -280,6 +280,12 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             "ended because its session held more of the card than was leased",
             "Acquire a lease with more min_vram, and report it to the operator.",
         ),
+        "unmeasured": LeaseEnd(
+            Status.SESSION_FAILED,
+            "the node could not read how much of the card the session held",
+            "ended because its node could not read how much of the card it held",
+            "The session did nothing wrong: acquire a new lease, on another node if this one fails again.",
+        ),
         "kernel_timeout": LeaseEnd(
             Status.SESSION_FAILED,
             "a kernel ran for longer than the lease allows",

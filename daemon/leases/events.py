@@ -212,7 +212,7 @@ class SessionFaulted:
 
 @dataclass(frozen=True, slots=True)
 class SessionCondemned:
-    """A session broke a rule that ends it; the cause is OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
+    """A monitor ends a session: OVER_SLICE, UNMEASURED, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT is the cause."""
 
     worker_id: int
     cause: Cause

@@ -138,6 +138,7 @@ class Cause(Enum):
     ABANDONED = "abandoned", CauseRow(ends_pending=True, ends_active=False, region=RegionState.FREED)
     SHUTDOWN = "shutdown", CauseRow(ends_pending=True, grace_ms=20)
     OVER_SLICE = "over_slice", _FROM_ACTIVE
+    UNMEASURED = "unmeasured", _FROM_ACTIVE
     KERNEL_TIMEOUT = "kernel_timeout", CauseRow(is_warned=True, is_time_limit=True)
     UNRESPONSIVE = "unresponsive", CauseRow(is_warned=True)
     DRAINED = "drained", CauseRow(ends_pending=True, grace_ms=20)

@@ -187,7 +187,13 @@ class LogEvent(Enum):
     )
     WORKER_NOT_STARTED = LogKind("worker.not_started", WARNING, "no worker can be started", ("lease_id", "reason"))
     WORKER_OVER_SLICE = LogKind(
-        "worker.over_slice", WARNING, "a lease uses more memory than it has", ("lease_id", "reason")
+        "worker.over_slice",
+        WARNING,
+        "a session is ended: it holds more of its card than was leased",
+        ("lease_id", "reason"),
+    )
+    WORKER_UNMEASURED = LogKind(
+        "worker.unmeasured", WARNING, "a session is ended: its card's memory can't be read", ("lease_id", "reason")
     )
     WARM_GONE = LogKind("warm.gone", INFO, "a context made ahead is gone", ("card", "reason"))
     WARM_REFUSED = LogKind(

@@ -145,13 +145,20 @@ PAUSE_S: Final = 0.01
 driver busy with listing processes; what a session takes meanwhile is found that much later."""
 
 
+FAILED_POLL_PAUSE_S: Final = 0.2
+MAX_FAILED_POLLS: Final = 5
+"""Pause before a session is polled again when the card gave no figure, and the polls in a row after which it is ended.
+A driver may fail once and recover; a session whose memory stays unknown must not run on for more than about a second,
+because nothing would then stop it from taking another lease's bytes."""
+
+
 class MemoryMonitor:
     """Condemns sessions that hold more of their card than was admitted.
 
     Allocations are counted before they are made; rules foresee the memory of modules and local memory (drivers/cuda).
     The monitor proves that the rules hold, by the card's own figure for the process. It polls when the driver may have
     taken more, and once a second. It also polls scrubbed contexts that wait for their next lease. A session that holds
-    too much, or that the card gives no figure for, is ended.
+    too much is ended as OVER_SLICE, and one that the card gives no figure for in MAX_FAILED_POLLS polls as UNMEASURED.
 
     Args:
         table: The leases.
@@ -167,6 +174,7 @@ class MemoryMonitor:
         self._post = post
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._again: set[int] = set()
+        self._failed_polls: dict[int, int] = {}
         self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
 
     def start(self) -> None:
@@ -209,10 +217,12 @@ class MemoryMonitor:
         if lease_id in self._again:
             self._again.discard(lease_id)
             self.poll(lease_id)
+        else:
+            self._failed_polls.pop(lease_id, None)
 
     async def _look_and_pause(self, lease_id: int) -> None:
         await self._look(lease_id)
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(FAILED_POLL_PAUSE_S if lease_id in self._failed_polls else PAUSE_S)
 
     async def _look(self, lease_id: int) -> None:
         # It may have ended since the poll was ordered.
@@ -225,14 +235,21 @@ class MemoryMonitor:
             # A thread, because the driver's library blocks; it is slowest when the card is busy.
             held = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         except CardsUnavailable as error:
-            reason = str(error)
+            # One failure may pass. The polls of a lease that ended meanwhile stop by the first check above.
+            failed = self._failed_polls[lease_id] = self._failed_polls.get(lease_id, 0) + 1
+            if failed < MAX_FAILED_POLLS:
+                self._again.add(lease_id)
+                return
+            log_kind, cause, reason = LogEvent.WORKER_UNMEASURED, Cause.UNMEASURED, str(error)
         else:
+            self._failed_polls.pop(lease_id, None)
             if held <= allowed:
                 return
             # It was resized, or its session left its card or came back, during the poll: the figures are of two times.
             if (self._table.submits.may_hold(lease_id), self._table.parking.of(lease_id)) != (place, park):
                 self._again.add(lease_id)
                 return
+            log_kind, cause = LogEvent.WORKER_OVER_SLICE, Cause.OVER_SLICE
             reason = (
                 f"the card shows {held} bytes for its process; {allowed} were admitted, the context's share included"
             )
@@ -240,11 +257,11 @@ class MemoryMonitor:
         if self._workers.is_alive(lease_id):
             owner_id = self._table.submits.lease_of(lease_id) or lease_id
             log_event(
-                LogEvent.WORKER_OVER_SLICE,
+                log_kind,
                 lease_id=owner_id if kind_of(owner_id) is WorkerKind.LEASE else 0,
                 reason=reason,
             )
-            self._post(SessionCondemned(lease_id, Cause.OVER_SLICE, reason))
+            self._post(SessionCondemned(lease_id, cause, reason))
 
 
 FIRST_LOOK_DELAY_S: Final = 0.002

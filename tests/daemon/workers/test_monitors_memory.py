@@ -23,7 +23,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
     WorkerScrubbed,
 )
-from gpulease.daemon.workers.monitors import MemoryMonitor
+from gpulease.daemon.workers.monitors import MAX_FAILED_POLLS, MemoryMonitor
 from gpulease.daemon.workers.registry import Workers
 from helpers.waiting import wait_until
 
@@ -38,12 +38,15 @@ class MadeCards:
     looks: int = 0
     reserve_bytes: int = 1
     meanwhile: Callable[[], object] = lambda: None
+    figure_after: int | None = None
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         assert (card_uuid, pid) == ("GPU-a", PID)
         self.looks += 1
         if self.looks == 1:
             self.meanwhile()
+        if self.held is None and self.looks == (self.figure_after or 0) + 1 and self.figure_after:
+            return SIZE
         if self.held is None:
             raise CardsUnavailable("NVML does not show it", hint="Look.")
         return self.held
@@ -86,27 +89,55 @@ async def settled(scene: Scene, looks: int) -> None:
     assert scene.cards.looks >= looks
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.daemon.workers.monitors.FAILED_POLL_PAUSE_S", 0)
+
+
 @pytest.mark.parametrize(
-    ("held", "alive", "over"),
-    [(SIZE + OVERHEAD, True, False), (SIZE + OVERHEAD + 1, True, True), (None, True, True), (None, False, False)],
+    ("held", "alive", "cause"),
+    [
+        (SIZE + OVERHEAD, True, None),
+        (SIZE + OVERHEAD + 1, True, Cause.OVER_SLICE),
+        (None, True, Cause.UNMEASURED),
+        (None, False, None),
+    ],
 )
-def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, over: bool) -> None:
+def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, cause: Cause | None) -> None:
     async def story() -> None:
         scene = Scene(MadeCards(held), MadeWorkers(alive))
         scene.weigher.poll(5)
         await settled(scene, 1)
-        assert [type(event) for event in scene.posted] == [SessionCondemned] * over
+        assert [type(event) for event in scene.posted] == [SessionCondemned] * (cause is not None)
         for event in scene.posted:
             effects = scene.table.handle(event, 1)
             assert KillWorker(5) in effects
             snapshot = scene.table.get(5)
             assert snapshot is not None
-            assert snapshot.cause is Cause.OVER_SLICE
+            assert snapshot.cause is cause
             assert snapshot.reason
             # The second look at a lease that is over finds nothing to say.
             scene.weigher.poll(5)
             await settled(scene, 1)
             assert len(scene.posted) == 1
+
+    run(story)
+
+
+@pytest.mark.parametrize("failures", [1, MAX_FAILED_POLLS - 1, MAX_FAILED_POLLS])
+def test_a_card_that_gives_no_figure_is_polled_before_its_session_is_ended(failures: int) -> None:
+    async def story() -> None:
+        cards = MadeCards(None, figure_after=failures)
+        scene = Scene(cards)
+        # A figure in between starts the count again, so no number of single failures ends a session.
+        for _ in range(3):
+            cards.looks = 0
+            scene.weigher.poll(5)
+            await settled(scene, min(failures + 1, MAX_FAILED_POLLS))
+        ends = failures >= MAX_FAILED_POLLS
+        assert {event.cause for event in scene.posted if isinstance(event, SessionCondemned)} == (
+            {Cause.UNMEASURED} if ends else set()
+        )
 
     run(story)
 
