@@ -15,6 +15,7 @@ from gpulease.client.decode.openai.decode_settings import EngineTable, KeyTable,
 from gpulease.client.serve.gateway.settings import ModelTable
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.daemon.config.settings import SettingsFile
+from gpulease.daemon.leases.model import Cause
 from gpulease.daemon.leases.quotas import GRACES, TenantLimits, TenantRules
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.record.metrics.families import FAMILIES, FamilyKind
@@ -138,7 +139,10 @@ def metrics_table() -> str:
 
 def _level_text(event: LogEvent) -> str:
     level = logging.getLevelName(event.level).lower()
-    return f"{level}, or warning" if event.kind.warns_of_failures else level
+    if not event.kind.warns_of_failures:
+        return level
+    *others, last = sorted(f"`{cause.value}`" for cause in Cause if cause.row.is_warned)
+    return f"{level}; warning if `cause` is {', '.join(others)} or {last}"
 
 
 def events_table() -> str:
