@@ -103,8 +103,9 @@ class ParkState:
         number: Number of the last order to the worker; answers to an earlier one are ignored.
         ordered_ns: Time of that order.
         due_ns: Time until which requests for the park wait for its end; None while nothing is awaited.
-        used_ns: Time at which the session was last seen in use.
-        stays_until_ns: Time before which neither idleness nor need parks it.
+        used_ns: Time at which the session was last seen in use. Others' need parks those used least recently first.
+        idle_retry_ns: Time before which idleness does not park it, because its last park was refused.
+        stays_until_ns: Time before which others' need does not park it, because it came to its card or was refused.
         off_bytes: Bytes of the lease's charge that the card has back: more than 0 only while PARKED, or while RETURNING
             for lack of room. The whole charge if it is COLD.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
@@ -122,6 +123,7 @@ class ParkState:
     ordered_ns: int = 0
     due_ns: int | None = None
     used_ns: int = 0
+    idle_retry_ns: int = 0
     stays_until_ns: int = 0
     parked_ns: int = 0
     off_bytes: int = 0

@@ -22,7 +22,7 @@
    do what the record says: an order that was carried out before is answered again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from gpulease.daemon.leases import denials, events
@@ -141,28 +141,38 @@ class Parking(ParkingViews):
             self._park(lease, ParkCause.OPERATOR, now_ns, out)
         return denial
 
-    def _check_park(self, lease: Lease, now_ns: int) -> Denial | None:
-        """Return the denial for a park of a resident session; None if it may be parked now."""
+    def _check_park(self, lease: Lease, now_ns: int, others: Collection[Lease] = ()) -> Denial | None:
+        """Return the denial for a park of a resident session; None if it may be parked now.
+
+        Args:
+            lease: Its lease.
+            now_ns: The time.
+            others: Resident sessions that are to be parked with it.
+        """
         if (denial := _check_regions(lease)) is not None:
             return denial
         if lease.submit_id or lease.own_submit_bytes or lease.next_submit is not None:
             return denials.has_submit(lease.lease_id)
         if lease.resize is not None:
             return denials.is_resizing(lease.lease_id)
-        return self._check_host(lease) or self._check_pace(lease, now_ns)
+        return self._check_host(lease, others) or self._check_pace(lease, now_ns)
 
-    def _check_host(self, lease: Lease) -> Denial | None:
-        """Return the denial for a session that the host's memory, or its tenant's part of it, can't take."""
+    def _check_host(self, lease: Lease, others: Collection[Lease]) -> Denial | None:
+        """Return the denial for a session that the host's memory, or its tenant's part of it, can't take with others.
+
+        Every park that this table begins passes this check; nothing else compares with these bounds.
+        """
         most_bytes = self._store.limits.park_memory_bytes
         if not most_bytes:
             return denials.parking_off(lease.lease_id)
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         # What sessions on the card keep for their next park gives way.
-        held_bytes = self._fixed_host_bytes()
+        held_bytes = self._fixed_host_bytes() + sum(host_bytes_of(one.terms.size_bytes) for one in others)
         if held_bytes + needed_bytes > most_bytes:
             return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - held_bytes)
         bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
         mine = self._parked_bytes(lease.tenant)
+        mine += sum(one.terms.size_bytes for one in others if one.tenant == lease.tenant)
         if bound is None or mine + lease.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
@@ -289,6 +299,8 @@ class Parking(ParkingViews):
             # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
             self._store.hold_host(lease, 0)
             out.append(DropParkMemory(lease.lease_id))
+        # A kernel that still runs is reported as a use; any other refusal is none.
+        _postpone_idle(lease, lease.park, now_ns)
         self._settle(lease, lease.park, now_ns, out)
 
     def _settle(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
@@ -296,7 +308,6 @@ class Parking(ParkingViews):
         state.phase, state.cause, state.due_ns = ParkPhase.RESIDENT, None, None
         state.parked_ns = state.kept_bytes = 0
         state.is_awaited = False
-        state.used_ns = max(state.used_ns, now_ns)
         state.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
         self._arm_idle(lease, out)
 
@@ -418,6 +429,8 @@ class Parking(ParkingViews):
             # What an earlier daemon gave the worker is unknown: it gets other memory, or none.
             out.append(DropParkMemory(lease.lease_id))
             self._prepare_host(lease, out)
+        # An operation waited for it.
+        state.used_ns = max(state.used_ns, now_ns)
         self._settle(lease, state, now_ns, out)
         self.cold.on_returned(lease, state, now_ns, out)
         # Whoever asked meanwhile gets what it would have got now.
@@ -461,8 +474,8 @@ class Parking(ParkingViews):
             if self._check_park(lease, now_ns) is None:
                 self._park(lease, ParkCause.IDLE, now_ns, out)
             else:
-                # Full host, a region that moves, the pace: look again after another idle time.
-                state.used_ns = now_ns
+                # Full host, a region that moves, the pace: try again after another idle time.
+                _postpone_idle(lease, state, now_ns)
                 self._arm_idle(lease, out)
             return
         if self.cold.on_timer(lease, state, now_ns, out):
@@ -528,23 +541,11 @@ class Parking(ParkingViews):
             # Nothing to do if it is the queue's order that it waits for, and not room.
             return [] if coming_bytes else None
         victims: list[Lease] = []
-        host_bytes = self._store.limits.park_memory_bytes - self._fixed_host_bytes()
         resident = sorted((lease for lease in on_card if _is_resident(lease)), key=_used_ns)
-        # What each tenant would have parked.
-        parked_bytes: dict[str, int] = {}
         for lease in resident:
-            if self._free_ns(lease) > now_ns or self._check_park(lease, now_ns) is not None:
+            # Together with those found so far: they are parked at the same time.
+            if self._free_ns(lease) > now_ns or self._check_park(lease, now_ns, victims) is not None:
                 continue
-            # Each was checked as if it were the only one: add up what they take together.
-            tenant, needed_host_bytes = lease.tenant, host_bytes_of(lease.terms.size_bytes)
-            if tenant not in parked_bytes:
-                parked_bytes[tenant] = self._parked_bytes(tenant)
-            mine = parked_bytes[tenant] + lease.terms.size_bytes
-            bound = self._store.limits.tenants.of(tenant).max_parked_bytes
-            if needed_host_bytes > host_bytes or (bound is not None and mine > bound):
-                continue
-            host_bytes -= needed_host_bytes
-            parked_bytes[tenant] = mine
             victims.append(lease)
             missing_bytes -= lease.terms.size_bytes
             if missing_bytes <= 0:
@@ -673,8 +674,14 @@ def park_due_ns(lease: Lease) -> int | None:
     if state is None or lease.state is not LeaseState.ACTIVE:
         return None
     if state.phase is ParkPhase.RESIDENT:
-        return state.used_ns + lease.terms.park_idle_ms * NS_PER_MS if lease.terms.park_idle_ms else None
+        idle_ns = (lease.terms.park_idle_ms or 0) * NS_PER_MS
+        return max(state.used_ns + idle_ns, state.idle_retry_ns) if idle_ns else None
     return state.due_ns
+
+
+def _postpone_idle(lease: Lease, state: ParkState, now_ns: int) -> None:
+    """Have idleness wait for another idle time after a refused park; need may park the session meanwhile."""
+    state.idle_retry_ns = now_ns + (lease.terms.park_idle_ms or 0) * NS_PER_MS
 
 
 def _is_resident(lease: Lease) -> bool:

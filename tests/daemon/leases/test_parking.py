@@ -52,7 +52,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
-from .scenario import S, Scenario, card, denied, end, kinds, one, placed
+from .scenario import S, Scenario, armed, card, denied, end, kinds, one, placed
 
 GRANULE = 2 << 20
 HOST = 8 * GRANULE
@@ -210,6 +210,63 @@ def test_idleness_parks_a_session_and_use_postpones_it() -> None:
     one(effects, ParkSession)
     s.do(SessionParked(1, number_of(s, 1), 20))
     assert one(s.do(RegionProved(1)), LeaseParked).cause is ParkCause.IDLE
+
+
+def test_an_idle_session_that_can_t_be_parked_is_no_more_recently_used_for_it() -> None:
+    s = scenario()
+    s.active(1, 40, park_idle_ms=2000)
+    s.active(2, 40, park_idle_ms=0)
+    s.at(0.5).do(SessionsUsed((2,)))
+    s.do(RegionRequested(9, 1, 100, "ann", "ann", 8, 60_000, 1))
+    # The region that opens keeps the session on the card for now; idleness tries again after another idle time.
+    assert s.at(1.5).fire(1, TimerKind.PARK) == [ArmTimer(_park_timer(1), s.now_ns + 2 * S)]
+    s.do(RegionOpened(100, 0x1000))
+    assert s.at(0.5).fire(1, TimerKind.PARK) == [ArmTimer(_park_timer(1), s.now_ns + int(1.5 * S))]
+    assert one(s.acquire(3, 40), ParkSession).lease_id == 1
+
+
+def test_idleness_tries_again_after_another_idle_time() -> None:
+    s = scenario()
+    s.active(1, 40, park_idle_ms=2000)
+    s.do(RegionRequested(9, 1, 100, "ann", "ann", 8, 60_000, 1))
+    s.at(2).fire(1, TimerKind.PARK)
+    s.do(RegionOpened(100, 0x1000))
+    one(s.at(2).fire(1, TimerKind.PARK), ParkSession)
+    # The worker's refusal postpones it as well.
+    effects = s.at(0.5).do(SessionParkRefused(1, number_of(s, 1), "the driver refused a call"))
+    assert armed(effects, TimerKind.PARK).due_ns == s.now_ns + 2 * S
+
+
+def test_a_session_whose_worker_refused_is_no_more_recently_used_for_it() -> None:
+    s = scenario()
+    s.active(1, 40, park_idle_ms=0)
+    s.active(2, 40, park_idle_ms=0)
+    s.at(2).do(SessionsUsed((2,)))
+    s.do(ParkRequested(7, 1, "ann"))
+    s.at(0.5).do(SessionParkRefused(1, number_of(s, 1), "the driver refused a call"))
+    assert denied(s.acquire(3, 40)).reason is DenialReason.CAPACITY_EXCEEDED, "both stay for a second"
+    assert one(s.at(1).acquire(4, 40), ParkSession).lease_id == 1
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "tenant_bytes", "are_parked"),
+    [(2 * GRANULE, 80, True), (2 * GRANULE, None, True), (2 * GRANULE - 1, None, False), (2 * GRANULE, 79, False)],
+)
+def test_sessions_parked_together_keep_within_the_bounds_of_parked_bytes(
+    host_bytes: int, tenant_bytes: int | None, are_parked: bool
+) -> None:
+    rules = TenantRules(default=TenantLimits(max_parked_bytes=tenant_bytes))
+    s = scenario(CoreLimits(park_memory_bytes=host_bytes, overcommit=4.0, tenants=rules))
+    s.active(1, 40, park_idle_ms=0)
+    s.active(2, 40, park_idle_ms=0)
+    # Either of them may be parked; the acquire needs the room of both.
+    effects = s.at(2).acquire(3, 70, tenant="bob")
+    if are_parked:
+        assert [effect.lease_id for effect in effects if isinstance(effect, ParkSession)] == [1, 2]
+        assert s.table.parking.host_bytes() == (2 * GRANULE, host_bytes)
+    else:
+        assert denied(effects).reason is DenialReason.CAPACITY_EXCEEDED
+        assert phase(s, 1) is phase(s, 2) is ParkPhase.RESIDENT
 
 
 def _park_timer(lease_id: int, generation: int = 1) -> TimerFired:
