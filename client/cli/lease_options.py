@@ -8,6 +8,7 @@ import click
 
 from gpulease.client.cli.drain import milliseconds_of
 from gpulease.client.core.lease_request import LeaseRequest
+from gpulease.protocol.lease_options import WEIGHT
 from gpulease.protocol.sizes import parse_size
 
 Builder = TypeVar("Builder", bound=LeaseRequest)
@@ -23,6 +24,10 @@ class WantedLease(NamedTuple):
         device: Its card, by UUID or index; None for any.
         name: Its name in the fleet; None for none.
         labels: Labels that its node must have.
+        weight: Its weight when its card's time is shared; None for the default.
+        is_latency: Whether the card's other sessions hold back for it.
+        is_parkable: Whether its session may be parked.
+        park_idle_ms: Idle time after which it is parked; 0: not by idleness.
     """
 
     vram_bytes: int
@@ -31,6 +36,10 @@ class WantedLease(NamedTuple):
     device: str | None
     name: str | None
     labels: dict[str, str]
+    weight: int | None
+    is_latency: bool
+    is_parkable: bool
+    park_idle_ms: int
 
     def described_to(self, builder: Builder) -> Builder:
         """Set all of it in a builder, and return the builder. Raises InvalidRequest."""
@@ -40,6 +49,12 @@ class WantedLease(NamedTuple):
             builder.device(self.device)
         if self.name is not None:
             builder.name(self.name)
+        if self.weight is not None:
+            builder.weight(self.weight)
+        if self.is_latency:
+            builder.latency()
+        if self.is_parkable:
+            builder.parkable(self.park_idle_ms / 1000)
         return builder.labels(**self.labels)
 
 
@@ -50,10 +65,37 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_lease(**values: Any) -> Any:
         # Take this command's own options out; the rest goes to the command unchanged.
         wanted = WantedLease(**{name: values.pop(name) for name in WantedLease._fields})
+        if wanted.park_idle_ms and not wanted.is_parkable:
+            raise click.UsageError("--park-idle needs --parkable.")
         return command(wanted=wanted, **values)
 
     # click lists options in the reverse of the order in which they are added.
     for option in (
+        click.option(
+            "--park-idle",
+            "park_idle_ms",
+            callback=milliseconds_of,
+            default="0s",
+            show_default=True,
+            help="Park the session after this time without an operation; 0s: not by idleness.",
+        ),
+        click.option(
+            "--parkable",
+            "is_parkable",
+            is_flag=True,
+            help="Let the session's bytes leave the card while it is idle; its next operation brings them back.",
+        ),
+        click.option(
+            "--latency",
+            "is_latency",
+            is_flag=True,
+            help="Have the card's other sessions hold back while this one has work; the operator must allow it.",
+        ),
+        click.option(
+            "--weight",
+            type=click.IntRange(WEIGHT.least, WEIGHT.most),
+            help="The lease's weight when its card's time is shared; by default 1.",
+        ),
         click.option(
             "--label", "labels", multiple=True, callback=_labels_of, help="A label that the node must have: zone=a."
         ),

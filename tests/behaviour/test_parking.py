@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -28,9 +29,11 @@ from gpulease.client import (
     aio,
 )
 from gpulease.client.cli.__main__ import main
+from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
 from helpers.daemon import Daemon, lent, running
 from helpers.lasting import LastingDaemon
@@ -302,6 +305,32 @@ def test_the_command_parks_a_lease_and_the_list_says_so(node: Daemon) -> None:
         assert (parked.exit_code, "are in the host's memory" in parked.output) == (0, True), parked.output
         assert "active (parked" in CliRunner().invoke(main, ["leases"], env=env | {"COLUMNS": "250"}).output
         buffer.check()
+
+
+@pytest.mark.parametrize("cause", ["idle", "tenant"])
+def test_a_lease_of_the_command_line_is_parkable(node: Daemon, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, node.address)
+    words = [
+        "acquire",
+        "--vram",
+        "60MiB",
+        "--json",
+        "--parkable",
+        *(["--park-idle", "300ms"] if cause == "idle" else []),
+    ]
+    acquired = CliRunner().invoke(main, words)
+    assert acquired.exit_code == 0, acquired.output
+    monkeypatch.setenv(LEASE_ID_VARIABLE, lease_id := json.loads(acquired.stdout)["lease_id"])
+    with GpuSession.attach() as session:
+        buffer = Filled(session, 3)
+        if cause == "tenant":
+            # Without an idle time only a request parks it.
+            assert node.query(lease_id_of(lease_id))["park"]["idle_ms"] == 0
+            assert CliRunner().invoke(main, ["park", lease_id]).exit_code == 0
+        wait_until(lambda: node.query(lease_id_of(lease_id))["park"]["phase"] == "parked", "it is parked")
+        assert node.query(lease_id_of(lease_id))["park"]["cause"] == cause
+        buffer.check()
+    assert CliRunner().invoke(main, ["free"]).exit_code == 0
 
 
 def test_an_asyncio_program_parks_too(node: Daemon) -> None:

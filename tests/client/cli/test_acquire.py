@@ -12,7 +12,7 @@ from gpulease.client.cli.__main__ import main
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import lease_id_of
-from helpers.daemon import Daemon, python_environment
+from helpers.daemon import Daemon, python_environment, running
 
 LIMIT_S = 120
 GPULEASE = f'{sys.executable} -P -c "from gpulease.client.cli.start import run; run()"'
@@ -93,6 +93,7 @@ def test_a_program_reads_json(daemon: Daemon) -> None:
     (report,) = daemon.leases()
     assert report["card_uuid"] == found["card_uuid"]
     assert "name" not in found
+    assert (report["weight"], report.get("park")) == (1, None)
     renewed = json.loads(shell(daemon, f"{GPULEASE} renew {lease_id} --for 2m --json").stdout)
     assert (renewed["lease_id"], renewed["generation"]) == (lease_id, 2)
     assert 90_000 < renewed["ttl_ms"] <= 120_000
@@ -105,6 +106,14 @@ def test_it_lasts_though_nobody_is_connected_whatever_the_node_s_default(daemon:
     report = daemon.query(lease_id_of(str(found["lease_id"])))
     assert (report["state"], report["orphan_ms"], report.get("orphaned_in_ms")) == ("active", 0, None)
     assert shell(daemon, f"{GPULEASE} free", GPULEASE_LEASE_ID=str(found["lease_id"])).returncode == 0
+
+
+def test_its_weight_and_class_are_those_of_the_options() -> None:
+    with running(Daemon(config="[tenants.default]\nmax_weight = 3\nmay_latency = true\n")) as daemon:
+        found = acquired(daemon, "--weight", "3", "--latency")
+        (report,) = daemon.leases()
+        assert (report["weight"], report["latency"]) == (3, True)
+        assert shell(daemon, f"{GPULEASE} free {found['lease_id']}").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -126,6 +135,9 @@ def test_no_lease_is_left_that_nobody_was_told_of(daemon: Daemon, output: str, s
         ("acquire", 2, "Missing option '--vram'"),
         ("acquire --vram many", 2, "'many' is not a size"),
         ("acquire --vram 1MiB --label zone", 2, "must be KEY=VALUE, not"),
+        ("acquire --vram 1MiB --weight 0", 2, "0 is not in the range 1<=x<=65535"),
+        ("acquire --vram 1MiB --park-idle 30s", 2, "--park-idle needs --parkable"),
+        ("acquire --vram 1MiB --latency", 1, "may_latency"),
         ("acquire --vram 1MiB --device 9", 1, "No card answers to"),
         ("acquire --vram 1MiB --name model-a", 1, "fleet"),
         ("free", 2, "Missing argument 'LEASE_ID'"),
