@@ -232,8 +232,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
     # Restored leases may exceed the card, or share it with one that must be alone, because the limits or the card
-    # changed meanwhile. Nothing new was granted next to them.
-    is_all_restored = all(lease.is_restored for lease in leases)
+    # changed meanwhile. Nothing new was granted next to them; a cold session that waits for room there has none of it.
+    is_all_restored = all(lease.is_restored for lease in leases if lease.charge_bytes)
     parkable = sum(lease.terms.size_bytes for lease in leases if lease.terms.is_parkable)
     parked = sum(lease.park.off_bytes for lease in leases if lease.park is not None)
     _require(account.parked_bytes == parked, f"{name} counts {account.parked_bytes} bytes parked, not {parked}.")

@@ -299,6 +299,8 @@ class Parking(ParkingViews):
             # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
             self._store.hold_host(lease, 0)
             out.append(DropParkMemory(lease.lease_id))
+        # An earlier daemon recorded its park, and the session had returned by the time this one ordered it again.
+        _record_return(lease, lease.park, 0, now_ns, out)
         # A kernel that still runs is reported as a use; any other refusal is none.
         _postpone_idle(lease, lease.park, now_ns)
         self._settle(lease, lease.park, now_ns, out)
@@ -421,10 +423,7 @@ class Parking(ParkingViews):
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
         state = lease.park
-        # Without a record of its park there is none of its return: it was wanted before the card showed its bytes free.
-        if state.parked_ns:
-            parked_for_ns, took_ns = now_ns - state.parked_ns, now_ns - state.ordered_ns
-            out.append(LeaseReturned(lease.snapshot(), event.moved_bytes, parked_for_ns, took_ns))
+        _record_return(lease, state, event.moved_bytes, now_ns, out)
         if not state.host_bytes:
             # What an earlier daemon gave the worker is unknown: it gets other memory, or none.
             out.append(DropParkMemory(lease.lease_id))
@@ -682,6 +681,13 @@ def park_due_ns(lease: Lease) -> int | None:
 def _postpone_idle(lease: Lease, state: ParkState, now_ns: int) -> None:
     """Have idleness wait for another idle time after a refused park; need may park the session meanwhile."""
     state.idle_retry_ns = now_ns + (lease.terms.park_idle_ms or 0) * NS_PER_MS
+
+
+def _record_return(lease: Lease, state: ParkState, moved_bytes: int, now_ns: int, out: list[Effect]) -> None:
+    # Without a record of its park there is none of its return: it was wanted before the card showed its bytes free.
+    if state.parked_ns:
+        parked_for_ns, took_ns = now_ns - state.parked_ns, now_ns - state.ordered_ns
+        out.append(LeaseReturned(lease.snapshot(), moved_bytes, parked_for_ns, took_ns))
 
 
 def _is_resident(lease: Lease) -> bool:

@@ -591,3 +591,33 @@ TestParkingAnyOrder = ParkingAnyOrder.TestCase
 @pytest.mark.exhaustive
 class TestManyParkingOrders(TestParkingAnyOrder):  # type: ignore[valid-type, misc]
     settings = settings(FEW, max_examples=600)
+
+
+def test_a_cold_session_may_wait_on_a_card_that_restored_leases_exceed() -> None:
+    """The search found it in one of hundreds of runs: a move to such a card is charged nothing until there is room."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    for _ in range(2):
+        state.acquire_and_park(pick=0, size=250, luck=0)
+    state.open_region(pick=0, size=20, ttl_ms=1500)
+    for card, pick in ((None, 0), (None, 0), ("1", 1)):
+        state.park_and_move(pick, card, luck=0)
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.park_and_move(404, "1", luck=0)
+    state.teardown()
+
+
+def test_a_return_behind_a_killed_broker_is_recorded() -> None:
+    """The worker returned its session for a broker that died before it heard so; the next one orders the park again."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire_and_park(pick=0, size=250, luck=0)
+    state.open_region(pick=0, size=20, ttl_ms=1500)
+    state.park_and_move(0, None, luck=0)
+    state.tenant_works(pick=0)
+    state.time_passes(by_ms=4000)
+    state.worker_is_heard(pick=0, count=1)
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.acquire_and_park(pick=0, size=250, luck=0)
+    assert state.records[1][-2:] == [LeaseReturned, LeaseParked]
+    state.teardown()
