@@ -339,6 +339,8 @@ def test_an_asyncio_program_parks_too(node: Daemon) -> None:
         async with await wanted.acquire() as lease, aio.GpuSession(lease) as session:
             buffer = await session.mem_alloc(8 * MIB)
             await session.mem_write(buffer, 0, b"weights")
+            # A write that arrives behind the park would bring the session back.
+            await session.sync()
             moved_bytes = await lease.park()
             return moved_bytes, bytes(await session.mem_read(buffer, 0, 7))
 
