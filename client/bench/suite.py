@@ -18,8 +18,8 @@ from gpulease.client.bench.overlap import overlap
 from gpulease.client.bench.peers import measure_beside_peers
 from gpulease.client.bench.remote import NoCertificates, make_certificates, openssl_stream_rate, remote_figures
 from gpulease.client.bench.session_speed import bulk_copies, copy_sizes, graph_figures, hot_path
-from gpulease.client.bench.stream import stream_rates
 from gpulease.client.bench.submit_times import submit_figures
+from gpulease.client.bench.tcp_peer import stream_rates
 from gpulease.client.console.card import card_title
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import private_daemon, running_address

@@ -1,7 +1,7 @@
 """A plain TCP stream, the measure for bulk copies over TCP.
 
 Two processes share one connection on loopback. The kernel copies each byte once into one buffer, and nothing else is
-done. `python -m gpulease.client.bench.stream PORT BYTES` is the far end.
+done. `python -m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
 """
 
 import socket
@@ -27,7 +27,7 @@ def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
                 sys.executable,
                 "-P",
                 "-m",
-                "gpulease.client.bench.stream",
+                "gpulease.client.bench.tcp_peer",
                 str(server.getsockname()[1]),
                 str(size),
             ]
