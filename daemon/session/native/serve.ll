@@ -1112,7 +1112,7 @@ clock:
   br i1 %is.late, label %leave, label %await
 await:
   %counters = call ptr @place(ptr %state, i64 8)
-  %doing = select i1 %is.write, i64 1545, i64 96
+  %doing = select i1 %is.write, i64 1545, i64 1546
   call void @show(ptr %counters, i64 48, i64 %doing)
   %has.ended = call i1 @await_launches(ptr %state, i1 true)
   br i1 %has.ended, label %copy, label %give.up

@@ -1,5 +1,6 @@
 """Copies of the arena by native code: the same as by Python, and only between memory that Python has shown."""
 
+import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,25 @@ def test_the_second_copy_is_native_and_counts_like_the_first(made: Copies) -> No
         assert made.copy(READ, 300, 64, 8) == Status.OK
         assert made.arena[300:364] == bytes([number + 1]) * 64
     assert steps == [[1, 1, 64]] * 3
+    assert made.by_python == 1
+
+
+def test_the_page_says_which_copy_is_under_way(made: Copies) -> None:
+    """The watchdog leaves a copy that waits in the driver alone, and knows it by its operation."""
+    page, native = made.made.page, made.made.session._fast_path._native
+    assert native is not None
+    assert made.copy(WRITE, 0, 64) == Status.OK
+    seen: list[int] = []
+
+    def copy(_driver: int, _address: int, _host: int, _size: int) -> int:
+        seen.append(page.counter(Counter.DOING))
+        return 0
+
+    called = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)(copy)
+    native._state.copy_in = native._state.copy_out = ctypes.cast(called, ctypes.c_void_p).value
+    assert [made.copy(op, 0, 64) for op in (WRITE, READ)] == [Status.OK] * 2
+    assert seen == [WRITE, READ]
+    assert page.counter(Counter.DOING) == 0
     assert made.by_python == 1
 
 
