@@ -54,6 +54,7 @@ from gpulease.daemon.leases import (
     RequestDenied,
     Resized,
     ResizeSlice,
+    RestartWorker,
     ReturnSession,
     RevokeDone,
     SessionFaulted,
@@ -394,6 +395,7 @@ _CHANGING: Final = frozenset(
         LeaseParked,
         LeaseLeft,
         LeaseMoved,
+        RestartWorker,
         ReturnSession,
         LeaseReturned,
         RefuseWork,
@@ -473,8 +475,8 @@ class JournalProjector:
                 # The lease's row has the number of its last region, so it changes too.
                 self._update(lease_id, table, out)
                 self._update_region(region_id, table, out)
-            case ReturnSession(lease_id=lease_id):
-                # The card is charged for the session before its worker knows.
+            case RestartWorker(lease_id=lease_id) | ReturnSession(lease_id=lease_id):
+                # The card, which may be another one now, is charged for the session before its worker knows.
                 self._update(lease_id, table, out)
             case ResizeSlice(lease_id=lease_id):
                 # A slice that grows is charged before its worker knows.
