@@ -465,8 +465,11 @@ class SessionParking:
     # --- leaving the process ---
 
     def leave(self, order: LeaveOrder) -> tuple[HostMemory, ParkedReport] | None:
-        """Return the host memory and the park of a session that is ordered to leave; None if it is not in that park."""
+        """Return the host memory and the park of a session that is ordered to leave; None if it can't."""
         if not self.is_parked or self._memory is None or self._report is None or order.number != self._number:
+            return None
+        # After a return that failed, this process lacks the graphs and variables of the image that it came with.
+        if self._finish is not None:
             return None
         return self._memory, self._report
 

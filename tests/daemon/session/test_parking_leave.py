@@ -1,0 +1,39 @@
+"""A session that came from another process leaves again only once it was whole."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from gpulease.daemon.contract.control_page import sealed_memory
+from gpulease.daemon.contract.messages import LeaveOrder, ReturnFailedReport, ReturnOrder
+from gpulease.daemon.drivers.interface import OutOfMemory, PageMove
+from gpulease.daemon.session.parking import SessionParking
+
+
+class Card:
+    is_full = True
+
+    def adopt_parked(self, state: bytes, host: memoryview) -> None: ...
+
+    def unpark(self, poll: Any) -> PageMove:
+        if self.is_full:
+            raise OutOfMemory("the card is full")
+        return PageMove(0, 0, 0)
+
+
+def test_a_session_whose_return_failed_keeps_what_it_came_with() -> None:
+    resources: Any = SimpleNamespace(
+        context=Card(), counters=[0] * 200, is_parked=False, check_lease=None, ledger=SimpleNamespace(fixed_bytes=0)
+    )
+    parking = SessionParking(resources, lambda: False, lambda: False, is_parkable=True)
+    image: Any = SimpleNamespace(number=1, context=b"", moved_bytes=0)
+    fd = sealed_memory("gpulease-park", 4096)
+    made: list[str] = []
+    parking.adopt(1, fd, 4096, image, lambda: made.append("graphs"))
+    os.close(fd)
+    parking.bring_back(ReturnOrder(1))
+    assert isinstance(parking.outbox.pop(), ReturnFailedReport)
+    # An image from here would lack the graphs and the variables, which are made with the return.
+    assert parking.leave(LeaveOrder(1)) is None
+    assert not made
+    parking.close()
