@@ -132,6 +132,7 @@ class ParkOrders:
         worker = self._workers.worker(order.lease_id)
         # A worker that is gone ends the lease by itself.
         if worker is not None and not self._workers.images.adopt(order.lease_id, order.number, worker):
+            self._workers.images.on_mismatch(order.lease_id, worker)
             reason = "its image can't be sent to its new worker"
             self._post(SessionReturnFailed(order.lease_id, order.number, reason, is_mismatch=True))
 
@@ -179,7 +180,8 @@ class ParkOrders:
                 (images.on_mismatch if message.is_mismatch else images.on_adopted)(lease_id, worker)
                 self._post(SessionReturnFailed(lease_id, message.number, reason, message.is_mismatch))
             case messages.ImagedReport():
-                self._workers.images.on_imaged(lease_id, message)
+                if not self._workers.images.on_imaged(lease_id, message):
+                    self.stay(StaySession(lease_id, message.number))
             case messages.LeaveRefusedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
                 self._workers.images.stay(lease_id, self._workers.worker(lease_id))

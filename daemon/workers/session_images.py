@@ -95,35 +95,39 @@ class SessionImages:
         self._images[lease_id] = _Image(number, ours)
         return theirs
 
-    def on_imaged(self, lease_id: int, report: ImagedReport) -> None:
-        """Take the image that a worker reports out of its channel."""
+    def on_imaged(self, lease_id: int, report: ImagedReport) -> bool:
+        """Take the image that a worker reports out of its channel.
+
+        Returns False if there is none: the worker, which serves nobody since it sent it, must serve the session again.
+        """
         image = self._images.get(lease_id)
-        # Ignore the report of a leave that was given up, or that another one has replaced.
-        if image is None or image.channel is None or image.number != report.number:
-            return
+        # The leave was given up.
+        if image is None:
+            return False
+        # A report of an earlier park, or a second one.
+        if image.channel is None or image.number != report.number:
+            return True
         # The worker sends everything before it reports, so the channel never blocks. The worker runs the tenant's work
         # and may have been taken over: what does not parse is dropped, and the session stays with its worker.
         try:
             self._read(image, image.channel, report.connections)
         except (ChannelClosed, BlockingIOError, MalformedMessage, ValueError) as error:
-            self.discard(lease_id)
             self._post(SessionStays(lease_id, report.number, f"its image did not arrive: {error}", is_lasting=True))
-            return
+            return False
         image.channel.close()
         image.channel = None
         self._post(SessionImaged(lease_id, report.number, report.image_bytes))
+        return True
 
     def _read(self, image: _Image, channel: socket.socket, connections: int) -> None:
         # First the memory, with its descriptor and that of the image; then each connection, with its own.
-        message, fds = receive_message(channel)
-        memory = parse_message(IMAGE_MESSAGES, message)
+        memory, fds = _receive(channel)
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
             close_all(fds)
             raise ValueError("its memory is missing")
         image.memory = memory, fds
         for _ in range(connections):
-            message, fds = receive_message(channel)
-            connection = parse_message(IMAGE_MESSAGES, message)
+            connection, fds = _receive(channel)
             if not isinstance(connection, ImageConnection) or not fds:
                 close_all(fds)
                 raise ValueError("a connection is missing")
@@ -249,7 +253,7 @@ class SessionImages:
         image = self._images.get(lease_id)
         if image is not None and image.is_lent:
             image.is_lent = False
-            if worker is not None:
+            if worker is not None and worker.regions is not None:
                 image.link, worker.regions = worker.regions, None
 
     def _give_words(self, image: _Image, worker: Worker) -> None:
@@ -306,3 +310,13 @@ class SessionImages:
     def close(self) -> None:
         for lease_id in list(self._images):
             self.discard(lease_id)
+
+
+def _receive(channel: socket.socket) -> tuple[ImageMemory | ImageConnection | None, list[int]]:
+    """Receive one message of an image. Raises as `receive_message` and `parse_message` do, and then keeps nothing."""
+    message, fds = receive_message(channel)
+    try:
+        return parse_message(IMAGE_MESSAGES, message), fds
+    except MalformedMessage:
+        close_all(fds)
+        raise

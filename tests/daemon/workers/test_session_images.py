@@ -1,0 +1,108 @@
+"""The broker's side of a session that leaves its worker: what does not arrive, and what a hostile worker sends."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.contract.messages import ImageConnection, ImagedReport, ImageMemory
+from gpulease.daemon.host.ipc import send_message
+from gpulease.daemon.leases import AdoptSession, Event, SessionStays
+from gpulease.daemon.workers.park_orders import ParkOrders
+from gpulease.daemon.workers.session_images import SessionImages
+
+LEASE, PARK = 5, 7
+
+
+class Node:
+    """A lease with a worker, without anything behind its channel."""
+
+    def __init__(self) -> None:
+        self.posted: list[Event] = []
+        self.images = SessionImages(self.posted.append)
+        ours, self.channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.setblocking(False)
+        self.worker: Any = SimpleNamespace(channel=ours, regions=None, counted=())
+        workers: Any = SimpleNamespace(images=self.images, worker=lambda _: self.worker)
+        table: Any = SimpleNamespace(get=lambda _: SimpleNamespace(size_bytes=1 << 20))
+        self.orders = ParkOrders(table, workers, 0, self.posted.append)
+
+    def reports(self, connections: int = 0) -> list[bytes]:
+        """Have the worker report its image; return the orders that it gets."""
+
+        async def hear() -> None:
+            self.orders.on_message(LEASE, ImagedReport(PARK, 1, connections))
+
+        asyncio.run(hear())
+        return self.ordered()
+
+    def ordered(self) -> list[bytes]:
+        found: list[bytes] = []
+        try:
+            while True:
+                found.append(self.channel.recv(4096))
+        except BlockingIOError:
+            return found
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.worker.channel.close()
+    node.channel.close()
+
+
+@pytest.mark.parametrize("connections", [0, 1])
+def test_a_worker_whose_image_does_not_arrive_serves_its_session_again(node: Node, connections: int) -> None:
+    with node.images.begin(LEASE, PARK) as channel:
+        if connections:
+            send_message(channel, ImageMemory(1, 1).to_map(), (0, 0))
+        (order,) = node.reports(connections)
+    assert b"stay" in order
+    assert [type(event) for event in node.posted] == [SessionStays]
+    # Neither does it wait for ever if the leave was given up meanwhile.
+    (order,) = node.reports()
+    assert b"stay" in order
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_malformed_message_leaves_no_descriptor_open(node: Node, is_first: bool) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with node.images.begin(LEASE, PARK) as channel:
+        if not is_first:
+            send_message(channel, ImageMemory(1, 1).to_map(), (0, 0))
+        good = ImageMemory(1, 1) if is_first else ImageConnection(has_ring=False, has_arena=False)
+        bad = dict.fromkeys(good.to_map(), "") | {"op": good.OP}
+        send_message(channel, bad, (0, 0))
+        node.reports(1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_session_that_could_not_be_sent_is_watched_again(node: Node) -> None:
+    client, served = socket.socketpair()
+    with node.images.begin(LEASE, PARK) as channel:
+        send_message(channel, ImageMemory(1, 1).to_map(), (0, 0))
+        message = ImageConnection(has_ring=False, has_arena=False)
+        send_message(channel, message.to_map(), (served.fileno(),))
+        assert node.reports(1) == []
+
+    async def run() -> None:
+        node.images.keep(LEASE, None)
+        # Its new worker takes no orders.
+        node.channel.close()
+        node.orders.adopt(AdoptSession(LEASE, PARK))
+        node.posted.clear()
+        node.images.watch(LEASE)
+        client.send(b"x")
+        await asyncio.sleep(0.05)
+        assert node.posted
+        node.images.close()
+
+    asyncio.run(run())
+    client.close()
+    served.close()
