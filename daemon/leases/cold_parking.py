@@ -170,6 +170,9 @@ class ColdParking:
         state.kept_bytes, lease.warm_id, lease.served = 0, 0, 0
         self._pool.drop_behind(lease, held_bytes, now_ns, out, is_gone=is_gone)
         self._store.has_freed_room = True
+        # Parks that were asked for while it returned waited for that return.
+        out += [RequestDenied(request, denials.is_returning(lease.lease_id)) for request in state.requests]
+        state.requests.clear()
 
     def _leaving(self, lease_id: int, number: int) -> Lease | None:
         """Return the active lease of an answer to LeaveSession; None for an answer that is late."""

@@ -621,3 +621,15 @@ def test_a_return_behind_a_killed_broker_is_recorded() -> None:
     state.acquire_and_park(pick=0, size=250, luck=0)
     assert state.records[1][-2:] == [LeaseReturned, LeaseParked]
     state.teardown()
+
+
+def test_a_park_that_waits_for_a_return_is_answered_if_no_worker_starts() -> None:
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.park_and_move(0, None, luck=0)
+    state.client_of_a_cold_session_works(pick=0)
+    state.park(pick=0, is_operator=False)
+    assert state.open
+    state.time_passes(by_ms=4000)
+    assert not state.open
+    state.teardown()
