@@ -33,8 +33,9 @@ def test_a_token_passes_few_modules_between_the_cards_reply_and_its_tenant(share
                 counts.append(sorted(modules))
         finally:
             sys.setprofile(None)
-        # Not the first tokens, which wait for the prompt, nor the last one, which ends the sequence.
-        walk = counts[len(counts) // 2]
+        # Not the first token, which waits for the prompt, nor the last one, which ends the sequence, nor each sixteenth
+        # one, whose sequence takes another block: the walk of most tokens.
+        walk = sorted(counts[1:-1], key=len)[len(counts) // 2]
         assert {"client/transport/ring.py", "client/decode/scheduler/scheduler.py"} <= set(walk)
         assert len(walk) <= MAX_MODULES, walk
 
