@@ -255,9 +255,13 @@ class Daemon:
         return zygote
 
     def worker_pid(self, lease_id: int) -> int:
-        name = worker_name(lease_id)
-        (worker,) = [info for info in self.processes() if info.name == name]
-        return worker.pid
+        # A worker that its session has left has the lease's name until it is gone.
+        wait_until(lambda: len(self._worker_pids(lease_id)) < 2, "the lease has one worker")
+        (worker_pid,) = self._worker_pids(lease_id)
+        return worker_pid
+
+    def _worker_pids(self, lease_id: int) -> list[int]:
+        return [info.pid for info in self.processes() if info.name == worker_name(lease_id)]
 
     def has_worker(self, lease_id: int) -> bool:
         return any(info.name == worker_name(lease_id) for info in self.processes())
