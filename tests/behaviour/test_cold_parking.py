@@ -29,10 +29,11 @@ from gpulease.client.cli.__main__ import main
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
-from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef, LeaseRevoke
-from helpers.daemon import Daemon
+from gpulease.protocol.messages import Empty, LeaseMove, LeaseRevoke
+from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.lasting import LastingDaemon
+from helpers.parking import row
 from helpers.pointers import POINTERS, chase_args, count_args
 from helpers.waiting import wait_until
 
@@ -50,24 +51,13 @@ parks_per_minute = 6000
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Daemon]:
-    daemon = Daemon(vram=("512MiB", "512MiB"), config=CONFIG)
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(vram=("512MiB", "512MiB"), config=CONFIG)) as daemon:
+        yield daemon
 
 
 @pytest.fixture
-def lasting() -> Iterator[LastingDaemon]:
-    node = LastingDaemon(vram=("512MiB", "512MiB"), config=CONFIG)
-    try:
-        node.start()
-        yield node
-    finally:
-        node.stop()
+def lasting(start_lasting: Callable[..., LastingDaemon]) -> LastingDaemon:
+    return start_lasting(vram=("512MiB", "512MiB"), config=CONFIG)
 
 
 @pytest.fixture
@@ -85,11 +75,6 @@ def session(lease: GpuLease) -> Iterator[GpuSession]:
 def parkable(address: str, *, seconds: float = 120, idle_s: float = 0) -> GpuLease:
     builder = GpuBuilder(address).min_vram(SLICE).lease_secs(seconds).parkable(idle_s).device("0")
     return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()
-
-
-def row(address: str, lease: GpuLease) -> dict[str, Any]:
-    found: dict[str, Any] = ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), address).report
-    return found
 
 
 def depth(address: str, lease: GpuLease) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpulease.client import GpuExclusivityClass, GpuLease, GpuSession
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.parking import park
 from helpers.pointers import POINTERS, chase_args, count_args
@@ -24,14 +24,8 @@ park_stay_ms = 0
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Daemon]:
-    daemon = Daemon(vram=("2GiB",), config=CONFIG)
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(vram=("2GiB",), config=CONFIG)) as daemon:
+        yield daemon
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Regions of a parked session: they come back with it, and one that ends meanwhile never does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.client import Busy, GpuExclusivityClass, GpuSession
 from gpulease.client.errors import RegionExpired, RegionFailed, RegionFreed, RegionRevoked
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, floats
 from helpers.lasting import LastingDaemon
 from helpers.parking import park
@@ -25,24 +25,13 @@ park_stay_ms = 0
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Daemon]:
-    daemon = Daemon(vram=("200MiB",), config=CONFIG)
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(vram=("200MiB",), config=CONFIG)) as daemon:
+        yield daemon
 
 
 @pytest.fixture
-def lasting() -> Iterator[LastingDaemon]:
-    node = LastingDaemon(vram=("200MiB",), config=CONFIG)
-    try:
-        node.start()
-        yield node
-    finally:
-        node.stop()
+def lasting(start_lasting: Callable[..., LastingDaemon]) -> LastingDaemon:
+    return start_lasting(vram=("200MiB",), config=CONFIG)
 
 
 @contextmanager

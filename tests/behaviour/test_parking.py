@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -37,6 +36,7 @@ from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
 from helpers.daemon import Daemon, lent, running
 from helpers.lasting import LastingDaemon
+from helpers.parking import row
 from helpers.waiting import wait_until
 
 MIB = 1 << 20
@@ -62,13 +62,8 @@ def node(parking_daemon: Daemon) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def lasting() -> Iterator[LastingDaemon]:
-    node = LastingDaemon(vram=("200MiB",), config=CONFIG)
-    try:
-        node.start()
-        yield node
-    finally:
-        node.stop()
+def lasting(start_lasting: Callable[..., LastingDaemon]) -> LastingDaemon:
+    return start_lasting(vram=("200MiB",), config=CONFIG)
 
 
 def parkable(
@@ -76,11 +71,6 @@ def parkable(
 ) -> GpuLease:
     builder = GpuBuilder(address).min_vram(size).lease_secs(seconds).timeout(wait_s).parkable(idle_s)
     return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()
-
-
-def row(address: str, lease: GpuLease) -> dict[str, Any]:
-    found: dict[str, Any] = ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), address).report
-    return found
 
 
 def place(address: str, lease: GpuLease) -> str:

@@ -1,7 +1,7 @@
 """A real daemon, killed beside a worker that was taken over: the lease ends at its deadline all the same."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -14,13 +14,8 @@ LEASE_S = 2.0
 
 
 @pytest.fixture
-def lasting() -> Iterator[LastingDaemon]:
-    daemon = LastingDaemon()
-    try:
-        daemon.start(Faults(has_hostile_workers=True))
-        yield daemon
-    finally:
-        daemon.stop()
+def lasting(start_lasting: Callable[..., LastingDaemon]) -> LastingDaemon:
+    return start_lasting(faults=Faults(has_hostile_workers=True))
 
 
 @pytest.mark.exhaustive

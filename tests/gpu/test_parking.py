@@ -12,7 +12,7 @@ from gpulease.client import Buffer, Busy, GpuLease, GpuSession, Unsupported
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseMove, MovedSession
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.nvml import SLACK_BYTES, Cards
 from helpers.parking import park
@@ -34,14 +34,8 @@ PATTERN = os.urandom(MIB)
 
 @pytest.fixture(scope="module")
 def node(cards: Cards) -> Iterator[Daemon]:
-    daemon = Daemon(driver="cuda", vram=("40GiB",), config=CONFIG)
-    try:
-        daemon.wait_until_it_answers()
-    except BaseException:
-        daemon.discard()
-        raise
-    yield daemon
-    daemon.stop()
+    with running(Daemon(driver="cuda", vram=("40GiB",), config=CONFIG)) as daemon:
+        yield daemon
 
 
 def lease_of(node: Daemon, size_bytes: int) -> GpuLease:
