@@ -115,7 +115,7 @@ class ColdParking:
     def _arm_leaving(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         if self._store.limits.cold_park_s and not state.stays_here:
             state.due_ns = now_ns + self._store.limits.cold_park_s * NS_PER_S
-            self._arm(lease, state.due_ns, out)
+            arm_park_timer(lease, state.due_ns, out)
 
     def _leave(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         if lease.regions:
@@ -125,7 +125,7 @@ class ColdParking:
         state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         out.append(LeaveSession(lease.lease_id, state.number))
-        self._arm(lease, state.due_ns, out)
+        arm_park_timer(lease, state.due_ns, out)
 
     def on_imaged(self, event: events.SessionImaged, now_ns: int, out: list[Effect]) -> None:
         """End the worker of a session, after the broker has received the session's image."""
@@ -171,8 +171,7 @@ class ColdParking:
         self._pool.drop_behind(lease, held_bytes, now_ns, out, is_gone=is_gone)
         self._store.has_freed_room = True
         # Parks that were asked for while it returned waited for that return.
-        out += [RequestDenied(request, denials.is_returning(lease.lease_id)) for request in state.requests]
-        state.requests.clear()
+        refuse_parks(state, denials.is_returning(lease.lease_id), out)
 
     def _leaving(self, lease_id: int, number: int) -> Lease | None:
         """Return the active lease of an answer to LeaveSession; None for an answer that is late."""
@@ -194,7 +193,7 @@ class ColdParking:
             self._end_misfit(lease, "no worker of another kind is ready", now_ns, out)
             return
         out.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
-        self._arm(lease, state.due_ns, out)
+        arm_park_timer(lease, state.due_ns, out)
 
     def on_worker_ready(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
         """Have a worker adopt the session that it was ordered for; return False for any other worker."""
@@ -263,20 +262,17 @@ class ColdParking:
 
     def on_move_requested(self, event: events.MoveRequested, now_ns: int, out: list[Effect]) -> None:
         """Begin to move a session to another card, or to have it leave its process, or refuse that."""
-        lease = self._store.live.get(event.lease_id)
-        denial = self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
-        denial = denial or self._store.denial_for(event.lease_id, now_ns)
-        if denial is None and (lease is None or lease.park is None):
-            denial = denials.not_parkable(event.lease_id)
-        if denial is not None or lease is None or lease.park is None:
-            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
+        found = find_parkable(self._store, event, now_ns)
+        if isinstance(found, Denial):
+            out.append(RequestDenied(event.request, found))
             return
-        if lease.park.move is not None:
+        lease, state = found
+        if state.move is not None:
             out.append(RequestDenied(event.request, denials.is_moving(lease.lease_id)))
             return
-        denial = self._begin_move(lease, lease.park, event, now_ns, out)
+        denial = self._begin_move(lease, state, event, now_ns, out)
         if denial is not None:
-            lease.park.move = None
+            state.move = None
             out.append(RequestDenied(event.request, denial))
 
     def _begin_move(
@@ -370,5 +366,26 @@ class ColdParking:
         if state.depth is ParkDepth.COLD:
             lease.is_worker_gone = True
 
-    def _arm(self, lease: Lease, due_ns: int, out: list[Effect]) -> None:
-        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))
+
+def find_parkable(
+    store: LeaseStore, event: events.ParkRequested | events.MoveRequested, now_ns: int
+) -> tuple[Lease, ParkState] | Denial:
+    """Return the parkable lease that a request names, and its parking; or the denial for the request."""
+    lease = store.live.get(event.lease_id)
+    denial = store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
+    denial = denial or store.denial_for(event.lease_id, now_ns)
+    if denial is not None:
+        return denial
+    if lease is None or lease.park is None:
+        return denials.not_parkable(event.lease_id)
+    return lease, lease.park
+
+
+def refuse_parks(state: ParkState, denial: Denial, out: list[Effect]) -> None:
+    """Refuse the requests that wait for a park."""
+    out.extend(RequestDenied(request, denial) for request in state.requests)
+    state.requests.clear()
+
+
+def arm_park_timer(lease: Lease, due_ns: int, out: list[Effect]) -> None:
+    out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))

@@ -26,7 +26,14 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from gpulease.daemon.leases import denials, events
-from gpulease.daemon.leases.cold_parking import ColdParking, Condemn, ContextPool
+from gpulease.daemon.leases.cold_parking import (
+    ColdParking,
+    Condemn,
+    ContextPool,
+    arm_park_timer,
+    find_parkable,
+    refuse_parks,
+)
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
@@ -45,8 +52,6 @@ from gpulease.daemon.leases.events import (
     RequestDenied,
     ReturnSession,
     SessionParkDone,
-    TimerFired,
-    TimerKind,
     WaitTimerFired,
 )
 from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms, RegionState
@@ -111,16 +116,12 @@ class Parking(ParkingViews):
 
     def on_requested(self, event: events.ParkRequested, now_ns: int, out: list[Effect]) -> None:
         """Park a session for its tenant or an operator, or refuse the request."""
-        lease = self._store.live.get(event.lease_id)
-        denial = self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
-        denial = denial or self._store.denial_for(event.lease_id, now_ns)
-        if denial is None and (lease is None or lease.park is None):
-            denial = denials.not_parkable(event.lease_id)
-        if denial is not None or lease is None or lease.park is None:
-            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
+        found = find_parkable(self._store, event, now_ns)
+        if isinstance(found, Denial):
+            out.append(RequestDenied(event.request, found))
             return
         # A session that is parked already, or is being parked, answers this request too.
-        state = lease.park
+        lease, state = found
         if state.phase is ParkPhase.PARKED and not state.is_awaited:
             out.append(SessionParkDone(event.request, lease.snapshot(), state.moved_bytes))
             return
@@ -238,7 +239,7 @@ class Parking(ParkingViews):
         state.phase, state.number, state.ordered_ns = ParkPhase.PARKING, max(now_ns, state.number + 1), now_ns
         state.due_ns = now_ns + PARK_GRACE_MS * NS_PER_MS + self._store.limits.session_timeout_s * NS_PER_S
         out.append(ParkSession(lease.lease_id, state.number, PARK_GRACE_MS))
-        self._arm(lease, state.due_ns, out)
+        arm_park_timer(lease, state.due_ns, out)
 
     def on_parked(self, event: events.SessionParked, now_ns: int, out: list[Effect]) -> None:
         """Process the worker's answer, and have the card polled before any byte is granted to others."""
@@ -291,10 +292,9 @@ class Parking(ParkingViews):
         if lease is None or lease.park is None:
             return
         out.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
-        for request in lease.park.requests:
-            out.append(RequestDenied(request, denials.park_refused(lease.lease_id, event.reason)))
-        lease.park.requests.clear()
-        self.cold.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), out)
+        denial = denials.park_refused(lease.lease_id, event.reason)
+        refuse_parks(lease.park, denial, out)
+        self.cold.refuse_move(lease, denial, out)
         if event.lacks_memory:
             # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
             self._store.hold_host(lease, 0)
@@ -335,7 +335,7 @@ class Parking(ParkingViews):
             # But an earlier table may have given them away: then the proof comes first, and the wait for room.
             if self._store.account_by_uuid[lease.card_uuid].free_bytes < 0:
                 return
-            self._refuse_requests(lease, state, denials.is_returning(lease.lease_id), out)
+            refuse_parks(state, denials.is_returning(lease.lease_id), out)
             self._order_return(lease, state, now_ns, out)
         else:
             self._await_return(lease, state, now_ns, out)
@@ -414,7 +414,7 @@ class Parking(ParkingViews):
         account.await_bytes(lease, 0)
         account.free_parked(lease, state.off_bytes)
         state.phase = ParkPhase.PARKED
-        self._refuse_requests(lease, state, denials.is_returning(lease.lease_id), out)
+        refuse_parks(state, denials.is_returning(lease.lease_id), out)
         self._await_return(lease, state, now_ns, out)
 
     def on_returned(self, event: events.SessionReturned, now_ns: int, out: list[Effect]) -> None:
@@ -434,7 +434,7 @@ class Parking(ParkingViews):
         self.cold.on_returned(lease, state, now_ns, out)
         # Whoever asked meanwhile gets what it would have got now.
         if state.requests and (denial := self._check_park(lease, now_ns)) is not None:
-            self._refuse_requests(lease, state, denial, out)
+            refuse_parks(state, denial, out)
         elif state.requests:
             self._park(lease, ParkCause.TENANT, now_ns, out)
 
@@ -447,7 +447,7 @@ class Parking(ParkingViews):
             return
         out.append(ParkFailed(lease.snapshot(), None, event.reason))
         # The worker still has its image and would ask again at once; the operations that wait are refused instead.
-        self._refuse_requests(lease, lease.park, denials.park_refused(lease.lease_id, event.reason), out)
+        refuse_parks(lease.park, denials.park_refused(lease.lease_id, event.reason), out)
         reason = denials.return_failed(lease.lease_id, event.reason)
         out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         lease.park.phase, lease.park.is_awaited = ParkPhase.PROVING, False
@@ -483,7 +483,7 @@ class Parking(ParkingViews):
         state.due_ns = None
         what = "show the bytes free" if state.phase is ParkPhase.PROVING else "park its session"
         waited_s = self._store.limits.session_timeout_s
-        self._refuse_requests(lease, state, denials.session_silent(lease.lease_id, what, waited_s), out)
+        refuse_parks(state, denials.session_silent(lease.lease_id, what, waited_s), out)
 
     @property
     def patience_ns(self) -> int:
@@ -577,7 +577,7 @@ class Parking(ParkingViews):
     def on_generation(self, lease: Lease, out: list[Effect]) -> None:
         """Arm the timer again, with the number of the new generation."""
         if (due_ns := park_due_ns(lease)) is not None:
-            self._arm(lease, due_ns, out)
+            arm_park_timer(lease, due_ns, out)
 
     def on_restored(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Have the worker of an earlier table's lease do what the record says; the lease is charged in full."""
@@ -598,7 +598,7 @@ class Parking(ParkingViews):
         state = lease.park
         if state is None:
             return
-        self._refuse_requests(lease, state, denials.lease_ended(lease.snapshot()), out)
+        refuse_parks(state, denials.lease_ended(lease.snapshot()), out)
         if (waiter := self._store.queue.get(-lease.lease_id)) is not None:
             self._store.queue.leave(waiter)
             self._store.has_freed_room = True
@@ -629,16 +629,9 @@ class Parking(ParkingViews):
         resident = (lease.park for lease in self._store.parkable.values() if _is_resident(lease))
         return self._store.parked_host_bytes - sum(state.host_bytes for state in resident if state is not None)
 
-    def _refuse_requests(self, lease: Lease, state: ParkState, denial: Denial, out: list[Effect]) -> None:
-        out.extend(RequestDenied(request, denial) for request in state.requests)
-        state.requests.clear()
-
     def _arm_idle(self, lease: Lease, out: list[Effect]) -> None:
         if (due_ns := park_due_ns(lease)) is not None:
-            self._arm(lease, due_ns, out)
-
-    def _arm(self, lease: Lease, due_ns: int, out: list[Effect]) -> None:
-        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))
+            arm_park_timer(lease, due_ns, out)
 
 
 def _check_regions(lease: Lease) -> Denial | None:
