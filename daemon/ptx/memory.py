@@ -16,6 +16,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory
+from gpulease.daemon.host.memory_mapping import (
+    MAP_FIXED_NOREPLACE,
+    MAP_NORESERVE,
+    advise_memory,
+    map_memory,
+    unmap_memory,
+)
 from gpulease.daemon.ptx.limits import (
     CHUNKS_PER_THREAD,
     MAX_CHUNK_BLOCKS,
@@ -28,21 +35,9 @@ from gpulease.daemon.ptx.native.structures import REGION_GRANULE_BYTES, BlockEnv
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 
-# Linux's flags; Python 3.11 has no names for them. Without the first the kernel would count address space as used
-# memory; with the second it maps at the address that it is given, or fails (mmap(2)).
-_MAP_NORESERVE = 0x4000
-_MAP_FIXED_NOREPLACE = 0x100000
-
 PARKABLE_ADDRESS = 0x1000_0000_0000
 """Where the memory of a parkable session begins, if nothing is there: at the same address its pointers stay true in any
 worker. Far from what a process maps by itself, and from a CUDA session's pages."""
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
@@ -54,7 +49,7 @@ class Mapping:
 
     def __init__(self, size_bytes: int) -> None:
         try:
-            self._map = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+            self._map = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         except (OSError, ValueError, OverflowError) as error:
             raise DriverError(
                 f"the host can't reserve {size_bytes} bytes of address space: {error}",
@@ -85,20 +80,21 @@ class PlacedMapping:
     """
 
     def __init__(self, size_bytes: int, address: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
-        found = _LIBC.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        if found == _MAP_FAILED:
-            raise DriverError(f"{size_bytes} bytes can't be mapped at {address:#x}: {os.strerror(ctypes.get_errno())}")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE
+        try:
+            map_memory(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+        except OSError as error:
+            raise DriverError(f"{size_bytes} bytes can't be mapped at {address:#x}: {error.strerror}") from None
         self.size_bytes, self.address = size_bytes, address
         self.view = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
     def discard(self, offset: int, size: int) -> None:
-        if _LIBC.madvise(self.address + offset, size, mmap.MADV_DONTNEED):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if error := advise_memory(self.address + offset, size, mmap.MADV_DONTNEED):
+            raise OSError(error, os.strerror(error))
 
     def close(self) -> None:
         self.view.release()
-        _LIBC.munmap(self.address, self.size_bytes)
+        unmap_memory(self.address, self.size_bytes)
 
 
 # Areas of different blocks are in different pages, so no two threads write to the same cache line.

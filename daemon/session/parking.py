@@ -8,15 +8,9 @@ The host memory. The broker gives it ahead of the first park. Fresh memory is sl
 GiB until it is there, and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate the part that the
 session needs now, and the worker's loop pins it, one small part at a time while nothing else is to be done. A park that
 comes too early does the rest by itself. The memory stays for the next park.
-
-Huge pages make all of this faster where the host has them: fewer pages to populate and to pin, and to give back when
-the process ends. The kernel gives a memfd huge pages only on request, whatever its settings for shared memory are.
 """
 
 import contextlib
-import ctypes
-import errno
-import mmap
 import os
 import threading
 import time
@@ -44,6 +38,7 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.contract.session_image import SessionImage
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, Context, DriverError, ImageMismatch, KernelFault
+from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -64,44 +59,6 @@ WANTED_AGAIN_NS: Final = 1_000_000_000
 HELD_LOOK_MS: Final = 100
 """Longest sleep while requests wait for a return: so late do they learn of a deadline that no broker reports."""
 
-_HUGEPAGE: Final = 14
-"""MADV_HUGEPAGE (madvise(2)): the range may have huge pages."""
-
-_POPULATE_WRITE: Final = 23
-"""MADV_POPULATE_WRITE (madvise(2), Linux 5.14): allocate and map pages, which are kept as they are."""
-
-_COLLAPSE: Final = 25
-"""MADV_COLLAPSE (madvise(2), Linux 6.1): replace the range's pages by huge ones now, with the same contents. Each huge
-page needs at least one page that is there."""
-
-_HUGE_BYTES: Final = 2 << 20
-"""Size of a huge page where pages have 4 KiB."""
-
-_PROT_NONE: Final = 0
-_MAP_NORESERVE: Final = 0x4000
-_MAP_FIXED: Final = 0x10
-
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
-
-_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_of.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view_of.restype = ctypes.py_object
-
-_PyBUF_WRITE: Final = 0x200
-
 _PARKED: Final = Failure(
     Status.BUSY,
     "the session is parked, and the card has no room for its return now",
@@ -110,65 +67,6 @@ _PARKED: Final = Failure(
 
 
 _RUNNING: Final = "what it launched has not ended in time"
-
-
-class HugeMapping:
-    """All of a file, mapped for writing where it can have huge pages: at a multiple of their size.
-
-    Args:
-        fd: The file; not needed afterwards.
-        size_bytes: Its size.
-
-    Attributes:
-        address: Where it is mapped.
-        view: All of it.
-
-    Raises:
-        OSError: It can't be mapped.
-    """
-
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        # A mapping beyond the file's end would kill its reader with SIGBUS.
-        if os.fstat(fd).st_size < size_bytes:
-            raise OSError(errno.EINVAL, f"the file has fewer than {size_bytes} bytes")
-        # Step 1: addresses for one huge page more. Step 2: the file, over the first of them that is a multiple.
-        self._reserved = size_bytes + _HUGE_BYTES
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._start = _mapped(None, self._reserved, _PROT_NONE, flags, -1)
-        self.address = -(-self._start // _HUGE_BYTES) * _HUGE_BYTES
-        try:
-            both = mmap.PROT_READ | mmap.PROT_WRITE
-            _mapped(self.address, size_bytes, both, mmap.MAP_SHARED | _MAP_FIXED, fd)
-        except BaseException:
-            _LIBC.munmap(self._start, self._reserved)
-            raise
-        _LIBC.madvise(self.address, size_bytes, _HUGEPAGE)
-        self.view: memoryview = _view_of(self.address, size_bytes, _PyBUF_WRITE)
-
-    def populate(self, start: int, size_bytes: int) -> str:
-        """Have the host give its memory for a part now, in huge pages if it can; return why it can't, or ""."""
-        # One page in each, which a huge page replaces. A kernel without one of these calls gives the memory later.
-        for at in range(start, start + size_bytes, _HUGE_BYTES):
-            _LIBC.madvise(self.address + at, mmap.PAGESIZE, _POPULATE_WRITE)
-        _LIBC.madvise(self.address + start, size_bytes, _COLLAPSE)
-        if not _LIBC.madvise(self.address + start, size_bytes, _POPULATE_WRITE):
-            return ""
-        error = ctypes.get_errno()
-        return "" if error == errno.EINVAL else os.strerror(error)
-
-    def close(self) -> None:
-        """Unmap it. Raises BufferError if its view is used."""
-        self.view.release()
-        _LIBC.munmap(self._start, self._reserved)
-
-
-def _mapped(at: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
-    """Map memory; return its address. Raises OSError."""
-    address: int | None = _LIBC.mmap(at, size_bytes, protection, flags, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return address
 
 
 class HostMemory:

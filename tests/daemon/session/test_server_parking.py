@@ -32,7 +32,7 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, PageMove, Poll
 from gpulease.daemon.ptx.context import CpuContext
-from gpulease.daemon.session.parking import HugeMapping
+from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
 from gpulease.protocol.opcodes import Opcode, Status
