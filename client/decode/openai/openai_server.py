@@ -19,6 +19,7 @@ import json
 import re
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -126,7 +127,7 @@ def make_openai_application(
     own = [
         *completion_routes(face),
         Route("/v1/responses", _Responses(source, keys, model), methods=["POST"]),
-        Route("/v1/embeddings", _Embeddings(source, keys), methods=["POST"]),
+        Route("/v1/embeddings", _Embeddings(source, keys, model), methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.show, methods=["GET"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
@@ -180,8 +181,7 @@ class OpenAiFace:
         reply.tenant = tenant = tenant_of(self._keys, request)
         # Step 1: take a place before the body is read, so that waiting bodies are bounded, too.
         async with self._source.place(tenant) as place:
-            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-            reply.is_body_read = True
+            body = await reply.read(request)
             # Step 2: submit. A request that is refused at once gets its own status, because no stream has begun.
             submitted = await place.begin(body, reply.request_id, is_chat=is_chat)
         async with _ended_with(submitted.generations, request.receive):
@@ -322,8 +322,8 @@ class _Texts:
             return _refusal(reply_to_error(error, self._source.log, tenant, _request_id(request)))
 
 
-class _Responses:
-    """The endpoint of responses, an ASGI application that notices when its caller disconnects.
+class _EngineEndpoint(ABC):
+    """An endpoint that computes with the engine: an ASGI application that notices when its caller disconnects.
 
     Args:
         source: Computes the answers.
@@ -339,11 +339,18 @@ class _Responses:
         reply = _Reply(send, _request_id(request))
         await _served(self._source.log, reply, self._serve(request, reply))
 
+    @abstractmethod
+    async def _serve(self, request: Request, reply: "_Reply") -> None:
+        """Answer one request. Failures are raised."""
+
+
+class _Responses(_EngineEndpoint):
+    """The endpoint of responses."""
+
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
         async with self._source.place(tenant):
-            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-            reply.is_body_read = True
+            body = await reply.read(request)
             answer = await self._source.read(tenant, body, is_chat=True, job=read_response)
             submitted = await self._source.submit(tenant, reply.request_id, answer, is_chat=True)
         async with _ended_with(submitted.generations, request.receive):
@@ -380,28 +387,14 @@ class _Responses:
         await reply.end(b"")
 
 
-class _Embeddings:
-    """The endpoint of vectors, an ASGI application that notices when its caller disconnects.
-
-    Args:
-        source: Computes the vectors.
-        keys: The tenants' keys.
-    """
-
-    def __init__(self, source: DecoderSource, keys: ApiKeys) -> None:
-        self._source, self._keys = source, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        reply = _Reply(send, _request_id(request))
-        await _served(self._source.log, reply, self._serve(request, reply))
+class _Embeddings(_EngineEndpoint):
+    """The endpoint of vectors."""
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
         # The request keeps its place for as long as it has inputs that are not submitted.
         async with self._source.place(tenant):
-            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-            reply.is_body_read = True
+            body = await reply.read(request)
             answer = await self._source.do(tenant, read_inputs, body)
             generations: list[Generation] = []
             async with _ended_with(generations, request.receive):
@@ -472,6 +465,12 @@ class _Reply:
         self.is_body_read = self.is_begun = False
         self._send = send
         self._is_silent = False
+
+    async def read(self, request: Request) -> bytes:
+        """Return the body of the request; raises what `read_body` does."""
+        body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+        self.is_body_read = True
+        return body
 
     async def whole(self, body: Mapping[str, Any]) -> None:
         """Send a complete reply that is not a stream."""
