@@ -203,6 +203,17 @@ class Counter(IntEnum):
     LAST_BUSY_UNTIL_NS = 24
 
 
+SESSION_TOTALS: Final = (
+    Counter.LAUNCHES,
+    Counter.SYNCS,
+    Counter.SYNC_ERRORS,
+    Counter.COPIES,
+    Counter.COPIED_BYTES,
+    Counter.OPS,
+    Counter.FAILED_OPS,
+)
+"""Counters that only grow over a session's life: metrics sum them up."""
+
 MAX_CONNECTIONS: Final = 16
 """Most connections of a SHARED session. Stops a tenant from filling its worker with descriptors."""
 

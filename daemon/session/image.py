@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.contract.control_page import SESSION_TOTALS, Counter
 from gpulease.daemon.contract.session_image import (
     FIRST_CONNECTION,
     LEASE,
@@ -31,16 +31,7 @@ from gpulease.daemon.session.operations import SessionResources
 from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
 from gpulease.protocol.failures import Refused
 
-_COUNTERS: Final = (
-    Counter.LAUNCHES,
-    Counter.SYNCS,
-    Counter.SYNC_ERRORS,
-    Counter.COPIES,
-    Counter.COPIED_BYTES,
-    Counter.OPS,
-    Counter.FAILED_OPS,
-    Counter.MOST_ALLOCATED_BYTES,
-)
+_COUNTERS: Final = (*SESSION_TOTALS, Counter.MOST_ALLOCATED_BYTES)
 """Counters of the control page that count over the session's whole life."""
 
 

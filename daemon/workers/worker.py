@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from gpulease.daemon.contract.control_page import BrokerPage, Counter, PageFds
+from gpulease.daemon.contract.control_page import SESSION_TOTALS, BrokerPage, Counter, PageFds
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import AttachOrder, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
@@ -288,16 +288,7 @@ MAX_COUNT: Final = 1 << 53
 """Largest value of a counter: Prometheus's numbers, doubles, represent all integers up to it exactly. At one launch a
 microsecond it is reached in 285 years."""
 
-_COUNTERS: Final = (
-    Counter.LAUNCHES,
-    Counter.SYNCS,
-    Counter.SYNC_ERRORS,
-    Counter.COPIES,
-    Counter.COPIED_BYTES,
-    Counter.OPS,
-    Counter.FAILED_OPS,
-)
-_ZEROS: Final = (0,) * len(_COUNTERS)
+_ZEROS: Final = (0,) * len(SESSION_TOTALS)
 _FAMILIES: Final = (
     families.SESSION_LAUNCHES,
     families.SESSION_SYNCS,
@@ -337,5 +328,5 @@ def _read(page: BrokerPage, before: tuple[int, ...]) -> tuple[int, ...]:
     found = page.counters()
     return tuple(
         found[counter] if old <= found[counter] < MAX_COUNT else old
-        for counter, old in zip(_COUNTERS, before, strict=True)
+        for counter, old in zip(SESSION_TOTALS, before, strict=True)
     )
