@@ -268,10 +268,11 @@ EXCLUSIVITY: Final = ChoiceOption(
     noun="exclusivity class",
     never=255,
     default=Exclusivity.SESSION_EXCLUSIVE,
-    rule="the exclusivity class is one byte, given once",
+    rule="the exclusivity class must be one byte, and given once",
     wire="the exclusivity class, so `09 03 00 01 <class>`; absent: 1",
     call="exclusivity(GpuExclusivityClass...)",
-    effect="share the session, or take the card alone",
+    effect="let [other tenants](#sharing-a-lease) open sessions on the lease (`SHARED`), or keep all other leases off "
+    "its card (`DEVICE_EXCLUSIVE`)",
     in_submits=None,
     before=JournalRow.ALWAYS,
     report_key="exclusivity",
@@ -282,7 +283,7 @@ MAX_KERNEL: Final = NumberOption(
     size_bytes=4,
     least=1,
     default=0,
-    rule="a kernel's longest time is a u32 of milliseconds, at least 1, given once",
+    rule="a kernel's longest time must be a u32 of milliseconds, at least 1, and given once",
     wire="how many milliseconds one kernel may run, a `u32` of at least 1; absent: until the lease ends",
     call="max_kernel_secs(seconds)",
     effect="end the lease if one of its kernels runs for longer; without it a kernel may run until the lease ends",
@@ -297,12 +298,12 @@ WAITING: Final = ChoiceOption(
     noun="way of waiting",
     never=None,
     default=None,
-    rule="the way of waiting is one byte, given once",
+    rule="the way of waiting must be one byte, and given once",
     wire="how the session's ends wait: 0 spin, 1 yield, 2 block; others: UNSUPPORTED; absent: the daemon chooses",
     call="waiting(GpuWaiting.SPIN)",
-    effect="how session and worker wait for each other. `SPIN` polls for a bounded time before it sleeps, `YIELD` lets "
-    "other threads run between polls, `BLOCK` sleeps at once. By default they spin where the host has at least four "
-    "cores. Idle sessions use no CPU either way",
+    effect="choose how the client and the session's worker process wait for each other. `SPIN` polls for a bounded "
+    "time before it sleeps, `YIELD` lets other threads run between polls, `BLOCK` sleeps at once. By default they poll "
+    "only on a host with at least four cores. An idle session uses no CPU in any of these modes",
     in_submits=True,
     before=JournalRow.ALWAYS,
     report_key="",
@@ -313,11 +314,11 @@ SUBMIT: Final = NumberOption(
     size_bytes=8,
     least=1,
     default=0,
-    rule="what is kept for submits is a u64 of bytes, at least 1, given once",
+    rule="the memory reserved for submits must be a u64 of bytes, at least 1, and given once",
     wire="how many of the lease's bytes are reserved for [submits](#submits), a `u64` of at least 1, less than "
     "`size_bytes`; absent: none",
     call="submits(size_bytes)",
-    effect="reserve that much memory for [submits](#submits)",
+    effect="reserve this much of the lease's memory for [submits](#submits)",
     in_submits=None,
     before=0,
     report_key="",
@@ -328,13 +329,13 @@ ORPHAN: Final = NumberOption(
     size_bytes=4,
     least=0,
     default=None,
-    rule="how long a lease may be without a connection is a u32 of milliseconds, given once",
+    rule="the longest time without a connection must be a u32 of milliseconds, and given once",
     wire="how many milliseconds the lease may be without a connection before it ends, a `u32`; 0: no limit; absent: "
     "the daemon's default",
     call="orphan_secs(seconds)",
     effect="end the lease this many seconds after its last connection closes without a free, for example when the "
-    "client was killed. An attach or a renewal before then keeps it. The cause is `orphaned`. The operator sets a "
-    "default (`orphan_s`); 0 means never",
+    "client was killed. A connection or a renewal before then keeps the lease. The cause of the end is `orphaned`. "
+    "The operator's setting `orphan_s` is the default; 0 means never",
     in_submits=None,
     before=0,
     report_key="orphan_ms",
@@ -343,11 +344,11 @@ ORPHAN: Final = NumberOption(
 REGIONS_REQUIRED: Final = FlagOption(
     tag=0x0908,
     default=False,
-    rule="whether launches must name regions is one byte, 0 or 1, given once",
+    rule="the option that launches must name regions must be one byte, 0 or 1, and given once",
     wire="1: the session refuses LAUNCH, LAUNCH_WITH and GRAPH_LAUNCH that name no [region set](#regions); 0 or "
     "absent: it accepts them",
     call="regions_required()",
-    effect="refuse every launch that names no [regions](#regions)",
+    effect="refuse every launch that names no [region](#regions)",
     in_submits=False,
     before=False,
     report_key="",
@@ -356,11 +357,11 @@ REGIONS_REQUIRED: Final = FlagOption(
 LEASE_NAME: Final = NameOption(
     tag=0x0909,
     default="",
-    rule=f"a lease's name is given once, and is {NAME_RULE}",
+    rule=f"a lease's name must be given once, and consist of {NAME_RULE}",
     wire="the lease's [name](#fleets): letters, digits, dots, dashes and underscores, the first a letter or digit; "
     "absent: none",
     call='name("model-a")',
-    effect="the name that the daemon's [fleet](#names) serves once",
+    effect="give the lease a name, which no other active lease of the [fleet](#names) has",
     in_submits=None,
     before="",
     report_key="name",
@@ -369,11 +370,11 @@ LEASE_NAME: Final = NameOption(
 LABELS: Final = LabelsOption(
     tag=0x090A,
     default=MappingProxyType({}),
-    rule="the labels that the node must have are given once",
+    rule="the labels that the node must have must be given once",
     wire=f"labels that the node must have, `KEY=VALUE,KEY=VALUE`, {MAX_LABELS} at most, both parts as a name; a node "
     "without them answers UNSUPPORTED",
     call='labels(zone="a")',
-    effect="lease on a node that has these labels from its operator",
+    effect="acquire the lease on a node to which its operator has given these labels",
     in_submits=None,
     before=JournalRow.NEVER,
     report_key="",
@@ -396,11 +397,12 @@ WEIGHT: Final = NumberOption(
     size_bytes=2,
     least=1,
     default=1,
-    rule="a lease's weight is a u16 of at least 1, given once",
+    rule="a lease's weight must be a u16 of at least 1, and given once",
     wire="the lease's weight when the time of its card is shared, a `u16` of at least 1; absent: 1",
     call="weight(n)",
-    effect="share the card's time by weights while others want it: a tenant of weight 3 gets three times as much as "
-    "one of weight 1. A tenant's weight on a card is the largest of its leases there, so more leases get no more. "
+    effect="give the tenant this share of the card's time while other tenants want it: a tenant of weight 3 gets three "
+    "times as much as one of weight 1. A tenant's weight on a card is the largest weight of its leases there, so "
+    "further leases do not increase its share. "
     "The operator sets the largest weight (`max_weight`)",
     in_submits=None,
     before=1,
@@ -410,7 +412,7 @@ WEIGHT: Final = NumberOption(
 LATENCY: Final = FlagOption(
     tag=0x090D,
     default=False,
-    rule="whether a lease is of the latency class is one byte, 0 or 1, given once",
+    rule="the latency class must be one byte, 0 or 1, and given once",
     wire="1: while the session has work outstanding, other sessions of the card hold back; 0 or absent: they do not",
     call="latency()",
     effect="have the card's other sessions hold their launches back while this one has work outstanding. The operator "
@@ -425,7 +427,7 @@ PARKABLE: Final = NumberOption(
     size_bytes=4,
     least=0,
     default=None,
-    rule="how long a parkable lease is unused before it is parked is a u32 of milliseconds, given once",
+    rule="the idle time before a park must be a u32 of milliseconds, and given once",
     wire="the session may be [parked](#parking), by itself after this many milliseconds without an operation, a `u32`; "
     "0: never by itself; absent: it is not parkable",
     call="parkable(idle_secs=30)",
