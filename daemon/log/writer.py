@@ -352,12 +352,13 @@ class QueueingHandler(logging.Handler):
         self._waiting_bytes = 0
         self._dropped = 0
         # `_is_torn`: a part of a line was written. `_is_writing`: the thread has taken lines. `_is_given_up`: a flush
-        # took too long.
+        # took too long. `_has_ended`: the thread returns.
         self._dropped_in_write = 0
         self._is_torn = False
         self._is_writing = False
         self._is_closed = False
         self._is_given_up = False
+        self._has_ended = False
         # `emit` takes the lock itself: entering the condition would cost it one more call.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -418,9 +419,12 @@ class QueueingHandler(logging.Handler):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        # A thread that hangs in write(2) would make the join hang too.
-        if not self._is_given_up:
-            self._thread.join(FLUSH_S)
+            # `logging.shutdown` holds this lock while it closes: waiting for the condition releases it for the thread,
+            # which a join would not. A thread that hangs in write(2) would make the wait hang too.
+            if not self._is_given_up:
+                self._changed.wait_for(lambda: self._has_ended, FLUSH_S)
+        if self._has_ended:
+            self._thread.join()
         super().close()
 
     def _run(self) -> None:
@@ -460,6 +464,9 @@ class QueueingHandler(logging.Handler):
             while not self._lines and not self._is_closed:
                 self._changed.wait()
             if not self._lines:
+                # The thread takes the lock no more, so that who holds it may join the thread.
+                self._has_ended = True
+                self._changed.notify_all()
                 return None
             self._is_writing = True
             # The count of dropped lines goes first: a reader then knows that lines are missing before the next one.

@@ -92,6 +92,20 @@ def test_the_end_does_not_wait_for_a_reader(pipe: tuple[int, int]) -> None:
     read_all(pipe[0])
 
 
+def test_the_thread_ends_while_its_closer_holds_the_lock(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    handler = QueueingHandler(JsonShape("test"), writer)
+    log(handler, 0)
+    # As `logging.shutdown` does at the end of the interpreter.
+    handler.acquire()
+    try:
+        handler.close()
+        assert not handler._thread.is_alive()
+    finally:
+        handler.release()
+    assert numbers_in(read_all(reader)) == [0]
+
+
 @pytest.mark.parametrize("make", MAKERS, ids=["queue", "heedless", "shut in"])
 def test_nobody_is_there(make: MakeHandler) -> None:
     reader, writer = os.pipe()
