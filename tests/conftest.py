@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 
 from gpulease.client import GpuSession
+from gpulease.client.sync import idle_frees
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, Faults, lent, python_environment, running
 from helpers.forms_met import FormsMet, is_whole
@@ -195,6 +196,15 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPULEASE_CPU_CACHE", str(folder / "compiled"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lingering() -> Iterator[None]:
+    """The thread of idle sessions ends with the last one: each leak check would wait for the next session in vain."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(idle_frees, "LINGER_S", 0.0)
+        patch.setattr(idle_frees, "LOOK_S", 0.02)
         yield
 
 
