@@ -1,0 +1,641 @@
+"""Which of a server's models have their memory on the card, and which requests wait for one. Pure.
+
+Events and the time in, effects out: the pool (`model_pool`) carries the effects out and reports how they ended.
+
+    unloaded --Load--> loading --> loaded --Park--> parking --> parked --Return--> returning --> loaded
+        ^                 |          |                            |
+        |               failed       +-----------Unload-----------+
+        +------------- unloading <--------------------------------+
+
+The rules:
+
+1. The memory of all models that are loaded, or on their way to or from the card, never exceeds `card_bytes`; that of
+   the parked ones, and those on their way to or from the host's memory, never exceeds `parked_bytes`.
+2. A model with a request in use is never parked or unloaded.
+3. Models get room in the order in which their first waiting requests came. Nothing overtakes the first of them.
+4. Room is made by the model that was used least recently, but by none that came less than `min_stay_s` ago. If all of
+   those are in use, the one that has been on the card for the longest time yields: its new requests wait, until those
+   in use have ended and it has left. So no model waits longer than the stay and the longest request of another.
+5. A model whose load failed is not tried by itself: only a request after `retry_at` loads it again.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from gpulease.protocol.back_off import back_off_s
+
+FIRST_RETRY_S: Final = 1.0
+LONGEST_RETRY_S: Final = 60.0
+"""Back-off after failed loads in seconds, doubled each time: a model whose files are broken would otherwise be read
+again for every request, and evict others for it."""
+
+
+class ModelState(StrEnum):
+    """Where a model's memory is. The values appear in replies and metrics."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    PARKING = "parking"
+    PARKED = "parked"
+    RETURNING = "returning"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+_ON_CARD: Final = frozenset({ModelState.LOADING, ModelState.LOADED, ModelState.PARKING, ModelState.RETURNING})
+_IN_HOST: Final = frozenset({ModelState.PARKING, ModelState.PARKED, ModelState.RETURNING})
+
+
+class RefusalReason(StrEnum):
+    """Why a request got no model. The values appear in errors and metrics."""
+
+    UNKNOWN = "unknown"
+    QUEUE_FULL = "queue_full"
+    WAITED_TOO_LONG = "waited_too_long"
+    LOAD_FAILED = "load_failed"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTerms:
+    """What the decisions need to know of a model.
+
+    Attributes:
+        size_bytes: Memory of its lease.
+        is_parkable: Whether its lease can be parked.
+        is_preloaded: Whether it is loaded without a request.
+        version: Differs if its other settings do, so that a reload loads it again.
+    """
+
+    size_bytes: int
+    is_parkable: bool = True
+    is_preloaded: bool = False
+    version: object = None
+
+    def is_same_engine(self, other: "ModelTerms") -> bool:
+        """Return whether a model with the other terms can serve under these without being loaded again."""
+        mine = self.size_bytes, self.is_parkable, self.version
+        return mine == (other.size_bytes, other.is_parkable, other.version)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyLimits:
+    """Limits of the pool.
+
+    Attributes:
+        card_bytes: Most memory of models on the card.
+        parked_bytes: Most memory of parked models, in the host's memory; 0: models are unloaded, never parked.
+        min_stay_s: Seconds after its load or return for which a model keeps its place.
+        idle_s: Seconds without a request in use after which a model is parked; None: only by need.
+        max_waiting: Most requests that wait for one model.
+    """
+
+    card_bytes: int
+    parked_bytes: int = 0
+    min_stay_s: float = 5.0
+    idle_s: float | None = None
+    max_waiting: int = 256
+
+
+# --- effects ---
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Acquire a lease and load the model. Answer with `loaded` or `load_failed`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Bring a parked model's memory back. Answer with `returned` or `return_failed`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Park the model's lease. Answer with `parked` or `park_failed`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Close the model and give its lease back. Answer with `unloaded`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The request may use its model until `release`."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The request gets no model.
+
+    Attributes:
+        ticket: The request.
+        reason: Why.
+        detail: Why the model's load failed; "" for other reasons.
+        retry_after_s: Seconds after which it may be sent again; None if that is unknown.
+    """
+
+    ticket: int
+    reason: RefusalReason
+    detail: str = ""
+    retry_after_s: float | None = None
+
+
+Effect = Load | Return | Park | Unload | Admit | Refuse
+
+
+@dataclass(slots=True)
+class _Waiting:
+    ticket: int
+    order: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class ResidentModel:
+    """A model's state. Only `ModelResidency` changes it.
+
+    Attributes:
+        name: Its name.
+        terms: Its terms.
+        state: Where its memory is.
+        waiting: Requests that wait for it, in the order in which they came.
+        in_use: Requests that use it.
+        is_wanted: Whether it is loaded without a request.
+        yields: Whether new requests wait, so that it can leave.
+        since: When it came onto the card, in monotonic seconds.
+        used_at: When it was used last, likewise.
+        order: The place of its own demand, for `is_wanted`.
+        failures: Failed loads in a row.
+        retry_at: When a request may load it again.
+        reason: Why it failed; "" if it did not.
+        can_park: Whether parking did not fail since its load.
+        leaves_card: In `UNLOADING`: whether it comes from the card.
+        awaits_room: Whether its load was refused for a lack of room that the end of a parked model may give.
+        next_terms: Terms after it was unloaded, from a reload.
+        is_removed: Whether a reload removed it: it is unloaded after its last request.
+        is_ended: Whether it is unloaded because of a fault: then it is FAILED.
+    """
+
+    name: str
+    terms: ModelTerms
+    state: ModelState = ModelState.UNLOADED
+    waiting: deque[_Waiting] = field(default_factory=deque)
+    in_use: set[int] = field(default_factory=set)
+    is_wanted: bool = False
+    yields: bool = False
+    since: float = 0.0
+    used_at: float = 0.0
+    order: int = 0
+    failures: int = 0
+    retry_at: float = 0.0
+    reason: str = ""
+    can_park: bool = True
+    leaves_card: bool = True
+    awaits_room: bool = False
+    next_terms: ModelTerms | None = None
+    is_removed: bool = False
+    is_ended: bool = False
+
+    @property
+    def card_bytes(self) -> int:
+        """Memory of it that is on the card, or on its way there or from there."""
+        is_leaving = self.state is ModelState.UNLOADING and self.leaves_card
+        return self.terms.size_bytes if self.state in _ON_CARD or is_leaving else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of it that is parked, or on its way there or from there."""
+        is_leaving = self.state is ModelState.UNLOADING and not self.leaves_card
+        return self.terms.size_bytes if self.state in _IN_HOST or is_leaving else 0
+
+    @property
+    def is_going(self) -> bool:
+        """Whether it is to be unloaded by a reload."""
+        return self.is_removed or self.next_terms is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests into use at once."""
+        return self.state is ModelState.LOADED and not self.yields and not self.is_going
+
+
+class ModelResidency:
+    """The decisions. Each event returns the effects to carry out, in their order.
+
+    Attributes:
+        models: The models by name. Only this class changes them.
+    """
+
+    def __init__(self, limits: ResidencyLimits, models: Mapping[str, ModelTerms]) -> None:
+        """Prepare it; `start` has the first effects. Raises ValueError for a model that is larger than the card."""
+        self._limits = limits
+        self.models: dict[str, ResidentModel] = {}
+        self._parks = limits.parked_bytes > 0
+        self._is_stopping = False
+        self._order = 0
+        self._tickets: dict[int, str] = {}
+        self._check(models)
+        self._add(models)
+
+    @property
+    def card_bytes(self) -> int:
+        """Memory of models on the card, or on its way there or from there."""
+        return sum(model.card_bytes for model in self.models.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of parked models, likewise."""
+        return sum(model.host_bytes for model in self.models.values())
+
+    # --- requests ---
+
+    def request(self, ticket: int, model: str, now: float, deadline: float) -> list[Effect]:
+        """A request comes. Its effects end with its admission or refusal, now or later.
+
+        Args:
+            ticket: Its number, used once.
+            model: The model's name.
+            now: Monotonic seconds.
+            deadline: When it is refused if it still waits.
+        """
+        found = self.models.get(model)
+        if found is None or found.is_removed:
+            return [Refuse(ticket, RefusalReason.UNKNOWN)]
+        if self._is_stopping:
+            return [Refuse(ticket, RefusalReason.STOPPING)]
+        # A failed model is loaded again only by a request that comes after the back-off.
+        if found.state is ModelState.FAILED:
+            if now < found.retry_at:
+                return [Refuse(ticket, RefusalReason.LOAD_FAILED, found.reason, found.retry_at - now)]
+            found.state = ModelState.UNLOADED
+        if not found.is_open and len(found.waiting) >= self._limits.max_waiting:
+            return [Refuse(ticket, RefusalReason.QUEUE_FULL)]
+        self._order += 1
+        found.waiting.append(_Waiting(ticket, self._order, deadline))
+        self._tickets[ticket] = model
+        return self._advance(now)
+
+    def withdraw(self, ticket: int, now: float) -> list[Effect]:
+        """A request's caller is gone while it waits, or after it was admitted."""
+        return self.release(ticket, now)
+
+    def release(self, ticket: int, now: float) -> list[Effect]:
+        """A request uses its model no more, or does not wait for it any more. Ignored if it was refused."""
+        found = self.models.get(self._tickets.pop(ticket, ""))
+        if found is None:
+            return []
+        if ticket in found.in_use:
+            found.in_use.remove(ticket)
+            found.used_at = now
+        else:
+            found.waiting = deque(one for one in found.waiting if one.ticket != ticket)
+        return self._advance(now)
+
+    # --- how effects ended ---
+
+    def loaded(self, model: str, now: float) -> list[Effect]:
+        """A load is complete."""
+        found = self.models[model]
+        found.failures, found.reason, found.can_park = 0, "", True
+        self._arrive(found, now)
+        return self._advance(now)
+
+    def load_failed(self, model: str, reason: str, now: float, *, is_for_room: bool = False) -> list[Effect]:
+        """A load failed, and nothing of it is left.
+
+        Args:
+            model: The model.
+            reason: Why, for callers.
+            now: Monotonic seconds.
+            is_for_room: Whether the daemon had no room: then a parked model is unloaded and the load is tried again.
+        """
+        found = self.models[model]
+        found.state = ModelState.UNLOADED
+        # The daemon may count parked leases against its card (`overcommit`).
+        parked = self._parked()
+        if is_for_room and parked and self._is_demanded(found):
+            found.awaits_room = True
+            return [self._unload(parked[0]), *self._advance(now)]
+        return [*self._fail(found, reason, now), *self._advance(now)]
+
+    def returned(self, model: str, now: float) -> list[Effect]:
+        """A parked model's memory is back on the card."""
+        if (found := self._in(model, ModelState.RETURNING)) is not None:
+            self._arrive(found, now)
+        return self._advance(now)
+
+    def return_failed(self, model: str, now: float) -> list[Effect]:
+        """A parked model can't come back: it is unloaded, and loaded again if requests wait for it."""
+        if (found := self._in(model, ModelState.RETURNING)) is None:
+            return []
+        return [self._unload(found, leaves_card=True), *self._advance(now)]
+
+    def parked(self, model: str, now: float) -> list[Effect]:
+        """A model's memory has left the card."""
+        if (found := self._in(model, ModelState.PARKING)) is not None:
+            found.state = ModelState.PARKED
+        return self._advance(now)
+
+    def park_failed(self, model: str, now: float, *, is_for_good: bool) -> list[Effect]:
+        """A model can't be parked: its memory is still on the card.
+
+        Args:
+            model: The model.
+            now: Monotonic seconds.
+            is_for_good: Whether the node parks nothing at all. From then on models are unloaded instead.
+        """
+        if (found := self._in(model, ModelState.PARKING)) is not None:
+            found.state, found.can_park = ModelState.LOADED, False
+        if is_for_good:
+            self._parks = False
+        return self._advance(now)
+
+    def unloaded(self, model: str, now: float) -> list[Effect]:
+        """A model is closed, and its lease was given back."""
+        found = self.models[model]
+        found.state = ModelState.UNLOADED
+        if found.is_ended:
+            found.is_ended = False
+            return [*self._fail(found, found.reason, now), *self._advance(now)]
+        if found.is_removed:
+            del self.models[model]
+        elif found.next_terms is not None:
+            found.terms, found.next_terms = found.next_terms, None
+        return self._advance(now)
+
+    def ended(self, model: str, reason: str, now: float) -> list[Effect]:
+        """A model that was loaded has ended by a fault of its own: it is closed, as if its load had failed."""
+        found = self.models[model]
+        if not found.card_bytes + found.host_bytes or found.state in (ModelState.LOADING, ModelState.UNLOADING):
+            return []
+        for ticket in found.in_use:
+            self._tickets.pop(ticket, None)
+        found.in_use.clear()
+        found.is_ended, found.reason = True, reason
+        return [self._unload(found, leaves_card=found.state is not ModelState.PARKED), *self._advance(now)]
+
+    def came_back(self, model: str, now: float) -> list[Effect]:
+        """A parked model's lease was lost, and its decoder has opened another one on the card: it is unloaded.
+
+        Until it is, models may have more memory on the card than `card_bytes`.
+        """
+        found = self.models[model]
+        if found.state is not ModelState.PARKED:
+            return []
+        return [self._unload(found, leaves_card=True), *self._advance(now)]
+
+    # --- the operator ---
+
+    def start(self, now: float) -> list[Effect]:
+        """Begin to load the models that are preloaded."""
+        return self._advance(now)
+
+    def change(self, models: Mapping[str, ModelTerms], now: float) -> list[Effect]:
+        """Serve these models from now on.
+
+        New ones are added. Others are unloaded after their last request in use; requests that wait for one are refused.
+        Models with other terms are loaded again, and their requests wait for that. Raises ValueError for a model that
+        is larger than the card: nothing changes then.
+        """
+        self._check(models)
+        effects: list[Effect] = []
+        for name, found in list(self.models.items()):
+            terms = models.get(name)
+            if terms is None:
+                found.is_removed, found.is_wanted, found.next_terms = True, False, None
+                effects += self._refuse_all(found, RefusalReason.UNKNOWN)
+                if found.state in (ModelState.UNLOADED, ModelState.FAILED):
+                    del self.models[name]
+                continue
+            found.is_removed = False
+            found.next_terms = None if terms.is_same_engine(found.terms) else terms
+            if found.state in (ModelState.UNLOADED, ModelState.FAILED):
+                if found.next_terms is not None:
+                    # Its settings may be the remedy, so the next request tries it at once.
+                    found.state, found.reason, found.failures = ModelState.UNLOADED, "", 0
+                found.terms, found.next_terms = terms, None
+        self._add({name: terms for name, terms in models.items() if name not in self.models})
+        return [*effects, *self._advance(now)]
+
+    def drain(self, now: float) -> list[Effect]:
+        """Refuse the requests that wait, and all that come. Those in use continue."""
+        self._is_stopping = True
+        effects: list[Effect] = []
+        for found in self.models.values():
+            found.is_wanted = False
+            effects += self._refuse_all(found, RefusalReason.STOPPING)
+        return [*effects, *self._advance(now)]
+
+    # --- the time ---
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed: refuse requests that waited too long, park idle models, make room after a stay."""
+        return self._advance(now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when `tick` may have something to do; None if only another event can change anything."""
+        times = [one.deadline for model in self.models.values() for one in model.waiting]
+        is_blocked = self._head() is not None
+        for model in self.models.values():
+            if model.state is not ModelState.LOADED:
+                continue
+            stays_until = model.since + self._limits.min_stay_s
+            if is_blocked and stays_until > now:
+                times.append(stays_until)
+            if self._limits.idle_s is not None and self._may_park_idle(model):
+                times.append(max(model.used_at, model.since) + self._limits.idle_s)
+        return min(times, default=None)
+
+    # --- decisions ---
+
+    def _advance(self, now: float) -> list[Effect]:
+        effects: list[Effect] = list(self._expire(now))
+        for model in self.models.values():
+            model.yields = False
+            # Models that a reload removed or changed leave as soon as nothing uses them.
+            if model.is_going and not model.in_use and model.state in (ModelState.LOADED, ModelState.PARKED):
+                effects.append(self._unload(model))
+        # Room for the first model that waits, then for the next one, until one has to wait.
+        while (head := self._head()) is not None and self._make_room(head, now, effects):
+            pass
+        for model in self.models.values():
+            while model.is_open and model.waiting:
+                ticket = model.waiting.popleft().ticket
+                model.in_use.add(ticket)
+                model.used_at = now
+                effects.append(Admit(ticket))
+        effects += self._park_idle(now)
+        return effects
+
+    def _make_room(self, head: ResidentModel, now: float, effects: list[Effect]) -> bool:
+        """Bring a model onto the card, or make room for it. Returns whether it is on its way."""
+        size, free = head.terms.size_bytes, self._limits.card_bytes - self.card_bytes
+        if head.awaits_room:
+            # The end of the parked model is under way.
+            if any(model.state is ModelState.UNLOADING for model in self.models.values()):
+                return False
+            head.awaits_room = False
+        if free >= size:
+            is_parked = head.state is ModelState.PARKED
+            head.state = ModelState.RETURNING if is_parked else ModelState.LOADING
+            effects.append(Return(head.name) if is_parked else Load(head.name))
+            return True
+        leaving = (ModelState.PARKING, ModelState.UNLOADING)
+        coming = free + sum(model.card_bytes for model in self.models.values() if model.state in leaving)
+        loaded = [
+            model
+            for model in self.models.values()
+            if model.state is ModelState.LOADED and model.since + self._limits.min_stay_s <= now
+        ]
+        # First those that nothing uses, the one used least recently first.
+        for model in sorted(loaded, key=lambda model: model.used_at):
+            # A request that waits for a loaded model is admitted before the model can be idle.
+            if coming >= size:
+                break
+            if not model.in_use and not model.waiting:
+                coming += model.terms.size_bytes
+                self._evict(model, effects)
+        # Then those in use have to yield, the one that is there for the longest time first.
+        for model in sorted(loaded, key=lambda model: model.since):
+            if coming >= size:
+                break
+            if model.state is not ModelState.LOADED or not (model.in_use or model.waiting):
+                continue
+            coming += model.terms.size_bytes
+            model.yields = True
+            if not model.in_use:
+                # Only requests that came while it yielded are left: they wait for their turn.
+                self._evict(model, effects)
+        return False
+
+    def _evict(self, model: ResidentModel, effects: list[Effect]) -> None:
+        """Park a model that nothing uses, or begin to make room for that; if there can be none, unload it."""
+        size = model.terms.size_bytes
+        if self._may_park(model):
+            free = self._limits.parked_bytes - self.host_bytes
+            if free >= size:
+                model.state = ModelState.PARKING
+                effects.append(Park(model.name))
+                return
+            free += sum(one.host_bytes for one in self.models.values() if one.state is ModelState.UNLOADING)
+            # Parked models that were used less recently give way; the model leaves the card after them.
+            older = deque(one for one in self._parked() if one.used_at <= model.used_at)
+            if free + sum(one.terms.size_bytes for one in older) >= size:
+                while free < size:
+                    free += older[0].terms.size_bytes
+                    effects.append(self._unload(older.popleft()))
+                return
+        effects.append(self._unload(model))
+
+    def _park_idle(self, now: float) -> Iterator[Effect]:
+        if self._limits.idle_s is None:
+            return
+        for model in self.models.values():
+            if self._may_park_idle(model) and now >= max(model.used_at, model.since) + self._limits.idle_s:
+                model.state = ModelState.PARKING
+                yield Park(model.name)
+
+    def _may_park_idle(self, model: ResidentModel) -> bool:
+        is_idle = model.is_open and not model.in_use and not model.waiting
+        # Only into free memory: no model needs its place on the card.
+        has_room = self._limits.parked_bytes - self.host_bytes >= model.terms.size_bytes
+        return is_idle and has_room and self._may_park(model)
+
+    def _may_park(self, model: ResidentModel) -> bool:
+        fits = model.terms.size_bytes <= self._limits.parked_bytes
+        return self._parks and model.can_park and model.terms.is_parkable and fits and not model.is_going
+
+    def _parked(self) -> list[ResidentModel]:
+        """Return the parked models that no request waits for, the one used least recently first."""
+        parked = (model for model in self.models.values() if model.state is ModelState.PARKED and not model.waiting)
+        return sorted(parked, key=lambda model: model.used_at)
+
+    def _head(self) -> ResidentModel | None:
+        """Return the model that gets room next; None if none waits."""
+        absent = (ModelState.UNLOADED, ModelState.PARKED)
+        found = [
+            model
+            for model in self.models.values()
+            if model.state in absent and self._is_demanded(model) and not model.is_going
+        ]
+        return min(found, key=_order_of, default=None)
+
+    def _in(self, model: str, state: ModelState) -> ResidentModel | None:
+        """Return a model if it is in this state; None if an answer about it comes after its end."""
+        found = self.models.get(model)
+        return found if found is not None and found.state is state else None
+
+    @staticmethod
+    def _is_demanded(model: ResidentModel) -> bool:
+        return bool(model.waiting) or model.is_wanted
+
+    def _arrive(self, model: ResidentModel, now: float) -> None:
+        model.state, model.since, model.is_wanted = ModelState.LOADED, now, False
+
+    def _unload(self, model: ResidentModel, *, leaves_card: bool | None = None) -> Effect:
+        model.leaves_card = model.state is not ModelState.PARKED if leaves_card is None else leaves_card
+        model.state = ModelState.UNLOADING
+        return Unload(model.name)
+
+    def _fail(self, model: ResidentModel, reason: str, now: float) -> list[Effect]:
+        wait_s = back_off_s(model.failures, FIRST_RETRY_S, LONGEST_RETRY_S)
+        model.state, model.is_wanted, model.awaits_room = ModelState.FAILED, False, False
+        model.failures, model.reason, model.retry_at = model.failures + 1, reason, now + wait_s
+        effects = self._refuse_all(model, RefusalReason.LOAD_FAILED, reason, wait_s)
+        if model.next_terms is not None:
+            model.terms, model.next_terms = model.next_terms, None
+        if model.is_removed:
+            del self.models[model.name]
+        return effects
+
+    def _refuse_all(
+        self, model: ResidentModel, reason: RefusalReason, detail: str = "", retry_after_s: float | None = None
+    ) -> list[Effect]:
+        refused, model.waiting = model.waiting, deque()
+        for one in refused:
+            self._tickets.pop(one.ticket, None)
+        return [Refuse(one.ticket, reason, detail, retry_after_s) for one in refused]
+
+    def _expire(self, now: float) -> Iterator[Effect]:
+        for model in self.models.values():
+            late = [one for one in model.waiting if one.deadline <= now]
+            # A request of a loaded model is admitted rather than refused for the time it took.
+            if not late or model.is_open:
+                continue
+            model.waiting = deque(one for one in model.waiting if one.deadline > now)
+            for one in late:
+                self._tickets.pop(one.ticket, None)
+                yield Refuse(one.ticket, RefusalReason.WAITED_TOO_LONG)
+
+    def _check(self, models: Mapping[str, ModelTerms]) -> None:
+        for name, terms in models.items():
+            if terms.size_bytes > self._limits.card_bytes:
+                text = (
+                    f"model {name} takes {terms.size_bytes:,} bytes, more than the models' {self._limits.card_bytes:,}"
+                )
+                raise ValueError(text)
+
+    def _add(self, models: Mapping[str, ModelTerms]) -> None:
+        for name, terms in models.items():
+            self._order += 1
+            self.models[name] = ResidentModel(name, terms, is_wanted=terms.is_preloaded, order=self._order)
+
+
+def _order_of(model: ResidentModel) -> int:
+    return model.waiting[0].order if model.waiting else model.order
