@@ -371,7 +371,7 @@ class Fact(NamedTuple):
         times: The life of the lease, this fact included.
         card: The GPU of a warm context.
         is_warm: Whether a placed lease took a warm context.
-        use: What an ended lease used of its card's time; None if that is not known.
+        use: What a lease that ended or moved used of its cards' time; None if that is not known.
     """
 
     kind: FactKind

@@ -123,7 +123,7 @@ class LeaseHistory:
             LeaseReturned: lambda effect, now_ns: _parking(FactKind.UNPARKED, effect, now_ns),
             ParkFailed: lambda effect, now_ns: _parking(FactKind.PARK_FAILED, effect, now_ns),
             LeaseLeft: lambda effect, now_ns: _parking(FactKind.LEFT, effect, now_ns),
-            LeaseMoved: lambda effect, now_ns: _parking(FactKind.MOVED, effect, now_ns),
+            LeaseMoved: self._moved,
         }
         # The other effects are answers, all alike. `_follow` makes the facts of WorkerExited and UNFENCED.
         handled = {*self._on_event, *self._on_effect, WorkerExited}
@@ -327,6 +327,9 @@ class LeaseHistory:
         # The word of a region that is over may be written again: only the first time is its end.
         is_over = self._times.get(effect.region_id, NO_TIMES).over_ns is not None
         return None if is_over else self._over(effect, region, region.cause, now_ns)
+
+    def _moved(self, effect: LeaseMoved, now_ns: int) -> Fact:
+        return _parking(FactKind.MOVED, effect, now_ns)._replace(use=self._use_of(effect.lease.lease_id))
 
     def _over(self, effect: RefuseWork | SetRegion, lease: LeaseSnapshot, cause: Cause, now_ns: int) -> Fact:
         before = self._times.get(lease.lease_id, NO_TIMES)

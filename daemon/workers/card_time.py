@@ -246,14 +246,21 @@ class CardTimes:
             self._close_words(self._cards.pop(uuid))
         for uuid, members in found.items():
             card = self._cards.setdefault(uuid, _Card())
+            adopted: dict[int, LeaseTimeUse] = {}
             # A worker that is new on the card may come from an earlier broker, which left its account.
             for number, member in members.items():
                 if number not in card.members and (before := member.worker.page.time_account()).sampled_ns:
                     card.account.resume(number, before.busy_ns, before.held_back_ns, before.sampled_ns)
                     if member.lease_id not in self._uses:
-                        self._uses[member.lease_id] = LeaseTimeUse(before.gpu_ns, before.busy_ns, before.held_back_ns)
+                        use = adopted.setdefault(member.lease_id, LeaseTimeUse())
+                        # Each page has what the whole lease had used when this worker was sampled last, and the
+                        # worker's own busy time.
+                        use.gpu_ns = max(use.gpu_ns, before.gpu_ns)
+                        use.busy_ns += before.busy_ns
+                        use.held_ns += before.held_back_ns
             for number in card.members.keys() - members.keys():
                 card.account.end(number)
+            self._uses |= adopted
             card.members = members
             for member in members.values():
                 self._uses.setdefault(member.lease_id, LeaseTimeUse())

@@ -85,7 +85,8 @@ def _left(fact: Fact) -> Particulars:
 def _moved(fact: Fact) -> Particulars:
     moved = fact.source
     how = {"from_card": moved.from_uuid, "moved_bytes": bounded(moved.moved_bytes)}
-    return _lease(moved.lease) | how | {"took_us": moved.took_ns // NS_PER_US}
+    # What it has used so far was used on the card that it left.
+    return _lease(moved.lease) | how | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
 
 
 def _move_done(fact: Fact) -> Particulars | None:

@@ -6,6 +6,10 @@ The rules:
   memory was proved free, and a fence, are charged to the node. Its byte seconds are its bytes times that time.
 - A region's bytes belong to its lease: no record with a `parent` counts.
 - A lease that was resized (`resize`) counts with each size for as long as it had it.
+- A parked lease has no bytes: from its `park` until its `return` was ordered (`took_us` before the record), it counts
+  lease seconds alone. Its card is then at others' disposal. If records of returns were dropped (`gap`), it counts from
+  `data.since_us` on.
+- A lease that was moved (`move`) counts on each card for as long as it had it.
 - Renewals change nothing: the sum counts time that a tenant had, not time that it was promised.
 - A daemon's leases end with it, unless the next one adopts them (`adopt`): adopted leases continue. If the daemon
   stopped, they ended at its `stop` record. If it died, the next `start` record has the last time at which it was known
@@ -14,16 +18,17 @@ The rules:
 - If records of ends were dropped (`gap`), a lease without a later record counts until the first was dropped
   (`data.since_us`).
 - Open leases count to the last record, or to the head's `alive_us` if that is given.
-- GPU time is what records say of a lease so far (`gpu_us` of `use`, `end` and `fence`): each counts what is more than
-  in the lease's record before.
+- GPU time is what records say of a lease so far (`gpu_us` of `use`, `move`, `end` and `fence`): each counts what is
+  more than in all of the lease's records before. What a `move` adds was used on the card that the lease left.
 
 Only the monotonic clock counts, and only differences inside one boot: the wall clock may step. It says only which day a
-time belongs to (UTC): by the wall clock of the lease's grant, and for GPU time, of the record.
+time belongs to (UTC): by the wall clock of the lease's grant, and for GPU time, of the record. So GPU time of up to ten
+minutes before midnight counts on the day after.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import date, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.record.audit.records import ENDS, AuditRecord, Head, RecordKind
@@ -66,6 +71,7 @@ class DayUse:
     gpu_us: int = 0
 
 
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 US_PER_DAY: Final = 86_400 * US_PER_S
 
 MAX_DAYS: Final = 3660
@@ -74,33 +80,23 @@ MAX_DAYS: Final = 3660
 
 @dataclass(slots=True)
 class _Open:
+    """A lease that counts. What it had before `part_us` is in the sums already.
+
+    Attributes:
+        part_us: Since when it has had this size on this card, or has been parked.
+        seen_us: The last time at which a record shows that it lived.
+        doubt_us: When records of ends were dropped, if none shows that it lived later.
+    """
+
     tenant: str
     size_bytes: int
-    since_us: int
+    part_us: int
     boot: str
     seen_us: int
     card: str
     wall_offset_us: int
     doubt_us: int | None = None
-    sized_us: int = 0
-    earlier: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def resize(self, size_bytes: int, at_us: int) -> None:
-        """Count the bytes so far, and continue with another size."""
-        # The part with the old size ends here, unless the clock went back.
-        from_us = self._sized_us
-        self.sized_us = max(at_us, from_us)
-        self.earlier.append((from_us, self.sized_us, self.size_bytes))
-        self.size_bytes = size_bytes
-
-    def parts(self, until_us: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the times in which it had one size: begin, end, bytes."""
-        yield from self.earlier
-        yield self._sized_us, max(self._sized_us, until_us), self.size_bytes
-
-    @property
-    def _sized_us(self) -> int:
-        return self.sized_us or self.since_us
+    is_parked: bool = False
 
 
 @dataclass(slots=True)
@@ -161,6 +157,8 @@ class UsageSum:
             return
         if "gpu_us" in data:
             self._add_gpu(lease, record)
+        if record.kind == RecordKind.END:
+            self._gpu_us.pop(lease, None)
         if record.kind == RecordKind.GRANT:
             self._open[lease] = _opened(record, record.mono_us)
         elif record.kind == RecordKind.ADOPT:
@@ -176,10 +174,26 @@ class UsageSum:
         # Any other record about an open lease proves that it was alive then.
         elif (opened := self._open.get(lease)) is not None and opened.boot == record.boot:
             opened.seen_us = max(opened.seen_us, record.mono_us)
-            if record.kind == RecordKind.RESIZE:
-                opened.resize(_count(data, "size_bytes"), record.mono_us)
+            self._follow(opened, record)
             if record.kind != RecordKind.DENY:
                 opened.doubt_us = None
+
+    def _follow(self, opened: _Open, record: AuditRecord) -> None:
+        """Take over what a record changes of a lease that continues: its size, its card, and whether it is parked."""
+        match record.kind:
+            case RecordKind.RESIZE:
+                self._count_part(opened, record.mono_us)
+                opened.size_bytes = _count(record.data, "size_bytes")
+            case RecordKind.PARK:
+                self._count_part(opened, record.mono_us)
+                opened.is_parked = True
+            case RecordKind.RETURN:
+                # Its bytes were charged when the return was ordered. Both records name the card of a lease that moved.
+                self._count_part(opened, record.mono_us - _count(record.data, "took_us"))
+                opened.is_parked, opened.card = False, _text(record.data, "card")
+            case RecordKind.MOVE:
+                self._count_part(opened, record.mono_us)
+                opened.card = _text(record.data, "card")
 
     def _close_by(self, lease: str, record: AuditRecord) -> None:
         """End a lease by a record that reports it. If the log lacks its grant, that record is sufficient."""
@@ -217,12 +231,18 @@ class UsageSum:
 
     def _on_gap(self, record: AuditRecord) -> None:
         dropped = record.data.get("dropped")
-        if not isinstance(dropped, dict) or not dropped.keys() & ENDS:
+        if not isinstance(dropped, dict):
             return
-        # Some end may be among the records that were dropped. A later record about a lease clears the doubt.
         since_us = _count(record.data, "since_us")
         for opened in self._open.values():
-            if opened.doubt_us is None and opened.boot == record.boot:
+            if opened.boot != record.boot:
+                continue
+            # Its return may be among the records that were dropped, and a flood of records must not save bytes.
+            if RecordKind.RETURN in dropped and opened.is_parked:
+                self._count_part(opened, since_us)
+                opened.is_parked = False
+            # Some end may be, too. A later record about a lease clears the doubt.
+            if opened.doubt_us is None and dropped.keys() & ENDS:
                 opened.doubt_us = since_us
 
     # --- sums ---
@@ -248,27 +268,30 @@ class UsageSum:
                 del self._left[lease]
 
     def _count(self, opened: _Open, until_us: int) -> None:
-        used = self._used(opened.tenant)
-        used.leases += 1
-        used.lease_us += max(0, until_us - opened.since_us)
-        for from_us, to_us, size_bytes in opened.parts(until_us):
-            used.byte_us += (to_us - from_us) * size_bytes
-            for day, span_us in _by_day(from_us + opened.wall_offset_us, to_us + opened.wall_offset_us):
-                of_day = self._of_day(day, opened.tenant, opened.card)
-                of_day.lease_us += span_us
-                of_day.byte_us += span_us * size_bytes
+        self._used(opened.tenant).leases += 1
+        self._count_part(opened, until_us)
+
+    def _count_part(self, opened: _Open, until_us: int) -> None:
+        """Count a lease from its last change to `until_us`, unless the clock went back."""
+        used, from_us = self._used(opened.tenant), opened.part_us
+        size_bytes = 0 if opened.is_parked else opened.size_bytes
+        opened.part_us = until_us = max(until_us, from_us)
+        used.lease_us += until_us - from_us
+        used.byte_us += (until_us - from_us) * size_bytes
+        for day, span_us in _by_day(from_us + opened.wall_offset_us, until_us + opened.wall_offset_us):
+            of_day = self._of_day(day, opened.tenant, opened.card)
+            of_day.lease_us += span_us
+            of_day.byte_us += span_us * size_bytes
 
     def _add_gpu(self, lease: str, record: AuditRecord) -> None:
         """Count the GPU time that a lease has used since its last record about that."""
-        so_far_us = _count(record.data, "gpu_us")
-        more_us = max(0, so_far_us - self._gpu_us.get(lease, 0))
-        if record.kind == RecordKind.END:
-            self._gpu_us.pop(lease, None)
-        else:
-            self._gpu_us[lease] = so_far_us
-        tenant = _text(record.data, "tenant")
-        self._used(tenant).gpu_us += more_us
-        self._of_day(_day(_wall_us(record) // US_PER_DAY), tenant, _text(record.data, "card")).gpu_us += more_us
+        data = record.data
+        # Never less than before, or the difference would count twice.
+        before_us = self._gpu_us.get(lease, 0)
+        self._gpu_us[lease] = so_far_us = max(before_us, _count(data, "gpu_us"))
+        tenant, card = _text(data, "tenant"), _text(data, "from_card" if record.kind == RecordKind.MOVE else "card")
+        self._used(tenant).gpu_us += so_far_us - before_us
+        self._of_day(_day(_wall_us(record) // US_PER_DAY), tenant, card).gpu_us += so_far_us - before_us
 
     def _used(self, tenant: str) -> Used:
         return self.tenants.setdefault(tenant, Used())
@@ -293,7 +316,7 @@ def _opened(record: AuditRecord, since_us: int) -> _Open:
 def _wall_us(record: AuditRecord) -> int:
     """Return the wall clock of a record, in microseconds from 1970."""
     try:
-        return int(datetime.fromisoformat(record.at).timestamp()) * US_PER_S
+        return (datetime.fromisoformat(record.at) - _EPOCH) // timedelta(microseconds=1)
     except ValueError:
         # Its form was checked, but a forged one may name the 30th of February.
         return 0

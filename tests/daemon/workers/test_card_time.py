@@ -265,6 +265,21 @@ def test_another_broker_continues_the_account(node: Node) -> None:
     assert node.gpu_s(number) == pytest.approx(3.0)
 
 
+def test_another_broker_continues_with_the_latest_account_of_a_lease_and_its_submit(node: Node) -> None:
+    submit, session = node.open("ann"), node.open("ann")
+    node.workers[submit].spec = replace(node.workers[submit].spec, submit_of=session + 1)
+    node.look()
+    node.busy(submit)
+    node.look(1 * S)
+    node.idle(submit)
+    node.busy(session)
+    node.look(2 * S)
+    # The page of the submit's worker is as it was at its last busy sample.
+    node.times = node.keeper()
+    node.look()
+    assert node.gpu_s(session) == pytest.approx(3.0)
+
+
 def test_the_last_sample_of_a_worker_is_taken_at_its_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     number = node.open("ann")
     node.look()

@@ -14,6 +14,7 @@ from gpulease.daemon.leases import (
     Event,
     FenceClearRequested,
     FreeRequested,
+    LeaseMoved,
     LeaseRestored,
     LeaseTable,
     LeaseTerms,
@@ -31,6 +32,7 @@ from gpulease.daemon.leases import (
     WorkerFound,
     WorkerReady,
 )
+from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.audit.projector import Entry, entry_of
 from gpulease.daemon.record.audit.records import canonical_bytes
 from gpulease.daemon.record.lease_facts import THE_DAEMON
@@ -88,6 +90,15 @@ def test_a_whole_life() -> None:
     ((kind, told),) = life.do(ReclaimProved(5), 1)
     assert (kind.value, told) == ("end", WHO | times(3, 6) | why | {"latency_us": 2000})
     assert life.is_empty()
+
+
+def test_a_move_records_what_the_lease_used_on_the_card_that_it_left() -> None:
+    lease = Life().granted().table.get(5)
+    assert lease is not None
+    history = LeaseHistory(lambda _: lease, use_of=lambda _: LeaseTimeUse(2_500_000.0, 3_000_000, 1000))
+    (fact,) = history.on_event(PoolTimerFired(), [LeaseMoved(lease, "GPU-b", 100, 9000)], 1)
+    how = {"from_card": "GPU-b", "moved_bytes": 100, "took_us": 9}
+    assert entry_of(fact) == ("move", WHO | how | {"gpu_us": 2500, "busy_us": 3000, "held_back_us": 1})
 
 
 def test_an_expiry() -> None:

@@ -158,6 +158,95 @@ def test_the_days_of_a_lease_that_lasts_over_midnight() -> None:
     assert sum(day.byte_us for day in found.days.values()) == found.tenants["t"].byte_us
 
 
+DAY, NEXT_DAY = "2026-09-21", "2026-09-22"
+
+
+def days_of(*drafts: Draft) -> tuple[dict[tuple[str, str], tuple[int, int, float]], Used]:
+    """Return lease, byte and GPU seconds by day and card, and the sums of the tenant. Their sums must agree."""
+    found = UsageSum()
+    for line in sealed(drafts)[0]:
+        found.take(read_record(line))
+    used = found.finish()["t"]
+    assert sum(day.lease_us for day in found.days.values()) == used.lease_us
+    assert sum(day.byte_us for day in found.days.values()) == used.byte_us
+    assert sum(day.gpu_us for day in found.days.values()) == used.gpu_us
+    days = {
+        (key.day, key.card): (day.lease_us // S, day.byte_us // S, day.gpu_us / S) for key, day in found.days.items()
+    }
+    return days, used
+
+
+def on(card: str, kind: RecordKind, at_s: float, **data: Any) -> Draft:
+    return lease(kind, at_s, card=card, **data)
+
+
+def test_a_parked_lease_has_no_bytes_until_its_return_is_ordered() -> None:
+    grant, park, ended = on("a", RecordKind.GRANT, 0), on("a", RecordKind.PARK, 10), over(100, 0, card="a")
+    back = on("a", RecordKind.RETURN, 32, took_us=2 * S, parked_us=22 * S)
+    assert days_of(grant, park, back, ended)[0] == {(DAY, "a"): (100, (10 + 70) * 10, 0)}
+    # It ends while it is parked.
+    assert days_of(grant, park, ended)[0] == {(DAY, "a"): (100, 10 * 10, 0)}
+    # The next daemon adopts it parked.
+    adopt = on("a", RecordKind.ADOPT, 21)
+    assert days_of(grant, park, start(20, 15), adopt, back, ended)[0] == {(DAY, "a"): (100, (10 + 70) * 10, 0)}
+    # A flood of records in which its return may have been lost.
+    gap = draft(RecordKind.GAP, 50 * S, dropped={"return": 1, "renew": 900}, since_us=40 * S)
+    assert days_of(grant, park, gap, ended)[0] == {(DAY, "a"): (100, (10 + 60) * 10, 0)}
+    others = draft(RecordKind.GAP, 50 * S, dropped={"renew": 900}, since_us=40 * S)
+    assert days_of(grant, park, others, ended)[0] == {(DAY, "a"): (100, 10 * 10, 0)}
+
+
+def test_a_lease_that_was_moved_counts_on_each_card_for_its_time_there() -> None:
+    records = [
+        on("a", RecordKind.GRANT, 0),
+        on("a", RecordKind.USE, 5, gpu_us=3 * S),
+        on("a", RecordKind.PARK, 10),
+        on("b", RecordKind.RETURN, 15, took_us=2 * S),
+        # Until then it had worked on the card that it left.
+        on("b", RecordKind.MOVE, 15, from_card="a", gpu_us=4 * S),
+        on("b", RecordKind.USE, 20, gpu_us=6 * S),
+        on("b", RecordKind.END, 100, granted_us=0, over_us=100 * S, gpu_us=7 * S),
+    ]
+    assert days_of(*records)[0] == {(DAY, "a"): (13, 100, 4.0), (DAY, "b"): (87, 870, 3.0)}
+    # It stays in the host's memory, without room on the other card.
+    records[3:5] = [on("b", RecordKind.MOVE, 15, from_card="a", gpu_us=4 * S)]
+    assert days_of(*records)[0] == {(DAY, "a"): (15, 100, 4.0), (DAY, "b"): (85, 0, 3.0)}
+
+
+def test_a_restarted_broker_counts_no_gpu_time_twice() -> None:
+    records = [
+        on("a", RecordKind.GRANT, 0),
+        on("a", RecordKind.USE, 10, gpu_us=7 * S),
+        start(20, 15),
+        on("a", RecordKind.ADOPT, 21),
+        # The next one continues with a sample that is older than the record.
+        on("a", RecordKind.USE, 30, gpu_us=6 * S),
+        on("a", RecordKind.END, 40, granted_us=None, over_us=40 * S, gpu_us=9 * S),
+    ]
+    assert days_of(*records)[0] == {(DAY, "a"): (40, 400, 9.0)}
+
+
+def test_a_lease_over_three_days_whose_broker_restarts_in_the_second() -> None:
+    """Midnight is 35,200 s after the begin of the log, to the microsecond."""
+    midnight_s, day_s = 35_200, 86_400
+    records = [
+        on("a", RecordKind.GRANT, midnight_s - 0.25),
+        start(midnight_s + 100, midnight_s + 90),
+        on("a", RecordKind.ADOPT, midnight_s + 101),
+        on("a", RecordKind.USE, midnight_s + 200, gpu_us=S),
+        over(midnight_s + day_s + 0.5, card="a"),
+    ]
+    found = UsageSum()
+    for line in sealed(records)[0]:
+        found.take(read_record(line))
+    found.finish()
+    assert {key.day: (day.lease_us, day.gpu_us) for key, day in found.days.items()} == {
+        DAY: (S // 4, 0),
+        NEXT_DAY: (day_s * S, S),
+        "2026-09-23": (S // 2, 0),
+    }
+
+
 def test_days_as_csv() -> None:
     days = {DayOfTenant("2026-09-21", '=a,"b"', "GPU-a"): DayUse(1_500_000, 20, 3)}
     assert days_csv(days) == (
@@ -168,7 +257,20 @@ def test_days_as_csv() -> None:
 
 odd = st.dictionaries(
     st.sampled_from(
-        ["lease", "tenant", "card", "gpu_us", "size_bytes", "granted_us", "over_us", "previous", "dropped", "since_us"]
+        [
+            "lease",
+            "tenant",
+            "card",
+            "from_card",
+            "gpu_us",
+            "took_us",
+            "size_bytes",
+            "granted_us",
+            "over_us",
+            "previous",
+            "dropped",
+            "since_us",
+        ]
     )
     | keys,
     values | st.sampled_from(["a", "b"]),
