@@ -86,7 +86,7 @@ class KeyTable:
     key_sha256: Annotated[
         bytes | None,
         Setting(
-            "The key's sha256. A key is made by: openssl rand -hex 32",
+            "The key's sha256. To make a key: openssl rand -hex 32",
             what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
             read=_read_digest,
             # An operator may have written the key itself by mistake.
@@ -94,7 +94,10 @@ class KeyTable:
         ),
     ] = None
     key_file: Annotated[
-        str | None, Setting("Instead, the key's file, which only its owner may read.", example='"bob.key"')
+        str | None,
+        Setting(
+            "Instead of key_sha256, a file with the key itself, which only its owner may read.", example='"bob.key"'
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -107,11 +110,11 @@ class KeyTable:
 class TenantTable(KeyTable):
     """The table `[tenants.NAME]` of one tenant."""
 
-    max_concurrent: Annotated[int, Setting("Sequences that live at a time.", least=1, example="8")]
+    max_concurrent: Annotated[int, Setting("Sequences of this tenant in progress at a time.", least=1, example="8")]
     max_blocks: Annotated[
         int | None,
         Setting(
-            f"Keys and values of this many blocks of {PAGE} positions, in a region of the tenant's own.",
+            f"The size of the tenant's region: keys and values of this many blocks of {PAGE} positions.",
             least=1,
             most=MAX_BLOCKS_PER_TENANT,
             example="64",
@@ -120,14 +123,16 @@ class TenantTable(KeyTable):
     context_tokens: Annotated[
         int | None,
         Setting(
-            "Instead, positions of all its sequences together.",
+            "Instead of max_blocks, the positions of all of the tenant's sequences together.",
             least=1,
             most=MAX_BLOCKS_PER_TENANT * PAGE,
             example="1024",
         ),
     ] = None
-    weight: Annotated[float, Setting("Its share among tenants that wait.", over=0)] = DEFAULT_WEIGHT
-    max_waiting: Annotated[int, Setting("Requests that wait; one more gets 429.", least=0)] = DEFAULT_MAX_WAITING
+    weight: Annotated[float, Setting("The tenant's share among tenants with waiting requests.", over=0)] = (
+        DEFAULT_WEIGHT
+    )
+    max_waiting: Annotated[int, Setting("Requests that may wait; one more gets 429.", least=0)] = DEFAULT_MAX_WAITING
 
     def __post_init__(self) -> None:
         KeyTable.__post_init__(self)
@@ -147,7 +152,7 @@ class EngineTable(DecoderSettings):
     wait_s: Annotated[
         float,
         Setting(
-            "Seconds that a request may wait for its admission, before 429 or 503.",
+            "Seconds that a request may wait to be admitted; then it gets 429 or 503.",
             key="wait_secs",
             least=0,
             most=MAX_WAIT_S,
@@ -156,7 +161,7 @@ class EngineTable(DecoderSettings):
     chat_tokens: Annotated[
         int,
         Setting(
-            "Tokens of a chat's answer if its request sets no limit. Fewer if the prompt leaves less room.",
+            "Most tokens of a chat's answer if its request sets no limit; fewer if the prompt leaves less room.",
             least=1,
             most=MAX_POSITIONS,
         ),
@@ -174,14 +179,14 @@ class ServerTable:
     model: Annotated[
         str,
         Setting(
-            "A folder with config.json and safetensors, or a .gguf file; a relative path begins at this file's folder.",
+            "A folder with config.json and safetensors, or a .gguf file; a relative path starts from this file's folder.",
             example='"../../tiny"',
         ),
     ]
     name: Annotated[
         str | None,
         Setting(
-            "The model's name in requests; without it, the file's or folder's.",
+            "The model's name in requests; without it, the name of its file or folder.",
             what=_NAME_TEXT,
             read=_read_name,
             example='"tiny"',
@@ -189,13 +194,15 @@ class ServerTable:
     ] = None
     listen: Annotated[
         str,
-        Setting("HTTP: tcp:127.0.0.1:PORT or unix:PATH. For other hosts, put a proxy with TLS before it."),
+        Setting(
+            "The address of the HTTP server: tcp:127.0.0.1:PORT or unix:PATH. For other hosts, put a TLS proxy in front."
+        ),
     ] = DEFAULT_LISTEN
     http_processes: Annotated[
         int | None,
         Setting(
-            "Processes that speak HTTP with the callers, so that the engine's process only computes. 0: the engine's"
-            " process does it itself. Without it: half of the cores, 8 at most; 0 with fewer than 4 cores.",
+            "Processes that serve HTTP to the callers, so that the engine's process only computes. 0: the engine's"
+            " process serves HTTP, too. Without it: half of the cores, 8 at most; 0 with fewer than 4 cores.",
             least=0,
             most=MAX_HTTP_PROCESSES,
             example="4",
@@ -204,25 +211,25 @@ class ServerTable:
     address: Annotated[
         str | None,
         Setting(
-            "The daemon's address, or a fleet's (fleet:tls:HOST:PORT,...), if it is not the usual one.",
+            "The address of the daemon, or of a fleet (fleet:tls:HOST:PORT,...), if it is not the default.",
             example='"unix:/run/gpulease/gpulease.sock"',
         ),
     ] = None
     cors_origins: Annotated[
         tuple[str, ...],
         Setting(
-            'Origins of pages that may call the server from a browser, such as "https://chat.example"; "*" for all.',
+            'Origins of web pages that may call the server from a browser, such as "https://chat.example"; "*" for all.',
             what=_ORIGINS_TEXT,
             read=_read_origins,
             example='["https://chat.example"]',
         ),
     ] = ()
-    audit: Annotated[bool, Setting("Whether each finished request becomes a record of the daemon's audit log.")] = False
+    audit: Annotated[bool, Setting("Whether each finished request is recorded in the daemon's audit log.")] = False
     engine: Annotated[EngineTable, Setting("The decode engine.")] = field(default_factory=EngineTable)
     operator: Annotated[
         KeyTable | None,
         Setting(
-            "The key of the page at GET /, with which one can see every tenant's counts and revoke regions. Without"
+            "The operator's key, with which the page at GET / shows every tenant's counts and revokes regions. Without"
             " it the server has no page."
         ),
     ] = None

@@ -89,27 +89,29 @@ class DecoderSettings:
         ValueError: `text_processes` or `region_life_s` is out of its range.
     """
 
-    max_rows: Annotated[int, Setting("Rows of a step.", least=1, most=MAX_ROWS)] = 64
+    max_rows: Annotated[
+        int, Setting("Rows of a step: each computes one position of a sequence.", least=1, most=MAX_ROWS)
+    ] = 64
     prefill_rows: Annotated[
-        int, Setting("Of them, rows of prompts while other sequences decode.", least=1, most=MAX_ROWS)
+        int, Setting("Rows of a step that prompts may take while other sequences are decoding.", least=1, most=MAX_ROWS)
     ] = 32
-    max_sequences: Annotated[int, Setting("Sequences that live at a time.", least=1, most=MAX_SEQUENCES)] = 64
+    max_sequences: Annotated[int, Setting("Sequences in progress at a time.", least=1, most=MAX_SEQUENCES)] = 64
     positions: Annotated[
         int | None,
         Setting(
-            "Positions of a sequence: its prompt and its answer; the model's context at most. Without it, that, but at"
-            f" most {MAX_POSITIONS:,}.",
+            "Positions of a sequence, its prompt and its answer together; at most the model's context length. Without"
+            f" it, the context length, but at most {MAX_POSITIONS:,}.",
             least=1,
             most=1 << 20,
             example="256",
         ),
     ] = None
-    packed: Annotated[bool, Setting("Quantised weights stay packed on the card.")] = True
+    packed: Annotated[bool, Setting("Whether quantized weights stay packed on the card.")] = True
     rebinds_at_once: Annotated[
         int,
         Setting(
-            "How often a tenant's lost region is opened again at once. Each time, its sequences are computed again,"
-            " which takes rows from the others.",
+            "How many regions in a row are opened at once for a tenant whose regions are lost. Each time, its"
+            " sequences are computed again, which takes rows from the other tenants.",
             least=1,
             most=MAX_REBINDS_AT_ONCE,
         ),
@@ -117,7 +119,7 @@ class DecoderSettings:
     rebind_interval_s: Annotated[
         float,
         Setting(
-            "Seconds after which it is opened one more time.",
+            "After that, seconds between two regions opened for this tenant.",
             key="rebind_interval_secs",
             least=0,
             most=MAX_WAIT_S,
@@ -126,24 +128,25 @@ class DecoderSettings:
     preempts: Annotated[
         bool,
         Setting(
-            "Whether a tenant of a higher weight that finds no place gets that of the youngest sequence of the tenant"
-            " with the lowest weight. That sequence is computed again later. Turn it on where the heavier tenant's"
-            " first token matters more."
+            "Whether a tenant with a higher weight that finds no free place takes the place of the youngest sequence"
+            " of the tenant with the lowest weight. That sequence is computed again later. Turn it on where the first"
+            " token of the tenant with the higher weight matters more."
         ),
     ] = False
     reuses_prefixes: Annotated[
         bool,
         Setting(
-            "Whether the first blocks of a prompt are reused if the same tenant's region has them: the tokens are the"
-            " same either way, the first one comes sooner."
+            "Whether the first blocks of a prompt are reused if the same tenant's region has them. The tokens are the"
+            " same either way; with it the first one comes sooner."
         ),
     ] = True
     region_life_s: Annotated[
         float | None,
         Setting(
-            "Seconds of a tenant's region, for operators who limit the age of grants. Its sequences move into a fresh"
-            " one before the end, for which the lease is larger by one region. Without it, regions are renewed. If"
-            " the daemon refuses a renewal, it is logged, and sequences move in the same way.",
+            "Seconds that a tenant's region lasts, for operators who limit the age of grants. Before its end, its"
+            " sequences move to another region; the lease is larger by one region for this. Without this setting,"
+            " regions are renewed. If the daemon refuses a renewal, the refusal is logged, and the sequences move in"
+            " the same way.",
             key="region_life_secs",
             least=MIN_REGION_LIFE_S,
             most=MAX_REGION_LIFE_S,
@@ -160,7 +163,7 @@ class DecoderSettings:
     text_processes: Annotated[
         int,
         Setting(
-            "Processes that read prompts: with two, one tenant's large texts do not delay the others'.",
+            "Processes that parse prompts: with two, one tenant's large texts do not delay the others'.",
             least=1,
             most=MAX_TEXT_PROCESSES,
         ),
