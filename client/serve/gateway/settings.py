@@ -55,21 +55,26 @@ def _read_arguments(value: Any) -> tuple[str, ...]:
 class ModelTable:
     """The table `[models.NAME]` of one model, as it is declared in the file."""
 
-    ptx: Annotated[str, Setting("PTX or a cubin, in this file's folder.", example='"affine.ptx"')]
-    kernel: Annotated[str, Setting("The kernel in it.", example='"affine"')]
+    ptx: Annotated[
+        str,
+        Setting(
+            "The file with the kernel, PTX or a cubin; its path starts from this file's folder.", example='"affine.ptx"'
+        ),
+    ]
+    kernel: Annotated[str, Setting("The kernel's name in that file.", example='"affine"')]
     min_vram_bytes: Annotated[
         int,
         Setting("Device memory of each request's lease.", least=1, most=MAX_VRAM_BYTES, example="67_108_864"),
     ]
-    threads_per_block: Annotated[int, Setting("Threads of a block.", least=1, most=MAX_THREADS)] = DEFAULT_THREADS
-    bytes_per_thread: Annotated[int, Setting("Bytes of the output that a thread computes.", least=1)] = (
+    threads_per_block: Annotated[int, Setting("Threads in a block.", least=1, most=MAX_THREADS)] = DEFAULT_THREADS
+    bytes_per_thread: Annotated[int, Setting("Bytes of the output that one thread computes.", least=1)] = (
         DEFAULT_BYTES_PER_THREAD
     )
     arguments: Annotated[
         tuple[str, ...],
         Setting(
-            'The kernel\'s arguments in their order: "in", "out" or "inout" for both, "input_len" and "output_len" with'
-            " :u32 or :u64.",
+            'The kernel\'s arguments in order: "in" and "out", or "inout" for one buffer that holds both; and the byte'
+            ' counts "input_len" and "output_len", each with :u32 or :u64.',
             what="a list",
             read=_read_arguments,
         ),

@@ -45,31 +45,44 @@ class ModelSettings:
 
     name: str
     method_id: Annotated[
-        int, Setting("The number of calls through shared memory.", least=1, most=2**32 - 1, example="1")
+        int, Setting("The model's number in calls through shared memory.", least=1, most=2**32 - 1, example="1")
     ]
     module: Annotated[
         bytes,
-        Setting("PTX or a cubin, in this file's folder.", what="a file's name", read=read_text, example='"digits.ptx"'),
+        Setting(
+            "The file with the kernel, PTX or a cubin, in this file's folder.",
+            what="a file's name",
+            read=read_text,
+            example='"digits.ptx"',
+        ),
     ]
-    kernel: Annotated[str, Setting("The kernel in it.", example='"digits"')]
+    kernel: Annotated[str, Setting("The kernel's name in that file.", example='"digits"')]
     input_bytes: Annotated[int, Setting("Bytes of one item's input.", least=1, most=MAX_BATCH_BYTES, example="256")]
     output_bytes: Annotated[int, Setting("Bytes of one item's output.", least=1, most=MAX_BATCH_BYTES, example="40")]
-    min_vram_bytes: Annotated[int, Setting("Device memory of the lease.", least=1, most=2**63, example="1_048_576")]
+    min_vram_bytes: Annotated[
+        int, Setting("Device memory of the model's lease.", least=1, most=2**63, example="1_048_576")
+    ]
     input_type: Annotated[
         str,
         Setting(
-            "The type of an item's numbers, for requests in JSON's numbers; without it, such requests are refused.",
+            "The type of an item's numbers, for JSON requests with numbers; without it, such requests are refused.",
             choices=tuple(FORMATS),
             example='"f32"',
         ),
     ] = ""
     output_type: Annotated[
-        str, Setting("The type of the output's numbers, likewise.", choices=tuple(FORMATS), example='"f32"')
+        str,
+        Setting(
+            "The type of the output's numbers, for replies to JSON requests with numbers.",
+            choices=tuple(FORMATS),
+            example='"f32"',
+        ),
     ] = ""
     weights: Annotated[
         bytes,
         Setting(
-            "The file of bytes that the kernel gets a pointer to; copied to the card once per lease.",
+            "The file with the weights, in this file's folder. It is copied to the card once per lease, and the kernel"
+            " gets a pointer to it.",
             what="a file's name",
             read=read_text,
             example='"digits.weights"',
@@ -78,47 +91,58 @@ class ModelSettings:
     constants: Annotated[
         tuple[int, ...],
         Setting(
-            "The kernel's u32 arguments after the others.",
+            "Further u32 arguments of the kernel, after the others.",
             what="a list of integers",
             read=_read_constants,
             example="[64]",
         ),
     ] = ()
-    threads_per_block: Annotated[int, Setting("Threads of a block.", least=1, most=1024)] = 256
-    blocks_per_item: Annotated[int, Setting("Blocks that compute one item.", least=1, most=2**20)] = 1
+    threads_per_block: Annotated[int, Setting("Threads in a block.", least=1, most=1024)] = 256
+    blocks_per_item: Annotated[int, Setting("Blocks for each item.", least=1, most=2**20)] = 1
     lease_secs: Annotated[
         float,
-        Setting("Seconds of the lease, which is renewed for as long as the model is served.", least=0.1, most=86400),
+        Setting("Seconds of the lease; it is renewed for as long as the model is served.", least=0.1, most=86400),
     ] = 30.0
     max_kernel_secs: Annotated[
-        float, Setting("Seconds of a batch; one that takes longer ends its lease.", least=0.01, most=3600)
+        float,
+        Setting("Seconds that a batch may take; a batch that takes longer ends its lease.", least=0.01, most=3600),
     ] = 10.0
-    max_batch: Annotated[int, Setting("Items in one launch.", least=1, most=4096)] = 1
+    max_batch: Annotated[int, Setting("Most items in one launch.", least=1, most=4096)] = 1
     max_delay_ms: Annotated[
         float,
         Setting(
-            "How long an item waits for others; those that arrive during a batch form the next.", least=0, most=10_000
+            "How long a batch waits for more items. Items that arrive while a batch runs form the next one anyway.",
+            least=0,
+            most=10_000,
         ),
     ] = 0.0
-    max_queue: Annotated[int, Setting("Items that wait.", least=1, most=2**20)] = 256
-    deadline_ms: Annotated[float, Setting("The deadline of a request without one.", least=1, most=3_600_000)] = 10_000.0
+    max_queue: Annotated[int, Setting("Most items that wait.", least=1, most=2**20)] = 256
+    deadline_ms: Annotated[
+        float,
+        Setting(
+            "Milliseconds in which a request must be finished, if the request itself sets no deadline.",
+            least=1,
+            most=3_600_000,
+        ),
+    ] = 10_000.0
     idle_secs: Annotated[
         float,
         Setting(
-            "With more than 0, the model is leased on demand, and freed this many seconds after the last request.",
+            "If above 0, the server acquires the lease when a request arrives, and frees it this many seconds after the"
+            " last request.",
             least=0,
             most=86400,
         ),
     ] = 0.0
     smaller: Annotated[
         str,
-        Setting("The model that is served instead while this one has no room.", example='"digits-small"'),
+        Setting("The model that answers instead while there is no room for this one.", example='"digits-small"'),
     ] = ""
     is_pure: Annotated[
         bool,
         Setting(
             "Whether a request may be computed again after a failure, without notifying its caller. Otherwise a request"
-            " that was begun gets the failure as its answer."
+            " in progress gets the failure as its answer."
         ),
     ] = False
 
