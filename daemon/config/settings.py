@@ -197,8 +197,9 @@ class Config:
     listen: Annotated[
         tuple[Address, ...],
         Setting(
-            "Where tenants connect: local ones through a Unix socket, remote ones through TLS (see [tls]). Under"
-            " systemd these must be the addresses of gpuleased.socket and gpulease-tls.socket, if those units are on.",
+            "The addresses at which tenants connect: local tenants through a Unix socket, remote ones through TLS"
+            " (see [tls]). Under systemd these must be the addresses of gpuleased.socket and gpulease-tls.socket,"
+            " if those units are enabled.",
             what="an address, or a list of addresses",
             read=_read_addresses,
         ),
@@ -214,8 +215,8 @@ class Config:
     arch: Annotated[
         Architecture | None,
         Setting(
-            'With driver = "cpu", its architecture: it refuses images for newer ones, as a card does. Without it,'
-            " sm_90.",
+            'With driver = "cpu", the architecture of the emulated cards: they refuse images for newer ones, as a'
+            " real card does. Without it, sm_90.",
             what="an architecture",
             read=_read_architecture,
             example='"sm_90"',
@@ -224,8 +225,8 @@ class Config:
     shuffle_warps: Annotated[
         int | None,
         Setting(
-            'With driver = "cpu", a seed for another order of warps and blocks, to expose races. The same seed gives'
-            " the same run.",
+            'With driver = "cpu", a seed for running warps and blocks in another order, to expose races. The same'
+            " seed gives the same order.",
             least=0,
             most=MAX_SHUFFLE_SEED,
             example="1",
@@ -235,8 +236,8 @@ class Config:
     launch_chains: Annotated[
         bool,
         Setting(
-            "On cards, one driver call queues up to 16 consecutive waiting launches. With false, each has a call of its"
-            " own.",
+            "Whether one call of the CUDA driver queues up to 16 consecutive waiting launches. With false, each"
+            " launch is a separate call.",
             is_later=True,
         ),
     ] = True
@@ -253,8 +254,8 @@ class Config:
     socket_mode: Annotated[
         int,
         Setting(
-            "The mode of Unix sockets: whoever may write to one may request leases. For a socket made by systemd,"
-            " gpuleased.socket sets it.",
+            "The mode of Unix sockets: everyone who may write to the socket may request leases. For a socket made"
+            " by systemd, gpuleased.socket sets the mode.",
             what=_FILE_MODE,
             read=_read_file_mode,
             example='"0660"',
@@ -264,8 +265,8 @@ class Config:
     warm_contexts: Annotated[
         int,
         Setting(
-            "Contexts kept ready on each card, so that a lease begins in milliseconds. Each holds half a gigabyte until"
-            " a lease needs it.",
+            "Contexts kept ready on each card, so that a lease begins in milliseconds. Each holds half a gigabyte"
+            " until a lease needs that memory.",
             least=0,
             most=MAX_WARM_CONTEXTS,
         ),
@@ -273,38 +274,46 @@ class Config:
     recycle: Annotated[
         str,
         Setting(
-            '"same-tenant": a context made ahead is scrubbed, and also serves its tenant\'s next lease.',
+            '"same-tenant": after a lease, its context is scrubbed and also serves the same tenant\'s next lease.',
             choices=RECYCLE,
         ),
     ] = "off"
     recycle_idle_s: Annotated[
         int,
-        Setting("Seconds that such a context waits for its tenant's next lease.", least=1, most=MAX_RECYCLE_IDLE_S),
+        Setting(
+            'With recycle = "same-tenant", seconds that a context waits for its tenant\'s next lease.',
+            least=1,
+            most=MAX_RECYCLE_IDLE_S,
+        ),
     ] = 10
-    recycle_leases: Annotated[int, Setting("Leases that such a context serves at most.", least=1)] = 1000
+    recycle_leases: Annotated[
+        int, Setting('With recycle = "same-tenant", most leases that a context serves.', least=1)
+    ] = 1000
     placement: Annotated[
         PlacementOrder,
         Setting(
-            'Of several cards, the one that a lease gets if its tenant names none: "spread", the emptiest; "pack", the'
-            " fullest that fits, so that room is left for large leases and whole cards. In a fleet, use the"
-            " directories' value: see their --placement.",
+            'The card that a lease gets if its tenant names none: with "spread" the emptiest; with "pack" the'
+            " fullest that has room, so that other cards have room for large leases. In a fleet, use the same value"
+            " as the --placement of its directories.",
             is_later=True,
         ),
     ] = PlacementOrder.SPREAD
     # --- bounds of control connections; tenants' own bounds are in [tenants] ---
     max_connections: Annotated[
         int,
-        Setting("Control connections at a time: each costs memory and a descriptor.", least=1, is_reloaded=True),
+        Setting("Most control connections at a time: each costs memory and a descriptor.", least=1, is_reloaded=True),
     ] = 1024
     max_connections_per_tenant: Annotated[
         int,
-        Setting("Control connections at a time of one tenant, operators excepted.", least=1, is_reloaded=True),
+        Setting("Most control connections of one tenant at a time, operators excepted.", least=1, is_reloaded=True),
     ] = 512
     # --- what outlives the daemon ---
     state: Annotated[
         Path | None,
         path_setting(
-            "The folder for leases, fences and keys, with which sessions survive the daemon.", "/var/lib/gpulease"
+            "The folder in which the daemon keeps leases, fences and keys, so that sessions survive a restart of"
+            " the daemon.",
+            "/var/lib/gpulease",
         ),
     ] = None
     on_stop: Annotated[
@@ -316,18 +325,22 @@ class Config:
     ] = OnStop.END
     # --- the audit log ---
     audit: Annotated[
-        Path | None, path_setting("The audit log's folder; without it there is none.", "/var/log/gpulease")
+        Path | None,
+        path_setting("The folder of the audit log; without it the daemon keeps no audit log.", "/var/log/gpulease"),
     ] = None
     audit_head: Annotated[
         Path | None,
         path_setting(
-            "A second place for the audit log's head, out of reach of anyone who can change the log.",
+            "A second file with the audit log's head, in a place that whoever can change the log can't change.",
             "/mnt/apart/head.json",
         ),
     ] = None
     audit_required: Annotated[
         bool,
-        Setting("If true, a lease is granted only once its record is on disk. Otherwise missing records are counted."),
+        Setting(
+            "Whether a lease is granted only once its audit record is on disk. With false, missing records are"
+            " only counted."
+        ),
     ] = False
     audit_file_bytes: Annotated[
         int,
@@ -343,14 +356,14 @@ class Config:
         ),
     ] = 64 << 20
     audit_keep_files: Annotated[
-        int, Setting("Files of the audit log that are kept; 0 for all.", least=2, or_zero=True)
+        int, Setting("How many files of the audit log are kept; 0: all.", least=2, or_zero=True)
     ] = 0
     # --- who is who, and who needs a token ---
     require_token: Annotated[
         frozenset[Demand],
         Setting(
-            'The requests for which tenants need a token from an operator: "alloc", "renew", "attach". For "attach" any'
-            " tenant's token will do.",
+            'The requests for which tenants need a token: "alloc" (acquiring a lease) and "renew" need an'
+            ' operator\'s token, "attach" (opening a session) a token of any tenant.',
             what=f"a list of {any_of(demand.value for demand in Demand)}",
             read=_read_demands,
         ),
@@ -358,15 +371,15 @@ class Config:
     token_key_file: Annotated[
         Path | None,
         path_setting(
-            "The keys that sign tokens. By default they are in `state`, and without `state` in memory: a restart ends"
-            " every token.",
+            "The file with the keys that sign tokens. By default it is in `state`. Without `state` the keys are"
+            " only in memory, so a restart of the daemon ends every token.",
             "/etc/gpulease/token.key",
         ),
     ] = None
     tenant_of_uid: Annotated[
         Mapping[int, str],
         Setting(
-            'Names of tenants who are local users; those without one are "uid:N".',
+            "Tenants' names for local users, by the user's number; a user without one is the tenant \"uid:N\".",
             what="a table of tenants by users' numbers",
             read=_read_tenants_of_users,
             example='1000 = "ann"',
@@ -377,16 +390,17 @@ class Config:
     sandbox: Annotated[
         str,
         Setting(
-            'The workers\' sandbox: "available" is every measure that this host has; "required" all of them, or no'
-            " start.",
+            'The workers\' sandbox: "available" uses every measure that this host supports; with "required" the'
+            " daemon does not start unless the host supports all of them.",
             choices=MODES,
         ),
     ] = "available"
     worker_user: Annotated[
         str | None,
         Setting(
-            "The workers' user, with no files and no rights. By default it is `nobody` if the daemon is root, else the"
-            " daemon's own user. sysusers.d creates gpulease-worker.",
+            "The user that workers run as, which should own no files and have no rights. By default it is `nobody`"
+            " if the daemon is root, else the daemon's own user. The service's sysusers.d file creates the user"
+            " gpulease-worker.",
             what="the name of a user",
             read=_read_user,
             example='"gpulease-worker"',
@@ -412,7 +426,9 @@ class Config:
     max_load_s: Annotated[
         int,
         Setting(
-            "Seconds that an image may compile before its lease ends, because a compiler can't be interrupted.", least=1
+            "Seconds that a module may take to compile. If it takes longer, its lease ends, because a compiler"
+            " can't be interrupted.",
+            least=1,
         ),
     ] = 120
     # --- tenants and operators from elsewhere: TLS, the web page, a fleet ---
@@ -426,8 +442,8 @@ class Config:
     tenant_of_certificate: Annotated[
         Mapping[str, str],
         Setting(
-            "The tenant of a certificate, by one of its names. With this table only names in it are accepted; without"
-            " it, the certificate names the tenant itself.",
+            "Tenants' names by the names in their certificates. With this table, only names listed in it are"
+            " accepted; without it, each certificate names its tenant itself.",
             what="a table of tenants by certificates' names",
             read=parse_certificate_names,
             example='"DNS:build.example" = "build"',
@@ -437,7 +453,8 @@ class Config:
     http: Annotated[
         TcpAddress | None,
         Setting(
-            "A web page, health and metrics, only on loopback; under systemd the address of gpulease-http.socket.",
+            "The address of the web page, health checks and metrics, only on loopback; under systemd the address of"
+            " gpulease-http.socket.",
             what="an address on loopback",
             read=parse_http,
             example='"127.0.0.1:9400"',
@@ -455,8 +472,8 @@ class Config:
     http_token_file: Annotated[
         Path | None,
         path_setting(
-            "The token with which operators see tenants' names on the web page and revoke leases; without this file"
-            " neither is possible. A reload rereads it.",
+            "The file with the token that lets operators see tenants' names on the web page and revoke leases;"
+            " without this file neither is possible. A reload rereads the file.",
             "/etc/gpulease/http.token",
             is_reloaded=True,
         ),

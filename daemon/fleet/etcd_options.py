@@ -51,7 +51,9 @@ def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--etcd-key", type=FILE, help="The key of that certificate."),
         click.option("--etcd-certificate", type=FILE, help="A certificate for etcd; its CN is etcd's user."),
-        click.option("--etcd-ca", type=FILE, help="The CA of etcd's certificates; without it, plain text."),
+        click.option(
+            "--etcd-ca", type=FILE, help="The file with the CA of etcd's certificates; without it, plain text."
+        ),
         click.option("--etcd", required=True, help="etcd's members: etcd://HOST[:PORT][,HOST[:PORT]...]."),
     ):
         with_settings = option(with_settings)

@@ -70,26 +70,29 @@ class TenantLimits:
     ] = None
     max_leases: Annotated[
         int | None,
-        Setting("Leases it may have or await; replaces the node's max_leases_per_tenant.", least=1, example="8"),
+        Setting(
+            "Most leases that the tenant may have or wait for; replaces the node's max_leases_per_tenant.",
+            least=1,
+            example="8",
+        ),
     ] = None
     max_ttl_s: Annotated[
         int | None,
         Setting(
-            "The longest time in seconds for which a lease may be granted or renewed at once; never more than the"
-            " node's.",
+            "Most seconds for which a lease may be granted or renewed at once; never more than the node's limit.",
             least=1,
             example="3600",
         ),
     ] = None
     acquires_per_minute: Annotated[
         int | None,
-        Setting("Acquires and submits per minute on average, refused ones included.", least=1, example="60"),
+        Setting("Most acquires and submits per minute on average, refused ones included.", least=1, example="60"),
     ] = None
-    acquire_burst: Annotated[int, Setting("Acquires and submits that may come at once.", least=1)] = 10
+    acquire_burst: Annotated[int, Setting("Most acquires and submits that may come at once.", least=1)] = 10
     devices: Annotated[
         tuple[str, ...] | None,
         Setting(
-            "The cards it may use, by uuid or index.",
+            "The cards that the tenant may use, by uuid or index.",
             what="a list of cards' uuids or indexes",
             read=_read_devices,
             example="[0, 1]",
@@ -98,7 +101,7 @@ class TenantLimits:
     max_parked_bytes: Annotated[
         int | None,
         Setting(
-            "Slices of the tenant's leases that may be parked in the host's memory at a time.",
+            "Most bytes of the tenant's leases that may be parked in host memory at a time.",
             key="parked_bytes",
             what="a size",
             read=read_size,
@@ -111,16 +114,16 @@ class TenantLimits:
     fleet_quota: Annotated[
         bool,
         Setting(
-            "The tenant's leases count against its quota in the fleet, which `gpulease fleet quota` sets; the same at"
-            " all nodes.",
+            "Whether the tenant's leases count against its quota in the fleet, which `gpulease fleet quota` sets."
+            " Set the same value at all nodes.",
             is_later=True,
         ),
     ] = False
     max_weight: Annotated[
         int,
         Setting(
-            "The largest weight of its leases when the time of a card is shared. Leases that have more share by this"
-            " one.",
+            "The largest weight that the tenant's leases may have when the time of a card is shared. A request for"
+            " more is refused; an active lease with more, after a reload, counts with this weight.",
             least=1,
             most=WEIGHT.most,
             is_later=True,
@@ -140,8 +143,8 @@ class TenantLimits:
     may_latency: Annotated[
         bool,
         Setting(
-            "The tenant may have leases of the latency class: the other sessions of their cards hold back while one of"
-            " them has work outstanding.",
+            "Whether the tenant may have leases of the latency class: while such a lease has work outstanding, the"
+            " other sessions of its card hold back.",
             is_later=True,
         ),
     ] = False
@@ -258,8 +261,8 @@ class CoreLimits:
     max_ttl_s: Annotated[
         int,
         Setting(
-            "The longest time in seconds for which a lease may be granted or renewed at once. A tenant that mixes up"
-            " seconds and milliseconds would hold the card until a restart.",
+            "Most seconds for which a lease may be granted or renewed at once. Without a limit, a tenant that"
+            " confused seconds and milliseconds would hold the card for weeks.",
             least=1,
         ),
     ] = 86_400
@@ -267,52 +270,54 @@ class CoreLimits:
         int, Setting("The smallest lease in bytes. Even an empty lease costs a process and a context.", least=1)
     ] = 1
     # Bounds process ids, file descriptors and the broker's memory.
-    max_leases: Annotated[int, Setting("Active leases: each is a process.", least=1)] = 4096
+    max_leases: Annotated[int, Setting("Most active leases. Each has a process.", least=1)] = 4096
     # Stops one tenant in a loop from using up max_leases for all others.
     max_leases_per_tenant: Annotated[
-        int, Setting("Active leases of a tenant without a max_leases of its own.", least=1)
+        int, Setting("Most active leases of a tenant whose table does not set max_leases.", least=1)
     ] = 256
     # Each return of bytes walks the queue once. Bounds that walk, and the queue's memory.
-    max_waiting: Annotated[int, Setting("Requests that wait for room.", least=1)] = 256
+    max_waiting: Annotated[int, Setting("Most requests that wait for room.", least=1)] = 256
     # Stops one tenant from filling the queue for all others.
-    max_waiting_per_tenant: Annotated[int, Setting("Requests of one tenant that wait for room.", least=1)] = 64
+    max_waiting_per_tenant: Annotated[int, Setting("Most requests of one tenant that wait for room.", least=1)] = 64
     # A tenant that waits for a whole card, and queues again after each refusal, would keep others off free bytes.
     max_hold_back_s: Annotated[
         int,
         Setting(
-            "Seconds that a tenant's waiting requests together may keep others from free memory, within ten times as"
-            " long.",
+            "Most seconds that a tenant's waiting requests may together keep other tenants from free memory, within"
+            " any period ten times as long.",
             least=1,
         ),
     ] = 10
     # A wait without end keeps a connection and a place in the queue for a client that may have forgotten both.
-    max_wait_s: Annotated[int, Setting("The longest time in seconds that a request may wait for room.", least=1)] = 3600
+    max_wait_s: Annotated[int, Setting("Most seconds that a request may wait for room.", least=1)] = 3600
     # Bounds that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
     # A killed client would hold its slice to the end of its time.
     orphan_s: Annotated[
         int,
         Setting(
-            "A lease without a connection, for example because its client was killed, ends after this time in seconds"
-            " unless its tenant chose another; 0: it lasts until its deadline.",
+            "A lease without a connection, for example because its client was killed, ends after this many seconds,"
+            " unless its tenant chose another time; 0: it lasts until its deadline.",
             least=0,
         ),
     ] = 0
     # Ended leases are remembered so that a late call learns why. Stops a tenant that cycles leases from filling memory.
-    max_tombstones: Annotated[int, Setting("Ended leases that are remembered.", least=0)] = 65_536
+    max_tombstones: Annotated[int, Setting("How many ended leases the daemon remembers.", least=0)] = 65_536
     # A lease renewed every second for a day would otherwise carry 86,400 history entries.
-    max_story_entries: Annotated[int, Setting("Events that are remembered of each lease.", least=1)] = 64
+    max_story_entries: Annotated[int, Setting("How many events of each lease the daemon remembers.", least=1)] = 64
     # Stops a driver that hangs in cuInit from keeping its bytes and its requester for ever.
-    spawn_timeout_s: Annotated[int, Setting("Seconds for a worker to be ready.", least=1)] = 60
+    spawn_timeout_s: Annotated[int, Setting("Seconds in which a new worker must be ready.", least=1)] = 60
     # Longest time a hung warm context holds up the lease that takes it; the lease then gets a new one.
-    adopt_timeout_s: Annotated[int, Setting("Seconds for a context made ahead to take its lease.", least=1)] = 2
+    adopt_timeout_s: Annotated[
+        int, Setting("Seconds in which a context made ahead must take over its lease.", least=1)
+    ] = 2
     # A process that can't be reaped, or bytes that do not come back, then become visible as a fence.
     reclaim_timeout_s: Annotated[
-        int, Setting("Seconds for a lease's memory to be proved free, after which it is fenced.", least=1)
+        int, Setting("Seconds in which a lease's memory must be proved free; after that it is fenced.", least=1)
     ] = 30
     # Stops a session that never answers from keeping whoever asked it for a region or for another size.
     session_timeout_s: Annotated[
-        int, Setting("Seconds for a session to open a region, or to resize.", least=1, is_later=True)
+        int, Setting("Seconds in which a session must open a region or resize its lease.", least=1, is_later=True)
     ] = 10
     # Then the whole session ends, so it is longer than a lease's: the other regions' tenants would lose theirs.
     region_grace_ms: Annotated[
@@ -349,8 +354,8 @@ class CoreLimits:
     overcommit: Annotated[
         float,
         Setting(
-            "How often a card's memory may be promised to parkable leases: the sum of their slices, in capacities of"
-            " the card. Slices of other leases are never overcommitted.",
+            "Most bytes of parkable leases on a card, as a multiple of the card's capacity. Slices of other leases"
+            " are never overcommitted.",
             least=1,
             most=64,
             is_later=True,
@@ -360,8 +365,8 @@ class CoreLimits:
     park_stay_ms: Annotated[
         int,
         Setting(
-            "Milliseconds that a session stays on the card, after it returned and after each use, before another"
-            " lease's need for room parks it.",
+            "Milliseconds that a session stays on the card after it returned, and after each use, before it may be"
+            " parked to make room for another lease.",
             least=0,
             is_later=True,
         ),
@@ -370,7 +375,7 @@ class CoreLimits:
     cold_park_s: Annotated[
         int,
         Setting(
-            "Seconds in the host's memory after which a parked session's worker ends, too; 0: it stays.",
+            "Seconds after which the worker process of a parked session ends, too; 0: it never does.",
             key="cold_park_secs",
             least=0,
             is_later=True,
@@ -378,13 +383,14 @@ class CoreLimits:
     ] = 0
     # Each park and return copies the whole session over the link that all sessions of the card share.
     parks_per_minute: Annotated[
-        int, Setting("Parks per minute and card; more are refused until later.", least=1, is_later=True)
+        int,
+        Setting("Most parks per minute on one card; further parks are refused until later.", least=1, is_later=True),
     ] = 240
     # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Annotated[
         Mapping[Cause, int],
         Setting(
-            "Milliseconds that work in flight may continue after its lease ended, by the cause.",
+            "Milliseconds that work in flight may continue after its lease has ended, by the cause of the end.",
             what="a table",
             read=_read_graces,
         ),

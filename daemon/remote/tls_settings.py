@@ -71,13 +71,15 @@ class TlsSettings:
     client_ca: Annotated[
         Path,
         path_setting(
-            "The CAs that tenants' certificates come from. The host's own CAs are not trusted here.",
+            "A file with the CAs that sign tenants' certificates. The host's own CAs are not trusted here.",
             "/etc/gpulease/pki/ca.pem",
         ),
     ]
     crl: Annotated[
         Path | None,
-        path_setting("Lists of revoked certificates, one for each of those CAs.", "/etc/gpulease/pki/crl.pem"),
+        path_setting(
+            "A file with lists of revoked certificates, one for each of these CAs.", "/etc/gpulease/pki/crl.pem"
+        ),
     ] = None
     operators: Annotated[
         frozenset[str],
@@ -86,10 +88,10 @@ class TlsSettings:
         ),
     ] = frozenset()
     max_connections: Annotated[
-        int, Setting("TLS connections at a time, those of sessions included: each is a process.", least=1)
+        int, Setting("Most TLS connections at a time, those of sessions included. Each has a process.", least=1)
     ] = 512
     max_connections_per_tenant: Annotated[
-        int, Setting("TLS connections at a time of one tenant, operators included.", least=1)
+        int, Setting("Most TLS connections of one tenant at a time, operators included.", least=1)
     ] = 128
 
 

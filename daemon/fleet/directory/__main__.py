@@ -40,7 +40,7 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 @click.option("--certificate", type=_FILE, help="This directory's certificate for tenants, with those up to its CA.")
 @click.option("--key", type=_FILE, help="Its key.")
 @click.option("--client-ca", type=_FILE, help="The CAs that tenants' certificates come from.")
-@click.option("--crl", type=_FILE, help="Lists of revoked certificates, one for each of those CAs.")
+@click.option("--crl", type=_FILE, help="A file with lists of revoked certificates, one for each of these CAs.")
 @click.option("--operator", "operators", multiple=True, help="A tenant who sees everybody's names. Repeatable.")
 @click.option(
     "--tenant-of-certificate",

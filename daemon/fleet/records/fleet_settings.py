@@ -101,12 +101,15 @@ class FleetSettings:
     ]
     ca: Annotated[
         Path | None,
-        path_setting("The CA of etcd's certificates; without it, plain text.", "/etc/gpulease/pki/etcd-ca.pem"),
+        path_setting(
+            "The file with the CA of etcd's certificates; without it, plain text.", "/etc/gpulease/pki/etcd-ca.pem"
+        ),
     ] = None
     certificate: Annotated[
         Path | None,
         path_setting(
-            "This node's certificate for etcd; its common name is etcd's user.", "/etc/gpulease/pki/etcd-client.pem"
+            "This node's certificate for etcd; its common name is the name of the node's user in etcd.",
+            "/etc/gpulease/pki/etcd-client.pem",
         ),
     ] = None
     key: Annotated[Path | None, path_setting("The key of that certificate.", "/etc/gpulease/pki/etcd-client.key")] = (
@@ -128,13 +131,17 @@ class FleetSettings:
     labels: Annotated[
         MappingProxyType[str, str],
         Setting(
-            "What tenants can select nodes by.", what="a table of labels", read=parse_labels, example='{ zone = "a" }'
+            "Labels by which tenants can select this node.",
+            what="a table of labels",
+            read=parse_labels,
+            example='{ zone = "a" }',
         ),
     ] = field(default_factory=lambda: MappingProxyType({}))
     horizon_s: Annotated[
         int,
         Setting(
-            "Seconds without a heartbeat in etcd after which the node's named leases have ended.",
+            "The membership deadline: after this many seconds without a heartbeat in etcd, the node's named leases"
+            " have ended.",
             least=MIN_HORIZON_S,
             most=MAX_HORIZON_S,
         ),
@@ -142,8 +149,8 @@ class FleetSettings:
     isolated: Annotated[
         Isolated,
         Setting(
-            'Requests for leases without a name while the node is cut off from etcd: "hold" refuses them, "serve"'
-            " grants them."
+            'What the node does with requests for leases without a name while it is cut off from etcd: "hold"'
+            ' refuses them, "serve" grants them.'
         ),
     ] = Isolated.HOLD
     history_s: Annotated[
@@ -159,7 +166,8 @@ class FleetSettings:
     etcd_quota_bytes: Annotated[
         int,
         Setting(
-            "etcd's --quota-backend-bytes, if it is not the default: health warns when four fifths of it are used.",
+            "The value of etcd's --quota-backend-bytes, if it is not the default. `gpulease health` warns when four"
+            " fifths of it are used.",
             key="etcd_quota",
             what="a size",
             read=read_size,
