@@ -179,7 +179,8 @@ class ServerTable:
     model: Annotated[
         str,
         Setting(
-            "A folder with config.json and safetensors, or a .gguf file; a relative path starts from this file's folder.",
+            "A folder with config.json and safetensors, or a .gguf file; a relative path starts from this file's"
+            " folder.",
             example='"../../tiny"',
         ),
     ]
@@ -195,7 +196,8 @@ class ServerTable:
     listen: Annotated[
         str,
         Setting(
-            "The address of the HTTP server: tcp:127.0.0.1:PORT or unix:PATH. For other hosts, put a TLS proxy in front."
+            "The address of the HTTP server: tcp:127.0.0.1:PORT or unix:PATH. For other hosts, put a TLS proxy"
+            " in front."
         ),
     ] = DEFAULT_LISTEN
     http_processes: Annotated[
@@ -218,7 +220,8 @@ class ServerTable:
     cors_origins: Annotated[
         tuple[str, ...],
         Setting(
-            'Origins of web pages that may call the server from a browser, such as "https://chat.example"; "*" for all.',
+            'Origins of web pages that may call the server from a browser, such as "https://chat.example"; "*"'
+            " for all.",
             what=_ORIGINS_TEXT,
             read=_read_origins,
             example='["https://chat.example"]',
