@@ -503,7 +503,7 @@ class LeaseHandle:
     def used(self) -> Procedure[LeaseUse]:
         """Return the device memory that the session holds, and the lease's use of its card. Raises Unsupported."""
         # Buffers held for reuse are freed for the program, so they must not be counted.
-        yield from self.give_back()
+        yield from self.finish_sent()
         report = yield from self.query()
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
         if not isinstance(now, int) or not isinstance(most, int):
@@ -519,16 +519,16 @@ class LeaseHandle:
             report.get("held_back_seconds", 0.0),
         )
 
-    def give_back(self) -> Procedure[None]:
-        """Have the last session opened here release the buffers that it keeps for reuse."""
+    def finish_sent(self) -> Procedure[None]:
+        """Have the last session opened here serve what was sent to it, as `RequestPipeline.finish_sent`."""
         operations = self.attached()
         if operations is not None:
-            yield from operations.give_back()
+            yield from operations.finish_sent()
 
     def resize(self, size_bytes: int) -> Procedure[None]:
         """Change its size. Raises CapacityExceeded or AllocFailed."""
         # What is held for reuse counts as used, and would stand in the way of a shrink.
-        yield from self.give_back()
+        yield from self.finish_sent()
         owed = OwedSize(self)
         yield from owing(owed, self._resize(LeaseResize(self.grant.lease_id, size_bytes), owed))
 
@@ -541,8 +541,8 @@ class LeaseHandle:
 
         Raises Unsupported, CapacityExceeded or Busy.
         """
-        # What is held for reuse would be copied to the host and back.
-        yield from self.give_back()
+        # An operation that overtook the park would bring the session back, and what is held for reuse would be copied.
+        yield from self.finish_sent()
         reply = yield from self._control(Opcode.LEASE_PARK, LeaseRef(self.grant.lease_id))
         return cast(ParkedSession, reply).moved_bytes
 

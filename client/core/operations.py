@@ -11,12 +11,13 @@ listed in `dropped` until the channel has queued it.
 
 from collections import deque
 from collections.abc import Callable, Container
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from gpulease.client.core.attachment import Attachment
 from gpulease.client.core.exchange import doing_of, receive, send, wait_for_room
 from gpulease.client.core.lease import LEASE_OVER, LeaseHandle
-from gpulease.client.core.waits import Deadline, Locked, MaybePending, Procedure
+from gpulease.client.core.waits import Deadline, Locked, MaybePending, Procedure, is_held
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted
@@ -112,6 +113,8 @@ class RequestPipeline:
         self.deadline: Deadline = LeaseDeadline(attachment.lease)
         self.freed: deque[tuple[int, Opcode, int]] = deque()
         self.acknowledged_id = 0
+        # Every request up to this one is known to have been served: what it launched may still run.
+        self._served_id = 0
         self.fences = ONE_STREAM_FENCES
 
     def begin(self) -> None:
@@ -212,11 +215,44 @@ class RequestPipeline:
         self.free_leftovers()
         self.attachment.close()
 
-    def give_back(self) -> Procedure[None]:
-        """Have the worker free what the tenant has freed, before another session asks for the lease's memory."""
-        # An operation that does nothing: what every operation does first frees the held buffers.
-        if self.attachment.held and self.attachment.over is None:
-            yield from self.do("mem_free", _nothing())
+    def finish_sent(self) -> Procedure[None]:
+        """Wait until the worker has served everything that was sent to it, and freed what the tenant has freed.
+
+        The broker's orders reach the worker over another connection, so without this a request to the broker could
+        overtake operations that the program called before. Operations of other threads and tasks are not waited for:
+        they have no order. Failures of earlier operations, and the session's end, are left to its next operation.
+        """
+        attachment = self.attachment
+        if attachment.over is not None:
+            return
+        has_unserved = not (self._is_served or is_held(attachment.lock))
+        if has_unserved or attachment.held or attachment.dropped:
+            yield Locked(attachment.lock, self._finish_sent())
+
+    @property
+    def _is_served(self) -> bool:
+        return self.attachment.connection.last_request_id in (self.acknowledged_id, self._served_id)
+
+    def _finish_sent(self) -> Procedure[None]:
+        attachment, link = self.attachment, self.attachment.channel.link
+        attachment.channel.finish()
+        self.drop_held()
+        with suppress(LinkEnded):
+            while attachment.dropped:
+                yield from self.send_frees()
+            if self._is_served:
+                return
+            # The worker serves in order: its reply to a PING follows everything that was sent before.
+            request_id = link.expect(Opcode.PING)
+            payload, session_id = build_body(Ping(0)), attachment.session_id
+            frame = build_frame(Opcode.PING, payload, request_id=request_id, session_id=session_id)
+            yield from send(attachment.channel, (frame,), self.deadline)
+            result = yield from receive(attachment.channel, request_id, self.deadline)
+            self._served_id = request_id
+            if isinstance(result, Failure):
+                link.leave(request_id, result)
+            else:
+                self.settle(result, "")
 
     # --- requests that are answered ---
 
@@ -472,8 +508,3 @@ class RequestPipeline:
             # The kind first: any other object has no owner to compare.
             raise InvalidHandle(f"{doing}: the argument must be a {kind.__name__}, not {quoted(handle)}")
         handle.check(self.attachment, doing)
-
-
-def _nothing() -> Procedure[None]:
-    return
-    yield

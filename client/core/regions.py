@@ -319,7 +319,7 @@ def open_region(owed: OwedRegion, size: int | str, ttl_secs: float | None) -> Pr
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
     body = RegionOpen(lease.grant.lease_id, size_of(size, "region: size"), ttl_ms, owed.tenant)
     # Buffers that the client holds for reuse take room in the slice: free them first.
-    yield from lease.give_back()
+    yield from lease.finish_sent()
     yield from lease._control(Opcode.REGION_OPEN, body, owed=owed)
     return owed.opened()
 

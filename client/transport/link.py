@@ -180,6 +180,10 @@ class Link:
             raise LinkEnded(self.end)
         return None
 
+    def leave(self, request_id: int, failure: Failure) -> None:
+        """Leave a failure that was taken for `forget`, as if the caller of its request had been interrupted."""
+        self._results[request_id] = failure
+
     def take_region_refusal(self, request_id: int) -> Failure | None:
         """Take the result of a request if it has come and is a failure because of a region; else leave it."""
         result = self._results.get(request_id)

@@ -110,6 +110,7 @@ class ParkState:
             for lack of room. The whole charge if it is COLD.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         requests: Park requests to answer once it is parked.
+        is_repeated: It is parked again for requests whose first park ended because an operation needed the session.
         depth: How much of it has left the card.
         stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.
@@ -133,6 +134,7 @@ class ParkState:
     is_awaited: bool = False
     parks: int = 0
     requests: list[int] = field(default_factory=list)
+    is_repeated: bool = False
     depth: ParkDepth = ParkDepth.WARM
     stays_here: str = ""
     move: Move | None = None

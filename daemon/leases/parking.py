@@ -129,12 +129,14 @@ class Parking(ParkingViews):
             out.append(RequestDenied(event.request, denials.is_returning(lease.lease_id)))
             return
         # The tenant may know of its return before this table does: the worker answers both at the same time.
+        cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
         if state.phase is ParkPhase.RESIDENT:
             if (denial := self._check_park(lease, now_ns)) is not None:
                 out.append(RequestDenied(event.request, denial))
                 return
-            cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
             self._park(lease, cause, now_ns, out)
+        elif state.phase is ParkPhase.RETURNING and not state.requests:
+            state.cause = cause
         state.requests.append(event.request)
 
     def _park_for_operator(self, lease: Lease, now_ns: int, out: list[Effect]) -> Denial | None:
@@ -205,7 +207,7 @@ class Parking(ParkingViews):
             return
         self._paces.count(lease.card_uuid, self._park_interval_ns, now_ns)
         self._hold_host(lease, out)
-        state.cause = cause
+        state.cause, state.is_repeated = cause, False
         self._order(lease, state, now_ns, out)
 
     def _hold_host(self, lease: Lease, out: list[Effect]) -> None:
@@ -335,7 +337,9 @@ class Parking(ParkingViews):
             # But an earlier table may have given them away: then the proof comes first, and the wait for room.
             if self._store.account_by_uuid[lease.card_uuid].free_bytes < 0:
                 return
-            refuse_parks(state, denials.is_returning(lease.lease_id), out)
+            # A second operation: the tenant uses its session, and each park would only delay it.
+            if state.is_repeated:
+                refuse_parks(state, denials.is_returning(lease.lease_id), out)
             self._order_return(lease, state, now_ns, out)
         else:
             self._await_return(lease, state, now_ns, out)
@@ -430,13 +434,15 @@ class Parking(ParkingViews):
             self._prepare_host(lease, out)
         # An operation waited for it.
         state.used_ns = max(state.used_ns, now_ns)
+        cause = state.cause or ParkCause.TENANT
         self._settle(lease, state, now_ns, out)
         self.cold.on_returned(lease, state, now_ns, out)
-        # Whoever asked meanwhile gets what it would have got now.
+        # The operation had been sent before the park was asked for, or has come during it; it is over, or will be soon.
         if state.requests and (denial := self._check_park(lease, now_ns)) is not None:
             refuse_parks(state, denial, out)
         elif state.requests:
-            self._park(lease, ParkCause.TENANT, now_ns, out)
+            self._park(lease, cause, now_ns, out)
+            state.is_repeated = True
 
     def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> None:
         """Have the card show again that it has nothing of a session that could not return."""

@@ -327,7 +327,8 @@ class SessionServer:
                 parking.use_memory(message, fds)
             case ParkOrder():
                 self._stay()
-                parking.park(message)
+                if self._serve_before(message):
+                    parking.park(message)
             case LeaveOrder():
                 self._leave(message, fds)
             case StayOrder():
@@ -349,6 +350,23 @@ class SessionServer:
         close_all(fds)
         self._tell_of_session()
         return True
+
+    def _serve_before(self, order: ParkOrder) -> bool:
+        """Serve what clients sent before a park, which would bring the session back at once.
+
+        Returns False if that took so long that the park was refused.
+        """
+        if self._session.is_away:
+            return True
+        # Where it is refused in time if a request waits inside the driver.
+        self._heard.appendleft((order, []))
+        for connection in list(self._connections.values()):
+            connection.wire.end_sleep(True)
+            self._serve(connection)
+        is_due = bool(self._heard) and self._heard[0][0] is order
+        if is_due:
+            self._heard.popleft()
+        return is_due
 
     # --- a parked session ---
 

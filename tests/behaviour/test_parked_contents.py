@@ -9,7 +9,6 @@ import pytest
 from gpulease.client import GpuExclusivityClass, GpuLease, GpuSession
 from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
-from helpers.parking import park
 from helpers.pointers import POINTERS, chase_args, count_args
 
 MIB = 1 << 20
@@ -46,7 +45,7 @@ def test_the_main_job_before_between_and_after(lease: GpuLease, shared_memory: b
     with GpuSession(lease, shared_memory=shared_memory) as session:
         for _ in range(3):
             check_main_job(session)
-            park(lease)
+            lease.park()
 
 
 def test_pointers_in_data_and_variables_of_modules(lease: GpuLease, session: GpuSession) -> None:
@@ -56,7 +55,7 @@ def test_pointers_in_data_and_variables_of_modules(lease: GpuLease, session: Gpu
         session.mem_write(one, 0, struct.pack("<QQ", following.handle, 0))
     counted = session.mem_alloc(8)
     for turn in range(1, 4):
-        park(lease)
+        lease.park()
         session.launch(module, "chase", [1], [1], chase_args(nodes[0], 70))
         session.launch(module, "count", [1], [1], count_args(counted))
         session.sync()
@@ -74,15 +73,15 @@ def test_graphs_streams_events_and_arrays(lease: GpuLease, session: GpuSession) 
     stream = session.stream()
     start = stream.event()
     for turn in range(3):
-        park(lease)
+        lease.park()
         data[:] = numbers(N) * turn
         graph.launch()
         session.sync()
         np.testing.assert_array_equal(back, numbers(N) * turn + 7)
-        park(lease)
+        lease.park()
         session.launch(module, "bias", [40], [256], scale_args(buffer, N, 1), stream=stream)
         stream.sync()
-        park(lease)
+        lease.park()
         assert start.elapsed_ms(stream.event()) >= 0
         assert floats(session.mem_read(buffer, 0, 4))[0] == 8
 
@@ -92,18 +91,18 @@ def test_kept_buffers_and_connections(lease: GpuLease) -> None:
         buffer = session.mem_alloc(1000)
         session.mem_write(buffer, 0, b"kept")
         session.keep(buffer, "model")
-    park(lease)
+    lease.park()
     # An attach brings it back.
     with GpuSession(lease) as session:
         assert bytes(session.mem_read(session.kept("model"), 0, 4)) == b"kept"
-        park(lease)
+        lease.park()
         assert bytes(session.mem_read(session.kept("model"), 0, 4)) == b"kept"
 
 
 def test_a_large_copy_from_many_requests(lease: GpuLease, session: GpuSession) -> None:
     data = np.random.default_rng(3).integers(0, 255, 20 * MIB, np.uint8)
     buffer = session.mem_alloc(data.nbytes)
-    park(lease)
+    lease.park()
     session.mem_write(buffer, 0, data)
-    park(lease)
+    lease.park()
     np.testing.assert_array_equal(np.frombuffer(session.mem_read(buffer, 0, data.nbytes), np.uint8), data)

@@ -11,7 +11,6 @@ from gpulease.client.errors import RegionExpired, RegionFailed, RegionFreed, Reg
 from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, floats
 from helpers.lasting import LastingDaemon
-from helpers.parking import park
 from helpers.region_scene import REGION_BYTES, SLICE_BYTES, N, Scene
 from helpers.waiting import wait_until
 
@@ -50,12 +49,12 @@ def test_a_launch_that_names_a_region_brings_the_session_back(node: Daemon) -> N
         region, other = scene.region(), scene.region()
         before = [node.query(one.lease_id) for one in (region, other)]
         for turn in range(1, 4):
-            assert park(scene.lease) >= 2 * REGION_BYTES
+            assert scene.lease.park() >= 2 * REGION_BYTES
             assert is_parked(scene)
             scene.double(region)
             assert not is_parked(scene)
             scene.check(region, 2**turn)
-            park(scene.lease)
+            scene.lease.park()
             scene.check(other, 1)
         same = ("generation", "address", "slot", "number", "state", "size_bytes")
         after = [node.query(one.lease_id) for one in (region, other)]
@@ -71,7 +70,7 @@ def test_a_region_that_ends_while_parked_is_returned_and_refused(
     with parkable_scene(node) as scene:
         kept = scene.region()
         region = scene.region(**({"ttl_secs": 2} if end == "expired" else {}))
-        park(scene.lease)
+        scene.lease.park()
         if end == "revoked":
             node.revoke(region.lease_id)
         elif end == "freed":
@@ -91,7 +90,7 @@ def test_a_region_that_ends_while_parked_is_returned_and_refused(
 def test_a_region_is_renewed_while_parked_and_keeps_its_time(node: Daemon) -> None:
     with parkable_scene(node) as scene:
         region = scene.region(ttl_secs=3)
-        park(scene.lease)
+        scene.lease.park()
         for _ in range(3):
             generation = node.query(region.lease_id)["generation"]
             region.renew(60)
@@ -104,7 +103,7 @@ def test_a_region_is_renewed_while_parked_and_keeps_its_time(node: Daemon) -> No
 def test_a_region_asked_for_while_parked_is_opened_by_the_return(node: Daemon) -> None:
     with parkable_scene(node) as scene:
         first = scene.region()
-        park(scene.lease)
+        scene.lease.park()
         second = scene.region()
         assert not is_parked(scene)
         for region in (first, second):
@@ -115,7 +114,7 @@ def test_a_region_asked_for_while_parked_is_opened_by_the_return(node: Daemon) -
 def test_without_room_a_launch_in_a_region_is_busy_and_nothing_is_lost(node: Daemon) -> None:
     with parkable_scene(node) as scene:
         region = scene.region()
-        park(scene.lease)
+        scene.lease.park()
         with node.builder(180 << 20).acquire(), pytest.raises(Busy, match="parked"):
             scene.double(region)
         scene.check(region, 1)
@@ -126,7 +125,7 @@ def test_without_room_a_launch_in_a_region_is_busy_and_nothing_is_lost(node: Dae
 def test_the_end_of_a_parked_lease_ends_its_regions_with_it(node: Daemon) -> None:
     with parkable_scene(node) as scene:
         region = scene.region()
-        park(scene.lease)
+        scene.lease.park()
         node.revoke(scene.lease.lease_id)
         wait_until(lambda: scene.state_of(region) == "torndown", "the region has ended")
         assert node.query(region.lease_id)["cause"] == "revoked"
@@ -135,7 +134,7 @@ def test_the_end_of_a_parked_lease_ends_its_regions_with_it(node: Daemon) -> Non
 def test_the_next_daemon_finds_parked_regions_and_ends_what_had_ended(lasting: LastingDaemon) -> None:
     with parkable_scene(lasting.now) as scene:
         kept, ended, late = scene.region(), scene.region(), scene.region(ttl_secs=4)
-        park(scene.lease)
+        scene.lease.park()
         lasting.now.revoke(ended.lease_id)
         lasting.kill()
         scene.daemon = lasting.start()
@@ -147,6 +146,6 @@ def test_the_next_daemon_finds_parked_regions_and_ends_what_had_ended(lasting: L
         for region, error in ((ended, RegionRevoked), (late, RegionExpired)):
             with pytest.raises(error):
                 scene.double(region)
-        park(scene.lease)
+        scene.lease.park()
         scene.check(kept, 2)
     lasting.check_idle()

@@ -46,6 +46,7 @@ CONFIG = """
 park_memory = "4GiB"
 overcommit = 4.0
 park_stay_ms = 100
+parks_per_minute = 6000
 """
 
 
@@ -120,6 +121,16 @@ def test_a_parked_sessions_bytes_are_the_cards_until_the_next_operation(node: Da
         buffer.check()
         assert (buffer.buffer.handle, place(node.address, lease)) == (address, "resident")
         assert available(node.address) == before
+
+
+def test_a_park_comes_after_what_its_program_has_sent(node: Daemon) -> None:
+    for shared_memory in (True, False):
+        with parkable(node.address) as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+            buffer = session.mem_alloc(MIB)
+            for turn in range(20):
+                session.mem_write(buffer, 0, bytes([turn]) * 1000)
+                lease.park()
+                assert place(node.address, lease) == "parked"
 
 
 def test_two_sessions_take_turns_on_a_card_that_holds_one(node: Daemon) -> None:
@@ -210,19 +221,6 @@ def park_for_ever(lease: GpuLease, buffer: Filled) -> None:
         suppressed_busy(lease.park)
 
 
-def park(lease: GpuLease) -> None:
-    """Park it once no operation needs it: on a busy host it may still be returning to the card."""
-
-    def parks() -> bool:
-        try:
-            lease.park()
-        except Busy:
-            return False
-        return True
-
-    wait_until(parks, "it is parked")
-
-
 def suppressed_busy(call: Callable[[], object]) -> None:
     with contextlib.suppress(Busy):
         call()
@@ -280,7 +278,7 @@ def test_a_worker_that_is_killed_ends_its_lease_once(lasting: LastingDaemon, ste
     session = GpuSession(lease)
     Filled(session, 9)
     if step == "parked":
-        park(lease)
+        lease.park()
     os.kill(lasting.now.worker_pid(lease.lease_id), signal.SIGKILL)
     wait_until(lambda: row(lasting.address, lease)["state"] == "torndown", "the lease has ended")
     assert host_bytes(lasting.address) == 0
@@ -329,8 +327,6 @@ def test_an_asyncio_program_parks_too(node: Daemon) -> None:
         async with await wanted.acquire() as lease, aio.GpuSession(lease) as session:
             buffer = await session.mem_alloc(8 * MIB)
             await session.mem_write(buffer, 0, b"weights")
-            # A write that arrives behind the park would bring the session back.
-            await session.sync()
             moved_bytes = await lease.park()
             return moved_bytes, bytes(await session.mem_read(buffer, 0, 7))
 

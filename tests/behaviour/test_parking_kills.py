@@ -21,7 +21,6 @@ from gpulease.client.sync.regions import Region
 from helpers.audit_log import check_whole, records
 from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
-from helpers.parking import park
 from helpers.stopping_worker import PARK_STEPS, RETURN_STEPS, STEPS
 from helpers.waiting import wait_until
 
@@ -125,7 +124,7 @@ class InBackground(threading.Thread):
 def until_stopped(scene: Parked, step: str) -> InBackground:
     """Park, and for a step of the return use the session again, until the worker has stopped itself."""
     if step in RETURN_STEPS:
-        park(scene.lease)
+        scene.lease.park()
         doing = InBackground(scene.check)
     else:
         doing = InBackground(scene.lease.park)
@@ -145,7 +144,7 @@ def test_a_killed_broker_finds_the_session_in_any_step(step: str, tmp_path: Path
         # A park that the killed broker ordered may have no answer; what the session was asked for has.
         assert step in PARK_STEPS or doing.error is None, doing.error
         scene.check()
-        park(scene.lease)
+        scene.lease.park()
         scene.check()
         assert scene.row()["park"]["phase"] == "resident"
         scene.session.close()

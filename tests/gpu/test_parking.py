@@ -15,7 +15,6 @@ from gpulease.protocol.messages import LeaseMove, MovedSession
 from helpers.daemon import Daemon, running
 from helpers.kernels import TRANSFORM, check_main_job, floats, numbers, scale_args
 from helpers.nvml import SLACK_BYTES, Cards
-from helpers.parking import park
 from helpers.pointers import POINTERS, chase_args, count_args
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +68,7 @@ def test_the_bytes_are_free_meanwhile_and_come_back(node: Daemon, cards: Cards, 
             session.sync()
             used = cards.used_bytes()[0]
             began = time.monotonic()
-            assert park(lease) >= size
+            assert lease.park() >= size
             parked_s = time.monotonic() - began
             assert used - cards.used_bytes()[0] >= size - SLACK_BYTES
             began = time.monotonic()
@@ -95,7 +94,7 @@ def test_kernels_that_chase_pointers_in_their_data_go_on(node: Daemon) -> None:
                 session.launch(module, "chase", [1], [1], chase_args(nodes[0], 50))
             session.launch(module, "count", [1], [1], count_args(counted))
             session.sync()
-            park(lease)
+            lease.park()
             session.launch(module, "chase", [1], [1], chase_args(nodes[0], 50))
             session.sync()
             counts = [struct.unpack("<Q", session.mem_read(one, 8, 8))[0] for one in nodes]
@@ -122,7 +121,7 @@ def test_graphs_and_streams_go_on(node: Daemon) -> None:
             expected = numbers(N) * turn + 40
             expected[1:3] = (1000, 2000)
             np.testing.assert_array_equal(back, expected)
-            park(lease)
+            lease.park()
             back[:] = 0
             # The graph itself brings the session back.
             graph.launch()
@@ -139,14 +138,14 @@ def test_another_lease_uses_the_bytes_meanwhile(node: Daemon, cards: Cards) -> N
     size = 22 * GIB
     with lease_of(node, size) as first, GpuSession(first) as session:
         buffer = fill(session, size - 64 * MIB)
-        park(first)
+        first.park()
         with lease_of(node, size) as second, GpuSession(second) as other:
             fresh = other.mem_alloc(size - 64 * MIB)
             assert all(bytes(other.mem_read(fresh, at, MIB)) == bytes(MIB) for at in places(size - 64 * MIB))
             check_main_job(other)
-            park(second)
+            second.park()
             assert is_whole(session, buffer, size - 64 * MIB)
-            park(first)
+            first.park()
             assert bytes(other.mem_read(fresh, 0, MIB)) == bytes(MIB)
 
 
@@ -156,7 +155,7 @@ def test_freed_memory_and_new_memory_after_a_park(node: Daemon) -> None:
             kept = [session.mem_alloc(size) for size in (100, 70_000, 3 * MIB, 40 * MIB)]
             for number, one in enumerate(kept):
                 session.mem_write(one, 0, bytes([number + 1]) * 100)
-            park(lease)
+            lease.park()
             fresh = session.mem_alloc(40 * MIB)
             assert bytes(session.mem_read(fresh, 0, MIB)) == bytes(MIB), turn
             for number, one in enumerate(kept):

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from gpulease import client
-from gpulease.client import KernelArgs, LaunchFailed, LeaseExpired, SyncFailed, TimedOut
+from gpulease.client import InvalidHandle, KernelArgs, LaunchFailed, LeaseExpired, SyncFailed, TimedOut
 from gpulease.client.core import operations
 from gpulease.protocol import Failure, Opcode, Status
 from helpers.client_faces import Awaited, Face, Scenario
-from helpers.scripted_peer import Refusal, SayGoodbye, ScriptedPeer, Silence
+from helpers.scripted_peer import GRANULE, Refusal, SayGoodbye, ScriptedPeer, Silence
 
 Run = Callable[[Scenario], None]
 Block = Callable[[Any], Awaitable[None]]
@@ -195,3 +195,46 @@ def test_a_stream_s_block_raises_what_failed_in_it(run: Run, peer: ScriptedPeer)
             assert peer.ops() == ["STREAM_DESTROY", "SYNC"], "it is let go of, and was waited for in its block"
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("what", "op"),
+    [("used", "LEASE_QUERY"), ("grow", "LEASE_RESIZE"), ("region", "REGION_OPEN"), ("park", "LEASE_PARK")],
+)
+def test_a_request_about_the_lease_does_not_overtake_what_its_session_has_sent(
+    run_over_both: Run, peer: ScriptedPeer, what: str, op: str
+) -> None:
+    """The worker has answered for the quiet write before the broker gets the request; a second one costs nothing."""
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        session = await face.open(lease)
+        buffer = await session.mem_alloc(4)
+        await session.mem_write(buffer, 0, b"full")
+        for expected in (["MEM_WRITE", "PING", op], [op]):
+            await getattr(lease, what)(*([] if what in ("used", "park") else [GRANULE]))
+            assert peer.ops()[-len(expected) :] == expected
+        assert peer.ops().count("PING") == 1
+        await session.close()
+        await lease.free()
+
+    peer.report |= {"allocated_bytes": 0, "most_allocated_bytes": 0}
+    run_over_both(scenario)
+
+
+def test_a_failure_that_such_a_wait_finds_is_the_next_operations(run_over_both: Run, peer: ScriptedPeer) -> None:
+    peer.fail(Opcode.MEM_WRITE, Status.INVALID_HANDLE)
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        session = await face.open(lease)
+        buffer = await session.mem_alloc(4)
+        await session.mem_write(buffer, 0, b"full")
+        await lease.park()
+        with pytest.raises(InvalidHandle):
+            await session.sync()
+        await session.sync()
+        await session.close()
+        await lease.free()
+
+    run_over_both(scenario)

@@ -120,10 +120,37 @@ def test_an_operation_that_comes_before_the_proof_needs_no_room() -> None:
     s.do(ParkRequested(7, 1, "ann"))
     number = number_of(s, 1)
     s.do(SessionParked(1, number, 60))
-    effects = s.do(ReturnWanted(1, number))
-    assert kinds(effects) == [RequestDenied, ReturnSession]
+    assert kinds(s.do(ReturnWanted(1, number))) == [ReturnSession]
     assert s.do(RegionProved(1)) == [], "a proof that comes late frees nothing"
     assert s.card().held_bytes == 70
+
+
+def test_a_park_that_an_operation_overtakes_is_repeated_once_it_is_over() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.do(ParkRequested(7, 1, "root", is_operator=True))
+    for expected in ([ReturnSession, ParkSession, TimerFired], [RequestDenied, ReturnSession]):
+        number = number_of(s, 1)
+        s.do(SessionParked(1, number, 60))
+        effects = s.do(ReturnWanted(1, number)) + s.do(SessionReturned(1, number, 60))
+        assert kinds(effects) == expected
+    # The second time its tenant is at work: it is not parked over and over.
+    assert (denied(effects).reason, phase(s, 1)) == (DenialReason.BUSY, ParkPhase.RESIDENT)
+
+
+def test_a_repeated_park_answers_its_request() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.do(ParkRequested(7, 1, "root", is_operator=True))
+    for is_overtaken in (True, False):
+        number = number_of(s, 1)
+        s.do(SessionParked(1, number, 60))
+        if is_overtaken:
+            s.do(ReturnWanted(1, number))
+            s.do(SessionReturned(1, number, 60))
+    effects = s.do(RegionProved(1))
+    assert one(effects, LeaseParked).cause is ParkCause.OPERATOR
+    assert one(effects, SessionParkDone).request == 7
 
 
 def test_a_refused_park_changes_nothing() -> None:

@@ -16,6 +16,7 @@ from gpulease.daemon.contract.messages import (
     EndRegionOrder,
     EndSession,
     OpenRegionOrder,
+    ParkedReport,
     ParkMemoryOrder,
     ParkOrder,
     ParkRefusal,
@@ -357,6 +358,35 @@ def test_a_park_behind_a_long_wait_is_refused_in_time(monkeypatch: pytest.Monkey
             assert not ended.is_set()
             ended.set()
             assert made.reply() == Empty()
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_what_was_sent_before_the_order_is_served_before_the_park(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order comes over another connection than the write, and while the worker serves neither."""
+    waiting, ended = threading.Event(), threading.Event()
+
+    def sync(_context: CpuContext, poll: Poll) -> None:
+        waiting.set()
+        while not ended.wait(0.001):
+            poll()
+
+    with worker(is_parkable=True, is_shared=True) as (made, _):
+        writer, _welcome = made.attach(ring=ring)
+        handle = writer.alloc(8)
+        made.give_memory(MEMORY)
+        with monkeypatch.context() as patched:
+            patched.setattr(CpuContext, "sync", sync)
+            made.send(Opcode.SYNC, Empty())
+            waiting.wait()
+            writer.send(Opcode.MEM_WRITE, MemWrite(handle, 0, b"whatever"), quiet=True)
+            made.say(ParkOrder(1, time.monotonic_ns() + round(LIMIT_S * 1e9)))
+            time.sleep(0.05)
+        ended.set()
+        made.hear(ParkedReport)
+        assert made.hears_nothing(ReturnWantedReport, 0.05)
+        made.bring_back()
+        assert writer.read(handle, 0, 8) == b"whatever"
+        writer.close()
 
 
 @pytest.mark.parametrize("size", [None, 1 << 20])
