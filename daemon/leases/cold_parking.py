@@ -106,7 +106,7 @@ class ColdParking:
 
     def on_return_refused(self, lease: Lease, state: ParkState, denial: Denial, now_ns: int, out: list[Effect]) -> None:
         """Note that a session stays parked which found no room in time."""
-        self.refuse_move(lease, denial, out)
+        self.refuse_move(lease, denial, now_ns, out)
         if state.depth is ParkDepth.WARM:
             self._arm_leaving(lease, state, now_ns, out)
         else:
@@ -156,7 +156,7 @@ class ColdParking:
     def _give_up(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
         state.depth, state.due_ns = ParkDepth.WARM, None
         out.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
-        self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), out)
+        self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, out)
         self._arm_leaving(lease, state, now_ns, out)
 
     def _drop_worker(
@@ -226,7 +226,7 @@ class ColdParking:
         self._drop_worker(lease, state, now_ns, out, is_gone=is_gone)
         # Whoever waits asks again: the broker watches the session's clients.
         state.is_awaited = False
-        self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), out)
+        self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, out)
         out.append(WatchClients(lease.lease_id))
 
     def on_returned(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
@@ -241,7 +241,7 @@ class ColdParking:
         if state is None or not event.is_mismatch:
             if state is not None:
                 state.depth, state.misfit = ParkDepth.WARM, None
-            self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), out)
+            self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), now_ns, out)
             return False
         if state.misfit is not None:
             self._end_misfit(lease, event.reason, now_ns, out)
@@ -331,16 +331,23 @@ class ColdParking:
         move = state.move
         if move is None:
             return
-        took_ns, state.move = now_ns - move.since_ns, None
+        state.move = None
         if move.card_uuid:
-            out.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, took_ns))
-        out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, took_ns))
+            self._record_move(lease, state, move, now_ns, out)
+        out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, now_ns - move.since_ns))
 
-    def refuse_move(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
+    def _record_move(self, lease: Lease, state: ParkState, move: Move, now_ns: int, out: list[Effect]) -> None:
+        out.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, now_ns - move.since_ns))
+
+    def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, out: list[Effect]) -> None:
         """Refuse the move that is in progress, if there is one; the session stays where it is now."""
-        if lease.park is not None and lease.park.move is not None:
-            out.append(RequestDenied(lease.park.move.request, denial))
-            lease.park.move = None
+        if lease.park is None or (move := lease.park.move) is None:
+            return
+        lease.park.move = None
+        # It has changed its card, although it is not back: whoever keeps books of leases must know.
+        if lease.card_uuid != move.from_uuid:
+            self._record_move(lease, lease.park, move, now_ns, out)
+        out.append(RequestDenied(move.request, denial))
 
     # --- timers and ends ---
 
@@ -360,9 +367,9 @@ class ColdParking:
             return False
         return True
 
-    def end_with_lease(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         """Answer what waits for a lease that was ended; one that is cold has no worker that would have to end."""
-        self.refuse_move(lease, denials.lease_ended(lease.snapshot()), out)
+        self.refuse_move(lease, denials.lease_ended(lease.snapshot()), now_ns, out)
         if state.depth is ParkDepth.COLD:
             lease.is_worker_gone = True
 

@@ -158,7 +158,7 @@ class Parking(ParkingViews):
             return denials.has_submit(lease.lease_id)
         if lease.resize is not None:
             return denials.is_resizing(lease.lease_id)
-        return self._check_host(lease, others) or self._check_pace(lease, now_ns)
+        return self._check_host(lease, others) or self._check_pace(lease, len(others) + 1, now_ns)
 
     def _check_host(self, lease: Lease, others: Collection[Lease]) -> Denial | None:
         """Return the denial for a session that the host's memory, or its tenant's part of it, can't take with others.
@@ -186,13 +186,15 @@ class Parking(ParkingViews):
             "Use or free a parked lease first.",
         )
 
-    def _check_pace(self, lease: Lease, now_ns: int) -> Denial | None:
-        wait_ns = self._pace_wait_ns(lease.card_uuid, now_ns)
+    def _check_pace(self, lease: Lease, parks: int, now_ns: int) -> Denial | None:
+        wait_ns = self._pace_wait_ns(lease.card_uuid, parks, now_ns)
         return denials.too_many_parks(lease.lease_id, -(-wait_ns // NS_PER_MS)) if wait_ns else None
 
-    def _pace_wait_ns(self, card_uuid: str, now_ns: int) -> int:
-        """Return the time until a card may have its next park; 0 if it may have one now."""
-        return self._paces.early_ns(card_uuid, self._park_interval_ns, PARK_BURST, now_ns)
+    def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int) -> int:
+        """Return the time until a card may have so many parks together; 0 if it may have them now."""
+        # More than may ever come together are allowed once the card has had none for long enough.
+        most = min(parks, PARK_BURST)
+        return self._paces.early_ns(card_uuid, self._park_interval_ns, PARK_BURST, now_ns, most)
 
     @property
     def _park_interval_ns(self) -> int:
@@ -282,7 +284,7 @@ class Parking(ParkingViews):
         state.requests.clear()
         # An operation came while the bytes were on their way.
         if state.is_awaited:
-            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), out)
+            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
             self._await_return(lease, state, now_ns, out)
         else:
             self.cold.on_parked(lease, now_ns, out)
@@ -296,7 +298,7 @@ class Parking(ParkingViews):
         out.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
         denial = denials.park_refused(lease.lease_id, event.reason)
         refuse_parks(lease.park, denial, out)
-        self.cold.refuse_move(lease, denial, out)
+        self.cold.refuse_move(lease, denial, now_ns, out)
         if event.lacks_memory:
             # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
             self._store.hold_host(lease, 0)
@@ -554,7 +556,8 @@ class Parking(ParkingViews):
             victims.append(lease)
             missing_bytes -= lease.terms.size_bytes
             if missing_bytes <= 0:
-                return victims
+                # The card's pace spaces the rest.
+                return victims[:PARK_BURST]
         return None
 
     def _free_ns(self, lease: Lease) -> int:
@@ -565,11 +568,14 @@ class Parking(ParkingViews):
 
     def _free_times(self, account: CardAccount, now_ns: int) -> Iterator[int]:
         """Yield the times at which a card's sessions, or its pace, allow another park."""
-        if wait_ns := self._pace_wait_ns(account.card.uuid, now_ns):
-            yield now_ns + wait_ns
-        for lease in self._store.parkable.values():
-            if lease.card_uuid == account.card.uuid and _is_resident(lease):
-                yield self._free_ns(lease)
+        resident = [
+            lease
+            for lease in self._store.parkable.values()
+            if lease.card_uuid == account.card.uuid and _is_resident(lease)
+        ]
+        for parks in range(1, min(len(resident), PARK_BURST) + 1):
+            yield now_ns + self._pace_wait_ns(account.card.uuid, parks, now_ns)
+        yield from map(self._free_ns, resident)
 
     # --- a lease's life ---
 
@@ -599,7 +605,7 @@ class Parking(ParkingViews):
             state.number = now_ns
             self._order_return(lease, state, now_ns, out)
 
-    def end_with_lease(self, lease: Lease, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Answer what waits for the parking of a lease that was ended; its bytes come back with its worker's."""
         state = lease.park
         if state is None:
@@ -611,7 +617,7 @@ class Parking(ParkingViews):
         # It no longer waits for warm contexts to leave; what it was charged goes back with its teardown.
         self._store.account_by_uuid[lease.card_uuid].awaiting.pop(lease.lease_id, None)
         state.is_awaited, state.due_ns = False, None
-        self.cold.end_with_lease(lease, state, out)
+        self.cold.end_with_lease(lease, state, now_ns, out)
 
     # --- shared steps ---
 

@@ -184,11 +184,11 @@ class Rates:
     def __init__(self) -> None:
         self.full_at_ns: dict[str, int] = {}
 
-    def early_ns(self, key: str, interval_ns: int, burst: int, now_ns: int) -> int:
-        """Return by how much an event now would be too early; 0 if it would not."""
+    def early_ns(self, key: str, interval_ns: int, burst: int, now_ns: int, events: int = 1) -> int:
+        """Return by how much so many events now would be too early; 0 if they would not."""
         # The bucket may be at most a burst of intervals away from full.
         full_at_ns = max(self.full_at_ns.get(key, 0), now_ns)
-        return max(0, full_at_ns + interval_ns - (now_ns + burst * interval_ns))
+        return max(0, full_at_ns + events * interval_ns - (now_ns + burst * interval_ns))
 
     def count(self, key: str, interval_ns: int, now_ns: int) -> None:
         self.full_at_ns[key] = max(self.full_at_ns.get(key, 0), now_ns) + interval_ns

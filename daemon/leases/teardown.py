@@ -106,7 +106,7 @@ class Teardown:
         # Step 3: end what lives inside the lease, with the lease's cause.
         self.regions.end_with_lease(lease, now_ns, out)
         self.resizes.end_with_lease(lease, out)
-        self.parking.end_with_lease(lease, out)
+        self.parking.end_with_lease(lease, now_ns, out)
         self.submits.end_with_lease(lease, cause, now_ns, out)
         # Step 4: answer the acquire that still waits. The client of an abandoned one has disconnected.
         if was_pending:

@@ -4,6 +4,7 @@ A tenant may have compromised its worker. An answer counts only for the worker's
 last order; its bytes are bounded by the lease's slice, and the card proves what it claims to have released.
 """
 
+import asyncio
 import contextlib
 import os
 import time
@@ -47,7 +48,12 @@ USE_ROUND_S: Final = 0.25
 """Seconds between two polls of who uses its parkable session. A poll reads some words of shared memory; a session is
 parked that much later than its idle time says."""
 
+STAY_AGAIN_S: Final = 0.05
+"""Pause before an order to stay is sent again to a worker whose channel was full."""
+
 _USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
+
+_IS_FULL: Final = "its worker takes no orders now"
 
 
 class ParkOrders:
@@ -67,6 +73,8 @@ class ParkOrders:
         self._workers = workers
         self._allowance_bytes = allowance_bytes
         self._post = post
+        # Workers that have not got their order to stay yet.
+        self._stays: set[int] = set()
         # The counters of each watched session, as of the last poll.
         self._uses: dict[int, tuple[int, ...]] = {}
         self._rounds = PeriodicTask(self._poll_uses, USE_ROUND_S, self._on_fault)
@@ -98,11 +106,11 @@ class ParkOrders:
     def park(self, order: ParkSession) -> None:
         until_ns = time.monotonic_ns() + order.grace_ms * NS_PER_MS
         if not self._send(order.lease_id, messages.ParkOrder(order.number, until_ns)):
-            self._post(SessionParkRefused(order.lease_id, order.number, "its worker takes no orders now"))
+            self._post(SessionParkRefused(order.lease_id, order.number, _IS_FULL))
 
     def bring_back(self, order: ReturnSession) -> None:
         if not self._send(order.lease_id, messages.ReturnOrder(order.number)):
-            self._post(SessionReturnFailed(order.lease_id, order.number, "its worker takes no orders now"))
+            self._post(SessionReturnFailed(order.lease_id, order.number, _IS_FULL))
 
     def refuse_return(self, order: RefuseWaitingOperations) -> None:
         # A worker that does not get this asks again within a second.
@@ -110,6 +118,10 @@ class ParkOrders:
 
     def leave(self, order: LeaveSession) -> None:
         """Have a worker send its session's image; posts SessionStays if that can't begin."""
+        # The order to stay in the park before would end this one.
+        if order.lease_id in self._stays:
+            self._post(SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
+            return
         try:
             channel = self._workers.images.begin(order.lease_id, order.number)
         except OSError as error:
@@ -118,14 +130,24 @@ class ParkOrders:
         with channel:
             if not self._send(order.lease_id, messages.LeaveOrder(order.number), channel.fileno()):
                 self._workers.images.discard(order.lease_id)
-                self._post(SessionStays(order.lease_id, order.number, "its worker takes no orders now", False))
+                self._post(SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
 
     def keep_image(self, effect: LeaseLeft) -> None:
         self._workers.keep_image(effect.lease.lease_id)
 
     def stay(self, order: StaySession) -> None:
-        self._send(order.lease_id, messages.StayOrder(order.number))
-        self._workers.images.stay(order.lease_id, self._workers.worker(order.lease_id))
+        """Have a worker serve its session again; until it has the order, it serves no client."""
+        if self._send(order.lease_id, messages.StayOrder(order.number)):
+            self._stays.discard(order.lease_id)
+            self._workers.images.stay(order.lease_id, self._workers.worker(order.lease_id))
+        else:
+            self._stays.add(order.lease_id)
+            asyncio.get_running_loop().call_later(STAY_AGAIN_S, self._stay_again, order)
+
+    def _stay_again(self, order: StaySession) -> None:
+        # It may have been sent meanwhile, for a worker that has reported its image late.
+        if order.lease_id in self._stays:
+            self.stay(order)
 
     def adopt(self, order: AdoptSession) -> None:
         """Send a cold session's image to its new worker; posts what ends the return if it can't be sent."""

@@ -48,7 +48,9 @@ from gpulease.daemon.leases import (
     TimerKind,
     WaitTimerFired,
     WorkerReady,
+    parking,
 )
+from gpulease.daemon.leases.parking import PARK_BURST
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -535,3 +537,28 @@ def test_a_card_that_pins_host_memory_charges_its_page_tables() -> None:
     s.do(ParkRequested(7, 1, "ann"))
     effects = s.do(SessionParked(1, number_of(s, 1), 16 * gib))
     assert one(effects, ProveRegion).allowed_bytes == gib + 16 * GRANULE
+
+
+def test_a_need_of_several_parks_waits_until_the_pace_allows_all_of_them() -> None:
+    limits = CoreLimits(park_memory_bytes=HOST, overcommit=4.0, park_stay_ms=0, parks_per_minute=60)
+    s = scenario(limits, capacity=1000)
+    for lease_id in range(1, 4):
+        s.active(lease_id, 300, park_idle_ms=0)
+    s.at(1)
+    # All but two parks of the burst have been used up.
+    for _ in range(PARK_BURST - 2):
+        s.table.parking._paces.count("GPU-a", S, s.now_ns)
+    assert ParkSession not in kinds(s.acquire(5, 900, wait_ms=9000))
+    effects = s.at(2).do(ParkTimerFired())
+    assert kinds(effects).count(ParkSession) == 3
+
+
+def test_more_parks_than_a_burst_come_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "PARK_BURST", 2)
+    limits = CoreLimits(park_memory_bytes=HOST, overcommit=4.0, park_stay_ms=0, parks_per_minute=60)
+    s = scenario(limits, capacity=1000)
+    for lease_id in range(1, 4):
+        s.active(lease_id, 300, park_idle_ms=0)
+    s.at(5)
+    assert kinds(s.acquire(5, 900, wait_ms=9000)).count(ParkSession) == 2
+    assert kinds(s.at(6).do(ParkTimerFired())).count(ParkSession) == 1

@@ -6,7 +6,7 @@ behind, or open a region that has ended.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -29,6 +29,7 @@ from gpulease.daemon.leases import (
     KillWorker,
     LeaseEnded,
     LeaseLeft,
+    LeaseMoved,
     LeaseParked,
     LeaseRestored,
     LeaseReturned,
@@ -77,6 +78,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerFound,
     WorkerReady,
+    parking,
 )
 from gpulease.daemon.leases.park_state import ParkDepth
 from gpulease.protocol.opcodes import Exclusivity
@@ -100,6 +102,7 @@ LIMITS = CoreLimits(
     reclaim_timeout_s=60,
     cold_park_s=2,
 )
+USUAL_BURST = parking.PARK_BURST
 ANY = st.integers(0, 1 << 16)
 
 
@@ -157,10 +160,14 @@ class ModelWorker:
 
 
 class ParkingAnyOrder(RuleBasedStateMachine):
-    @initialize(warm=st.sampled_from([0, 2]))
-    def begin(self, warm: int) -> None:
+    @initialize(warm=st.sampled_from([0, 2]), is_slow=st.booleans())
+    def begin(self, warm: int, is_slow: bool = False) -> None:
+        # A small burst and a slow pace, so that runs use them up.
+        self.burst, self.parks_per_minute = (2, 20) if is_slow else (USUAL_BURST, 6000)
+        parking.PARK_BURST = self.burst  # type: ignore[misc]
+        self.limits = replace(LIMITS, parks_per_minute=self.parks_per_minute)
         self.warm = warm
-        self.table = LeaseTable(CARDS.values(), LIMITS, warm)
+        self.table = LeaseTable(CARDS.values(), self.limits, warm)
         # The number of the park of each session whose image the broker has.
         self.images: dict[int, int] = {}
         self.lent: set[int] = set()
@@ -176,6 +183,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.ended: dict[int, int] = {}
         self.records: dict[int, list[type]] = {}
         self.number = 0
+        # The card of each lease by the events that report it, and the time of each card's parks.
+        self.cards: dict[int, str] = {}
+        self.parks: dict[str, list[int]] = {uuid: [] for uuid in CARDS}
         self.send(PoolTimerFired())
 
     # --- the shell ---
@@ -225,6 +235,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case ProveReclaimed(worker_id=worker_id):
                 self.kills.append(-worker_id)
             case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
+                if isinstance(effect, ParkSession) and (parked := self.table.get(lease_id)) is not None:
+                    self.parks[parked.card_uuid].append(self.now_ns)
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
             case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
@@ -244,6 +256,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 self.ended[lease.lease_id] = self.ended.get(lease.lease_id, 0) + 1
                 if lease.parent_id in self.workers:
                     self.return_region(self.workers[lease.parent_id], lease.lease_id)
+            case Granted(_, lease) | LeaseMoved(lease):
+                self.cards[lease.lease_id] = lease.card_uuid
             case LeaseParked(lease) | LeaseReturned(lease):
                 self.records.setdefault(lease.lease_id, []).append(type(effect))
         request = getattr(effect, "request", None)
@@ -371,6 +385,16 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         if luck % 2:
             self.tenant_works(pick)
             self.all_is_done(pick, luck)
+
+    @rule(pick=ANY, luck=ANY)
+    def need_many(self, pick: int, luck: int) -> None:
+        """Fill a card with idle sessions, and ask for more than one of them has."""
+        for _ in range(4):
+            self.acquire("bob", 250, 0, 0, is_quick=True)
+        self.all_is_done(pick, 0)
+        self.time_passes(1000)
+        self.acquire("ann", 800, 0, 3000, is_quick=False)
+        self.all_is_done(pick, luck)
 
     @rule(pick=ANY, is_operator=st.booleans())
     def park(self, pick: int, is_operator: bool) -> None:
@@ -510,8 +534,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.disk.lose_tail()
             self.ended, self.records = self.before_last
         contents = self.disk.read()
-        self.table = LeaseTable(CARDS.values(), LIMITS, self.warm, contents.recovered())
+        self.table = LeaseTable(CARDS.values(), self.limits, self.warm, contents.recovered())
         self.images, self.lent = {}, set()
+        self.cards = {kept.lease_id: kept.card_uuid for kept in contents.leases}
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
         for kept in contents.leases:
             self.send(LeaseRestored(kept, has_worker=kept.lease_id in self.workers, has_session=True))
@@ -526,6 +551,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             ]
             worker.regions = {one: size for one, size in worker.regions.items() if self.table.regions.get(one)}
             worker.gone = {one: size for one, size in worker.gone.items() if self.table.regions.get(one)}
+        # What an earlier daemon ordered, and what this one repeats, counts for no pace.
+        self.parks = {uuid: [] for uuid in CARDS}
         known = {kept.lease_id for kept in contents.leases}
         for worker in list(self.workers.values()):
             worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]
@@ -563,12 +590,28 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 assert lease is None or lease.state is not LeaseState.ACTIVE, f"region {region_id} is open for nobody"
 
     @invariant()
+    def moves_are_reported(self) -> None:
+        for lease_id, park in self.table.parking.snapshots().items() if hasattr(self, "table") else ():
+            lease = self.table.get(lease_id)
+            if lease is not None and lease.state is LeaseState.ACTIVE and not park.is_moving:
+                assert lease.card_uuid == self.cards[lease_id], "a lease has changed its card, and nobody knows"
+
+    @invariant()
+    def parks_have_their_pace(self) -> None:
+        for times in getattr(self, "parks", {}).values():
+            for first, since_ns in enumerate(times):
+                for last, at_ns in enumerate(times[first:], 1):
+                    most = self.burst + (at_ns - since_ns) * self.parks_per_minute // 60_000 // MS
+                    assert last <= most, f"{last} parks of a card within {(at_ns - since_ns) // MS} ms"
+
+    @invariant()
     def records_alternate(self) -> None:
         for lease_id, kinds in getattr(self, "records", {}).items():
             doubled = [kind for kind, after in itertools.pairwise(kinds) if kind is after]
             assert not doubled, f"lease {lease_id} was recorded as {doubled[0].__name__} twice"
 
     def teardown(self) -> None:
+        parking.PARK_BURST = USUAL_BURST  # type: ignore[misc]
         if not hasattr(self, "workers"):
             return
         self.send(ShutdownRequested())

@@ -1,6 +1,7 @@
 """The broker's side of a session that leaves its worker: what does not arrive, and what a hostile worker sends."""
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.contract.messages import ImageConnection, ImagedReport, ImageMemory
+from gpulease.daemon.contract.messages import ImageConnection, ImagedReport, ImageMemory, ReturnOrder
 from gpulease.daemon.host.ipc import send_message
-from gpulease.daemon.leases import AdoptSession, Event, SessionStays
+from gpulease.daemon.leases import AdoptSession, Event, LeaveSession, SessionStays, StaySession
 from gpulease.daemon.workers.park_orders import ParkOrders
 from gpulease.daemon.workers.session_images import SessionImages
 
@@ -106,3 +107,27 @@ def test_a_session_that_could_not_be_sent_is_watched_again(node: Node) -> None:
     asyncio.run(run())
     client.close()
     served.close()
+
+
+def test_a_worker_with_a_full_channel_gets_its_order_to_stay_later(node: Node) -> None:
+    async def run() -> None:
+        node.images.begin(LEASE, PARK).close()
+        full = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                send_message(node.worker.channel, ReturnOrder(PARK).to_map())
+                full += 1
+        node.orders.stay(StaySession(LEASE, PARK))
+        # Another leave would be ended by the order that is still to come.
+        node.orders.leave(LeaveSession(LEASE, PARK + 1))
+        assert [type(event) for event in node.posted] == [SessionStays]
+        assert len(node.ordered()) == full
+        order = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(node.channel, 4096), 30)
+        assert b"stay" in order
+        node.orders.leave(LeaveSession(LEASE, PARK + 2))
+        (order,) = node.ordered()
+        assert b"leave" in order
+        node.images.close()
+
+    node.worker.channel.setblocking(False)
+    asyncio.run(run())
