@@ -77,7 +77,7 @@ class LogEvent(Enum):
     LEASE_PARKED = LogKind(
         "lease.parked",
         INFO,
-        "the session's memory is in the host's memory, its card's bytes are proved free",
+        "the session's memory was moved to the host, and its bytes on the card are proved free",
         (*_LEASE, "why", "moved_bytes", "took_ms"),
     )
     LEASE_RETURNED = LogKind(
@@ -89,7 +89,7 @@ class LogEvent(Enum):
     LEASE_COLD = LogKind(
         "lease.cold",
         INFO,
-        "the parked session has left its worker, which ends; it has nothing on any card",
+        "the parked session's worker is ended; the session uses no memory of any card",
         (*_LEASE, "image_bytes", "took_ms"),
     )
     LEASE_MOVED = LogKind(
@@ -101,7 +101,7 @@ class LogEvent(Enum):
     LEASE_PARK_FAILED = LogKind(
         "lease.park_failed",
         INFO,
-        "a session could not be parked, or could not return, and is where it was",
+        "a session could not be parked, or could not return to its card, and stays where it is",
         ("lease_id", "tenant", "why", "reason"),
     )
     FORWARD_REVOKED = LogKind(
@@ -163,7 +163,7 @@ class LogEvent(Enum):
         "memory could not be proved free: it is fenced",
         (*_OR_REGION, "cause", "reason", "held_ms", "reclaim_ms"),
     )
-    LEASE_UNFENCED = LogKind("lease.unfenced", INFO, "an operator has cleared the fence", (*_OR_REGION, "by"))
+    LEASE_UNFENCED = LogKind("lease.unfenced", INFO, "an operator cleared the fence", (*_OR_REGION, "by"))
     # --- requests and tokens ---
     REQUEST_DENIED = LogKind(
         "request.denied",
@@ -220,7 +220,7 @@ class LogEvent(Enum):
     )
     # --- cards, settings, the service manager and the sandbox ---
     CARD_FOUND = LogKind(
-        "card.found", INFO, "card to lease", ("index", "card", "name", "capacity_bytes", "overhead_bytes")
+        "card.found", INFO, "a card can be leased", ("index", "card", "name", "capacity_bytes", "overhead_bytes")
     )
     CARDS_PRETENDED = LogKind(
         "cards.pretended", WARNING, "the cards are emulated, although the settings did not request it", ("reason",)
@@ -252,7 +252,9 @@ class LogEvent(Enum):
     )
     SANDBOX_OFF = LogKind("sandbox.off", WARNING, "a measure of the workers' sandbox is off", ("measure", "reason"))
     # --- what an earlier daemon left; zygotes ---
-    SESSIONS_FOUND = LogKind("sessions.found", INFO, "an earlier daemon left leases and workers", ("count", "going_on"))
+    SESSIONS_FOUND = LogKind(
+        "sessions.found", INFO, "found leases and workers of an earlier daemon", ("count", "going_on")
+    )
     WORKER_STRAY = LogKind(
         "worker.stray", WARNING, "the lease's worker has no zygote; it is ended", ("lease_id", "worker_pid")
     )
@@ -339,7 +341,7 @@ class LogEvent(Enum):
     FLEET_UNREADABLE = LogKind(
         "fleet.unreadable",
         WARNING,
-        "values in the fleet's etcd can't be read, and count as none",
+        "values in the fleet's etcd can't be read, and are treated as missing",
         ("reason", "suppressed"),
     )
     FLEET_NO_ADDRESS = LogKind(
@@ -363,7 +365,7 @@ class LogEvent(Enum):
         "relay.revoked", WARNING, "a relay ends: its certificate was revoked", ("relay_pid", "serial")
     )
     RELAY_NOT_WATCHED = LogKind(
-        "relay.not_watched", ERROR, "a relay won't end if its certificate is revoked", ("relay_pid", "reason")
+        "relay.not_watched", ERROR, "a relay can't be ended if its certificate is revoked", ("relay_pid", "reason")
     )
     RELAY_ENDED = LogKind("relay.ended", WARNING, "a relay ended with an error", ("relay_pid", "reason"))
     DIRECTORY_LISTENS = LogKind("directory.listens", INFO, "a directory of a fleet listens", ("address", "version"))

@@ -224,7 +224,7 @@ class FactKind(Enum):
         audit=RecordKind.COLD,
         counts=(families.LEASES_COLD,),
     )
-    """A parked session has left its worker, which ends."""
+    """The worker of a parked session is ended."""
     MOVED = FactRow(
         sources=(LeaseMoved,),
         logs=(LogEvent.LEASE_MOVED,),

@@ -54,7 +54,7 @@ def says_so_and_goes_on(node: FleetNode) -> None:
     unreadable = "claim of model-b can't be read; an operator must delete it"
     wait_until(lambda: unreadable in refusal(node), "the claim is reported", seen=node.logs)
     assert unreadable_count(node) >= 2
-    assert "values in the fleet's etcd can't be read, and count as none" in node.logs()
+    assert "values in the fleet's etcd can't be read, and are treated as missing" in node.logs()
 
 
 @pytest.mark.exhaustive

@@ -98,8 +98,8 @@ SESSION_ALLOCATED_BYTES: Final = _gauge(
     PAIR,
 )
 SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, including those of graphs and submits.")
-SESSION_SYNCS: Final = _counter("gpu_session_sync", "Waits for the card that completed, including failed ones.")
-SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Waits for the card that failed.")
+SESSION_SYNCS: Final = _counter("gpu_session_sync", "Completed waits for the card (syncs), including failed ones.")
+SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Failed waits for the card (syncs).")
 SESSION_COPIES: Final = _counter("gpu_session_copy", "Copies to and from the card.")
 SESSION_COPIED_BYTES: Final = _counter("gpu_session_copied_bytes", "Bytes of these copies.")
 SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions accepted, of every kind.")
@@ -107,15 +107,15 @@ SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Requ
 SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts lost to a fault, including those of submits.")
 SESSION_BUSY_SECONDS: Final = _counter(
     "gpu_session_busy_seconds",
-    "Seconds in which sessions had work outstanding, by their workers, summed over sessions.",
+    "Seconds in which sessions had work outstanding, as their workers report, summed over sessions.",
 )
 SESSION_GPU_SECONDS: Final = _counter(
     "gpu_session_gpu_seconds",
-    "The sessions' part of these: while k sessions of a card are busy, each gets a k-th of the time.",
+    "GPU time: of its busy seconds, each session counts 1/k while k sessions of a card are busy.",
 )
 SESSION_HELD_BACK_SECONDS: Final = _counter(
     "gpu_session_held_back_seconds",
-    "Seconds in which sessions' launches waited for others, by weights, a cap or the latency class.",
+    "Seconds in which sessions' launches waited because of weights, a cap or the latency class.",
 )
 
 # --- leases ---
@@ -155,19 +155,23 @@ RECLAIM_SECONDS: Final = MetricFamily(
 EXPIRY_LATENESS_SECONDS: Final = MetricFamily(
     "gpu_lease_expiry_lateness_seconds",
     FamilyKind.HISTOGRAM,
-    "How long after its deadline an expired lease's work was refused by the broker.",
+    "Time from the deadline of an expired lease until the broker refused its work.",
     (),
     LATENESS_BOUNDS_S,
 )
 LEASES_PARKED: Final = _counter("gpu_lease_parked", "Sessions that were moved to the host's memory.", CARD)
 LEASES_RETURNED: Final = _counter("gpu_lease_returned", "Parked sessions that returned to their card.", CARD)
-PARKS_FAILED: Final = _counter("gpu_lease_park_failed", "Parks and returns that left the session where it was.", CARD)
-LEASES_COLD: Final = _counter("gpu_lease_cold", "Parked sessions that left their worker, which ended.", CARD)
+PARKS_FAILED: Final = _counter(
+    "gpu_lease_park_failed", "Parks and returns that failed; the session stayed where it was.", CARD
+)
+LEASES_COLD: Final = _counter("gpu_lease_cold", "Parked sessions whose worker process was ended (parked cold).", CARD)
 LEASES_MOVED: Final = _counter("gpu_lease_moved", "Sessions that were moved to this card.", CARD)
 IMAGE_MISMATCHES: Final = _counter(
-    "gpu_lease_image_mismatch", "Leases that ended because their session would not have been what it was.", CARD
+    "gpu_lease_image_mismatch", "Leases that ended because their session could not be restored exactly.", CARD
 )
-PARKED_BYTES: Final = _gauge("gpu_lease_parked_bytes", "Bytes of slices that parked sessions have left to others.")
+PARKED_BYTES: Final = _gauge(
+    "gpu_lease_parked_bytes", "Bytes of parked sessions' slices, which other leases may use meanwhile."
+)
 PARK_HOST_BYTES: Final = _gauge("gpu_lease_park_host_bytes", "Host memory that is held for parked sessions.", ())
 PARK_HOST_LIMIT_BYTES: Final = _gauge("gpu_lease_park_host_limit_bytes", "The setting `park_memory`.", ())
 PARK_SECONDS: Final = MetricFamily(
@@ -180,7 +184,7 @@ PARK_SECONDS: Final = MetricFamily(
 RETURN_SECONDS: Final = MetricFamily(
     "gpu_lease_return_seconds",
     FamilyKind.HISTOGRAM,
-    "Time from the order to return a session to its card until it is whole, without its wait for room.",
+    "Time from the order to return a session to its card until it is complete there, without waiting for room.",
     (),
     LATENCY_BOUNDS_S,
 )
@@ -209,7 +213,8 @@ REGION_RETURN_SECONDS: Final = MetricFamily(
 FORWARD_REVOKED_SECONDS: Final = MetricFamily(
     "gpu_region_forward_revoked_seconds",
     FamilyKind.HISTOGRAM,
-    "Time from the change of a region's state word to the first launch refused because of it, as sessions report.",
+    "Time from the change of a region's state word to the first launch that was refused because of it, as sessions"
+    " report.",
     ("status",),
     FLIP_BOUNDS_S,
 )
@@ -221,7 +226,8 @@ FORWARD_TOLD_SECONDS: Final = MetricFamily(
     FLIP_BOUNDS_S,
 )
 LEAKED_BYTES: Final = _gauge(
-    "gpu_lease_leaked_bytes", "Bytes that neither a lease, a process nor the start-up accounts for; must be 0."
+    "gpu_lease_leaked_bytes",
+    "Bytes in use that belong to no lease and no process, and were not in use at the start; must be 0.",
 )
 FENCED_SLICES: Final = _gauge(
     "gpu_lease_fenced_slices", "Slices that are fenced because they could not be proved free."
@@ -233,7 +239,7 @@ FENCES: Final = _counter("gpu_lease_fenced", "Slices that were fenced, including
 
 CARD_INFO: Final = _gauge("gpulease_card_info", "1 for each card, with its index and name.", ("UUID", "index", "name"))
 CARD_CAPACITY_BYTES: Final = _gauge("gpulease_card_capacity_bytes", "Bytes that can be leased.")
-CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "Bytes that leases hold, including their contexts' share.")
+CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "Bytes that leases hold, including their contexts.")
 CARD_AVAILABLE_BYTES: Final = _gauge("gpulease_card_available_bytes", "The largest lease that could be granted now.")
 CARD_OTHERS_BYTES: Final = _gauge(
     "gpulease_card_others_bytes",
