@@ -65,6 +65,7 @@ class FinishedRequest:
         submitted_at, ended_at: When it came, and when it ended.
         first_token_at: When its first token came; None if none did.
         compute_s: The wall-clock seconds of all steps in which it had a row.
+        gpu_s: Its part of them: the time of each step, divided by all rows of it, for each row of its own.
         replays: How often it was replayed.
         region_id: The id of the region that it had last; None if it had none.
     """
@@ -80,6 +81,7 @@ class FinishedRequest:
     first_token_at: float | None
     ended_at: float
     compute_s: float
+    gpu_s: float
     replays: int
     region_id: int | None
 

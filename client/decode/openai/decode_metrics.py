@@ -1,6 +1,7 @@
 """The metrics of a decode server, in Prometheus' text format.
 
     gpulease_decode_tokens_total{tenant, kind}             counter: tokens computed; kind: prompt, emitted, replayed
+    gpulease_decode_gpu_seconds_total{tenant}              counter: seconds of steps, shared by the tenants' rows
     gpulease_decode_rows_total{kind}                       counter: rows of steps; kind: decode, prompt
     gpulease_decode_step_seconds                           histogram: a step; its count is that of the steps
     gpulease_decode_first_token_seconds{tenant}            histogram: a request's time to its first token, at its end
@@ -98,7 +99,7 @@ class TenantGauges(Collector):
         """Yield the metric families; without a decoder, those by tenant are empty."""
         decoder = self._decoder()
         tenants = {} if decoder is None else decoder.scheduler.tenants
-        values: dict[str, tuple[str, Callable[[TenantState], int]]] = {
+        values: dict[str, tuple[str, Callable[[TenantState], float]]] = {
             "waiting": ("Requests that wait.", lambda state: len(state.waiting)),
             "live_sequences": ("Sequences that are computed.", lambda state: len(state.live)),
             "blocks": ("Blocks of the region.", lambda state: state.region_blocks),
@@ -110,7 +111,8 @@ class TenantGauges(Collector):
             for tenant, state in tenants.items():
                 family.add_metric([tenant], value(state))
             yield family
-        totals: dict[str, tuple[str, Callable[[TenantState], int]]] = {
+        totals: dict[str, tuple[str, Callable[[TenantState], float]]] = {
+            "gpu_seconds": ("Seconds of steps, shared by the tenants' rows.", lambda it: it.gpu_s),
             "reused_prompt_tokens": ("Tokens of prompts that were not computed again.", lambda it: it.reused_tokens),
             "evicted_blocks": ("Kept blocks that were given up for their place.", lambda it: it.evictions),
         }

@@ -202,6 +202,7 @@ class PageFeed(DecoderObserver):
             "id": tenant_id,
             "tokens": self._tokens[tenant_id],
             "tokens_s": round(rate, 1),
+            "gpu_s": round(state.gpu_s, 1),
             "live": len(state.live),
             "waiting": len(state.waiting),
             "blocks": state.region_blocks,

@@ -117,6 +117,7 @@ function drawCard(card, tenant) {
   show(".waiting", number(tenant.waiting));
   show(".blocks", `${number(tenant.blocks_used)} of ${number(tenant.blocks_at_most)}`);
   show(".tokens", number(tenant.tokens));
+  show(".gpu", `${number(tenant.gpu_s)} s`);
   show(".first", tenant.first_token_ms === null ? "–" : `${number(tenant.first_token_ms)} ms`);
   show(".refused", number(tenant.refused));
   show(".rebinds", number(tenant.rebinds));

@@ -186,7 +186,7 @@ class ContinuousBatchScheduler:
     def is_under_way(self, tenant_id: str) -> bool:
         """Return whether an unanswered step has rows of the tenant. A held tenant gets none in later steps."""
         tenant = self.tenants[tenant_id]
-        return any(tenant in step.tenants for step in self._unanswered)
+        return any(tenant in step.tenant_rows for step in self._unanswered)
 
     def rebind_delay_s(self, tenant_id: str, now: float) -> float:
         """Return the seconds until the tenant may get a region, 0 if it may now."""
@@ -313,8 +313,13 @@ class ContinuousBatchScheduler:
             self._unanswered.append(step)
         return step
 
-    def completed(self, step: StepPlan, results: Sequence[int]) -> list[AnyEvent]:
+    def completed(self, step: StepPlan, results: Sequence[int], took_s: float = 0.0) -> list[AnyEvent]:
         """Take a step's results, one token per row, and update lengths. Results of a void step are ignored.
+
+        Args:
+            step: The oldest step without an answer.
+            results: The token of each of its rows.
+            took_s: Seconds that the engine was busy with it, which its tenants share by their rows.
 
         Raises ValueError if an earlier step is not answered, or a row has no result.
         """
@@ -326,6 +331,9 @@ class ContinuousBatchScheduler:
             raise ValueError(f"step {step.number} has {len(step)} rows and {len(results)} results")
         # The step is committed: the keys and values of its prompt rows are in the cache.
         del self._unanswered[0]
+        row_s = took_s / len(step)
+        for tenant, rows in step.tenant_rows.items():
+            tenant.gpu_s += row_s * rows
         for sequence, _, count in step.chunks:
             sequence.filled += count
             if sequence.keys and not sequence.is_ended:

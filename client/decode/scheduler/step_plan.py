@@ -1,10 +1,15 @@
 """A step of the engine as the scheduler plans it: columns of rows, and the live sequences they belong to."""
 
+from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
 
 from gpulease.client.decode.decode_requests import AnyEvent
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState
+
+_TENANT: Final = attrgetter("tenant")
 
 
 @dataclass(slots=True, eq=False)
@@ -47,14 +52,20 @@ class StepPlan:
     events: list[AnyEvent] = field(default_factory=list)
     is_guided: bool = False
     is_void: bool = False
+    _tenant_rows: Counter[TenantState] = field(default_factory=Counter)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
-    def tenants(self) -> set[TenantState]:
-        """The tenants that have rows. The step reads and writes their regions and no others."""
-        return {sequence.tenant for sequence in self.sequences}
+    def tenant_rows(self) -> Counter[TenantState]:
+        """How many rows each tenant has. The step reads and writes these tenants' regions and no others.
+
+        Read it once the plan is complete: it is counted once.
+        """
+        if not self._tenant_rows:
+            self._tenant_rows.update(map(_TENANT, self.sequences))
+        return self._tenant_rows
 
     def add_chunk(self, sequence: LiveSequence, count: int) -> None:
         """Append rows for the next `count` positions of a prompt."""

@@ -138,6 +138,7 @@ class TenantState:
         prefilling: Live sequences with positions of their prompts that no step has a row for, in that order.
         blocks: The blocks of its region; none while it has no region.
         reused_tokens: Tokens of prompts with keys and values that were there already.
+        gpu_s: Its part of the seconds in which the engine was busy: the time of each step, by its rows in it.
         owes_permit: Whether its next region needs a permit of the limiter.
         is_held: Whether its sequences get no rows until `resume`.
         parked: While it is held, the sequences that decode when it is resumed.
@@ -155,6 +156,7 @@ class TenantState:
         self.prefilling: list[LiveSequence] = []
         self.blocks = RegionBlocks(0)
         self.reused_tokens = 0
+        self.gpu_s = 0.0
         self._evictions = 0
         self.owes_permit = self.is_held = self.is_contending = False
         self.parked: list[LiveSequence] = []

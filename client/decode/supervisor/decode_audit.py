@@ -137,6 +137,7 @@ def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int)
         "reason": str(finished.reason),
         "replays": finished.replays,
         "compute_us": round(finished.compute_s * US_PER_S),
+        "gpu_us": round(finished.gpu_s * US_PER_S),
         "wall_us": round((finished.ended_at - finished.submitted_at) * US_PER_S),
         **by.note(),
     }

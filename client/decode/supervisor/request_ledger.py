@@ -52,14 +52,14 @@ class _Loss:
 class _Entry:
     """A caller's request in progress, with the figures for its report; times are monotonic seconds."""
 
-    __slots__ = ("compute_s", "first_token_at", "generation", "loss", "prompt", "region_id", "submitted_at")
+    __slots__ = ("compute_s", "first_token_at", "generation", "gpu_s", "loss", "prompt", "region_id", "submitted_at")
 
     def __init__(self, generation: Generation, submitted_at: float) -> None:
         self.generation = generation
         self.prompt = generation.request.token_ids
         self.submitted_at = submitted_at
         self.first_token_at: float | None = None
-        self.compute_s = 0.0
+        self.compute_s = self.gpu_s = 0.0
         self.region_id: int | None = None
         self.loss: _Loss | None = None
 
@@ -143,11 +143,17 @@ class RequestLedger:
 
         `ranked` are a guided step's, `normed` a pooled one's (`DecodeEngine`).
         """
-        # Prompts that are not complete yet emit no token, but the step computed rows of theirs. The others are counted
-        # with their token.
-        for sequence, _, _ in step.chunks:
-            if sequence.filled < sequence.prompt and (entry := self._entries.get(sequence.request.request_id)):
+        # Prompts that are not complete yet emit no token, but the step computed rows of theirs. The last row of the
+        # others is counted with their token.
+        row_s = took_s / max(1, len(step))
+        for sequence, _, count in step.chunks:
+            if (entry := self._entries.get(sequence.request.request_id)) is None:
+                continue
+            if sequence.filled < sequence.prompt:
                 entry.compute_s += took_s
+                entry.gpu_s += row_s * count
+            else:
+                entry.gpu_s += row_s * (count - 1)
         # For all rows at once, because a numpy call per token would be slow.
         logs = log_probabilities(results).tolist()
         entries, now = self._entries, time.monotonic()
@@ -166,6 +172,7 @@ class RequestLedger:
                 ends.append(event)
             elif entry := entries.get(event.request.request_id):
                 entry.compute_s += took_s
+                entry.gpu_s += row_s
                 if ranks is None:
                     entry.generation.emit(event.token, event.position, logs[event.row])
                 else:
@@ -268,6 +275,7 @@ class RequestLedger:
             first_token_at=entry.first_token_at,
             ended_at=now,
             compute_s=entry.compute_s,
+            gpu_s=entry.gpu_s,
             replays=generation.replays,
             region_id=entry.region_id,
         )

@@ -183,7 +183,7 @@ class StepLoop:
             # From here on a loss makes its requests suspects, even if the start has not returned (`drop`).
             self._starting = plan
             # The step names exactly these regions. If one has ended, the whole step is refused.
-            pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenants]
+            pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenant_rows]
             try:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
                 # Prompts that begin behind computed blocks: no row of theirs writes those blocks' table entries.
@@ -221,8 +221,9 @@ class StepLoop:
         self._pending.popleft()
         self.computed += 1
         begun_at, self._begun_at = self._begun_at, self._clock()
+        took_s = self._begun_at - begun_at
         # The scheduler decides which results are tokens, and which sequences end with them.
-        events = self.scheduler.completed(plan, results["token"].tolist())
+        events = self.scheduler.completed(plan, results["token"].tolist(), took_s)
         if plan.is_guided:
             # Before the next plan: a guide's row waits until the guide has its sequence's last token.
             ended = {event.request.request_id for event in events if not isinstance(event, SchedulerEvent.Token)}
@@ -231,7 +232,7 @@ class StepLoop:
                     guide = event.request.guide
                     if guide is not None:
                         guide.accept(event.token, self.wake)
-        self._ledger.computed(plan, events, results, self._begun_at - begun_at, engine.ranked, engine.normed)
+        self._ledger.computed(plan, events, results, took_s, engine.ranked, engine.normed)
 
     async def _sleep(self) -> None:
         """Wait until `wake` is called, or until the first deadline of a waiting request."""

@@ -37,6 +37,7 @@ DONE = FinishedRequest(
     first_token_at=10.5,
     ended_at=12.25,
     compute_s=0.5,
+    gpu_s=0.125,
     replays=1,
     region_id=7,
 )
@@ -77,7 +78,8 @@ def test_a_record_says_what_was_computed_of_what() -> None:
     assert note["prompt"] == {"count": 2, "sha256": hashlib.sha256(bytes.fromhex("1100000004000000")).hexdigest()}
     assert note["output"] == {"count": 2, "sha256": hashlib.sha256(bytes.fromhex("05000000ffffffff")).hexdigest()}
     assert note["sampling"] == {"temperature": "0.8", "top_p": "0.95", "top_k": 40, "seed": str(2**64 - 1)}
-    assert (note["compute_us"], note["wall_us"], note["replays"], note["reason"]) == (500_000, 2_250_000, 1, "Revoked")
+    assert (note["compute_us"], note["gpu_us"], note["wall_us"]) == (500_000, 125_000, 2_250_000)
+    assert (note["replays"], note["reason"]) == (1, "Revoked")
 
 
 @given(

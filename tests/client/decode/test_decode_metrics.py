@@ -17,7 +17,7 @@ from gpulease.client.decode.openai.decode_metrics import MAX_FOLLOWED, DecodeMet
 
 REQUEST = PromptRequest("ann", "one", (1, 2, 3), SamplingParameters(), 8)
 FINISHED = FinishedRequest(
-    "ann", "one", (1, 2, 3), (4,), SamplingParameters(), CompletionReason.CANCELLED, "", 1.0, 1.25, 2.0, 0.5, 0, 7
+    "ann", "one", (1, 2, 3), (4,), SamplingParameters(), CompletionReason.CANCELLED, "", 1.0, 1.25, 2.0, 0.5, 0.1, 0, 7
 )
 
 

@@ -93,7 +93,7 @@ def finished(
 ) -> FinishedRequest:
     """A request that came at 1.0."""
     return FinishedRequest(
-        tenant, "r", (1,), (), SamplingParameters(), reason, detail, 1.0, first_token_at, 9.5, 0, 0, None
+        tenant, "r", (1,), (), SamplingParameters(), reason, detail, 1.0, first_token_at, 9.5, 0, 0, 0, None
     )
 
 

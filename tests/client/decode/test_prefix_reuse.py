@@ -156,6 +156,11 @@ def test_prompts_that_come_together_are_computed_once(daemon: Daemon) -> None:
             await asyncio.sleep(0)
         other[0].cancel()
         assert len(await read(other[1])) == 6
+        # Two tenants share the engine's busy time, all of it.
+        await asyncio.gather(*(read(submit(decoder, tokens_of(5, 9), tenant=tenant)) for tenant in "ab"))
+        parts = [tenant.gpu_s for tenant in decoder.scheduler.tenants.values()]
+        assert all(parts)
+        assert sum(parts) == pytest.approx(sum(step.took_s for step in recorder.steps))
 
     play(daemon, scene, SETTINGS, TENANTS, recorder)
 
@@ -181,6 +186,7 @@ def test_the_end_of_a_region_takes_its_blocks(daemon: Daemon) -> None:
         assert await read(again) == expected
         assert again.reused_tokens == 32
         assert (value("reused_prompt_tokens_total"), value("evicted_blocks_total")) == (64, 0)
+        assert value("gpu_seconds_total") == decoder.scheduler.tenants["a"].gpu_s > 0
         # A region that is left behind takes along what lives, and nothing else.
         lives = submit(decoder, tokens_of(6, 20), most=30)
         await anext(lives)

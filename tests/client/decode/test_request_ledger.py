@@ -87,6 +87,7 @@ class Known:
     submitted_at: float
     history: list[Token | Loss] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
+    gpu_s: float = 0.0
     regions: list[int] = field(default_factory=list)
 
     @property
@@ -146,6 +147,7 @@ class Known:
             tokens[0].at if tokens else None,
             now,
             sum(self.steps_s),
+            self.gpu_s,
             len(self.losses),
             self.regions[-1] if self.regions else None,
         )
@@ -254,6 +256,11 @@ class AnyOrder(RuleBasedStateMachine):
             step.add_chunk(sequence, 1 if known in filling else sequence.prompt)
             sequence.filled = sequence.next
             known.steps_s.append(took_s)
+        for (_, _, rows), known in zip(step.chunks, chosen, strict=True):
+            # The row that yields a token is counted with the token.
+            parts_rows = [rows - 1, 1] if known in emitting else [rows]
+            for part_rows in parts_rows:
+                known.gpu_s += took_s / len(step) * part_rows
         results = np.zeros(len(step), RESULT)
         results["total"] = np.arange(len(step)) + 1
         events: list[AnyEvent] = []

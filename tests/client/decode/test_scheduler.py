@@ -299,7 +299,27 @@ def test_decode_rows_come_first_and_chunks_up_to_their_bound_behind(scheduler: C
     assert step.tables == [old.table] + [new.table] * 8
     assert (step.decode_rows, step.chunks) == (1, [(new, 1, 8)])
     assert (step.joined, step.sampled, step.sampled_rows) == ([new], [old], [0])
-    assert {tenant.config.id for tenant in step.tenants} == {"a", "b"}
+    assert {tenant.config.id: rows for tenant, rows in step.tenant_rows.items()} == {"a": 1, "b": 8}
+
+
+def test_tenants_share_the_time_of_each_step_by_their_rows(scheduler: ContinuousBatchScheduler) -> None:
+    scheduler.submit(prompt_request("a", "old", 2, 20), 0.0)
+    first = scheduler.plan(0.0)
+    scheduler.completed(first, results(first), 0.25)
+    scheduler.submit(prompt_request("b", "new", 20, 5), 0.0)
+    second = scheduler.plan(0.0)
+    third = scheduler.plan(0.0)
+    # A sequence that ends leaves a row in the step behind it, which is its tenant's as well.
+    scheduler.completed(second, results(second, END_TOKEN), 0.9)
+    scheduler.completed(third, results(third), 1.8)
+    assert [dict(step.tenant_rows)[scheduler.tenants["a"]] for step in (second, third)] == [1, 1]
+    assert scheduler.tenants["a"].gpu_s == pytest.approx(0.25 + 0.1 + 0.2)
+    assert scheduler.tenants["b"].gpu_s == pytest.approx(0.8 + 1.6)
+    # A void step was not computed.
+    lost = scheduler.plan(0.0)
+    scheduler.failed(lost, None, CompletionReason.REVOKED, 0.0)
+    assert scheduler.completed(lost, results(lost), 5.0) == []
+    assert sum(tenant.gpu_s for tenant in scheduler.tenants.values()) == pytest.approx(0.25 + 0.9 + 1.8)
 
 
 def test_prompts_have_all_rows_when_nothing_decodes(scheduler: ContinuousBatchScheduler) -> None:

@@ -309,7 +309,7 @@ class AnyOrder(RuleBasedStateMachine):
         place = len(self.under_way) - 1 if is_newest else 0
         failing = self.under_way[place]
         void, self.under_way = self.under_way[place:], self.under_way[:place]
-        tenants = sorted(tenant.config.id for tenant in failing.step.tenants)
+        tenants = sorted(tenant.config.id for tenant in failing.step.tenant_rows)
         tenant = data.draw(st.sampled_from([None, None, *tenants]))
         before = self.lengths()
         if tenant is not None:
@@ -392,7 +392,7 @@ class AnyOrder(RuleBasedStateMachine):
     def resume(self, tenant: str) -> None:
         """A held tenant's region has been copied to another place; its steps were over then."""
         if self.scheduler.tenants[tenant].is_held:
-            if not any(step.step.tenants & {self.scheduler.tenants[tenant]} for step in self.under_way):
+            if not any(self.scheduler.tenants[tenant] in step.step.tenant_rows for step in self.under_way):
                 self.engine.move(tenant, self.scheduler.tenants[tenant].blocks_to_save())
             self.scheduler.resume(tenant)
 
