@@ -39,6 +39,7 @@ COMMANDS: Final = {
     "serve": ("serve:serve", "Run servers on leases."),
     "submit": ("submit:submit", "Run one kernel of a file, and write its outputs."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
+    "upgrade-workers": ("upgrade_workers:upgrade_workers", "Move sessions out of the workers of an earlier daemon."),
     "verify": ("verify:verify", "Break every rule on this host's card next to another tenant."),
 }
 """Every command by name: its module below this package and its function, and its line in the help text."""

@@ -135,6 +135,11 @@ def leases(tenant: str | None, as_json: bool) -> None:
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU", "GPU time")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
+    # Whose worker an upgrade of the daemon has left behind.
+    if earlier := [_earlier(lease) for lease in listed if lease.get("earlier_version")]:
+        head = ["lease", "version of its worker", "stays there because"]
+        click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))
+        click.echo(wrapped_text("`gpulease upgrade-workers` gives them workers of this version.", output_width()))
     # Who holds the buffers, for sessions of several programs.
     if held := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
         click.echo(
@@ -167,6 +172,12 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
         MISSING if age_ms is None else seconds_text(age_ms / 1000),
         seconds_text(lease["remaining_ms"] / 1000),
     ]
+
+
+def _earlier(lease: Report) -> list[str]:
+    park = lease.get("park")
+    reason = "its lease is not parkable" if park is None else park.get("stays_here") or MISSING
+    return [lease["lease_id"], lease["earlier_version"], reason]
 
 
 def _holders(lease: Report) -> str:

@@ -51,7 +51,7 @@ LEASE: Final = {
     **dict.fromkeys(("size_bytes", "remaining_ms"), NUMBER),
 }
 LEASE_PERHAPS: Final = {
-    **dict.fromkeys(("cause", "card_uuid", "parent", "name"), WORD),
+    **dict.fromkeys(("cause", "card_uuid", "parent", "name", "earlier_version"), WORD),
     **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms", "epoch"), NUMBER),
     **dict.fromkeys(("kept_memory_bytes", "unheld_bytes", "gpu_seconds", "held_back_seconds"), NUMBER),
     "connections": LIST,

@@ -206,6 +206,8 @@ class LeaseReport(TypedDict):
         region_bytes: Bytes of its slice that these take; absent together with `regions`.
         park: Where the session of a parkable lease is; None for another lease, absent for a region and from an older
             daemon.
+        earlier_version: The version of the session's worker if that runs the code of an earlier daemon, else ""; absent
+            together with `park`.
     """
 
     lease_id: str
@@ -250,6 +252,7 @@ class LeaseReport(TypedDict):
     regions: NotRequired[list[str]]
     region_bytes: NotRequired[int]
     park: NotRequired[ParkReport | None]
+    earlier_version: NotRequired[str]
 
 
 class LeaseUse(NamedTuple):

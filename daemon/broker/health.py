@@ -71,7 +71,10 @@ class Health:
         # Each check is met if its problem is "".
         is_up = self.is_listening and not self._table.is_shutting_down
         yield _check("listening", self.listening_problem() if is_up else "the daemon is starting or stopping")
-        yield _check("zygote", "" if self._workers.can_start else "no worker can be started: the zygote is not there")
+        if self._workers.can_start:
+            yield HealthCheck("zygote", True, self._earlier_versions())
+        else:
+            yield HealthCheck("zygote", False, "no worker can be started: the zygote is not there")
         yield _check("not_draining", "" if self._table.drain_ns is None else "the node is drained")
         yield _check("capacity", self._capacity_problem())
         yield HealthCheck("cards", True, self.cards_warning)
@@ -82,6 +85,15 @@ class Health:
         if self.fleet is not None:
             # Leases with a name are refused meanwhile; whether others are is the operator's choice.
             yield HealthCheck("fleet", self.fleet.refusal() is None, self.fleet.problem())
+
+    def _earlier_versions(self) -> str:
+        """Return how many workers run the code of an earlier daemon; "" if none does."""
+        workers = [worker for worker in self._workers.serving() if worker.earlier_version]
+        if not workers:
+            return ""
+        versions = ", ".join(sorted({worker.earlier_version for worker in workers}))
+        what = "worker runs" if len(workers) == 1 else "workers run"
+        return f"{len(workers)} {what} the code of an earlier daemon ({versions}): see `gpulease upgrade-workers`"
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()

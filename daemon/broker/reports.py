@@ -45,6 +45,7 @@ def full_report(
         report["regions"] = [f"{one.lease_id:032x}" for one in table.regions.of(lease_id)]
         report["region_bytes"] = table.regions.held_bytes(lease_id)
         report["park"] = park_report(table.parking.of(lease_id), now_ns)
+        report["earlier_version"] = workers.earlier_version(lease_id)
     submit = table.submits.of(lease_id)
     # A submit has a worker and a page of its own.
     page = None if submit is None else workers.page(submit.submit_id)

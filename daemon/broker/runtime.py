@@ -90,6 +90,7 @@ from gpulease.daemon.leases import (
     Warned,
     WatchClients,
     WorkerKind,
+    WorkerReplaced,
     kind_of,
 )
 from gpulease.daemon.log.catalogue import LogEvent
@@ -460,11 +461,12 @@ class Runtime:
             RefuseWaitingOperations: self._parks.refuse_return,
             LeaveSession: self._parks.leave,
             LeaseLeft: self._parks.keep_image,
-            StaySession: self._parks.stay,
+            StaySession: self._stay,
             RestartWorker: self._spawn_worker,
             AdoptSession: self._parks.adopt,
             WatchClients: self._parks.watch_clients,
             LeaseMoved: self._moved,
+            WorkerReplaced: self._moved,
             Checked: self.claimed_acquires.on_checked,
             # Only subscribers, the records and the log use these.
             LeaseParked: lambda _: None,
@@ -516,8 +518,13 @@ class Runtime:
             self._parks.start()
         self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
 
-    def _moved(self, effect: LeaseMoved) -> None:
-        # What the session uses from now on is the other card's.
+    def _moved(self, effect: LeaseMoved | WorkerReplaced) -> None:
+        # What the session uses from now on is the other card's, or the other worker's.
+        self.card_times.members_changed()
+
+    def _stay(self, effect: StaySession) -> None:
+        # The worker may have been set aside.
+        self._parks.stay(effect)
         self.card_times.members_changed()
 
     def _spawn_submit(self, effect: SpawnSubmit) -> None:

@@ -490,11 +490,15 @@ class AdoptOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class ImageMemory(Message):
-    """The image, and the host memory that has the session's bytes: two sealed memfds of these sizes."""
+    """The image, and the host memory that has the session's bytes: two sealed memfds of these sizes.
+
+    `version`: That of the image (`session_image.IMAGE_VERSIONS`). Workers from before images had several leave it out.
+    """
 
     OP: ClassVar[str] = "image"
     image_bytes: Annotated[int, U64.named("image")]
     host_bytes: Annotated[int, U64.named("host")]
+    version: Annotated[int, U64] = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ from typing import Any, Final, NamedTuple, Self
 import msgpack
 
 IMAGE_VERSION: Final = 1
-"""A worker adopts images of its own version only."""
+"""The version of the images that workers write."""
+
+IMAGE_VERSIONS: Final = frozenset({IMAGE_VERSION})
+"""The versions that workers adopt. The broker refuses others, and the session then stays in its worker."""
 
 MAX_IMAGE_BYTES: Final = 320 << 20
 """Largest image. Most of it are the modules' images, of which a session may have 256 MiB, and graphs."""
@@ -126,8 +129,8 @@ class SessionImage(NamedTuple):
         """Read an image. Raises UnreadableImage."""
         try:
             version, _, *fields, lease_id = msgpack.unpackb(data, use_list=False, max_bin_len=MAX_IMAGE_BYTES)
-            if version != IMAGE_VERSION:
-                raise ValueError(f"it has version {version}, not {IMAGE_VERSION}")
+            if version not in IMAGE_VERSIONS:
+                raise ValueError(f"its version must be at most {max(IMAGE_VERSIONS)}, not {version}")
             return cls(int.from_bytes(lease_id, "big"), *fields)._typed()
         except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
             raise UnreadableImage(f"the image can't be read: {error}") from None

@@ -116,6 +116,7 @@ from gpulease.daemon.leases.events import (
     WorkerFailed,
     WorkerFound,
     WorkerReady,
+    WorkerReplaced,
     WorkerScrubbed,
     WorkerUnlisted,
 )
@@ -302,6 +303,7 @@ __all__ = [
     "WorkerFound",
     "WorkerKind",
     "WorkerReady",
+    "WorkerReplaced",
     "WorkerScrubbed",
     "WorkerUnlisted",
     "ends_ns",

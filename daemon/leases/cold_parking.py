@@ -11,7 +11,8 @@
    is cold as before. If it ends with the image, the lease ends: what the session did is unknown.
 4. A session that would have other addresses, functions or memory than before is not resumed. A worker of the other
    kind is tried, because the addresses of a context that was made ahead may differ from those of a new one. If there is
-   none, or the session does not fit it either, the lease ends.
+   none, or the session does not fit it either, the lease ends; in an upgrade of its worker, which is a move to its own
+   card, its former worker takes it back (`WorkerUpgrades`).
 5. A move is a cold park and a return to another card. It changes the card of the lease while it is charged nothing.
 6. The image lives in the broker's process. A table that restores a lease which was cold ends it.
 """
@@ -43,6 +44,7 @@ from gpulease.daemon.leases.horizon_events import SetHorizon
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState
 from gpulease.daemon.leases.park_state import Move, ParkDepth, ParkPhase, ParkState
 from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.daemon.leases.worker_upgrades import HeldWorkers, WorkerUpgrades
 from gpulease.protocol.time_units import NS_PER_S
 
 _LEAVES: Final = "send its image"
@@ -54,7 +56,7 @@ Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
 """Ends an active lease because its session broke a rule, for a cause and a reason."""
 
 
-class ContextPool(Protocol):
+class ContextPool(HeldWorkers, Protocol):
     """The part of the warm pool that cold parking needs: contexts for sessions that return."""
 
     def drop_behind(
@@ -90,6 +92,7 @@ class ColdParking:
         self._await_return = await_return
         self._park = park
         self._condemn = condemn
+        self._upgrades = WorkerUpgrades(store, pool, await_return, park)
 
     # --- leaving ---
 
@@ -107,6 +110,9 @@ class ColdParking:
     def on_return_refused(self, lease: Lease, state: ParkState, denial: Denial, now_ns: int, out: list[Effect]) -> None:
         """Note that a session stays parked which found no room in time."""
         self.refuse_move(lease, denial, now_ns, out)
+        if state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, out):
+            # It needs less room there than next to that worker.
+            return
         if state.depth is ParkDepth.WARM:
             self._arm_leaving(lease, state, now_ns, out)
         else:
@@ -135,7 +141,11 @@ class ColdParking:
         state = lease.park
         # First the image: from here on the broker keeps it, and watches the session's clients.
         out.append(LeaseLeft(lease.snapshot(), event.image_bytes, now_ns - state.ordered_ns))
-        self._drop_worker(lease, state, now_ns, out)
+        if self._upgrades.set_aside(lease, state, lease.charge_bytes, out):
+            self._discharge(lease, state)
+            self._note_cold(lease, state, out)
+        else:
+            self._drop_worker(lease, state, now_ns, out)
         if (move := state.move) is None:
             return
         if not move.card_uuid:
@@ -151,24 +161,40 @@ class ColdParking:
         if lease is not None and lease.park is not None:
             if event.is_lasting:
                 lease.park.stays_here = event.reason
-            self._give_up(lease, lease.park, event.reason, now_ns, out)
+            self._give_up(lease, lease.park, event.reason, now_ns, out, is_lasting=event.is_lasting)
 
-    def _give_up(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _give_up(
+        self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect], *, is_lasting: bool = True
+    ) -> None:
         state.depth, state.due_ns = ParkDepth.WARM, None
         out.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
-        self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, out)
+        was_on_card = state.move is not None and bool(state.move.from_version) and not state.move.was_parked
+        self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason, is_lasting=is_lasting), now_ns, out)
+        if was_on_card:
+            # It was parked for its upgrade alone.
+            state.is_awaited = True
+            self._await_return(lease, state, now_ns, out)
+            return
         self._arm_leaving(lease, state, now_ns, out)
 
     def _drop_worker(
         self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect], *, is_gone: bool = False
     ) -> None:
         """Hand a lease's worker to the pool, which drops it, and charge the lease nothing."""
+        held_bytes = self._discharge(lease, state)
+        self._pool.drop_behind(lease, held_bytes, now_ns, out, is_gone=is_gone)
+        self._note_cold(lease, state, out)
+
+    def _discharge(self, lease: Lease, state: ParkState) -> int:
+        """Enter COLD: charge the lease nothing; return what it was charged."""
         held_bytes = lease.charge_bytes
         self._store.account_by_uuid[lease.card_uuid].free_parked(lease, held_bytes)
         state.off_bytes += held_bytes
         state.phase, state.depth, state.due_ns = ParkPhase.PARKED, ParkDepth.COLD, None
         state.kept_bytes, lease.warm_id, lease.served = 0, 0, 0
-        self._pool.drop_behind(lease, held_bytes, now_ns, out, is_gone=is_gone)
+        return held_bytes
+
+    def _note_cold(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
         self._store.has_freed_room = True
         # Parks that were asked for while it returned waited for that return.
         refuse_parks(state, denials.is_returning(lease.lease_id), out)
@@ -190,7 +216,8 @@ class ColdParking:
         is_second = state.misfit is not None
         state.is_on_warm = state.misfit is not True and self._pool.give_to(lease, now_ns, out)
         if is_second and state.is_on_warm == state.misfit:
-            self._end_misfit(lease, "no worker of another kind is ready", now_ns, out)
+            reason = f"{state.misfit_reason.rstrip('.')}, and no worker of another kind is ready"
+            self._end_misfit(lease, reason, now_ns, out)
             return
         out.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
         arm_park_timer(lease, state.due_ns, out)
@@ -212,9 +239,15 @@ class ColdParking:
         return True
 
     def on_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> bool:
-        """Keep a session cold if its new worker ended before it got the image; return False for any other worker."""
+        """Keep a session cold if its new worker ended before it got the image; return False for any other worker.
+
+        A session that is upgraded goes back to its former worker, even if the new one had the image: that reports the
+        return before it serves anything.
+        """
         state = lease.park
-        if state is None or state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
+        if state is None or lease.state is not LeaseState.ACTIVE:
+            return False
+        if state.depth is not ParkDepth.ARRIVING and not (state.depth is ParkDepth.ADOPTING and state.held_id):
             return False
         self._fall_back(lease, state, reason, now_ns, out, is_gone=True)
         return True
@@ -224,6 +257,9 @@ class ColdParking:
     ) -> None:
         out.append(ParkFailed(lease.snapshot(), None, reason))
         self._drop_worker(lease, state, now_ns, out, is_gone=is_gone)
+        if state.held_id and self._upgrades.take_back(lease, state, reason, now_ns, out):
+            self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, out)
+            return
         # Whoever waits asks again: the broker watches the session's clients.
         state.is_awaited = False
         self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, out)
@@ -232,15 +268,24 @@ class ColdParking:
     def on_returned(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         """Note that a session is whole, wherever it was."""
         state.depth, state.misfit = ParkDepth.WARM, None
-        if state.move is not None:
-            self._end_move(lease, state, now_ns, out)
+        if (move := state.move) is not None:
+            # An operation may have come before it left; then it has only been parked.
+            has_left = state.held_id != 0 if move.from_version else lease.card_uuid == move.card_uuid
+            if has_left:
+                self._end_move(lease, state, now_ns, out)
+            else:
+                self.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
+        # The move was given up, but the new worker has the session all the same.
+        self._upgrades.drop(state, "its session is in another worker", now_ns, out)
 
     def on_return_failed(self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> bool:
         """End a lease, as its session would not be what it was; return False if the session is parked warm again."""
         state = lease.park
         if state is None or not event.is_mismatch:
             if state is not None:
+                # The new worker has all of it but room.
                 state.depth, state.misfit = ParkDepth.WARM, None
+                self._upgrades.drop(state, "its session is in another worker", now_ns, out)
             self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), now_ns, out)
             return False
         if state.misfit is not None:
@@ -248,13 +293,23 @@ class ColdParking:
             return True
         # The broker has the image still: the worker has served nothing of the session.
         out.append(ParkFailed(lease.snapshot(), None, event.reason))
-        state.misfit = state.is_on_warm
+        state.misfit, state.misfit_reason = state.is_on_warm, event.reason
         self._drop_worker(lease, state, now_ns, out)
         state.is_awaited = True
         self._await_return(lease, state, now_ns, out)
         return True
 
     def _end_misfit(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        if (state := lease.park) is not None and state.held_id:
+            # Its former worker has it as it was.
+            if state.depth is ParkDepth.ADOPTING:
+                self._drop_worker(lease, state, now_ns, out)
+            else:
+                self._discharge(lease, state)
+            if self._upgrades.take_back(lease, state, reason, now_ns, out):
+                out.append(ParkFailed(lease.snapshot(), None, reason))
+                self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, out)
+                return
         out.append(ParkFailed(lease.snapshot(), None, reason, is_mismatch=True))
         self._condemn(lease, Cause.FAULTED, f"its session can't continue in another process: {reason}", now_ns, out)
 
@@ -283,10 +338,13 @@ class ColdParking:
             selected = devices.select(self._store.accounts, event.card)
             if not selected:
                 return denials.unknown_card(event.card, [account.card for account in self._store.accounts])
-            if (denial := self._check_card(lease, selected[0])) is not None:
+            is_upgrade = bool(event.from_version) and selected[0].card.uuid == lease.card_uuid
+            if not is_upgrade and (denial := self._check_card(lease, selected[0])) is not None:
                 return denial
             card_uuid = selected[0].card.uuid
-        state.move = Move(event.request, card_uuid, lease.card_uuid, now_ns)
+        from_version = event.from_version if card_uuid == lease.card_uuid else ""
+        was_parked = state.phase is ParkPhase.PARKED and not state.is_awaited
+        state.move = Move(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked)
         match state.phase, state.depth:
             case ParkPhase.RESIDENT, _:
                 return self._park(lease, now_ns, out)
@@ -332,7 +390,9 @@ class ColdParking:
         if move is None:
             return
         state.move = None
-        if move.card_uuid:
+        if move.from_version:
+            self._upgrades.on_done(lease, state, move, now_ns, out)
+        elif move.card_uuid:
             self._record_move(lease, state, move, now_ns, out)
         out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, now_ns - move.since_ns))
 
@@ -370,6 +430,7 @@ class ColdParking:
     def end_with_lease(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         """Answer what waits for a lease that was ended; one that is cold has no worker that would have to end."""
         self.refuse_move(lease, denials.lease_ended(lease.snapshot()), now_ns, out)
+        self._upgrades.drop(state, f"lease {lease.lease_id:032x} has ended", now_ns, out)
         if state.depth is ParkDepth.COLD:
             lease.is_worker_gone = True
 

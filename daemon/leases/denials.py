@@ -720,8 +720,17 @@ def park_refused(lease_id: int, reason: str) -> Denial:
     )
 
 
-def cant_leave(lease_id: int, reason: str) -> Denial:
-    """Deny a move, or a cold park, of a session that can't leave its process; `reason` is its worker's clause."""
+def cant_leave(lease_id: int, reason: str, *, is_lasting: bool = True) -> Denial:
+    """Deny a move, or a cold park, of a session that can't leave its process; `reason` is its worker's clause.
+
+    `is_lasting`: It is so because of what the session has, and not because it is busy.
+    """
+    if not is_lasting:
+        return Denial(
+            DenialReason.BUSY,
+            f"The session of lease {lease_id:032x} can't leave its process now: {reason.rstrip('.')}.",
+            "Try again in a moment.",
+        )
     return Denial(
         DenialReason.UNSUPPORTED,
         f"The session of lease {lease_id:032x} can't leave its process: {reason.rstrip('.')}.",

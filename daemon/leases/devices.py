@@ -127,7 +127,7 @@ class CardAccount:
     Attributes:
         held_bytes: Bytes of leases, those that wait for warm contexts to leave included.
         awaited_bytes: Part of the held bytes that no worker can use yet.
-        stuck_bytes: Bytes of warm contexts that could not be proved gone.
+        stuck_bytes: Bytes of warm contexts that no lease can have: they could not be proved gone, or are HELD.
         fenced_bytes: Bytes of leases and warm contexts that could not be proved gone.
         pending_leases: Leases that wait for their worker.
         others: Memory that others hold.

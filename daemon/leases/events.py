@@ -655,6 +655,8 @@ class MoveRequested:
     Attributes:
         card: The card's uuid (with or without "GPU-") or its index in decimals; None if the session is to leave its
             process and stay in the host's memory.
+        from_version: The version of the session's worker, if it does not run the code of this daemon; else "". Such a
+            session may be moved to its own card, which gives it another worker.
     """
 
     request: int
@@ -662,6 +664,7 @@ class MoveRequested:
     tenant: str
     card: str | None
     is_operator: bool = False
+    from_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1120,6 +1123,22 @@ class LeaseMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerReplaced:
+    """For logs and metrics: a session has left a worker of another version for one of this version, on its card.
+
+    Attributes:
+        from_version: The version of the worker that it left.
+        moved_bytes: Bytes of its pages.
+        took_ns: Time from the request until it is whole.
+    """
+
+    lease: LeaseSnapshot
+    from_version: str
+    moved_bytes: int
+    took_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseParked:
     """For logs, metrics and the journal: a session's bytes are off the card, and proved free.
 
@@ -1368,6 +1387,7 @@ Effect = (
     | WatchClients
     | LeaseLeft
     | LeaseMoved
+    | WorkerReplaced
     | SessionParkDone
     | SessionMoved
     | LeaseEnded

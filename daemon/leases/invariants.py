@@ -148,8 +148,9 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     if lease.state is LeaseState.ACTIVE:
         is_off_deep = park.depth in (ParkDepth.LEAVING, ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
         _require(not is_off_deep or park.is_shown_off or park.phase is ParkPhase.RETURNING, f"{name} left unparked.")
-    elif park.move is not None:
-        _require(False, f"{name} has ended, but a move of it continues.")
+    else:
+        _require(park.move is None, f"{name} has ended, but a move of it continues.")
+        _require(not park.held_id, f"{name} has ended, but its former worker is held.")
     if lease.state is not LeaseState.ACTIVE:
         _require(waiter is None and not park.requests, f"{name} has ended, and somebody waits for its parking.")
         return
@@ -227,7 +228,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     name, card = f"Card {account.card.uuid}", account.card
     # The sums, computed again from the leases.
     held = sum(lease.charge_bytes for lease in leases)
-    fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED) + account.stuck_bytes
+    fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED)
+    fenced += sum(one.charge_bytes for one in account.warm.values() if one.state is WarmState.FENCED)
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
@@ -266,7 +268,8 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     # Four kinds of bytes: contexts, those that can give way, those that are stuck, and those of leases.
     warm = sum(context.charge_bytes for context in contexts)
     yielding = sum(context.charge_bytes for context in contexts if context.state in YIELDING)
-    stuck = sum(context.charge_bytes for context in contexts if context.state is WarmState.FENCED)
+    lasting = (WarmState.FENCED, WarmState.HELD)
+    stuck = sum(context.charge_bytes for context in contexts if context.state in lasting)
     held = sum(lease.charge_bytes for lease in leases)
     awaited = sum(lease.awaited_bytes for lease in leases)
     going = (LeaseState.PENDING, LeaseState.ACTIVE)
@@ -324,7 +327,11 @@ def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext
     _require(context.card_uuid == account.card.uuid, f"{name} is on another card.")
     is_rightly_charged = context.charge_bytes == account.card.overhead_bytes or context.is_restored
     _require(is_rightly_charged, f"{name} is mischarged.")
-    _require(not (context.is_worker_gone and context.state in YIELDING), f"{name} has no worker.")
+    is_needed = context.state in YIELDING or context.state is WarmState.HELD
+    _require(not (context.is_worker_gone and is_needed), f"{name} has no worker.")
+    holders = [lease for lease in store.parkable.values() if lease.park and lease.park.held_id == context.warm_id]
+    is_held_once = context.state is not WarmState.HELD or len(holders) == 1
+    _require(is_held_once, f"{name} is held for {len(holders)} sessions.")
     _require((context.tenant is None) == (context.leases == 0), f"{name} is {context.tenant!r}'s without a lease.")
     most = 1 if store.recycling is None else store.recycling.max_leases
     is_waiting = context.tenant is None or context.state is not WarmState.WARMING

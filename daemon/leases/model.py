@@ -790,6 +790,8 @@ class WarmState(Enum):
     READY = "ready"
     DROPPING = "dropping"
     FENCED = "fenced"
+    HELD = "held"
+    """A session is leaving this worker, and returns to it if the next worker can't continue the session."""
 
 
 # Contexts that the pool drops when a lease needs their room.

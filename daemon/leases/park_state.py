@@ -39,19 +39,23 @@ class ParkDepth(Enum):
 
 
 class Move(NamedTuple):
-    """A request to move a session, or to have it leave its process.
+    """A request to move a session, to have it leave its process, or to give it a worker of this version.
 
     Attributes:
         request: The request to answer.
         card_uuid: The card it is to return to; "" if it is to stay cold.
         from_uuid: The card that it was on.
         since_ns: When it was requested.
+        from_version: The version of its worker, if that is to be replaced on the same card; else "".
+        was_parked: It was parked before, so it is parked again after.
     """
 
     request: int
     card_uuid: str
     from_uuid: str
     since_ns: int
+    from_version: str = ""
+    was_parked: bool = False
 
 
 class ParkCause(Enum):
@@ -116,6 +120,8 @@ class ParkState:
         move: The move that is in progress; None without one.
         is_on_warm: The worker that was ordered for its return had been made ahead.
         misfit: The same of the worker that it did not fit in this return; None without one.
+        misfit_reason: Why it did not fit that.
+        held_id: The warm context that is its former worker, while it may return to that; 0 without one.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT
@@ -140,6 +146,8 @@ class ParkState:
     move: Move | None = None
     is_on_warm: bool = False
     misfit: bool | None = None
+    misfit_reason: str = ""
+    held_id: int = 0
 
     @property
     def is_off(self) -> bool:
@@ -153,7 +161,12 @@ class ParkState:
 
     @property
     def is_cold(self) -> bool:
-        """Return whether the session has no worker, or one that may not have all of it yet."""
+        """Return whether the session has no worker, or one that may not have all of it yet.
+
+        It has one as long as its former worker is held, and no other adopts its image.
+        """
+        if self.held_id and self.depth is not ParkDepth.ADOPTING:
+            return False
         return self.depth in (ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
 
     @property
@@ -174,5 +187,5 @@ class ParkState:
             idle_ms,
             self.depth,
             self.stays_here,
-            self.move is not None and bool(self.move.card_uuid),
+            self.move is not None and bool(self.move.card_uuid) and not self.move.from_version,
         )

@@ -52,6 +52,7 @@ from gpulease.daemon.leases.events import (
     RequestDenied,
     ReturnSession,
     SessionParkDone,
+    SetDeadline,
     WaitTimerFired,
 )
 from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms, RegionState
@@ -590,6 +591,9 @@ class Parking(ParkingViews):
         """Arm the timer again, with the number of the new generation."""
         if (due_ns := park_due_ns(lease)) is not None:
             arm_park_timer(lease, due_ns, out)
+        if lease.park is not None and lease.park.held_id and lease.deadline_ns is not None:
+            # Its former worker may have to continue the session.
+            out.append(SetDeadline(lease.park.held_id, lease.generation, lease.deadline_ns))
 
     def on_restored(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Have the worker of an earlier table's lease do what the record says; the lease is charged in full."""

@@ -258,6 +258,37 @@ class WarmPool:
             self._refills[lease.card_uuid].was_taken(now_ns)
         return context is not None
 
+    def hold(self, lease: Lease, charge_bytes: int, out: list[Effect]) -> int:
+        """Set the worker of a lease aside, which holds these bytes; return its id as a context.
+
+        The lease has no worker then. `take_held` or `drop_held` ends this.
+        """
+        self._last_left_id += 1
+        context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
+        context.state = WarmState.HELD
+        # Unlike a dropped one's, its bytes do not come back soon: nobody may wait for them.
+        self._account(lease.card_uuid).stuck_bytes += charge_bytes
+        out.append(RenameWorker(lease.lease_id, context.warm_id))
+        return context.warm_id
+
+    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int:
+        """Give a lease the worker back that was set aside; return the bytes it holds, 0 if it has ended."""
+        context = self._store.warm.get(warm_id)
+        if context is None or context.state is not WarmState.HELD:
+            return 0
+        self._account(context.card_uuid).stuck_bytes -= context.charge_bytes
+        self._store.remove_warm(context)
+        out.append(RenameWorker(warm_id, lease.lease_id))
+        return context.charge_bytes
+
+    def drop_held(self, warm_id: int, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """Drop a worker that was set aside, unless it has ended."""
+        context = self._store.warm.get(warm_id)
+        if context is not None and context.state is WarmState.HELD:
+            self._account(context.card_uuid).stuck_bytes -= context.charge_bytes
+            self._store.has_freed_room = True
+            self._drop(context, reason, now_ns, out)
+
     # --- the whole pool ---
 
     def update(self, now_ns: int, out: list[Effect]) -> None:
@@ -374,7 +405,9 @@ class WarmPool:
 
     def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         """Start leases that wait for room, in the order of their arrival."""
-        for lease in tuple(account.awaiting.values()):
+        # One that can't return to a new worker waits again, for less, to return to its former one.
+        while account.awaiting:
+            lease = next(iter(account.awaiting.values()))
             # Stop at the first that lacks room. A smaller lease behind it must not take the bytes it waits for.
             if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
@@ -440,6 +473,8 @@ class WarmPool:
     ) -> None:
         if context.state in YIELDING:
             self._lose(context, event.reason, now_ns, out)
+        else:
+            self.drop_held(context.warm_id, event.reason, now_ns, out)
 
     def _on_exited(self, context: WarmContext, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
         if context.is_worker_gone:
@@ -447,6 +482,8 @@ class WarmPool:
         context.is_worker_gone = True
         if context.state in YIELDING:
             self._lose(context, event.reason, now_ns, out)
+        elif context.state is WarmState.HELD:
+            self.drop_held(context.warm_id, event.reason, now_ns, out)
         elif context.state is WarmState.DROPPING:
             out.append(ProveReclaimed(context.warm_id, context.card_uuid))
 

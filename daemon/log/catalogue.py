@@ -98,6 +98,12 @@ class LogEvent(Enum):
         "the session is on another card",
         (*_LEASE, "from_card", "moved_bytes", "took_ms"),
     )
+    LEASE_UPGRADED = LogKind(
+        "lease.upgraded",
+        INFO,
+        "the session has left a worker of another version, for one of this version",
+        (*_LEASE, "worker_pid", "from_version", "moved_bytes", "took_ms"),
+    )
     LEASE_PARK_FAILED = LogKind(
         "lease.park_failed",
         INFO,

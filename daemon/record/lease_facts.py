@@ -65,6 +65,7 @@ from gpulease.daemon.leases import (
     WorkerExited,
     WorkerFailed,
     WorkerReady,
+    WorkerReplaced,
     WorkerScrubbed,
 )
 from gpulease.daemon.leases.time_account import LeaseTimeUse
@@ -232,6 +233,13 @@ class FactKind(Enum):
         counts=(families.LEASES_MOVED,),
     )
     """A session is whole on another card."""
+    UPGRADED = FactRow(
+        sources=(WorkerReplaced,),
+        logs=(LogEvent.LEASE_UPGRADED,),
+        audit=RecordKind.UPGRADE,
+        has_worker=True,
+    )
+    """A session has left a worker of another version."""
     PARK_FAILED = FactRow(sources=(ParkFailed,), logs=(LogEvent.LEASE_PARK_FAILED,), counts=(families.PARKS_FAILED,))
     """A session could not be parked, or could not return."""
     ENDING = FactRow(

@@ -45,6 +45,7 @@ from gpulease.daemon.leases import (
     WorkerFailed,
     WorkerKind,
     WorkerReady,
+    WorkerReplaced,
     WorkerScrubbed,
     kind_of,
 )
@@ -124,6 +125,7 @@ class LeaseHistory:
             ParkFailed: lambda effect, now_ns: _parking(FactKind.PARK_FAILED, effect, now_ns),
             LeaseLeft: lambda effect, now_ns: _parking(FactKind.LEFT, effect, now_ns),
             LeaseMoved: self._moved,
+            WorkerReplaced: lambda effect, now_ns: _parking(FactKind.UPGRADED, effect, now_ns),
         }
         # The other effects are answers, all alike. `_follow` makes the facts of WorkerExited and UNFENCED.
         handled = {*self._on_event, *self._on_effect, WorkerExited}
@@ -379,7 +381,9 @@ class LeaseHistory:
 
 
 def _parking(
-    kind: FactKind, effect: LeaseParked | LeaseReturned | ParkFailed | LeaseLeft | LeaseMoved, now_ns: int
+    kind: FactKind,
+    effect: LeaseParked | LeaseReturned | ParkFailed | LeaseLeft | LeaseMoved | WorkerReplaced,
+    now_ns: int,
 ) -> Fact:
     return Fact(kind, now_ns, effect, effect.lease.lease_id, effect.lease)
 

@@ -35,7 +35,7 @@ _SAME_NAMES: Final = frozenset(
     {
         *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
         *("name", "epoch", "parent", "action", "outcome", "count", "contexts", "within_ms"),
-        *("why", "moved_bytes"),
+        *("why", "moved_bytes", "image_bytes", "from_card", "from_version"),
     }
 )
 """Particulars of a record that are fields here by the same name."""
@@ -449,7 +449,7 @@ def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
         fields["took_ms"] = particulars["waited_us"] / US_PER_MS
     if "latency_us" in particulars:
         fields["took_ms" if kind is RecordKind.OPERATOR else "reclaim_ms"] = particulars["latency_us"] / US_PER_MS
-    if kind in (RecordKind.PARK, RecordKind.RETURN, RecordKind.COLD, RecordKind.MOVE):
+    if kind in (RecordKind.PARK, RecordKind.RETURN, RecordKind.COLD, RecordKind.MOVE, RecordKind.UPGRADE):
         fields["took_ms"] = particulars["took_us"] / US_PER_MS
     if kind is RecordKind.RETURN:
         fields["parked_ms"] = particulars["parked_us"] / US_PER_MS

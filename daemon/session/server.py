@@ -503,6 +503,8 @@ class SessionServer:
             return
         parking.bring_back(ReturnOrder(order.number))
         self._has_left = parking.is_misfit
+        # Before anything is served: if this process dies, the broker must know whether the session had been whole.
+        self._tell_of_session()
 
     def _take_over(self, number: int, received: ReceivedImage) -> None:
         """Make the session of an image, parked as it was. Raises DriverError, UnreadableImage or OSError."""

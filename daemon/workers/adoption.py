@@ -127,6 +127,11 @@ def _restore(
             continue
         others.remove(best)
         on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
+        # A worker that adopts a session has its deadline, and so has the one that the session has left. Which of them
+        # serves it is unknown.
+        is_ambiguous = sum(one.is_leased and one.is_alive for one in own) > 1
+        if is_ambiguous and lease.terms.is_parkable and lease.state is LeaseState.ACTIVE:
+            on_page = on_page._replace(is_cold=True)
         horizon = horizon_on(best.page, clocks) if lease.terms.is_claimed else None
         restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, horizon)
         adoptions.append(Adoption(restored, best.worker))

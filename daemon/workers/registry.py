@@ -229,7 +229,8 @@ class Workers:
 
     def serving(self) -> list[Worker]:
         """Return the workers that are ready and not being killed."""
-        return [worker for worker in self._workers.values() if worker.is_ready and not worker.is_killed]
+        workers = self._workers.values()
+        return [worker for worker in workers if worker.is_ready and not (worker.is_killed or worker.has_left)]
 
     def worker(self, lease_id: int) -> Worker | None:
         return self._workers.get(lease_id)
@@ -285,6 +286,10 @@ class Workers:
         """Forget the processes of fenced workers that a card lists no more. `pids`: the processes that it lists."""
         self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[1] != card_uuid or pid in pids}
 
+    def earlier_version(self, lease_id: int) -> str:
+        """Return the version of a lease's worker that does not run the code of this daemon; "" for any other."""
+        return "" if (worker := self._workers.get(lease_id)) is None else worker.earlier_version
+
     def page(self, lease_id: int) -> BrokerPage | None:
         return None if (worker := self._workers.get(lease_id)) is None else worker.page
 
@@ -304,6 +309,7 @@ class Workers:
         if worker is not None:
             # What the page counts belongs to the lease, so it is reported while the worker has the lease's number.
             self._on_end(worker)
+            worker.has_left = True
         self.images.keep(lease_id, worker)
         self._on_connections(lease_id)
 
@@ -545,13 +551,16 @@ class Workers:
         asyncio.get_running_loop().call_soon(self._post_end, reaped, *worker.end_reason(reason), is_busy)
 
     def _read_last_messages(self, worker: Worker) -> None:
-        """Read the reason from a worker that ended, if it sent one: the zygote's report may arrive first."""
+        """Read the reason from a worker that ended, if it sent one: the zygote's report may arrive first.
+
+        That it had made a session whole is read, too: it may have served the session then.
+        """
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             for _ in range(MAX_LAST_MESSAGES):
                 received, fds = receive_message(worker.channel)
                 close_all(fds)
                 message = _parsed(received)
-                if isinstance(message, Failed | Faulted):
+                if isinstance(message, Failed | Faulted | ReturnedReport):
                     self._on_parsed(worker, message)
 
     def _post_end(self, reaped: ReapedWorker, reason: str, is_by_daemon: bool, is_busy: bool) -> None:

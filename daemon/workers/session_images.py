@@ -25,6 +25,7 @@ from gpulease.daemon.contract.messages import (
     ImagedReport,
     ImageMemory,
 )
+from gpulease.daemon.contract.session_image import IMAGE_VERSIONS
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.leases import Event, ReturnWanted, SessionImaged, SessionStays
 from gpulease.daemon.workers.region_link import RegionLink
@@ -125,6 +126,9 @@ class SessionImages:
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
             close_all(fds)
             raise ValueError("its memory is missing")
+        if memory.version not in IMAGE_VERSIONS:
+            close_all(fds)
+            raise ValueError(f"its image must have a version up to {max(IMAGE_VERSIONS)}, not {memory.version}")
         image.memory = memory, fds
         for _ in range(connections):
             connection, fds = _receive(channel)
@@ -206,8 +210,16 @@ class SessionImages:
     # --- returning ---
 
     def stay(self, lease_id: int, worker: Worker | None) -> None:
-        """Give a session that stays the connections that came meanwhile, and discard its image."""
+        """Give a session that stays the connections that came meanwhile, and discard its image.
+
+        `worker`: The one that has it, or has it again.
+        """
         image = self._images.get(lease_id)
+        if image is not None and worker is not None and worker.has_left:
+            worker.has_left = False
+            # Without the page, clients learn of the lease's end from the worker alone.
+            with contextlib.suppress(OSError, ChannelClosed):
+                self._give_words(image, worker)
         if image is not None:
             self._hand_over_held(image, worker)
         self.discard(lease_id)

@@ -61,6 +61,7 @@ class Worker:
         has_faulted: It has reported in this lease why its context is lost.
         submit_ends_ns: When the submit's timeout is over, on the monotonic clock; None until it began, or for a lease.
         regions: Its session's regions and words; None until a client asks for the words, or the first region.
+        has_left: Its session's image was taken: it serves nothing, unless the session stays.
     """
 
     spec: WorkerSpec
@@ -83,6 +84,12 @@ class Worker:
     has_faulted: bool = False
     submit_ends_ns: int | None = None
     regions: RegionLink | None = None
+    has_left: bool = False
+
+    @property
+    def earlier_version(self) -> str:
+        """The daemon's version whose code it runs; "" for the code of this daemon, under its settings."""
+        return "" if self.zygote.is_current else self.zygote.version
 
     @classmethod
     def create(cls, spec: WorkerSpec, zygote: ZygoteClient) -> tuple[Self, socket.socket]:

@@ -175,6 +175,8 @@ class ZygoteClient:
 
     Attributes:
         findings: The measures its workers are under, as the zygote reported them when it was ready.
+        version: The daemon's version whose code it and its workers run.
+        is_current: Whether that is the code of this daemon, with the same settings for workers.
     """
 
     def __init__(
@@ -187,6 +189,7 @@ class ZygoteClient:
         wipes_heap: bool = False,
     ) -> None:
         self.findings: list[dict[str, Any]] = []
+        self.version, self.is_current = VERSION, True
         self._driver = driver
         self._sandbox = sandbox
         self._on_message = on_message
@@ -287,7 +290,9 @@ class ZygoteClient:
             self._heartbeat.begin()
         # Builds are compared, too: with versions alone, an upgrade would fix nothing while this zygote lives.
         own = (VERSION, own_build(), self._driver, self._sandbox.to_text(), self._wipes_heap)
-        return (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
+        self.version = found.version
+        self.is_current = (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
+        return self.is_current
 
     def stop(self) -> None:
         """End the zygote, and with it all its workers. Nothing is called back."""

@@ -186,7 +186,10 @@ class LeaseHandler:
 
         tenant = self._tokens.acting_tenant(body.lease_id, SPECS[request.op].needs.permissions)
         number = self._caller.expect(on_outcome)
-        self._runtime.post(MoveRequested(number, body.lease_id, tenant, body.device, self._peer.is_operator))
+        from_version = self._runtime.workers.earlier_version(body.lease_id)
+        self._runtime.post(
+            MoveRequested(number, body.lease_id, tenant, body.device, self._peer.is_operator, from_version)
+        )
 
     def lease_note(self, request: Request, body: messages.LeaseNote) -> None:
         """Serve LEASE_NOTE of the tenant of a lease or region, or of the lease that contains the region."""

@@ -89,6 +89,12 @@ def _moved(fact: Fact) -> Particulars:
     return _lease(moved.lease) | how | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
 
 
+def _upgraded(fact: Fact) -> Particulars:
+    replaced = fact.source
+    how = {"from_version": clean_text(replaced.from_version), "moved_bytes": bounded(replaced.moved_bytes)}
+    return _lease(replaced.lease) | how | {"took_us": replaced.took_ns // NS_PER_US}
+
+
 def _move_done(fact: Fact) -> Particulars | None:
     """Record only a move by another than the tenant; the record of the move itself says everything else."""
     asked = _asked(fact)
@@ -192,6 +198,7 @@ _PARTICULARS: Final[dict[FactKind, Callable[[Fact], Particulars | None]]] = {
     FactKind.PARK_DONE: _park_done,
     FactKind.LEFT: _left,
     FactKind.MOVED: _moved,
+    FactKind.UPGRADED: _upgraded,
     FactKind.MOVE_DONE: _move_done,
     FactKind.REVOKED: _revoke,
     FactKind.FENCES_CLEARED: _clear_fences,

@@ -159,6 +159,7 @@ class RecordKind(StrEnum):
     RETURN = "return", True, LeaseStage.LIVE
     COLD = "cold", True, LeaseStage.LIVE
     MOVE = "move", False, LeaseStage.LIVE
+    UPGRADE = "upgrade", False, LeaseStage.LIVE
     DENY = "deny", True, None
     ATTACH = "attach", True, LeaseStage.LIVE
     SUBMIT = "submit", True, None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.leases import (
+    AdoptSession,
     CardRow,
     Cause,
     Checked,
@@ -62,6 +63,7 @@ from gpulease.daemon.leases import (
     SessionParkDone,
     SetRegion,
     SlicesCleared,
+    StaySession,
     SubmitReady,
     WarmEnded,
 )
@@ -388,6 +390,8 @@ KEPT_REGION_TOMBSTONES: Final = 2048
 
 _CHANGING: Final = frozenset(
     {
+        AdoptSession,
+        StaySession,
         Granted,
         Renewed,
         ResizeSlice,
@@ -475,6 +479,9 @@ class JournalProjector:
                 # The lease's row has the number of its last region, so it changes too.
                 self._update(lease_id, table, out)
                 self._update_region(region_id, table, out)
+            case AdoptSession(lease_id=lease_id) | StaySession(lease_id=lease_id):
+                # Which of two workers may serve the session, if its former one is held.
+                self._update(lease_id, table, out)
             case RestartWorker(lease_id=lease_id) | ReturnSession(lease_id=lease_id):
                 # The card, which may be another one now, is charged for the session before its worker knows.
                 self._update(lease_id, table, out)

@@ -70,14 +70,18 @@ from gpulease.daemon.leases import (
     SessionReturnFailed,
     SessionStays,
     SessionsUsed,
+    SetDeadline,
     ShutdownRequested,
     SpawnWorker,
     StaySession,
     TimerEvent,
+    WarmState,
     WarmUp,
     WorkerExited,
     WorkerFound,
+    WorkerKind,
     WorkerReady,
+    kind_of,
     parking,
 )
 from gpulease.daemon.leases.park_state import ParkDepth
@@ -117,6 +121,8 @@ class ModelWorker:
         card: Its card.
         has_left: It has sent its image: it does nothing until it is killed, or stays.
         is_new: It waits for the image of a cold session.
+        of_lease: The lease for which its zygote knows it.
+        is_leased: Its page has a deadline.
     """
 
     worker_id: int
@@ -133,6 +139,8 @@ class ModelWorker:
     card: str = CARD.uuid
     has_left: bool = False
     is_new: bool = False
+    of_lease: int = 0
+    is_leased: bool = False
 
     @property
     def bytes_on_card(self) -> int:
@@ -214,11 +222,14 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 self.timers.append((due_ns, event))
             case SpawnWorker(lease_id, card, terms):
                 worker = self.workers.setdefault(lease_id, ModelWorker(lease_id, card=card))
-                worker.size = terms.size_bytes
+                worker.size, worker.of_lease = terms.size_bytes, lease_id
                 worker.answers.append(WorkerReady(lease_id))
+            case SetDeadline(worker_id):
+                if worker_id in self.workers:
+                    self.workers[worker_id].is_leased = True
             case RestartWorker(lease_id, card, terms):
                 worker = self.workers.setdefault(lease_id, ModelWorker(lease_id, card=card))
-                worker.size, worker.on_card, worker.is_new = terms.size_bytes, False, True
+                worker.size, worker.on_card, worker.is_new, worker.of_lease = terms.size_bytes, False, True, lease_id
                 worker.answers.append(WorkerReady(lease_id))
             case LeaseLeft(lease):
                 self.images[lease.lease_id] = self.imaged[lease.lease_id]
@@ -228,8 +239,12 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 if from_id in self.workers:
                     renamed = self.workers[to_id] = self.workers.pop(from_id)
                     # A warm context that did not answer in time for a lease goes back to its own id, to be killed: its
-                    # session never opened, so no tenant has allocated there.
-                    renamed.worker_id, renamed.answers, renamed.size = to_id, [], 0
+                    # session never opened, so no tenant has allocated there. A former worker may continue its session.
+                    is_held = any(one.warm_id == to_id and one.state is WarmState.HELD for one in self.table.warming())
+                    was_held = kind_of(from_id) is WorkerKind.WARM and renamed.has_left
+                    renamed.worker_id = to_id
+                    if not (is_held or was_held):
+                        renamed.answers, renamed.size = [], 0
             case KillWorker(worker_id):
                 self.kills.append(worker_id)
             case ProveReclaimed(worker_id=worker_id):
@@ -246,6 +261,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 if isinstance(effect, AdoptSession):
                     assert self.images.get(lease_id) == effect.number, "an image was adopted that is not there"
                     self.lent.add(lease_id)
+                if isinstance(effect, StaySession):
+                    self.images.pop(lease_id, None)
+                    self.lent.discard(lease_id)
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
             case ProveRegion():
@@ -446,12 +464,42 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             lease_id = kept[pick % len(kept)]
             self.send(ReturnWanted(lease_id, self.images[lease_id]))
 
-    @rule(pick=ANY, card=st.sampled_from([None, "0", "1", "no card"]), is_operator=st.booleans())
-    def move(self, pick: int, card: str | None, is_operator: bool) -> None:
+    @rule(pick=ANY, luck=ANY, is_parked=st.booleans())
+    def upgrade(self, pick: int, luck: int, is_parked: bool) -> None:
+        """Give a session another worker, on the card that it is on, at first without faults."""
+        self.acquire("ann", 250, 0, 0, is_quick=True)
+        self.all_is_done(pick, 0)
+        if is_parked:
+            self.park(pick, is_operator=False)
+            self.all_is_done(pick, 0)
+        if (worker := self.some(pick)) is None or (lease := self.table.get(worker.worker_id)) is None:
+            return
+        request, card = self.next_number(), str(CARDS[lease.card_uuid].index)
+        self.ask(MoveRequested(request, lease.lease_id, "root", card, True, "0.1"))
+        # Until the image is there; then whatever happens.
+        for _ in range(3):
+            while worker.orders and not worker.has_left:
+                self.obey(worker, 0)
+            while worker.answers and worker.worker_id in self.workers:
+                self.send(worker.answers.pop(0))
+            self.card_proves()
+        for _ in range(luck % 3):
+            self.worker_acts(pick, luck, 1)
+            self.worker_is_heard(pick, 1)
+        if luck % 4 == 3:
+            self.all_is_done(pick, luck)
+
+    @rule(
+        pick=ANY,
+        card=st.sampled_from([None, "0", "1", "no card"]),
+        is_operator=st.booleans(),
+        version=st.sampled_from(["", "0.1"]),
+    )
+    def move(self, pick: int, card: str | None, is_operator: bool, version: str = "") -> None:
         lease_ids = [*self.images, *(worker.worker_id for worker in self.workers.values() if worker.size)]
         if lease_ids and (lease := self.table.get(lease_ids[pick % len(lease_ids)])) is not None:
             tenant = "root" if is_operator else lease.tenant
-            self.ask(MoveRequested(self.next_number(), lease.lease_id, tenant, card, is_operator))
+            self.ask(MoveRequested(self.next_number(), lease.lease_id, tenant, card, is_operator, version))
 
     @rule(pick=ANY, is_revoked=st.booleans())
     def end_cold(self, pick: int, is_revoked: bool) -> None:
@@ -538,7 +586,11 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.images, self.lent = {}, set()
         self.cards = {kept.lease_id: kept.card_uuid for kept in contents.leases}
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
+        beside = self.find_workers({kept.lease_id for kept in contents.leases})
         for kept in contents.leases:
+            own = [worker for worker in self.workers.values() if worker.of_lease == kept.lease_id]
+            if sum(worker.is_leased for worker in own) > 1:
+                kept = kept._replace(is_cold=True)
             self.send(LeaseRestored(kept, has_worker=kept.lease_id in self.workers, has_session=True))
         for region in contents.regions:
             self.send(RegionRestored(region))
@@ -558,8 +610,24 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]
             if worker.worker_id not in known:
                 held = CARD.overhead_bytes + worker.size
-                self.send(WorkerFound(worker.worker_id, worker.card, held))
+                self.send(WorkerFound(worker.worker_id, worker.card, held, beside.get(worker.worker_id, 0)))
         self.send(PoolTimerFired())
+
+    def find_workers(self, lease_ids: set[int]) -> dict[int, int]:
+        """Number the workers as a new daemon does; return the lease of each that is one too many, by its number."""
+        beside: dict[int, int] = {}
+        for lease_id in lease_ids:
+            own = [worker for worker in self.workers.values() if worker.of_lease == lease_id]
+            own.sort(key=lambda worker: worker.is_leased, reverse=True)
+            for worker in own:
+                del self.workers[worker.worker_id]
+            for number, worker in enumerate(own):
+                worker.worker_id = self.next_number() + (1 << 20) if number else lease_id
+                worker.answers = [] if number else worker.answers
+                self.workers[worker.worker_id] = worker
+                if number:
+                    beside[worker.worker_id] = lease_id
+        return beside
 
     # --- what must hold ---
 

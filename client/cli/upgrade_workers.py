@@ -1,0 +1,116 @@
+"""`gpulease upgrade-workers`: sessions leave the workers of an earlier daemon, one after the other."""
+
+import json
+import sys
+import time
+from typing import Final
+
+import click
+
+from gpulease.client.cli.drain import milliseconds_of
+from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.console.reports import Report, leases_of
+from gpulease.client.console.tables import fitted, output_width, seconds_text
+from gpulease.client.errors import (
+    Busy,
+    CapacityExceeded,
+    Denied,
+    InvalidRequest,
+    LeaseExpired,
+    NotFound,
+    Revoked,
+    Unsupported,
+)
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.counts import counted
+from gpulease.protocol.messages import Empty, LeaseMove
+
+RETRY_S: Final = 0.05
+"""Pause before a session that was busy is tried again, in seconds."""
+
+_ENDED: Final = (LeaseExpired, Revoked, NotFound)
+
+
+@click.command()
+@click.option(
+    "--pause",
+    "pause_ms",
+    callback=milliseconds_of,
+    default="200ms",
+    show_default=True,
+    help="The time between two sessions.",
+)
+@click.option(
+    "--patience",
+    "patience_ms",
+    callback=milliseconds_of,
+    default="10s",
+    show_default=True,
+    help="How long to try a session that is busy.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
+    """Have sessions leave the workers of an earlier daemon for workers of the one that runs, one after the other.
+
+    For the time after an upgrade. Each session is parked and continued in another process, with its connections,
+    handles and device addresses; its tenant sees one long operation. What can't leave its worker stays there, with the
+    reason, until its lease ends. The exit status is 1 if any stays.
+    """
+    found = [
+        lease
+        for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)
+        if lease.get("earlier_version") and lease["state"] == "active"
+    ]
+    outcomes = []
+    for number, lease in enumerate(found):
+        if number:
+            time.sleep(pause_ms / 1000)
+        outcomes.append(_upgrade(lease, patience_ms / 1000))
+        if not as_json and len(found) > 1:
+            click.echo(f"{number + 1} of {len(found)}", err=True)
+    stays = sum(outcome["outcome"] == "stays" for outcome in outcomes)
+    if as_json:
+        click.echo(json.dumps(outcomes, indent=2))
+    elif not found:
+        click.echo("No worker runs the code of an earlier daemon.")
+    else:
+        rows = [[one["lease_id"], one["tenant"], one["from_version"], _text(one)] for one in outcomes]
+        head = ["lease", "tenant", "version", "outcome"]
+        click.echo(fitted(head, rows, output_width(), texts=("lease", "tenant", "version"), is_text_last=True))
+        if stays:
+            click.echo(f"{counted(stays, 'session')} stayed in {'its' if stays == 1 else 'their'} earlier worker.")
+    if stays:
+        sys.exit(EXIT_FAILED)
+
+
+def _upgrade(lease: Report, patience_s: float) -> Report:
+    """Give one session another worker, and report it."""
+    outcome = {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]}
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            moved = ask(Opcode.LEASE_MOVE, LeaseMove(int(lease["lease_id"], 16), lease["card_uuid"]))
+        except _ENDED:
+            return outcome | {"outcome": "ended"}
+        except Busy as error:
+            if time.monotonic() < until:
+                time.sleep(RETRY_S)
+                continue
+            return outcome | {"outcome": "stays", "reason": error.message}
+        except (Unsupported, CapacityExceeded, Denied) as error:
+            return outcome | {"outcome": "stays", "reason": error.message}
+        except InvalidRequest:
+            # It has left its worker meanwhile, because it was parked cold.
+            return outcome | {"outcome": "upgraded", "moved_bytes": 0, "took_us": 0}
+        return outcome | {"outcome": "upgraded", "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
+
+
+def _text(outcome: Report) -> str:
+    match outcome["outcome"]:
+        case "upgraded":
+            return f"upgraded in {seconds_text(outcome['took_us'] / 1_000_000)}"
+        case "ended":
+            return "its lease has ended"
+        case _:
+            return f"stays: {outcome['reason']}"

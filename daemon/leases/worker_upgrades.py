@@ -1,0 +1,109 @@
+"""Worker upgrades: a session leaves the worker that another version of the daemon started, for one of this version.
+
+1. An upgrade is a move to the session's own card. The session is parked, its worker sends its image, and another worker
+   adopts the image.
+2. Unlike for other moves, the former worker is set aside and not ended, until the new one has the session whole. It
+   takes the session back if that does not fit the new version, if the image can't be read, if no worker can be started,
+   or if there is no room for both contexts in time. So an upgrade that fails costs its tenant a pause.
+3. Meanwhile the card is charged for both workers.
+4. A session that was parked is parked again.
+5. A table that restores a lease in the middle of its upgrade continues with the former worker, unless the new one may
+   have served the session by then: then the lease ends, as that of a cold session.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import Effect, SetDeadline, StaySession, WorkerReplaced
+from gpulease.daemon.leases.horizon_events import SetHorizon
+from gpulease.daemon.leases.model import Lease
+from gpulease.daemon.leases.park_state import Move, ParkDepth, ParkState
+from gpulease.daemon.leases.table_state import LeaseStore
+
+
+class HeldWorkers(Protocol):
+    """The part of the warm pool that keeps workers aside."""
+
+    def hold(self, lease: Lease, charge_bytes: int, out: list[Effect]) -> int:
+        """Set the worker of a lease aside, which holds these bytes; return its id as a context."""
+
+    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int:
+        """Give a lease the worker back that was set aside; return the bytes it holds, 0 if it has ended."""
+
+    def drop_held(self, warm_id: int, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """Drop a worker that was set aside, unless it has ended."""
+
+
+class WorkerUpgrades:
+    """Sets former workers aside, and has them continue what can't be upgraded.
+
+    Args:
+        store: The table's state.
+        held: Keeps the workers that are set aside.
+        await_return: Returns a parked session, or queues it for room.
+        park: Parks a resident session for an operator; returns the denial if it can't be parked now.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        held: HeldWorkers,
+        await_return: Callable[[Lease, ParkState, int, list[Effect]], None],
+        park: Callable[[Lease, int, list[Effect]], Denial | None],
+    ) -> None:
+        self._store = store
+        self._held = held
+        self._await_return = await_return
+        self._park = park
+
+    def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, out: list[Effect]) -> bool:
+        """Set the worker aside that a session has left for its upgrade; return False if it leaves for another reason.
+
+        `held_bytes`: What the worker holds, which the lease is not charged for any more.
+        """
+        if state.move is None or not state.move.from_version:
+            return False
+        state.held_id = self._held.hold(lease, held_bytes, out)
+        return True
+
+    def take_back(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> bool:
+        """Give a cold session its former worker back, and return it there; False if there is none.
+
+        `reason`: Why no other worker continues it.
+        """
+        held_id, state.held_id = state.held_id, 0
+        if not held_id or not (held_bytes := self._held.take_held(lease, held_id, out)):
+            return False
+        # Step 1: the lease is charged for what the worker kept, and the session is parked warm, as it was.
+        account = self._store.account_by_uuid[lease.card_uuid]
+        account.take_parked(lease, held_bytes)
+        account.await_bytes(lease, 0)
+        state.off_bytes -= held_bytes
+        state.kept_bytes = lease.terms.size_bytes - state.off_bytes
+        state.depth, state.misfit, state.stays_here = ParkDepth.WARM, None, reason
+        # Step 2: the worker learns of renewals that it has missed, and serves its connections again.
+        if lease.deadline_ns is not None:
+            out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
+        if lease.horizon is not None:
+            out.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
+        out.append(StaySession(lease.lease_id, state.number))
+        # Step 3: to the card, where it was.
+        state.is_awaited = True
+        self._await_return(lease, state, now_ns, out)
+        return True
+
+    def on_done(self, lease: Lease, state: ParkState, move: Move, now_ns: int, out: list[Effect]) -> None:
+        """End the former worker of a session that is whole in the new one."""
+        took_ns = now_ns - move.since_ns
+        out.append(WorkerReplaced(lease.snapshot(), move.from_version, state.moved_bytes, took_ns))
+        self.drop(state, f"the session of lease {lease.lease_id:032x} has left it", now_ns, out)
+        if move.was_parked and not state.requests:
+            # If it can't be parked now, idleness or another's need does it later.
+            self._park(lease, now_ns, out)
+
+    def drop(self, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """End the former worker, if one is set aside."""
+        held_id, state.held_id = state.held_id, 0
+        if held_id:
+            self._held.drop_held(held_id, reason, now_ns, out)

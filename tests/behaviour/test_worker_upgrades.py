@@ -1,0 +1,107 @@
+"""Upgrades of the daemon: the sessions of the earlier version's workers are continued by workers of the new one."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from gpulease.client import GpuLease, GpuSession
+from gpulease.client.cli.__main__ import main
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from helpers.audit_log import records
+from helpers.daemon import Faults
+from helpers.lasting import LastingDaemon
+from helpers.parking import park, row
+from helpers.pointers import POINTERS, count_args
+from helpers.waiting import wait_until
+from helpers.working import working
+
+MIB = 1 << 20
+SLICE = 64 * MIB
+OTHER = Faults(constants={"gpulease.daemon.workers.zygote_client:VERSION": "99.0"})
+"""The next daemon claims another version than the one before it."""
+UNREADABLE = Faults(
+    constants={**OTHER.constants, "gpulease.daemon.workers.session_images:IMAGE_VERSIONS": [0]},
+)
+"""And it knows no image as workers of the one before write it."""
+
+StartLasting = Callable[..., LastingDaemon]
+
+
+def start(start_lasting: StartLasting, folder: Path) -> LastingDaemon:
+    limits = '[limits]\npark_memory = "2GiB"\novercommit = 4.0\npark_stay_ms = 0\nparks_per_minute = 6000\n'
+    return start_lasting(vram=("512MiB",), config=f'audit = "{folder}"\n{limits}')
+
+
+def parkable(node: LastingDaemon) -> GpuLease:
+    return node.now.builder(SLICE).lease_secs(120).parkable().acquire()
+
+
+def run(node: LastingDaemon, *arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(main, list(arguments), env={ADDRESS_VARIABLE: node.address})
+    return found.exit_code, found.stdout
+
+
+def upgraded(node: LastingDaemon) -> dict[str, dict[str, Any]]:
+    _, printed = run(node, "upgrade-workers", "--json", "--pause", "0")
+    return {one["lease_id"]: one for one in json.loads(printed)}
+
+
+def test_the_sessions_of_the_earlier_version_continue_in_workers_of_the_next(
+    start_lasting: StartLasting, tmp_path: Path
+) -> None:
+    node = start(start_lasting, tmp_path)
+    with parkable(node) as busy, working(busy) as work, parkable(node) as idle, GpuSession(idle) as session:
+        module, counted = session.module_load(POINTERS), session.mem_alloc(8)
+        session.launch(module, "count", [1], [1], count_args(counted))
+        session.sync()
+        park(idle)
+        with node.now.builder(MIB).acquire() as fixed, GpuSession(fixed):
+            before = {lease.lease_id: node.worker_pid(lease.lease_id) for lease in (busy, idle, fixed)}
+            node.restart(OTHER)
+            _, listed = run(node, "leases")
+            assert "upgrade-workers" in listed
+            assert "upgrade-workers" in run(node, "health")[1]
+            assert row(node.address, busy)["earlier_version"] not in ("", "99.0")
+            outcomes = upgraded(node)
+            # One that is not parkable stays, and the report says why.
+            assert [outcomes[str(one.lease_id)]["outcome"] for one in (busy, idle, fixed)] == [
+                "upgraded",
+                "upgraded",
+                "stays",
+            ]
+            assert "parkable" in outcomes[str(fixed.lease_id)]["reason"]
+            assert run(node, "upgrade-workers")[0] == 1
+            work.check_goes_on()
+            for one in (busy, idle):
+                assert row(node.address, one)["earlier_version"] == ""
+                assert node.worker_pid(one.lease_id) != before[one.lease_id]
+            # The one that was parked is parked again; its next operation finds everything.
+            wait_until(lambda: row(node.address, idle)["park"]["phase"] == "parked", "it is parked again")
+            session.launch(module, "count", [1], [1], count_args(counted))
+            session.sync()
+            assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (7,)
+        wait_until(lambda: len(node.zygotes()) == 1, "the old zygote ends with its last worker")
+        assert json.loads(run(node, "upgrade-workers", "--json")[1]) == []
+        kept = [record["data"] for record in records(tmp_path) if record["kind"] == "upgrade"]
+        assert sorted(one["lease"] for one in kept) == sorted(f"{one.lease_id:032x}" for one in (busy, idle))
+        assert all(one["from_version"] for one in kept)
+
+
+@pytest.mark.parametrize("faults", [UNREADABLE], ids=["an image of an unknown version"])
+def test_a_session_that_can_not_be_taken_over_stays_in_its_worker(
+    start_lasting: StartLasting, tmp_path: Path, faults: Faults
+) -> None:
+    node = start(start_lasting, tmp_path)
+    with parkable(node) as lease, working(lease) as work:
+        before = node.worker_pid(lease.lease_id)
+        node.restart(faults)
+        outcome = upgraded(node)[str(lease.lease_id)]
+        assert (outcome["outcome"], "version" in outcome["reason"]) == ("stays", True)
+        work.check_goes_on()
+        assert node.worker_pid(lease.lease_id) == before
+        assert "version" in run(node, "leases")[1]
