@@ -171,15 +171,21 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
     }
 
 
+POOL_STATES: Final = tuple(state.value for state in WarmState if state is not WarmState.HELD)
+"""The states of contexts that the metrics tell apart, besides RECYCLED."""
+
+
 def _state_of(context: WarmSnapshot) -> str:
-    return RECYCLED if context.is_recycled and context.state is WarmState.READY else context.state.value
+    # A worker that is held leaves its session, as far as the pool is concerned.
+    state = WarmState.DROPPING if context.state is WarmState.HELD else context.state
+    return RECYCLED if context.is_recycled and state is WarmState.READY else state.value
 
 
 def _of_pool_and_line(facts: NodeFacts) -> dict[MetricFamily, Values]:
     # A ready context that waits for its tenant has a state of its own: it is of no use to others.
     contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
     # Every state of every card, zeros included: a series that comes and goes is hard to alert on.
-    states = [(card.uuid, state) for card in facts.cards for state in (*(state.value for state in WarmState), RECYCLED)]
+    states = [(card.uuid, state) for card in facts.cards for state in (*POOL_STATES, RECYCLED)]
     # Without a waiter the oldest has waited for 0 seconds.
     oldest_ns = min((waiter.since_ns for waiter in facts.waiting), default=facts.now_ns)
     return {

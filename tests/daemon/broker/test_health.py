@@ -27,10 +27,11 @@ def health(*events: Event, capacity: int = 100, **broken: Any) -> Health:
     table = LeaseTable([Card("GPU-a", 0, "Test", capacity, 0)])
     for event in events:
         table.handle(event, NOW_NS)
-    state = {"zygote": True, "is_short": False, "journal": "", "audit": "", "audit_denial": None} | broken
+    state = {"zygote": True, "is_short": False, "journal": "", "audit": "", "audit_denial": None, "workers": []}
+    state |= broken
     made = Health(
         table,
-        cast(Any, SimpleNamespace(can_start=state["zygote"])),
+        cast(Any, SimpleNamespace(can_start=state["zygote"], serving=lambda: state["workers"])),
         cast(Any, SimpleNamespace(problem=lambda: state["journal"])),
         cast(Any, SimpleNamespace(problem=lambda: state["audit"], denial=lambda: state["audit_denial"])),
         cast(Any, SimpleNamespace(is_short=state["is_short"])),
@@ -82,3 +83,11 @@ def test_a_log_that_nobody_demands_is_looked_after_all_the_same() -> None:
     report = health(audit="No space left on device").report()
     assert report["ready"]
     assert report["checks"][-1] == {"check": "audit", "ok": True, "detail": "No space left on device"}
+
+
+def test_workers_of_an_earlier_version_are_worth_a_word() -> None:
+    workers = [SimpleNamespace(earlier_version=version) for version in ("", "0.1", "0.1", "0.2")]
+    report = health(workers=workers).report()
+    (check,) = [check for check in report["checks"] if check["check"] == "zygote"]
+    assert (report["ready"], check["ok"]) == (True, True)
+    assert check["detail"].startswith("3 workers run the code of an earlier daemon (0.1, 0.2)")

@@ -256,7 +256,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
         messages.LeaveRefusedReport(4, "it has events", True),
         {"op": "leave_refused", "number": 4, "reason": "it has events", "lasting": True},
     ),
-    (IMAGE_MESSAGES, messages.ImageMemory(5, 6), {"op": "image", "image": 5, "host": 6}),
+    (IMAGE_MESSAGES, messages.ImageMemory(5, 6, 2), {"op": "image", "image": 5, "host": 6, "version": 2}),
     (
         IMAGE_MESSAGES,
         messages.ImageConnection(True, False),

@@ -27,7 +27,7 @@ class Node:
         self.images = SessionImages(self.posted.append)
         ours, self.channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.setblocking(False)
-        self.worker: Any = SimpleNamespace(channel=ours, regions=None, counted=())
+        self.worker: Any = SimpleNamespace(channel=ours, regions=None, counted=(), has_left=False)
         workers: Any = SimpleNamespace(images=self.images, worker=lambda _: self.worker)
         table: Any = SimpleNamespace(get=lambda _: SimpleNamespace(size_bytes=1 << 20))
         self.orders = ParkOrders(table, workers, 0, self.posted.append)
@@ -131,3 +131,13 @@ def test_a_worker_with_a_full_channel_gets_its_order_to_stay_later(node: Node) -
 
     node.worker.channel.setblocking(False)
     asyncio.run(run())
+
+
+def test_an_image_of_an_unknown_version_is_refused_and_its_worker_serves_again(node: Node) -> None:
+    with node.images.begin(LEASE, PARK) as channel:
+        send_message(channel, ImageMemory(1, 1, version=99).to_map(), (0, 0))
+        (order,) = node.reports()
+    assert b"stay" in order
+    (stays,) = node.posted
+    assert isinstance(stays, SessionStays)
+    assert (stays.is_lasting, "not 99" in stays.reason) == (True, True)

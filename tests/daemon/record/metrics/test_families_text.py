@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpulease.daemon.leases import Cause, DenialReason, WarmState
+from gpulease.daemon.leases import Cause, DenialReason
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
     FAMILIES,
@@ -25,6 +25,7 @@ from gpulease.daemon.record.metrics.families import (
     NodeCollector,
     chunks,
 )
+from gpulease.daemon.record.metrics.gauges import POOL_STATES
 from gpulease.protocol.limits import MAX_METRICS_BYTES
 from gpulease.protocol.opcodes import Opcode, Status
 
@@ -116,7 +117,7 @@ def test_the_most_there_can_be_fits_a_reply() -> None:
     tenants = [f"{number:03d}".ljust(MAX_LABEL_CHARS, "\U0001f4a9") for number in range(MAX_PAIR_SERIES // 64)]
     choices = {"UUID": cards, "tenant": tenants, "operation": [op.name for op in Opcode]}
     choices |= {"reason": [reason.value for reason in DenialReason] + [status.name for status in Status]}
-    choices |= {"cause": [cause.value for cause in Cause], "state": [state.value for state in WarmState]}
+    choices |= {"cause": [cause.value for cause in Cause], "state": list(POOL_STATES)}
     content: dict[MetricFamily, dict[Labels, float] | Histogram] = {}
     for family in FAMILIES:
         labels = [choices.get(label, ["x" * 96]) for label in family.labels]
