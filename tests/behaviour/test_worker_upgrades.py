@@ -15,7 +15,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import records
 from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
-from helpers.parking import park, row
+from helpers.parking import row
 from helpers.pointers import POINTERS, count_args
 from helpers.waiting import wait_until
 from helpers.working import working
@@ -59,7 +59,7 @@ def test_the_sessions_of_the_earlier_version_continue_in_workers_of_the_next(
         module, counted = session.module_load(POINTERS), session.mem_alloc(8)
         session.launch(module, "count", [1], [1], count_args(counted))
         session.sync()
-        park(idle)
+        idle.park()
         with node.now.builder(MIB).acquire() as fixed, GpuSession(fixed):
             before = {lease.lease_id: node.worker_pid(lease.lease_id) for lease in (busy, idle, fixed)}
             node.restart(OTHER)
