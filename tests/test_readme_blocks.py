@@ -25,6 +25,7 @@ import pytest
 
 from gpulease.client.cli.__main__ import main as gpulease
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
+from gpulease.client.decode.openai.decode_settings import load_decode_settings
 from gpulease.client.transport.credentials import VARIABLES
 from gpulease.daemon.__main__ import main as gpuleased
 from gpulease.daemon.config.settings import load_config
@@ -277,6 +278,9 @@ def test_a_block_is_what_its_tag_says(block: Block, tmp_path: Path, monkeypatch:
             for line in logical_lines(block.text.replace("\\\n", " ")):
                 for words in commands_of(line):
                     check_command(words)
+        case "toml" if block.document.startswith("client/decode/"):
+            (tmp_path / "decode.toml").write_text(block.text)
+            load_decode_settings(tmp_path / "decode.toml")
         case "toml":
             (tmp_path / "gpuleased.toml").write_text(block.text)
             load_config(tmp_path / "gpuleased.toml", {})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
+from gpulease.client.cli.serve_models import serve_models
 from gpulease.client.console.exit_status import needing
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
@@ -53,7 +54,7 @@ DEMO_ROWS: Final = 16
     help="Use an installed model and four example tenants, and start a daemon if none is running.",
 )
 def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str, ...], demo: bool) -> None:
-    """Serve the language model of a TOML file to its tenants: /v1/completions and /v1/chat/completions.
+    """Serve the language models of a TOML file to its tenants: /v1/completions and /v1/chat/completions.
 
     See client/decode/openai/example/decode.toml for the file's settings.
     """
@@ -71,7 +72,10 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
         demo_keys = None
         if settings is None:
             settings, demo_keys = _demo_settings(stack)
-        asyncio.run(_serve(settings, sock, url, known, demo_keys, host_names=host_names))
+        if settings.models and config is not None:
+            asyncio.run(serve_models(settings, config, sock, url, known, host_names, STOP_LIMIT_S))
+        else:
+            asyncio.run(_serve(settings, sock, url, known, demo_keys, host_names=host_names))
     click.echo("decode has stopped")
 
 
@@ -180,17 +184,18 @@ def _fronted(
     from gpulease.client.decode.openai.completion_intake import DecoderSource
     from gpulease.client.decode.openai.fronts.front_messages import Welcome
     from gpulease.client.decode.openai.fronts.front_server import fronts
+    from gpulease.client.decode.openai.served_models import OneModel
 
     source = DecoderSource(decoder, settings.name, settings.wait_s, settings.chat_tokens)
+    path = str(settings.model.resolve())
     welcome = Welcome(
-        model_path=str(settings.model.resolve()),
-        model=settings.name,
+        model_path=path,
         tenant_keys=settings.keys.digests,
         host_names=tuple(host_names),
         cors_origins=settings.cors_origins,
         stop_s=STOP_LIMIT_S,
     )
-    return fronts(settings.http_processes, sock, source, welcome)
+    return fronts(settings.http_processes, sock, OneModel(decoder, source, path), welcome)
 
 
 def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoKeys]":

@@ -7,9 +7,11 @@ GpuLeaseError
     ├── RequestRejected     a prompt or its sampling can't be taken
     │   ├── GrammarRefused    its schema or grammar can't be followed within the limits
     │   ├── RequestIdInUse    a request with its id is in progress
+    │   ├── UnknownModel      no model of this name is served to its tenant
     │   ├── TextNotRead       its text can't be read within the limits of a text (`limit`)
     │   └── AdmissionRefused  no room for it (`reason`, `retry_after_s`)
     │       └── WaitedTooLong   it waited as long as it may, without getting room
+    ├── ModelUnavailable    the model is not on the card, and can't be brought there in time (`reason`, `retry_after_s`)
     ├── TextProcessesFailed the processes that read texts can't be started
     ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
     ├── SequenceEnded       a sequence was ended before its answer was complete (`reason`)
@@ -44,6 +46,16 @@ class AdmissionReason(StrEnum):
     REBIND_LIMITED = "RebindLimited"
 
 
+class ModelRefusal(StrEnum):
+    """Why a request got no model of a server of many. The values appear in errors, replies and metrics."""
+
+    UNKNOWN = "unknown"
+    QUEUE_FULL = "queue_full"
+    WAITED_TOO_LONG = "waited_too_long"
+    LOAD_FAILED = "load_failed"
+    STOPPING = "stopping"
+
+
 class DecodeError(GpuLeaseError):
     """Base of all errors of the decode engine, its decoder and its servers."""
 
@@ -58,6 +70,23 @@ class NoModelLoaded(DecodeError):
 
 class RequestRejected(DecodeError):
     """A prompt or its sampling is invalid: empty, outside of the vocabulary, too long for the context, and so on."""
+
+
+class UnknownModel(RequestRejected):
+    """No model of this name is served, or not to this tenant."""
+
+
+class ModelUnavailable(DecodeError):
+    """A request's model is not on the card, and was not brought there in time. Other models are not affected.
+
+    Attributes:
+        reason: Why.
+        retry_after_s: Seconds after which the request may be sent again; None if that is unknown.
+    """
+
+    def __init__(self, message: str, reason: ModelRefusal, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after_s = reason, retry_after_s
 
 
 class RequestIdInUse(RequestRejected):

@@ -11,7 +11,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, get_origin
 
-from gpulease.client.decode.openai.decode_settings import EngineTable, KeyTable, ServerTable, TenantTable
+from gpulease.client.decode.openai.decode_settings import (
+    EngineTable,
+    KeyTable,
+    PooledModelTable,
+    PoolTable,
+    ServerTable,
+    TenantTable,
+)
 from gpulease.client.serve.gateway.settings import ModelTable
 from gpulease.client.serve.models.model_settings import ModelSettings
 from gpulease.daemon.config.settings import SettingsFile
@@ -164,8 +171,10 @@ TITLES: Final = ("setting", "must be", "default", "what it decides")
 
 def decode_table() -> str:
     """Return the table of a decode server's settings."""
-    top = {key: found for key, found in declared(ServerTable).items() if key not in ("engine", "operator", "tenants")}
+    tables = ("engine", "operator", "tenants", "pool", "models")
+    top = {key: found for key, found in declared(ServerTable).items() if key not in tables}
     parts = {"": top, "engine.": declared(EngineTable), "tenants.NAME.": declared(TenantTable)}
+    parts |= {"pool.": declared(PoolTable), "models.NAME.": declared(PooledModelTable)}
     made = [row for prefix, settings in parts.items() for row in rows(settings, prefix)]
     operator = declared(ServerTable)["operator"].setting.does
     for row in rows(declared(KeyTable), "operator."):

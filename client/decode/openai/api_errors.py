@@ -15,7 +15,9 @@ from gpulease.client.decode.decode_errors import (
     DecodeError,
     EngineDecodeFailed,
     GrammarRefused,
+    ModelRefusal,
     ModelRejected,
+    ModelUnavailable,
     NoModelLoaded,
     RebindLimited,
     RequestBreaksEngine,
@@ -24,6 +26,7 @@ from gpulease.client.decode.decode_errors import (
     SequenceEnded,
     TextNotRead,
     TextProcessesFailed,
+    UnknownModel,
 )
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.problems import RequestRefused
@@ -76,6 +79,15 @@ ADMISSION_REPLIES: Final[Mapping[AdmissionReason, ReplyTo]] = {
 }
 """Replies to AdmissionRefused and WaitedTooLong, by their reason."""
 
+MODEL_REPLIES: Final[Mapping[ModelRefusal, ReplyTo]] = {
+    ModelRefusal.UNKNOWN: ReplyTo(404, "model_not_found"),
+    ModelRefusal.QUEUE_FULL: ReplyTo(OVERLOADED, "model_queue_full", is_retried=True),
+    ModelRefusal.WAITED_TOO_LONG: ReplyTo(OVERLOADED, "model_loading", is_retried=True),
+    ModelRefusal.LOAD_FAILED: ReplyTo(OVERLOADED, "model_failed", is_retried=True),
+    ModelRefusal.STOPPING: ReplyTo(OVERLOADED, "stopping", is_retried=True),
+}
+"""Replies to ModelUnavailable, by its reason."""
+
 _NO_ENGINE: Final = ReplyTo(
     OVERLOADED, "engine_unavailable", is_retried=True, message="The engine is not available. Send the request again."
 )
@@ -83,6 +95,7 @@ _NO_ENGINE: Final = ReplyTo(
 REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
     # The first class that matches counts, so subclasses come before their bases.
     RequestIdInUse: ReplyTo(IN_USE, "request_id_in_use"),
+    UnknownModel: MODEL_REPLIES[ModelRefusal.UNKNOWN],
     TextNotRead: ReplyTo(400, "text_not_read"),
     GrammarRefused: ReplyTo(400, "grammar_refused"),
     RequestRejected: ReplyTo(400, "request_rejected"),
@@ -210,4 +223,6 @@ def reply_to(error: GpuLeaseError) -> ReplyTo:
     # Its class does not decide the status, but its reason.
     if isinstance(error, AdmissionRefused):
         return ADMISSION_REPLIES[error.reason]
+    if isinstance(error, ModelUnavailable):
+        return MODEL_REPLIES[error.reason]
     return next(reply for kind, reply in REPLIES.items() if isinstance(error, kind))

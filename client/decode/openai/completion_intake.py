@@ -1,12 +1,13 @@
 """What a completion takes on its way to the scheduler, and what its reply is made from: without HTTP.
 
-`DecoderSource` is next to the decoder. A front has a source that asks the decoder's process (`fronts`).
+`DecoderSource` is next to a model's decoder, and `served_models` finds it. A front has a source that asks the decoder's
+process (`fronts`).
 """
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -38,12 +39,14 @@ class Submitted:
     """A request whose sequences are submitted.
 
     Attributes:
+        model: The name of its model.
         asked: The request, without its texts.
         prompts: The tokens of its prompts.
         generations: Its sequences, prompt by prompt.
         end_tokens: The tokens that end them.
     """
 
+    model: str
     asked: CompletionRequest
     prompts: Sequence[tuple[int, ...]]
     generations: Sequence[Generation]
@@ -53,8 +56,13 @@ class Submitted:
 class QueuePlace(Protocol):
     """A tenant's place for one request, which counts as a request that waits until its sequences are submitted."""
 
-    async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
-        """Parse the body in another process, and submit its sequences. Raises ApiError, or an error of the decoder."""
+    async def begin(
+        self, body: bytes, request_id: str, *, is_chat: bool, on_loading: Callable[[], None] = lambda: None
+    ) -> Submitted:
+        """Parse the body in another process, and submit its sequences. Raises ApiError, or an error of the decoder.
+
+        Before that, wait for the model if it is not on the card: `on_loading` is called if the request is for a stream.
+        """
 
 
 class CompletionSource(Protocol):
@@ -69,23 +77,26 @@ class CompletionSource(Protocol):
     def place(self, tenant: str) -> AbstractAsyncContextManager[QueuePlace]:
         """Take a place for a request. Raises AdmissionRefused or ApiError if the tenant has none left."""
 
-    async def tokenizer(self) -> "Tokenizer":
-        """Return the model's tokenizer."""
+    async def tokenizer(self, model: str) -> "Tokenizer":
+        """Return the tokenizer of a model with a submitted request."""
 
 
 class DecoderSource:
-    """The source in the decoder's process.
+    """What computes one model's requests, in the decoder's process.
 
     Args:
         decoder: The decoder, which must stay open.
         model: The model's name in requests.
         wait_s: Seconds that a request may wait for its admission.
         chat_tokens: Default tokens of a chat's answer.
+
+    Attributes:
+        model: The model's name in requests.
     """
 
     def __init__(self, decoder: Decoder, model: str, wait_s: float, chat_tokens: int) -> None:
-        self.log = decoder.log
-        self._decoder, self._model, self._wait_s, self._chat_tokens = decoder, model, wait_s, chat_tokens
+        self.log, self.model = decoder.log, model
+        self._decoder, self._wait_s, self._chat_tokens = decoder, wait_s, chat_tokens
 
     async def tokenizer(self) -> "Tokenizer":
         return await self._decoder.tokenizer()
@@ -93,11 +104,11 @@ class DecoderSource:
     def has_tenant(self, tenant: str) -> bool:
         return tenant in self._decoder.scheduler.tenants
 
-    @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[QueuePlace]:
-        """Take a place until the block ends. Raises AdmissionRefused."""
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Count a request as its tenant's that waits, until the block ends. Raises AdmissionRefused."""
         with self._decoder.prompts.place(tenant):
-            yield _DecoderPlace(self, tenant)
+            yield
 
     async def read(self, tenant: str, body: bytes, *, is_chat: bool, job: Job = read_completion) -> dict[str, Any]:
         """Parse and tokenize a body in another process, by `job`. Returns what `completion_of` takes.
@@ -105,7 +116,7 @@ class DecoderSource:
         Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
         too long by itself, and what `PromptIntake.do` raises.
         """
-        arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self._model}
+        arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self.model}
         try:
             return await self._decoder.prompts.do(tenant, job, arguments, is_chat=is_chat)
         except AdmissionRefused as error:
@@ -115,7 +126,7 @@ class DecoderSource:
 
     async def do(self, tenant: str, job: Job, body: bytes) -> dict[str, Any]:
         """Have another process do a job for a tenant's body. Raises what `PromptIntake.do` raises."""
-        return await self._decoder.prompts.do(tenant, job, {"body": body, "model": self._model})
+        return await self._decoder.prompts.do(tenant, job, {"body": body, "model": self.model})
 
     async def submit(self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool) -> Submitted:
         """Submit what `read` returned. From here on the scheduler counts the request.
@@ -137,7 +148,7 @@ class DecoderSource:
                 # In OpenAI's words, from which clients learn how much to shorten.
                 raise too_long(self.room(tenant), len(its.token_ids), its.max_emitted_tokens, is_chat=is_chat)
             raise refused
-        return Submitted(asked, prompts, generations, self._decoder.end_tokens(asked.sampling))
+        return Submitted(self.model, asked, prompts, generations, self._decoder.end_tokens(asked.sampling))
 
     async def embed(
         self, tenant: str, request_id: str, answer: dict[str, Any], generations: list[Generation]
@@ -174,7 +185,7 @@ class DecoderSource:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return embeddings_reply(vectors, sum(map(len, inputs)), self._model, is_base64=is_base64)
+        return embeddings_reply(vectors, sum(map(len, inputs)), self.model, is_base64=is_base64)
 
     def room(self, tenant: str) -> int:
         """Return the most positions of a tenant's request: the model's, or its region's if those are fewer."""
@@ -231,15 +242,6 @@ def _name_of(tenant: str, request_id: str, place: int) -> str:
     # Prefixed, so that two tenants may use the same id without learning of each other.
     name = f"{tenant}/{request_id}"
     return f"{name}#{place}" if place else name
-
-
-class _DecoderPlace:
-    def __init__(self, source: DecoderSource, tenant: str) -> None:
-        self._source, self._tenant = source, tenant
-
-    async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
-        answer = await self._source.read(self._tenant, body, is_chat=is_chat)
-        return await self._source.submit(self._tenant, request_id, answer, is_chat=is_chat)
 
 
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:

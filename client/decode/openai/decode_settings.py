@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -19,17 +19,23 @@ from gpulease.client.decode.decode_requests import (
     TenantConfig,
 )
 from gpulease.client.decode.openai.api_keys import MAX_KEY_BYTES, ApiKeys, distinct_keys, key_digest
+from gpulease.client.decode.openai.served_models import DEFAULT_LOAD_WAIT_S
 from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
 from gpulease.client.decode.supervisor.decoder import DecoderSettings
+from gpulease.client.decode.supervisor.model_pool import STREAM_WAIT_S, ModelSpec
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.http.settings_file import open_regular, read_file, settings_of
-from gpulease.protocol.settings_reader import BadSetting, Setting, must_be
+from gpulease.client.http.settings_file import MAX_MODELS, open_regular, read_file, settings_of
+from gpulease.protocol.settings_reader import BadSetting, Setting, must_be, read_size
 
 MAX_TENANTS: Final = 256
 """Most tenants. Each has a region on the card and its own series in the metrics."""
 
 MAX_ORIGINS: Final = 64
 """Most origins of pages. Each request's is compared with all of them."""
+
+MAX_MODEL_QUEUE: Final = 4096
+"""Most requests that wait for one model in a settings file: each keeps its body, of up to 4 MiB, in memory."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
@@ -50,6 +56,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.-]{1,253}(?::[0-9]{1,5})?")
 _ORIGINS_TEXT: Final = f"a list of at most {MAX_ORIGINS} origins, each http(s)://HOST[:PORT] or *"
+_NAMES_TEXT: Final = "a list of the names of models"
 _NAME_TEXT: Final = "1 to 64 letters, digits and .-_"
 
 
@@ -73,9 +80,28 @@ def _read_digest(value: Any) -> bytes:
     return bytes.fromhex(value)
 
 
+def _read_model_tables(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not 0 < len(value) <= MAX_MODELS:
+        raise BadSetting(f"{{}} must be 1 to {MAX_MODELS} tables [models.NAME]")
+    return value
+
+
+def _read_names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise must_be(_NAMES_TEXT, value)
+    return tuple(value)
+
+
 def _read_tables(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict) or not 0 < len(value) <= MAX_TENANTS:
         raise BadSetting(f"{{}} must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
+    return value
+
+
+def _read_engine(value: Any) -> Mapping[str, Any]:
+    """Return the table of a model's own engine settings, which `_models` checks with those of `[engine]`."""
+    if not isinstance(value, dict):
+        raise must_be("a table", value)
     return value
 
 
@@ -133,6 +159,15 @@ class TenantTable(KeyTable):
         DEFAULT_WEIGHT
     )
     max_waiting: Annotated[int, Setting("Requests that may wait; one more gets 429.", least=0)] = DEFAULT_MAX_WAITING
+    models: Annotated[
+        tuple[str, ...] | None,
+        Setting(
+            "The models of [models.NAME] that the tenant may use; others do not exist for it. Without it, all.",
+            what=_NAMES_TEXT,
+            read=_read_names,
+            example='["small"]',
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         KeyTable.__post_init__(self)
@@ -173,8 +208,8 @@ class EngineTable(DecoderSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerTable:
-    """The declaration of a whole settings file."""
+class PooledModelTable:
+    """The table `[models.NAME]` of one of many models. Its table `engine` replaces settings of `[engine]`."""
 
     model: Annotated[
         str,
@@ -184,6 +219,99 @@ class ServerTable:
             example='"../../tiny"',
         ),
     ]
+    preload: Annotated[bool, Setting("Whether it is loaded at the start, rather than by its first request.")] = False
+    engine: Annotated[
+        Mapping[str, Any],
+        Setting(
+            "Settings of [engine] that differ for this model.",
+            what="a table",
+            read=_read_engine,
+            example="{ max_sequences = 8 }",
+        ),
+    ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolTable:
+    """The table `[pool]` of a server of many models."""
+
+    memory_bytes: Annotated[
+        int,
+        Setting(
+            'Memory of the card for all models that are loaded, such as "40GiB". Each counts with its lease: weights,'
+            " buffers and the regions of its tenants.",
+            key="memory",
+            what='a size, such as "40GiB"',
+            read=read_size,
+            example='"40GiB"',
+        ),
+    ]
+    parked_bytes: Annotated[
+        int | None,
+        Setting(
+            "Memory of the host for models that are parked. It should have room for those that are not on the card, and"
+            " for one more. The daemon needs `limits.park_memory` and `limits.overcommit` for it. Without it, models"
+            " are unloaded instead.",
+            key="parked_memory",
+            what='a size, such as "200GiB"',
+            read=read_size,
+            example='"200GiB"',
+        ),
+    ] = None
+    idle_s: Annotated[
+        float | None,
+        Setting(
+            "Seconds without a request after which a model is parked, so that other leases can have its memory. Without"
+            " it, only when another model needs the room.",
+            key="idle_secs",
+            least=0.1,
+            most=MAX_WAIT_S,
+            example="600",
+        ),
+    ] = None
+    min_stay_s: Annotated[
+        float,
+        Setting(
+            "Seconds for which a model that was loaded or has returned keeps its place, so that two models don't drive"
+            " each other out all the time.",
+            key="min_stay_secs",
+            least=0,
+            most=MAX_WAIT_S,
+        ),
+    ] = 5.0
+    max_waiting: Annotated[
+        int, Setting("Requests that wait for one model; one more gets 503.", least=1, most=MAX_MODEL_QUEUE)
+    ] = 256
+    load_wait_s: Annotated[
+        float,
+        Setting(
+            "Seconds that a request without `stream` waits for its model, before 503. Streams wait for up to"
+            f" {STREAM_WAIT_S:g} s, and get comments meanwhile.",
+            key="load_wait_secs",
+            least=0,
+            most=MAX_WAIT_S,
+        ),
+    ] = DEFAULT_LOAD_WAIT_S
+
+    def limits(self) -> ResidencyLimits:
+        """Return the limits of the pool."""
+        return ResidencyLimits(
+            self.memory_bytes, self.parked_bytes or 0, self.min_stay_s, self.idle_s, self.max_waiting
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTable:
+    """The declaration of a whole settings file."""
+
+    model: Annotated[
+        str | None,
+        Setting(
+            "A folder with config.json and safetensors, or a .gguf file; a relative path starts from this file's"
+            " folder. For many models, write tables [models.NAME] instead.",
+            example='"../../tiny"',
+        ),
+    ] = None
     name: Annotated[
         str | None,
         Setting(
@@ -236,6 +364,11 @@ class ServerTable:
             " it the server has no page."
         ),
     ] = None
+    pool: Annotated[PoolTable | None, Setting("The memory of many models, and their times.")] = None
+    models: Annotated[
+        Mapping[str, Any] | None,
+        Setting("Many models, by their names in requests.", what="tables", read=_read_model_tables),
+    ] = None
     tenants: Annotated[Mapping[str, Any], Setting("The tenants, by their names.", what="tables", read=_read_tables)]
 
 
@@ -244,8 +377,8 @@ class DecodeSettings:
     """The checked settings of a decode server.
 
     Attributes:
-        model: The model's path.
-        name: Its name in requests.
+        model: The model's path; on a server of many, this file's folder.
+        name: Its name in requests; "" on a server of many.
         listen: Where to listen.
         address: The daemon's address; None for the usual one.
         cors_origins: Origins of pages that may call it from a browser.
@@ -257,6 +390,8 @@ class DecodeSettings:
         keys: Their keys.
         operator_digest: The sha256 of the operator's key; None for a server without the page.
         http_processes: Processes that speak HTTP; 0: the decoder's own does.
+        pool: The memory of many models, and their times; None for a server of one.
+        models: The models by their names; none for a server of one.
     """
 
     model: Path
@@ -272,6 +407,8 @@ class DecodeSettings:
     keys: ApiKeys
     operator_digest: bytes | None = None
     http_processes: int = 0
+    pool: PoolTable | None = None
+    models: Mapping[str, ModelSpec] = field(default_factory=dict)
 
 
 def default_http_processes() -> int:
@@ -284,13 +421,25 @@ def default_http_processes() -> int:
 def load_decode_settings(path: Path) -> DecodeSettings:
     """Read a settings file. Raises InvalidRequest, which names the line or the setting that is wrong."""
     # Unknown keys and wrong types are refused here, with the key's path.
-    file = settings_of(path, ServerTable, read_file(path))
-    # Relative to the settings file, so that the server can be started from any folder.
-    model = path.parent / file.model
-    name = model.stem if file.name is None else file.name
-    if not _NAME.fullmatch(name):
-        raise InvalidRequest(f"{path}: the model's name must be {_NAME_TEXT}, not {name!r}", "Set `name`.")
-    tenants, digests = [], {}
+    said = read_file(path)
+    file = settings_of(path, ServerTable, said)
+    if (file.model is None) is (file.models is None):
+        given = (
+            "must be given, or tables [models.NAME]" if file.model is None else "and [models.NAME] can't both be given"
+        )
+        raise InvalidRequest(f"{path}: model {given}")
+    if (file.models is None) is not (file.pool is None):
+        raise InvalidRequest(f"{path}: [pool] must be given with [models.NAME], and only then")
+    model, name = path.parent, ""
+    if file.model is not None:
+        # Relative to the settings file, so that the server can be started from any folder.
+        model = path.parent / file.model
+        name = model.stem if file.name is None else file.name
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(f"{path}: the model's name must be {_NAME_TEXT}, not {name!r}", "Set `name`.")
+    elif file.name is not None:
+        raise InvalidRequest(f"{path}: name can't be given with [models.NAME], which have their own")
+    tenants, digests, permitted = [], {}, {}
     for tenant_id, table in file.tenants.items():
         if not _NAME.fullmatch(tenant_id):
             raise InvalidRequest(f"{path}: a tenant's name must be {_NAME_TEXT}, not {tenant_id!r}")
@@ -298,6 +447,10 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         tenant = settings_of(path, TenantTable, table, "tenants", tenant_id)
         tenants.append(TenantConfig(tenant_id, tenant.max_concurrent, tenant.blocks, tenant.weight, tenant.max_waiting))
         digests[tenant_id] = _digest(path, f"tenants.{tenant_id}", tenant)
+        if tenant.models is not None:
+            permitted[tenant_id] = tenant.models
+            if unknown := [model for model in tenant.models if model not in (file.models or {})]:
+                raise InvalidRequest(f"{path}: tenants.{tenant_id}.models: there is no [models.{unknown[0]}]")
     return DecodeSettings(
         model=model,
         name=name,
@@ -312,7 +465,33 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         keys=distinct_keys(digests),
         operator_digest=None if file.operator is None else _digest(path, "operator", file.operator),
         http_processes=default_http_processes() if file.http_processes is None else file.http_processes,
+        pool=file.pool,
+        models=_models(path, file.models or {}, said.get("engine", {}), tenants, permitted),
     )
+
+
+def _models(
+    path: Path,
+    tables: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    tenants: Sequence[TenantConfig],
+    permitted: Mapping[str, Sequence[str]],
+) -> dict[str, ModelSpec]:
+    """Return the models of many, each with the tenants that may use it."""
+    models = {}
+    for name, said in tables.items():
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(f"{path}: a model's name must be {_NAME_TEXT}, not {name!r}")
+        table = settings_of(path, PooledModelTable, said, "models", name)
+        # The model's own settings, and those of [engine] that it does not replace.
+        own = settings_of(path, EngineTable, {**engine, **table.engine}, "models", name, "engine")
+        its = tuple(tenant for tenant in tenants if name in permitted.get(tenant.id, tables))
+        if not its:
+            raise InvalidRequest(f"{path}: no tenant may use the model {name}")
+        models[name] = ModelSpec(
+            path.parent / table.model, its, own.decoder(), own.wait_s, own.chat_tokens, is_preloaded=table.preload
+        )
+    return models
 
 
 def _digest(path: Path, name: str, table: KeyTable) -> bytes:

@@ -1,7 +1,7 @@
 """The ASGI application of a decoder: OpenAI's completions and chat completions, for programs that use that API.
 
     POST /v1/completions, /v1/chat/completions   as one reply, or as server-sent events
-    GET  /v1/models, /v1/models/{id}             the model that is served
+    GET  /v1/models, /v1/models/{id}             the models that are served
     POST /v1/responses                           texts and calls of functions, as one reply or as events
     POST /v1/embeddings                          vectors of texts, if the model has them
     POST /tokenize, /detokenize                  a prompt's tokens, and the text of tokens
@@ -20,10 +20,10 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -52,19 +52,22 @@ from gpulease.client.decode.openai.completion_intake import (
     reply_to_error,
 )
 from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead, TokenCounts
-from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.decode.openai.embeddings import read_inputs
 from gpulease.client.decode.openai.response_events import ResponseEvents
 from gpulease.client.decode.openai.response_request import read_response
+from gpulease.client.decode.openai.served_models import DirectSource, OneModel, ServedModels
 from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, text_of, tokens_of
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.decode.supervisor.model_pool import ModelPool, unknown_model
 from gpulease.client.decode.text.text_jobs import Job
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 from gpulease.client.http.event_stream import COMMENT, json_event, named_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
+
+T = TypeVar("T")
 
 SEND_LIMIT_S: Final = 60.0
 """Seconds for a caller to receive a piece of a stream. A caller that does not read would hold its answer in memory."""
@@ -77,6 +80,12 @@ SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
 
 JSON: Final = "application/json"
+
+LOADING: Final = b": loading\n\n"
+"""The comment of a stream with a model that is being loaded (HTML, 9.2.6): no client shows it."""
+
+# Without X-Accel-Buffering, nginx would hold back events until its buffer is full.
+_STREAM_HEADERS: Final = {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 def make_openai_application(
@@ -104,8 +113,6 @@ def make_openai_application(
         health: Further members of the health report.
         cors_origins: Origins of pages that may call it from a browser; "*" for all.
     """
-    source = DecoderSource(decoder, model, wait_s, chat_tokens)
-    face, models, texts = OpenAiFace(source, keys, model), _Models(source, keys, model), _Texts(source, keys)
 
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
@@ -118,6 +125,59 @@ def make_openai_application(
     async def show_ready(_: Request) -> Response:
         return Response(status_code=200 if decoder.is_serving else OVERLOADED)
 
+    served = OneModel(decoder, DecoderSource(decoder, model, wait_s, chat_tokens))
+    return _application(served, keys, show_health, show_ready, metrics, routes, cors_origins)
+
+
+def make_pool_application(
+    pool: ModelPool,
+    models: ServedModels,
+    keys: ApiKeys,
+    *,
+    routes: Sequence[Route] = (),
+    metrics: Callable[[], bytes] = lambda: b"",
+    cors_origins: Sequence[str] = (),
+) -> Starlette:
+    """Make the application of an opened pool of models.
+
+    Args:
+        pool: The pool, which must stay open for as long as the application serves.
+        models: The server's models, of this pool.
+        keys: The tenants' keys.
+        routes: Further routes.
+        metrics: Renders the metrics.
+        cors_origins: Origins of pages that may call it from a browser; "*" for all.
+    """
+
+    def reports() -> dict[str, Any]:
+        return {name: pool.report(name) | {"ready": pool.is_ready(name)} for name in pool.specs}
+
+    async def show_health(_: Request) -> Response:
+        return Response(json.dumps({"status": "ok", "models": reports()}), media_type=JSON)
+
+    async def show_ready(request: Request) -> Response:
+        """Reply 200 if a request would be served: of the model in `?model=`, or else of any."""
+        found, asked = reports(), request.query_params.get("model")
+        if asked is not None and asked not in found:
+            return _refusal(ApiError(404, "model_not_found", str(unknown_model(asked)), "model"))
+        is_ready = any(one["ready"] for name, one in found.items() if asked in (None, name))
+        return Response(json.dumps({"models": found}), 200 if is_ready else OVERLOADED, media_type=JSON)
+
+    return _application(models, keys, show_health, show_ready, metrics, routes, cors_origins)
+
+
+def _application(
+    models: ServedModels,
+    keys: ApiKeys,
+    show_health: Callable[[Request], Awaitable[Response]],
+    show_ready: Callable[[Request], Awaitable[Response]],
+    metrics: Callable[[], bytes],
+    routes: Sequence[Route],
+    cors_origins: Sequence[str],
+) -> Starlette:
+    face = OpenAiFace(DirectSource(models), keys)
+    descriptions, texts = _Models(models, keys), _Texts(models, keys)
+
     async def show_version(_: Request) -> Response:
         return Response(json.dumps({"version": gpulease.__version__}), media_type=JSON)
 
@@ -126,10 +186,10 @@ def make_openai_application(
 
     own = [
         *completion_routes(face),
-        Route("/v1/responses", _Responses(source, keys, model), methods=["POST"]),
-        Route("/v1/embeddings", _Embeddings(source, keys, model), methods=["POST"]),
-        Route("/v1/models", models.list, methods=["GET"]),
-        Route("/v1/models/{model:path}", models.show, methods=["GET"]),
+        Route("/v1/responses", _Responses(models, keys), methods=["POST"]),
+        Route("/v1/embeddings", _Embeddings(models, keys), methods=["POST"]),
+        Route("/v1/models", descriptions.list, methods=["GET"]),
+        Route("/v1/models/{model:path}", descriptions.show, methods=["GET"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/healthz", show_health, methods=["GET"]),
@@ -162,15 +222,14 @@ def browsers_of(origins: Sequence[str]) -> list[Middleware]:
 class OpenAiFace:
     """Serves completions over HTTP; the endpoints of `make_openai_application`, and of a front."""
 
-    def __init__(self, source: CompletionSource, keys: ApiKeys, model: str) -> None:
+    def __init__(self, source: CompletionSource, keys: ApiKeys) -> None:
         """Prepare it.
 
         Args:
             source: Computes the completions.
             keys: The tenants' keys.
-            model: The model's name.
         """
-        self._source, self._keys, self._model = source, keys, model
+        self._source, self._keys = source, keys
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
         """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
@@ -182,8 +241,11 @@ class OpenAiFace:
         # Step 1: take a place before the body is read, so that waiting bodies are bounded, too.
         async with self._source.place(tenant) as place:
             body = await reply.read(request)
-            # Step 2: submit. A request that is refused at once gets its own status, because no stream has begun.
-            submitted = await place.begin(body, reply.request_id, is_chat=is_chat)
+            # Step 2: submit. A request that is refused at once gets its own status, unless its stream has begun because
+            # its model was being loaded.
+            async with reply.loading() as on_loading:
+                beginning = place.begin(body, reply.request_id, is_chat=is_chat, on_loading=on_loading)
+                submitted = await _unless_gone(beginning, request.receive)
         async with _ended_with(submitted.generations, request.receive):
             # Step 3: send the tokens. The generations end with this block, also if the caller disconnects.
             await self._answer(submitted, reply)
@@ -192,7 +254,7 @@ class OpenAiFace:
         asked, generations = submitted.asked, submitted.generations
         head = ReplyHead(
             request_id=reply.request_id,
-            model=self._model,
+            model=submitted.model,
             created=int(time.time()),
             is_chat=asked.is_chat,
             has_logprobs=asked.has_logprobs,
@@ -200,7 +262,7 @@ class OpenAiFace:
             has_usage=asked.has_usage,
             seed=asked.sampling.seed if asked.is_seed_chosen else None,
         )
-        tokenizer = await self._source.tokenizer()
+        tokenizer = await self._source.tokenizer(submitted.model)
         answers = [CompletionAnswer(tokenizer, asked, submitted.end_tokens, one) for one in generations]
         if not asked.is_stream:
             # One reply: collect all pieces first, so an error can still be the reply's status.
@@ -249,25 +311,29 @@ def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> Toke
 
 
 class _Models:
-    """The endpoints of the model that is served.
+    """The endpoints of the models that are served.
 
     Args:
-        source: Knows each tenant's room.
+        models: The models.
         keys: The tenants' keys.
-        model: The model's name.
     """
 
-    def __init__(self, source: DecoderSource, keys: ApiKeys, model: str) -> None:
-        self._source, self._keys, self._model = source, keys, model
+    def __init__(self, models: ServedModels, keys: ApiKeys) -> None:
+        self._models, self._keys = models, keys
         self._began = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        return self._reply_for(request, lambda tenant: {"object": "list", "data": [self._described(tenant)]})
+        return self._reply_for(request, lambda tenant: {"object": "list", "data": self._described(tenant)})
 
     async def show(self, request: Request) -> Response:
         def describe(tenant: str) -> dict[str, Any]:
-            check_model(request.path_params["model"], self._model)
-            return self._described(tenant)
+            described, asked = self._described(tenant), request.path_params["model"]
+            for one in described:
+                if one["id"] == asked:
+                    return one
+            text = f"Model {quoted(asked)} is not served here"
+            only = f"; use {described[0]['id']}." if len(described) == 1 else "; GET /v1/models lists those that are."
+            raise ApiError(404, "model_not_found", text + only, "model")
 
         return self._reply_for(request, describe)
 
@@ -277,28 +343,28 @@ class _Models:
         except ApiError as error:
             return _refusal(error)
 
-    def _described(self, tenant: str) -> dict[str, Any]:
-        described = {"id": self._model, "object": "model", "created": self._began, "owned_by": "gpulease"}
-        return described | {"max_model_len": self._source.room(tenant)}
+    def _described(self, tenant: str) -> Sequence[dict[str, Any]]:
+        about = {"object": "model", "created": self._began, "owned_by": "gpulease"}
+        return [{"id": one["id"], **about, **one} for one in self._models.described(tenant)]
 
 
 class _Texts:
     """The endpoints that turn texts into tokens and back.
 
     Args:
-        source: Reads texts in a process of their own.
+        models: The models, each of which reads texts in processes of its own.
         keys: The tenants' keys.
     """
 
-    def __init__(self, source: DecoderSource, keys: ApiKeys) -> None:
-        self._source, self._keys = source, keys
+    def __init__(self, models: ServedModels, keys: ApiKeys) -> None:
+        self._models, self._keys = models, keys
 
     async def tokenize(self, request: Request) -> Response:
         """Reply with the tokens of a prompt or a chat, as the model gets them."""
 
-        def described(tenant: str, answer: dict[str, Any]) -> dict[str, Any]:
+        def described(room: int, answer: dict[str, Any]) -> dict[str, Any]:
             tokens = tokens_of(answer)
-            return {"count": len(tokens), "max_model_len": self._source.room(tenant), "tokens": tokens}
+            return {"count": len(tokens), "max_model_len": room, "tokens": tokens}
 
         return await self._reply(request, read_tokens, described)
 
@@ -306,38 +372,38 @@ class _Texts:
         return await self._reply(request, read_back, lambda _, answer: {"prompt": text_of(answer)})
 
     async def _reply(
-        self, request: Request, job: Job, described: Callable[[str, dict[str, Any]], dict[str, Any]]
+        self, request: Request, job: Job, described: Callable[[int, dict[str, Any]], dict[str, Any]]
     ) -> Response:
         tenant = ""
         try:
             tenant = tenant_of(self._keys, request)
             # A text costs as much as a prompt's, so it takes a place like one.
-            async with self._source.place(tenant):
+            async with self._models.place(tenant) as place:
                 body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-                answer = await self._source.do(tenant, job, body)
-                return Response(json.dumps(described(tenant, answer)), media_type=JSON)
+                source = await _unless_gone(place.source(body), request.receive)
+                answer = await source.do(tenant, job, body)
+                return Response(json.dumps(described(source.room(tenant), answer)), media_type=JSON)
         except ClientDisconnect:
             raise
         except Exception as error:
-            return _refusal(reply_to_error(error, self._source.log, tenant, _request_id(request)))
+            return _refusal(reply_to_error(error, self._models.log, tenant, _request_id(request)))
 
 
 class _EngineEndpoint(ABC):
     """An endpoint that computes with the engine: an ASGI application that notices when its caller disconnects.
 
     Args:
-        source: Computes the answers.
+        models: Compute the answers.
         keys: The tenants' keys.
-        model: The model's name.
     """
 
-    def __init__(self, source: DecoderSource, keys: ApiKeys, model: str) -> None:
-        self._source, self._keys, self._model = source, keys, model
+    def __init__(self, models: ServedModels, keys: ApiKeys) -> None:
+        self._models, self._keys = models, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         reply = _Reply(send, _request_id(request))
-        await _served(self._source.log, reply, self._serve(request, reply))
+        await _served(self._models.log, reply, self._serve(request, reply))
 
     @abstractmethod
     async def _serve(self, request: Request, reply: "_Reply") -> None:
@@ -349,18 +415,22 @@ class _Responses(_EngineEndpoint):
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        async with self._source.place(tenant):
+        async with self._models.place(tenant) as place:
             body = await reply.read(request)
-            answer = await self._source.read(tenant, body, is_chat=True, job=read_response)
-            submitted = await self._source.submit(tenant, reply.request_id, answer, is_chat=True)
+            async with reply.loading() as on_loading:
+                source = await _unless_gone(place.source(body, on_loading), request.receive)
+                answer = await source.read(tenant, body, is_chat=True, job=read_response)
+                submitted = await source.submit(tenant, reply.request_id, answer, is_chat=True)
+                place.hold(submitted.generations)
         async with _ended_with(submitted.generations, request.receive):
             await self._answer(submitted, answer["response"], reply)
 
     async def _answer(self, submitted: Submitted, said: Mapping[str, Any], reply: "_Reply") -> None:
         asked = submitted.asked
         seed = asked.sampling.seed if asked.is_seed_chosen else None
-        events = ResponseEvents(reply.request_id, self._model, int(time.time()), said, seed)
-        answer = CompletionAnswer(await self._source.tokenizer(), asked, submitted.end_tokens, submitted.generations[0])
+        events = ResponseEvents(reply.request_id, submitted.model, int(time.time()), said, seed)
+        tokenizer = await self._models.tokenizer(submitted.model)
+        answer = CompletionAnswer(tokenizer, asked, submitted.end_tokens, submitted.generations[0])
         if not asked.is_stream:
             await answer.collect()
             for _ in events.add(answer.whole):
@@ -379,7 +449,7 @@ class _Responses(_EngineEndpoint):
                 raise
             except Exception as error:
                 # The head was sent, so the error is an event, in the form of this API.
-                event = events.fail(_known(self._source.log, reply, error))
+                event = events.fail(_known(self._models.log, reply, error))
                 await reply.end(named_event(event["type"], event))
                 return
             for event in events.end(finish, counts_of(submitted, [answer])):
@@ -393,12 +463,13 @@ class _Embeddings(_EngineEndpoint):
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
         # The request keeps its place for as long as it has inputs that are not submitted.
-        async with self._source.place(tenant):
+        async with self._models.place(tenant) as place:
             body = await reply.read(request)
-            answer = await self._source.do(tenant, read_inputs, body)
+            source = await _unless_gone(place.source(body), request.receive)
+            answer = await source.do(tenant, read_inputs, body)
             generations: list[Generation] = []
             async with _ended_with(generations, request.receive):
-                whole = await self._source.embed(tenant, reply.request_id, answer, generations)
+                whole = await source.embed(tenant, reply.request_id, answer, generations)
         await reply.whole(whole)
 
 
@@ -485,9 +556,9 @@ class _Reply:
         Args:
             give_up: Called if the caller does not receive a comment in time; it must make the block end.
         """
-        # Without X-Accel-Buffering, nginx would hold back events until its buffer is full.
-        await self._begin(200, {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        await self._put(COMMENT)
+        if not self.is_begun:
+            await self._begin(200, _STREAM_HEADERS)
+            await self._put(COMMENT)
 
         async def comment() -> None:
             # Events only clear a flag, which is cheaper than reading a clock for each token.
@@ -506,6 +577,26 @@ class _Reply:
         finally:
             commenting.cancel()
             await asyncio.gather(commenting, return_exceptions=True)
+
+    @asynccontextmanager
+    async def loading(self) -> AsyncIterator[Callable[[], None]]:
+        """Yield a callback that begins a stream at once, and sends comments in it until the block ends."""
+        is_over, commenting = asyncio.Event(), list[asyncio.Task[None]]()
+
+        async def comment() -> None:
+            await self._begin(200, _STREAM_HEADERS)
+            while not is_over.is_set():
+                await self._put(LOADING)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SILENCE_S):
+                        await is_over.wait()
+
+        try:
+            yield lambda: commenting.append(asyncio.create_task(comment()))
+        finally:
+            # Not cancelled: the head would be lost if it was being sent. A caller that takes nothing is refused here.
+            is_over.set()
+            await asyncio.gather(*commenting)
 
     async def event(self, body: dict[str, Any], name: str = "") -> None:
         self._is_silent = False
@@ -538,6 +629,20 @@ class _Reply:
     async def _timely(self, message: Message) -> None:
         async with asyncio.timeout(SEND_LIMIT_S):
             await self._send(message)
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Return what some work returns. Raises ClientDisconnect, and cancels it, if the caller disconnects before."""
+    working, gone = asyncio.ensure_future(work), asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 @asynccontextmanager

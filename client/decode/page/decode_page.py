@@ -16,7 +16,7 @@ import hmac
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
@@ -41,6 +41,7 @@ from gpulease.client.decode.page.page_events import EventKind, PageEvents
 from gpulease.client.decode.page.page_history import PageHistory, milliseconds
 from gpulease.client.decode.scheduler.tenant_state import TenantState
 from gpulease.client.decode.supervisor.decoder import Decoder
+from gpulease.client.decode.supervisor.model_pool import ModelPool
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.http.event_stream import json_event
@@ -102,6 +103,7 @@ class PageFeed(DecoderObserver):
         model: The model's name in requests.
         demo: Returns the demonstration's traffic; None if there is none.
         clock: Monotonic seconds.
+        pool: On a server of many models, returns their pool instead of a decoder.
     """
 
     def __init__(
@@ -110,8 +112,9 @@ class PageFeed(DecoderObserver):
         model: str,
         demo: Callable[[], DemoTraffic | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        pool: Callable[[], ModelPool | None] = lambda: None,
     ) -> None:
-        self._decoder, self._demo, self._clock = decoder, demo, clock
+        self._decoder, self._demo, self._clock, self._pool = decoder, demo, clock, pool
         self._model, self._host = model, socket.gethostname()
         self._steps = 0
         self._tokens = Counter[str]()
@@ -172,21 +175,27 @@ class PageFeed(DecoderObserver):
 
     def state(self) -> dict[str, Any]:
         """Return the state, which the page draws, as a JSON object."""
-        decoder, demo, now = self._decoder(), self._demo(), self._clock()
-        # The page is served before the decoder has opened; it then shows no tenants.
-        tenants = {} if decoder is None else dict(list(decoder.scheduler.tenants.items())[:MAX_TENANTS])
+        demo, pool, now = self._demo(), self._pool(), self._clock()
+        # The page is served before a decoder has opened; it then shows no tenants. Of many models' tenants, it shows
+        # the sums.
+        decoders = self.decoders()
+        tenants: dict[str, list[TenantState]] = {}
+        for decoder in decoders:
+            for tenant_id, state in decoder.scheduler.tenants.items():
+                tenants.setdefault(tenant_id, []).append(state)
         rates = self._rates(now)
         texts = {} if demo is None else demo.texts
         shown = []
-        for tenant_id, state in tenants.items():
+        for tenant_id, states in list(tenants.items())[:MAX_TENANTS]:
             text = texts.get(tenant_id)
             # Only the demonstration's texts: those of other requests are their callers'.
             own = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
-            shown.append(self._tenant(tenant_id, state, rates.get(tenant_id, 0.0)) | own)
+            shown.append(self._tenant(tenant_id, states, rates.get(tenant_id, 0.0)) | own)
         return {
             "model": self._model,
             "host": self._host,
-            "serving": decoder is not None and decoder.is_serving,
+            "serving": pool is not None or any(decoder.is_serving for decoder in decoders),
+            "models": [] if pool is None else [{"id": name, **pool.report(name)} for name in pool.specs],
             "steps": self._steps,
             "tokens_s": round(sum(rates.values()), 1),
             "waiting": sum(tenant["waiting"] for tenant in shown),
@@ -196,18 +205,25 @@ class PageFeed(DecoderObserver):
             "events": self._events.shown(now),
         }
 
-    def _tenant(self, tenant_id: str, state: TenantState, rate: float) -> dict[str, Any]:
+    def decoders(self) -> list[Decoder]:
+        """Return the decoders that are open: that of the only model, or those of the pool."""
+        if (pool := self._pool()) is not None:
+            return list(pool.decoders.values())
+        decoder = self._decoder()
+        return [] if decoder is None else [decoder]
+
+    def _tenant(self, tenant_id: str, states: Sequence[TenantState], rate: float) -> dict[str, Any]:
         latency_s = self._latency_s.get(tenant_id)
         return {
             "id": tenant_id,
             "tokens": self._tokens[tenant_id],
             "tokens_s": round(rate, 1),
-            "gpu_s": round(state.gpu_s, 1),
-            "live": len(state.live),
-            "waiting": len(state.waiting),
-            "blocks": state.region_blocks,
-            "blocks_used": state.blocks.used,
-            "blocks_at_most": state.config.max_blocks,
+            "gpu_s": round(sum(state.gpu_s for state in states), 1),
+            "live": sum(len(state.live) for state in states),
+            "waiting": sum(len(state.waiting) for state in states),
+            "blocks": sum(state.region_blocks for state in states),
+            "blocks_used": sum(state.blocks.used for state in states),
+            "blocks_at_most": sum(state.config.max_blocks for state in states),
             "first_token_ms": milliseconds(self._first_token_s.get(tenant_id, ())),
             "refused": self._refused[tenant_id],
             "rebinds": self._rebinds[tenant_id],
@@ -248,8 +264,9 @@ class DecodePage:
     Args:
         decoder: Returns the decoder; None while there is none.
         operator_digest: The sha256 of the operator's key, which the page requires.
-        model: The model's name in requests.
+        model: The model's name in requests; for many, any text.
         demo: Returns the demonstration's traffic; None if there is none.
+        pool: On a server of many models, returns their pool instead of a decoder.
 
     Attributes:
         observer: The observer that the decoder is to call.
@@ -261,9 +278,9 @@ class DecodePage:
         operator_digest: bytes,
         model: str,
         demo: Callable[[], DemoTraffic | None] = lambda: None,
+        pool: Callable[[], ModelPool | None] = lambda: None,
     ) -> None:
-        self.observer = PageFeed(decoder, model, demo)
-        self._decoder = decoder
+        self.observer = PageFeed(decoder, model, demo, pool=pool)
         self._digest = operator_digest
         self._streams = 0
         self._encoded: tuple[float, bytes] = float("-inf"), b""
@@ -331,19 +348,22 @@ class DecodePage:
     async def _revoke(self, request: Request) -> Response:
         if refused := self._refused(request):
             return refused
-        tenant_id, decoder = request.path_params["tenant"], self._decoder()
-        if decoder is None or tenant_id not in decoder.scheduler.tenants:
+        tenant_id = request.path_params["tenant"]
+        decoders = [one for one in self.observer.decoders() if tenant_id in one.scheduler.tenants]
+        if not decoders:
             return _problem(404, "This tenant does not exist.")
-        # Between two regions there is nothing to revoke.
-        pool = decoder.regions.pools.get(tenant_id)
-        if pool is None:
+        # Of many models, each has a region of the tenant. Between two regions there is nothing to revoke.
+        pools = [pool for one in decoders if (pool := one.regions.pools.get(tenant_id)) is not None]
+        if not pools:
             return _problem(409, "The tenant has no region now: another one is being opened.")
         try:
-            await pool.region.revoke(REVOKED_BY)
+            for pool in pools:
+                await pool.region.revoke(REVOKED_BY)
         except GpuLeaseError as error:
             return _problem(409, f"Not revoked: {error}")
         self.observer.revoked_here(tenant_id)
-        return JSONResponse({"tenant": tenant_id, "region": f"{pool.region.lease_id:032x}"}, headers=HEADERS)
+        found = ", ".join(f"{pool.region.lease_id:032x}" for pool in pools)
+        return JSONResponse({"tenant": tenant_id, "region": found}, headers=HEADERS)
 
     def _refused(self, request: Request) -> Response | None:
         found = bearer_digest(request.headers.get("authorization", ""))

@@ -5,6 +5,7 @@ import { follow, keepKey, takeKey } from "./stream.js";
 import { arrange, by, copyOf, drawTenants, number, paint, say } from "./tenants.js";
 
 const events = new Map();
+const models = new Map();
 
 function onState(state) {
   if (state.serving) lamp("live", "Live");
@@ -16,8 +17,28 @@ function onState(state) {
   say(by("total-waiting"), number(state.waiting));
   say(by("total-refused"), number(state.refused));
   say(by("total-steps"), number(state.steps));
+  drawModels(state.models);
   drawTenants(state.tenants);
   drawEvents(state.events);
+}
+
+function drawModels(items) {
+  // A server with one model names it in its title.
+  by("models-section").hidden = items.length === 0;
+  arrange(by("models"), models, items, (model) => model.id, makeModel);
+  for (const model of items) {
+    const element = models.get(model.id);
+    element.dataset.state = model.state;
+    const state = model.engine_lost ? "engine lost" : model.state;
+    say(element.querySelector(".state"), model.reason ? `${state}: ${model.reason}` : state);
+    say(element.querySelector(".use"), `${number(model.in_use)} in use, ${number(model.waiting)} waiting, ${number(model.memory_bytes / 2 ** 20)} MiB`);
+  }
+}
+
+function makeModel(model) {
+  const element = copyOf("model-template");
+  say(element.querySelector(".name"), model.id);
+  return element;
 }
 
 function drawEvents(items) {

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from gpulease.client.decode.decode_errors import ModelRefusal
 from gpulease.protocol.back_off import back_off_s
 
 FIRST_RETRY_S: Final = 1.0
@@ -48,16 +49,6 @@ class ModelState(StrEnum):
 
 _ON_CARD: Final = frozenset({ModelState.LOADING, ModelState.LOADED, ModelState.PARKING, ModelState.RETURNING})
 _IN_HOST: Final = frozenset({ModelState.PARKING, ModelState.PARKED, ModelState.RETURNING})
-
-
-class RefusalReason(StrEnum):
-    """Why a request got no model. The values appear in errors and metrics."""
-
-    UNKNOWN = "unknown"
-    QUEUE_FULL = "queue_full"
-    WAITED_TOO_LONG = "waited_too_long"
-    LOAD_FAILED = "load_failed"
-    STOPPING = "stopping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +142,7 @@ class Refuse:
     """
 
     ticket: int
-    reason: RefusalReason
+    reason: ModelRefusal
     detail: str = ""
     retry_after_s: float | None = None
 
@@ -276,16 +267,16 @@ class ModelResidency:
         """
         found = self.models.get(model)
         if found is None or found.is_removed:
-            return [Refuse(ticket, RefusalReason.UNKNOWN)]
+            return [Refuse(ticket, ModelRefusal.UNKNOWN)]
         if self._is_stopping:
-            return [Refuse(ticket, RefusalReason.STOPPING)]
+            return [Refuse(ticket, ModelRefusal.STOPPING)]
         # A failed model is loaded again only by a request that comes after the back-off.
         if found.state is ModelState.FAILED:
             if now < found.retry_at:
-                return [Refuse(ticket, RefusalReason.LOAD_FAILED, found.reason, found.retry_at - now)]
+                return [Refuse(ticket, ModelRefusal.LOAD_FAILED, found.reason, found.retry_at - now)]
             found.state = ModelState.UNLOADED
         if not found.is_open and len(found.waiting) >= self._limits.max_waiting:
-            return [Refuse(ticket, RefusalReason.QUEUE_FULL)]
+            return [Refuse(ticket, ModelRefusal.QUEUE_FULL)]
         self._order += 1
         found.waiting.append(_Waiting(ticket, self._order, deadline))
         self._tickets[ticket] = model
@@ -395,8 +386,7 @@ class ModelResidency:
 
         Until it is, models may have more memory on the card than `card_bytes`.
         """
-        found = self.models[model]
-        if found.state is not ModelState.PARKED:
+        if (found := self._in(model, ModelState.PARKED)) is None:
             return []
         return [self._unload(found, leaves_card=True), *self._advance(now)]
 
@@ -419,7 +409,7 @@ class ModelResidency:
             terms = models.get(name)
             if terms is None:
                 found.is_removed, found.is_wanted, found.next_terms = True, False, None
-                effects += self._refuse_all(found, RefusalReason.UNKNOWN)
+                effects += self._refuse_all(found, ModelRefusal.UNKNOWN)
                 if found.state in (ModelState.UNLOADED, ModelState.FAILED):
                     del self.models[name]
                 continue
@@ -439,7 +429,7 @@ class ModelResidency:
         effects: list[Effect] = []
         for found in self.models.values():
             found.is_wanted = False
-            effects += self._refuse_all(found, RefusalReason.STOPPING)
+            effects += self._refuse_all(found, ModelRefusal.STOPPING)
         return [*effects, *self._advance(now)]
 
     # --- the time ---
@@ -597,7 +587,7 @@ class ModelResidency:
         wait_s = back_off_s(model.failures, FIRST_RETRY_S, LONGEST_RETRY_S)
         model.state, model.is_wanted, model.awaits_room = ModelState.FAILED, False, False
         model.failures, model.reason, model.retry_at = model.failures + 1, reason, now + wait_s
-        effects = self._refuse_all(model, RefusalReason.LOAD_FAILED, reason, wait_s)
+        effects = self._refuse_all(model, ModelRefusal.LOAD_FAILED, reason, wait_s)
         if model.next_terms is not None:
             model.terms, model.next_terms = model.next_terms, None
         if model.is_removed:
@@ -605,7 +595,7 @@ class ModelResidency:
         return effects
 
     def _refuse_all(
-        self, model: ResidentModel, reason: RefusalReason, detail: str = "", retry_after_s: float | None = None
+        self, model: ResidentModel, reason: ModelRefusal, detail: str = "", retry_after_s: float | None = None
     ) -> list[Effect]:
         refused, model.waiting = model.waiting, deque()
         for one in refused:
@@ -621,7 +611,7 @@ class ModelResidency:
             model.waiting = deque(one for one in model.waiting if one.deadline > now)
             for one in late:
                 self._tickets.pop(one.ticket, None)
-                yield Refuse(one.ticket, RefusalReason.WAITED_TOO_LONG)
+                yield Refuse(one.ticket, ModelRefusal.WAITED_TOO_LONG)
 
     def _check(self, models: Mapping[str, ModelTerms]) -> None:
         for name, terms in models.items():

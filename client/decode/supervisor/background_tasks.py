@@ -26,3 +26,7 @@ class BackgroundTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """Wait until the tasks have ended by themselves. Their errors are dropped."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -88,7 +88,7 @@ class ComputedBy:
     """What a request's output depends on, besides its prompt and its sampling.
 
     Attributes:
-        model: The model's name: the last part of its path.
+        model: The model's name: the last part of its path; on a server of many models, its name in requests.
         model_sha256: Digest of its files (`Checkpoint.sha256`).
         kernels_sha256: Digest of the kernels.
         packed: Whether quantised weights stay packed.
@@ -100,9 +100,9 @@ class ComputedBy:
     packed: bool
 
     @classmethod
-    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
-        """Read the model's files, in a thread. Raises ModelRejected."""
-        name = _text(Path(checkpoint.name).name)
+    async def of(cls, checkpoint: Checkpoint, *, packed: bool = True, name: str = "") -> Self:
+        """Read the model's files, in a thread. `name` is its name in requests. Raises ModelRejected."""
+        name = _text(name or Path(checkpoint.name).name)
         return cls(name, await asyncio.to_thread(checkpoint.sha256), kernels_sha256(), packed)
 
     def note(self) -> dict[str, Any]:

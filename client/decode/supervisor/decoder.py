@@ -75,6 +75,9 @@ DEFAULT_TEXT_PROCESSES: Final = 2
 MAX_TEXT_PROCESSES: Final = 64
 """Most processes that parse texts. Each may take half a GiB, the memory of TextLimits."""
 
+STEP_PAUSE_S: Final = 0.001
+"""Seconds between two checks whether the last step under way has ended, which takes milliseconds."""
+
 DEFAULT_TENANT: Final = "default"
 
 DEFAULT_SEQUENCES: Final = 4
@@ -227,6 +230,7 @@ class Decoder:
         address: str | None = None,
         progress: Callable[[int, int], None] | None = None,
         observers: Sequence[DecoderObserver] = (),
+        is_parkable: bool = False,
     ) -> AsyncIterator[Self]:
         """Acquire a lease, load the model, open each tenant's region; end all of it with the block.
 
@@ -237,12 +241,13 @@ class Decoder:
             address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
             progress: Called with the bytes loaded and the bytes in all.
             observers: Get the decoder's reports.
+            is_parkable: Whether `park` works.
 
         Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
         has the room, and what `GpuBuilder.acquire` raises.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
-        spec = _engine_spec(checkpoint, tuple(tenants), settings)
+        spec = _engine_spec(checkpoint, tuple(tenants), settings, is_parkable=is_parkable)
         # Everything that can be refused without a daemon is checked before the lease is acquired.
         scheduler = ContinuousBatchScheduler(
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
@@ -377,6 +382,8 @@ class Decoder:
             pooling=pooling,
             guide=self._guide_of(tokens, sampling, masks),
         )
+        # A parked engine comes back with the request's first step.
+        self.moves.is_paused = False
         # In the ledger before the scheduler gets it, because the scheduler may end it at once.
         generation = ledger.open(request, self.cancel, now)
         if masks is not None:
@@ -512,6 +519,36 @@ class Decoder:
         """
         await self._supervisor.move(address)
 
+    # --- leaving the card while it is idle ---
+
+    async def park(self) -> int:
+        """Move the engine's memory to the host's memory: the card's bytes are free for other leases.
+
+        No request may be in progress. The next one brings the memory back to the same addresses, and waits for that;
+        tokens are the same as without. Returns how many bytes were moved.
+
+        Raises RequestRejected if a request is in progress, and what `GpuLease.park` raises.
+        """
+        if len(self._ledger):
+            raise RequestRejected("requests are in progress", "Park the decoder when none is")
+        # Steps of cancelled requests: taking their results would bring the memory back.
+        while self.scheduler.unanswered_steps:  # noqa: ASYNC110  # the loop has no event for it
+            await asyncio.sleep(STEP_PAUSE_S)
+        self.moves.is_paused = True
+        try:
+            return await self.engine.lease.park()
+        except BaseException:
+            self.moves.is_paused = False
+            raise
+
+    async def unpark(self) -> None:
+        """Bring the memory back now, before the next request has to wait for it.
+
+        Raises Busy if the card has no room in time, and what the end of the lease raises.
+        """
+        await self.engine.session.sync()
+        self.moves.is_paused = False
+
     # --- its end ---
 
     def check_alive(self) -> None:
@@ -526,7 +563,18 @@ class Decoder:
         await self._supervisor.wait_ended()
 
 
-def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], settings: DecoderSettings) -> EngineSpec:
+def engine_bytes(checkpoint: Checkpoint, tenants: Iterable[TenantConfig], settings: DecoderSettings) -> int:
+    """Return the memory of the lease that a decoder of this model acquires. Raises what `Decoder.open` raises first."""
+    return _engine_spec(checkpoint, tuple(tenants), settings).size_bytes
+
+
+def _engine_spec(
+    checkpoint: Checkpoint,
+    tenants: tuple[TenantConfig, ...],
+    settings: DecoderSettings,
+    *,
+    is_parkable: bool = False,
+) -> EngineSpec:
     """Return the specification of the engine, with the lease's size. Raises what `lease_bytes` raises."""
     # The settings' length, or else the model's context up to the default limit.
     positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
@@ -538,7 +586,14 @@ def _engine_spec(checkpoint: Checkpoint, tenants: tuple[TenantConfig, ...], sett
         pools.append(max(pools))  # While a tenant's sequences move, it has two regions.
     wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
     return EngineSpec(
-        checkpoint, limits, settings.packed, wanted, tenants, settings.region_life_s, is_latency=settings.latency
+        checkpoint,
+        limits,
+        settings.packed,
+        wanted,
+        tenants,
+        settings.region_life_s,
+        is_latency=settings.latency,
+        is_parkable=is_parkable,
     )
 
 

@@ -30,6 +30,9 @@ from gpulease.protocol import Phase
 LEASE_S: Final = 120.0
 """Seconds of the lease, which is renewed for as long as the engine is open."""
 
+PARKABLE_WAIT_S: Final = 5.0
+"""Seconds for which a parkable lease may wait for room: another model has just left the card, or is about to."""
+
 FLEET_LEASE_S: Final = 40.0
 """Seconds of a fleet's lease. If they pass without a renewal, the host counts as dead and another node is used."""
 
@@ -55,6 +58,7 @@ class EngineSpec:
         tenants: The tenants, each with a region.
         region_life_s: Seconds of a region; None: regions are renewed.
         is_latency: Whether the lease is of the latency class.
+        is_parkable: Whether the lease can be parked.
     """
 
     checkpoint: Checkpoint
@@ -64,6 +68,7 @@ class EngineSpec:
     tenants: tuple[TenantConfig, ...]
     region_life_s: float | None = None
     is_latency: bool = False
+    is_parkable: bool = False
 
 
 class EngineUser(Protocol):
@@ -148,6 +153,9 @@ class ServingEngine:
             builder = GpuBuilder(address).min_vram(spec.size_bytes).lease_secs(lease_s).regions_required()
             if spec.is_latency:
                 builder.latency()
+            if spec.is_parkable:
+                # For the return of a parked engine, too, which finds the card full for a moment.
+                builder.parkable().timeout(PARKABLE_WAIT_S)
             lease = await stack.enter_async_context(builder.acquire())
             # Renewed from the start, because loading a large model may take longer than the lease.
             stack.push_async_callback(stop_renewal, lease.keep_alive(lose))

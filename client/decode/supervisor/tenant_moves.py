@@ -78,10 +78,12 @@ class TenantMoves:
 
     Attributes:
         count: How often a tenant's sequences moved to another region.
+        is_paused: Whether `watch` leaves regions alone, because the engine is parked: any copy would bring it back.
     """
 
     def __init__(self, user: MovesUser) -> None:
         self.count = 0
+        self.is_paused = False
         self._user = user
         self._saved: dict[str, _Saved] = {}
         # One move at a time: each copies at the card's full speed, and needs room for a second region.
@@ -187,6 +189,8 @@ class TenantMoves:
             # Sleep until the first region is due to be left, but look at ended ones every LOOK_S.
             pause_s = min(left_s, default=LOOK_S) - regions.move_before_s
             await asyncio.sleep(min(max(pause_s, SHORTEST_LOOK_S), LOOK_S))
+            if self.is_paused:
+                continue
             # Renewals failed, or regions have a fixed life: leave before the end, while a copy is still possible.
             for tenant_id in regions.ending():
                 try:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from gpulease.client.decode.decode_errors import ModelRefusal
 from gpulease.client.decode.scheduler.model_residency import (
     Admit,
     Effect,
@@ -15,7 +16,6 @@ from gpulease.client.decode.scheduler.model_residency import (
     ModelState,
     ModelTerms,
     Park,
-    RefusalReason,
     Refuse,
     ResidencyLimits,
     Return,
@@ -56,7 +56,7 @@ def test_preloaded_models_are_loaded_at_the_start() -> None:
 
 
 def test_a_name_that_is_unknown_is_refused() -> None:
-    assert pool(1).request(1, "z", 0.0, LATE) == [Refuse(1, RefusalReason.UNKNOWN)]
+    assert pool(1).request(1, "z", 0.0, LATE) == [Refuse(1, ModelRefusal.UNKNOWN)]
 
 
 def test_the_model_used_least_recently_makes_room_and_comes_back_from_the_host() -> None:
@@ -159,12 +159,12 @@ def test_a_node_that_parks_nothing_has_its_models_unloaded() -> None:
 def test_a_failed_load_is_tried_again_by_a_request_after_a_longer_pause_each_time() -> None:
     models = pool(1)
     models.request(1, "a", 0.0, LATE)
-    assert models.load_failed("a", "broken", 1.0) == [Refuse(1, RefusalReason.LOAD_FAILED, "broken", 1.0)]
-    assert models.request(2, "a", 1.5, LATE) == [Refuse(2, RefusalReason.LOAD_FAILED, "broken", 0.5)]
+    assert models.load_failed("a", "broken", 1.0) == [Refuse(1, ModelRefusal.LOAD_FAILED, "broken", 1.0)]
+    assert models.request(2, "a", 1.5, LATE) == [Refuse(2, ModelRefusal.LOAD_FAILED, "broken", 0.5)]
     assert models.tick(100.0) == []
     assert models.models["a"].state is ModelState.FAILED
     assert models.request(3, "a", 100.0, LATE) == [Load("a")]
-    assert models.load_failed("a", "broken", 100.0) == [Refuse(3, RefusalReason.LOAD_FAILED, "broken", 2.0)]
+    assert models.load_failed("a", "broken", 100.0) == [Refuse(3, ModelRefusal.LOAD_FAILED, "broken", 2.0)]
     assert models.request(4, "a", 102.0, LATE) == [Load("a")]
     assert models.loaded("a", 103.0) == [Admit(4)]
 
@@ -176,7 +176,7 @@ def test_a_load_that_the_daemon_has_no_room_for_takes_a_parked_model_s_place() -
     models.parked("a", 6.0)
     assert models.load_failed("b", "full", 7.0, is_for_room=True) == [Unload("a")]
     assert models.unloaded("a", 7.0) == [Load("b")]
-    assert models.load_failed("b", "full", 8.0, is_for_room=True) == [Refuse(2, RefusalReason.LOAD_FAILED, "full", 1.0)]
+    assert models.load_failed("b", "full", 8.0, is_for_room=True) == [Refuse(2, ModelRefusal.LOAD_FAILED, "full", 1.0)]
 
 
 def test_a_parked_model_that_can_t_return_is_loaded_again() -> None:
@@ -194,9 +194,9 @@ def test_a_full_queue_and_a_long_wait_are_refused() -> None:
     models = pool(1, max_waiting=2)
     models.request(1, "a", 0.0, 3.0)
     models.request(2, "a", 0.0, LATE)
-    assert models.request(3, "a", 0.0, LATE) == [Refuse(3, RefusalReason.QUEUE_FULL)]
+    assert models.request(3, "a", 0.0, LATE) == [Refuse(3, ModelRefusal.QUEUE_FULL)]
     assert models.next_deadline(0.0) == pytest.approx(3.0)
-    assert models.tick(3.0) == [Refuse(1, RefusalReason.WAITED_TOO_LONG)]
+    assert models.tick(3.0) == [Refuse(1, ModelRefusal.WAITED_TOO_LONG)]
     assert models.loaded("a", 4.0) == [Admit(2)]
 
 
@@ -206,7 +206,7 @@ def test_a_model_that_ended_by_a_fault_counts_as_failed() -> None:
     models.request(2, "a", 1.0, LATE)
     assert models.ended("a", "fault", 2.0) == [Unload("a")]
     assert models.request(3, "a", 2.0, LATE) == []
-    assert models.unloaded("a", 2.0) == [Refuse(3, RefusalReason.LOAD_FAILED, "fault", 1.0)]
+    assert models.unloaded("a", 2.0) == [Refuse(3, ModelRefusal.LOAD_FAILED, "fault", 1.0)]
     assert models.release(2, 3.0) == []
     assert models.request(4, "a", 3.0, LATE) == [Load("a")]
 
@@ -227,7 +227,7 @@ def test_a_reload_adds_removes_and_changes_models_while_they_serve() -> None:
     load(models, "b", 2, 0.0)
     # a goes after its last request; b is loaded again, because its settings differ; c is new.
     assert models.change({"b": ModelTerms(1, version=2), "c": ModelTerms(1)}, 1.0) == [Unload("b")]
-    assert models.request(3, "a", 1.0, LATE) == [Refuse(3, RefusalReason.UNKNOWN)]
+    assert models.request(3, "a", 1.0, LATE) == [Refuse(3, ModelRefusal.UNKNOWN)]
     assert models.request(4, "b", 1.0, LATE) == []
     assert models.unloaded("b", 2.0) == [Load("b")]
     assert models.loaded("b", 2.0) == [Admit(4)]
@@ -245,8 +245,8 @@ def test_a_drain_refuses_what_waits_and_lets_the_rest_end() -> None:
     models.request(1, "a", 0.0, LATE)
     models.loaded("a", 0.0)
     models.request(2, "b", 1.0, LATE)
-    assert models.drain(2.0) == [Refuse(2, RefusalReason.STOPPING)]
-    assert models.request(3, "a", 2.0, LATE) == [Refuse(3, RefusalReason.STOPPING)]
+    assert models.drain(2.0) == [Refuse(2, ModelRefusal.STOPPING)]
+    assert models.request(3, "a", 2.0, LATE) == [Refuse(3, ModelRefusal.STOPPING)]
     assert models.release(1, 9.0) == []
 
 

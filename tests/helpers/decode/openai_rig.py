@@ -18,6 +18,7 @@ from gpulease.client.decode.openai.completion_intake import DecoderSource
 from gpulease.client.decode.openai.fronts.front_messages import Welcome
 from gpulease.client.decode.openai.fronts.front_server import fronts
 from gpulease.client.decode.openai.openai_server import make_openai_application
+from gpulease.client.decode.openai.served_models import OneModel
 from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
 from helpers.daemon import Daemon
 
@@ -106,8 +107,9 @@ def openai_rig(
                     known = known_hosts(sock, (), cors)
                     if http_processes:
                         source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS)
-                        welcome = Welcome(str(model), MODEL, keys.digests, (), tuple(cors), 5.0)
-                        sock = await stack.enter_async_context(fronts(http_processes, sock, source, welcome))
+                        models = OneModel(decoder, source, str(model))
+                        welcome = Welcome(str(model), keys.digests, (), tuple(cors), 5.0)
+                        sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
                     await serve_within(app, sock, known=known, stop_s=5, began=began)
 
     def body() -> None:

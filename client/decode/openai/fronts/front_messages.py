@@ -7,7 +7,7 @@ is decoded by its declaration or refused as a whole.
       <- Welcome                              what a front needs to know
       -> FrontReady                           it accepts connections
       -> TakePlace(number, tenant)            <- Placed | FrontRefused
-      -> Begin(number, body, ...)             <- Begun | FrontRefused
+      -> Begin(number, body, ...)             <- [Loading] Begun | FrontRefused
                                               <- Step(...)    tokens and ends, one message a step
       -> Cancel(number, sequence), Drop(number)
 
@@ -46,12 +46,22 @@ class TakePlace(msgspec.Struct, tag="take_place", frozen=True):
 
 
 class Begin(msgspec.Struct, tag="begin", frozen=True):
-    """The body of a request that has a place."""
+    """The body of a request that has a place.
+
+    Attributes:
+        number: The request.
+        body: The body.
+        is_chat: Whether it is a chat's.
+        request_id: The request's id.
+        model, is_stream: What the front read of the body, on a server of many models.
+    """
 
     number: int
     body: bytes
     is_chat: bool
     request_id: str
+    model: str = ""
+    is_stream: bool = False
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -75,8 +85,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """What a front needs to know.
 
     Attributes:
-        model_path: The model, for its tokenizer.
-        model: Its name in requests.
+        model_path: The only model, for its tokenizer; "" on a server of many, where `Begun` has it.
         tenant_keys: The sha256 of each tenant's key, by tenant.
         host_names: Further names of the server.
         cors_origins: Origins of pages that may call it from a browser.
@@ -85,7 +94,6 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """
 
     model_path: str
-    model: str
     tenant_keys: dict[str, bytes]
     host_names: tuple[str, ...]
     cors_origins: tuple[str, ...]
@@ -95,6 +103,12 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):
     """The request may read its body."""
+
+    number: int
+
+
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """The model of a request for a stream is being loaded: its caller gets comments meanwhile."""
 
     number: int
 
@@ -128,12 +142,16 @@ class Begun(msgspec.Struct, tag="begun", frozen=True):
         answer: What the text process made of its body, as `text_jobs.packed` packs it.
         sequences: Its sequences.
         end_tokens: The tokens that end them.
+        model: The model's name.
+        model_path: The model's files, for its tokenizer.
     """
 
     number: int
     answer: bytes
     sequences: tuple[Sequence, ...]
     end_tokens: tuple[int, ...]
+    model: str
+    model_path: str
 
 
 class FrontToken(msgspec.Struct, frozen=True, array_like=True):
@@ -175,7 +193,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
 
 FromFront = TakePlace | Begin | Cancel | Drop | FrontReady
-ToFront = Welcome | Placed | FrontRefused | Begun | Step
+ToFront = Welcome | Placed | Loading | FrontRefused | Begun | Step
 
 Message = TypeVar("Message")
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -27,8 +27,33 @@ from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
 from gpulease.client.decode.openai.openai_server import OpenAiFace, browsers_of, completion_routes
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
 
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+MAX_TOKENIZERS: Final = 16
+"""Most tokenizers that a front keeps. Each may take some 100 MB, and models come and go."""
+
 LOST: Final = 1
 """Exit status of a front after its decoder's process has ended."""
+
+
+class Tokenizers:
+    """The tokenizers of models' files, each loaded in a thread when it is first needed."""
+
+    def __init__(self) -> None:
+        # By path, the one used least recently first.
+        self._loads: dict[str, asyncio.Future[Tokenizer]] = {}
+
+    async def of(self, path: str) -> "Tokenizer":
+        """Return the tokenizer of a model's files. Raises ModelRejected."""
+        load = self._loads.pop(path, None)
+        if load is None or (load.done() and load.exception() is not None):
+            load = asyncio.ensure_future(asyncio.to_thread(lambda: open_model(path).tokenizer()))
+        self._loads[path] = load
+        if len(self._loads) > MAX_TOKENIZERS:
+            del self._loads[next(iter(self._loads))]
+        # One load serves all callers, so a caller that is cancelled must not cancel it.
+        return await asyncio.shield(load)
 
 
 async def serve_front(control: socket.socket, listening: socket.socket) -> None:
@@ -38,10 +63,12 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     welcome = await read_to_front(reader)
     if not isinstance(welcome, Welcome):
         raise FrontProtocolError("the first message must be Welcome")
-    # The tokenizer takes a while, and no connection is accepted meanwhile.
-    tokenizer = await asyncio.to_thread(open_model(welcome.model_path).tokenizer)
-    source = FrontSource(reader, writer, tokenizer)
-    face = OpenAiFace(source, distinct_keys(welcome.tenant_keys), welcome.model)
+    tokenizers = Tokenizers()
+    if welcome.model_path:
+        # The tokenizer takes a while, and no connection is accepted meanwhile.
+        await tokenizers.of(welcome.model_path)
+    source = FrontSource(reader, writer, tokenizers.of, has_many=not welcome.model_path)
+    face = OpenAiFace(source, distinct_keys(welcome.tenant_keys))
     # All else is the decoder's process's: the page, metrics, health, the model's description.
     own = [*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))]
     app = Starlette(routes=own, middleware=browsers_of(welcome.cors_origins))

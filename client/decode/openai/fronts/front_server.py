@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from gpulease.client.decode.openai.completion_intake import DecoderSource, Submitted, reply_to_error
+from gpulease.client.decode.openai.completion_intake import Submitted, reply_to_error
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
     Begun,
@@ -29,6 +29,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     FrontReady,
     FrontRefused,
     FrontToken,
+    Loading,
     Placed,
     Reuse,
     Sequence,
@@ -39,6 +40,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     frame,
     read_from_front,
 )
+from gpulease.client.decode.openai.served_models import RequestPlace, Route, ServedModels
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.text.text_jobs import packed
 from gpulease.client.errors import GpuLeaseError
@@ -69,6 +71,7 @@ class _FrontRequest:
 
     tenant: str
     place: AsyncExitStack
+    taken: RequestPlace
     request_id: str = ""
     task: "asyncio.Task[None] | None" = None
     generations: "dict[int, Generation]" = field(default_factory=dict)
@@ -78,12 +81,12 @@ class FrontConnection:
     """One front's requests. Its owner passes messages in, and calls `close` at the end.
 
     Args:
-        source: Computes completions.
+        models: Compute completions.
         send: Sends a message to the front.
     """
 
-    def __init__(self, source: DecoderSource, send: Callable[[ToFront], None]) -> None:
-        self._source, self._send = source, send
+    def __init__(self, models: ServedModels, send: Callable[[ToFront], None]) -> None:
+        self._models, self._send = models, send
         self._requests: dict[int, _FrontRequest] = {}
         self._last_number = 0
         # Sequences with something to take, in the order in which it came; sent together at the end of this turn of the
@@ -116,34 +119,36 @@ class FrontConnection:
 
     async def _take_place(self, message: TakePlace) -> None:
         # Numbers rise, so one message can't take over another request's state.
-        if message.number <= self._last_number or not self._source.has_tenant(message.tenant):
+        if message.number <= self._last_number or not self._models.has_tenant(message.tenant):
             raise FrontProtocolError(f"request {message.number} of {message.tenant!r} can't begin")
         if len(self._requests) >= MAX_CONNECTIONS:
             raise FrontProtocolError(f"more than {MAX_CONNECTIONS} requests at a time")
         self._last_number = message.number
         place = AsyncExitStack()
         try:
-            await place.enter_async_context(self._source.place(message.tenant))
+            taken = await place.enter_async_context(self._models.place(message.tenant))
         except Exception as error:
             self._refuse(message.number, error, message.tenant, "")
             return
-        self._requests[message.number] = _FrontRequest(message.tenant, place)
+        self._requests[message.number] = _FrontRequest(message.tenant, place, taken)
         self._send(Placed(message.number))
 
     async def _begin(self, request: _FrontRequest, message: Begin) -> None:
         try:
             # The same two steps as next to the decoder, with the answer in between, which the front needs, too.
             async with request.place:
-                answer = await self._source.read(request.tenant, message.body, is_chat=message.is_chat)
-                submitted = await self._source.submit(
-                    request.tenant, message.request_id, answer, is_chat=message.is_chat
-                )
+                route = Route(message.model or None, message.is_stream)
+                source = await request.taken.source(message.body, lambda: self._send(Loading(message.number)), route)
+                answer = await source.read(request.tenant, message.body, is_chat=message.is_chat)
+                submitted = await source.submit(request.tenant, message.request_id, answer, is_chat=message.is_chat)
+                request.taken.hold(submitted.generations)
         except Exception as error:
             self._requests.pop(message.number, None)
             self._refuse(message.number, error, request.tenant, message.request_id)
             return
         request.generations = dict(enumerate(submitted.generations))
-        self._send(_begun(message.number, packed(answer), submitted))
+        path = self._models.path_of(submitted.model)
+        self._send(_begun(message.number, packed(answer), submitted, path))
         # Behind Begun: some may have tokens already.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)
@@ -186,7 +191,7 @@ class FrontConnection:
         reason = None if generation.reason is None else generation.reason.value
         if generation.error is None:
             return End(number, sequence, reason, None)
-        known = reply_to_error(generation.error, self._source.log, request.tenant, request.request_id)
+        known = reply_to_error(generation.error, self._models.log, request.tenant, request.request_id)
         return End(number, sequence, reason, known.parts)
 
     async def _drop(self, number: int) -> None:
@@ -202,17 +207,17 @@ class FrontConnection:
             generation.cancel()
 
     def _refuse(self, number: int, error: Exception, tenant: str, request_id: str) -> None:
-        known = reply_to_error(error, self._source.log, tenant, request_id)
+        known = reply_to_error(error, self._models.log, tenant, request_id)
         self._send(FrontRefused(number, known.parts))
 
 
-def _begun(number: int, answer: bytes, submitted: Submitted) -> Begun:
+def _begun(number: int, answer: bytes, submitted: Submitted, path: str) -> Begun:
     # The sequences are in the order of their prompts, as many for each.
     sequences = tuple(
         Sequence(place // submitted.asked.tries, its.sampling.seed, its.max_emitted_tokens)
         for place, its in enumerate(generation.request for generation in submitted.generations)
     )
-    return Begun(number, answer, sequences, tuple(submitted.end_tokens))
+    return Begun(number, answer, sequences, tuple(submitted.end_tokens), submitted.model, path)
 
 
 def _token(number: int, sequence: int, emitted: Emitted) -> FrontToken:
@@ -232,7 +237,7 @@ def _token(number: int, sequence: int, emitted: Emitted) -> FrontToken:
 
 @asynccontextmanager
 async def fronts(
-    count: int, sock: socket.socket, source: DecoderSource, welcome: Welcome
+    count: int, sock: socket.socket, models: ServedModels, welcome: Welcome
 ) -> AsyncIterator[socket.socket]:
     """Serve HTTP in `count` processes until the block ends. They accept connections when the block begins.
 
@@ -241,7 +246,7 @@ async def fronts(
     Args:
         count: The number of processes.
         sock: The listening socket, which all of them accept from.
-        source: Computes completions.
+        models: Compute completions.
         welcome: What the fronts need to know, but for `inner_path`.
 
     Yields the listening socket on which this process must serve what the fronts pass on. Raises FrontsFailed if one of
@@ -251,13 +256,13 @@ async def fronts(
     with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
         path = f"{folder}/inner.sock"
         with listening(f"unix:{path}") as (inner, _):
-            async with _processes(count, sock, source, msgspec.structs.replace(welcome, inner_path=path)):
+            async with _processes(count, sock, models, msgspec.structs.replace(welcome, inner_path=path)):
                 yield inner
 
 
 @asynccontextmanager
-async def _processes(count: int, sock: socket.socket, source: DecoderSource, welcome: Welcome) -> AsyncIterator[None]:
-    running = [_Front(sock, source, welcome) for _ in range(count)]
+async def _processes(count: int, sock: socket.socket, models: ServedModels, welcome: Welcome) -> AsyncIterator[None]:
+    running = [_Front(sock, models, welcome) for _ in range(count)]
     tasks = [asyncio.create_task(front.run()) for front in running]
     try:
         try:
@@ -279,9 +284,9 @@ async def _processes(count: int, sock: socket.socket, source: DecoderSource, wel
 class _Front:
     """One front: its process, and the next one if it ends."""
 
-    def __init__(self, sock: socket.socket, source: DecoderSource, welcome: Welcome) -> None:
+    def __init__(self, sock: socket.socket, models: ServedModels, welcome: Welcome) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sock, self._source, self._welcome = sock, source, welcome
+        self._sock, self._models, self._welcome = sock, models, welcome
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
 
@@ -304,7 +309,7 @@ class _Front:
             if not self.started.done():
                 self.started.set_exception(FrontsFailed("a front ended before it accepted connections"))
                 return
-            self._source.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
+            self._models.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
             # One that served for a while is not one that can't start.
             if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
                 failures = 0
@@ -328,12 +333,12 @@ class _Front:
                 return
             # Never wait for a front: the step loop runs in this process.
             if writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-                self._source.log.error("front_reads_nothing", unread_bytes=writer.transport.get_write_buffer_size())
+                self._models.log.error("front_reads_nothing", unread_bytes=writer.transport.get_write_buffer_size())
                 writer.transport.abort()
                 return
             writer.write(frame(message))
 
-        connection = FrontConnection(self._source, send)
+        connection = FrontConnection(self._models, send)
         try:
             send(self._welcome)
             while (message := await read_from_front(reader)) is not None:
@@ -343,7 +348,7 @@ class _Front:
                 else:
                     await connection.receive(message)
         except FrontProtocolError as error:
-            self._source.log.failure("front_protocol", error)
+            self._models.log.failure("front_protocol", error)
         finally:
             # Whatever ended the connection: without it the process is of no use.
             if not self._is_stopping:

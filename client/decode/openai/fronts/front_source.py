@@ -1,7 +1,7 @@
 """A front's side of the socket pair: completions are computed in the decoder's process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     FrontProtocolError,
     FrontRefused,
     FrontToken,
+    Loading,
     Placed,
     Step,
     TakePlace,
@@ -27,6 +28,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     read_to_front,
 )
 from gpulease.client.decode.openai.prompt_job import completion_of
+from gpulease.client.decode.openai.served_models import Route, route_of
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.text.text_jobs import unpacked
 
@@ -37,21 +39,36 @@ if TYPE_CHECKING:
 class FrontSource:
     """A CompletionSource of which the decoder is in another process.
 
+    Args:
+        reader, writer: The connection.
+        tokenizer: Loads the tokenizer of a model's path, in a thread.
+        has_many: Whether the server has many models, which bodies name.
+
     Attributes:
         log: Where the front logs.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokenizer: "Tokenizer") -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        tokenizer: "Callable[[str], Awaitable[Tokenizer]]",
+        *,
+        has_many: bool,
+    ) -> None:
         self.log = DecodeLog()
-        self._reader, self._writer, self._tokenizer = reader, writer, tokenizer
+        self._reader, self._writer, self._load, self._has_many = reader, writer, tokenizer, has_many
+        # By model: the path of the last request's. A reload may change it.
+        self._paths: dict[str, str] = {}
+        self._on_loading: dict[int, Callable[[], None]] = {}
         self._number = 0
         # By request: who waits for the next message about it.
         self._waiters: dict[int, asyncio.Future[Placed | Submitted]] = {}
         self._generations: dict[tuple[int, int], Generation] = {}
         self._tenants: dict[int, tuple[str, str]] = {}
 
-    async def tokenizer(self) -> "Tokenizer":
-        return self._tokenizer
+    async def tokenizer(self, model: str) -> "Tokenizer":
+        return await self._load(self._paths[model])
 
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[QueuePlace]:
@@ -66,13 +83,26 @@ class FrontSource:
             self._send(Drop(number))
             raise
 
-    async def begin(self, number: int, tenant: str, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
+    async def begin(
+        self,
+        number: int,
+        tenant: str,
+        body: bytes,
+        request_id: str,
+        *,
+        is_chat: bool,
+        on_loading: Callable[[], None],
+    ) -> Submitted:
         """Have a request's sequences submitted. Raises ApiError."""
-        self._tenants[number] = tenant, request_id
+        # Read here, because a large body takes milliseconds, in which no step could be planned there.
+        route = route_of(body) if self._has_many else Route()
+        self._tenants[number], self._on_loading[number] = (tenant, request_id), on_loading
+        message = Begin(number, body, is_chat, request_id, route.model or "", bool(route.stream))
         try:
-            begun = await self._request(number, Begin(number, body, is_chat, request_id))
+            begun = await self._request(number, message)
         finally:
             self._tenants.pop(number, None)
+            self._on_loading.pop(number, None)
         if not isinstance(begun, Submitted):
             raise FrontProtocolError(f"request {number} got a place twice")
         return begun
@@ -99,6 +129,9 @@ class FrontSource:
                 if generation := self._generations.pop((end.number, end.sequence), None):
                     reason = CompletionReason.ENGINE_ERROR if end.reason is None else CompletionReason(end.reason)
                     generation.end(reason, None if end.error is None else ApiError(*end.error))
+        elif isinstance(message, Loading):
+            if on_loading := self._on_loading.pop(message.number, None):
+                on_loading()
         elif isinstance(message, FrontRefused):
             waiter = self._waiters.pop(message.number, None)
             if waiter is not None and not waiter.done():
@@ -127,7 +160,8 @@ class FrontSource:
 
             generation = self._generations[key] = Generation(request, cancel)
             generations.append(generation)
-        return Submitted(asked, prompts, generations, frozenset(begun.end_tokens))
+        self._paths[begun.model] = begun.model_path
+        return Submitted(begun.model, asked, prompts, generations, frozenset(begun.end_tokens))
 
     async def _request(self, number: int, message: TakePlace | Begin) -> Placed | Submitted:
         waiter: asyncio.Future[Placed | Submitted] = asyncio.get_running_loop().create_future()
@@ -146,8 +180,12 @@ class _FrontPlace:
     def __init__(self, source: FrontSource, number: int, tenant: str) -> None:
         self._source, self._number, self._tenant = source, number, tenant
 
-    async def begin(self, body: bytes, request_id: str, *, is_chat: bool) -> Submitted:
-        return await self._source.begin(self._number, self._tenant, body, request_id, is_chat=is_chat)
+    async def begin(
+        self, body: bytes, request_id: str, *, is_chat: bool, on_loading: Callable[[], None] = lambda: None
+    ) -> Submitted:
+        return await self._source.begin(
+            self._number, self._tenant, body, request_id, is_chat=is_chat, on_loading=on_loading
+        )
 
 
 def _emitted(token: FrontToken) -> Emitted:

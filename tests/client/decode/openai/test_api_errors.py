@@ -6,7 +6,7 @@ from typing import Any, Final
 import pytest
 
 from gpulease.client.decode import decode_errors as errors
-from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, DecodeError
+from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, DecodeError, ModelRefusal
 from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent
 from gpulease.client.decode.openai.api_errors import FINISHES, ApiError, api_error_of
 from gpulease.client.decode.supervisor.request_ledger import error_of
@@ -35,9 +35,19 @@ ADMISSION: Final[dict[AdmissionReason, tuple[int, str, bool]]] = {
 }
 """Of each refusal: status, code, and whether there is a Retry-After."""
 
+MODELS: Final[dict[ModelRefusal, tuple[int, str, bool]]] = {
+    ModelRefusal.UNKNOWN: (404, "model_not_found", False),
+    ModelRefusal.QUEUE_FULL: (503, "model_queue_full", True),
+    ModelRefusal.WAITED_TOO_LONG: (503, "model_loading", True),
+    ModelRefusal.LOAD_FAILED: (503, "model_failed", True),
+    ModelRefusal.STOPPING: (503, "stopping", True),
+}
+"""Of each model that is not there: status, code, and whether there is a Retry-After."""
+
 ERRORS: Final[dict[type[GpuLeaseError], tuple[int, str, bool, bool]]] = {
     errors.RequestRejected: (400, "request_rejected", False, True),
     errors.TextNotRead: (400, "text_not_read", False, True),
+    errors.UnknownModel: (404, "model_not_found", False, True),
     errors.GrammarRefused: (400, "grammar_refused", False, True),
     errors.TextProcessesFailed: (503, "texts_unavailable", True, False),
     errors.RequestIdInUse: (409, "request_id_in_use", False, True),
@@ -96,6 +106,12 @@ def test_every_refusal_has_its_status(reason: AdmissionReason, kind: type[errors
     assert "why" in reply.message
 
 
+@pytest.mark.parametrize("reason", ModelRefusal)
+def test_every_model_that_is_not_there_has_its_status(reason: ModelRefusal) -> None:
+    reply = replied(errors.ModelUnavailable("why", reason))
+    assert (reply.status, reply.code, "Retry-After" in reply.headers()) == MODELS[reason]
+
+
 def test_the_seconds_of_a_refusal_are_retry_after_s() -> None:
     reply = replied(errors.AdmissionRefused(AdmissionReason.REBIND_LIMITED, "why", 2.5))
     assert reply.headers()["Retry-After"] == "3"
@@ -103,7 +119,7 @@ def test_the_seconds_of_a_refusal_are_retry_after_s() -> None:
 
 
 def test_the_table_has_every_error_of_the_decoder() -> None:
-    of_table = {*ERRORS, errors.AdmissionRefused, errors.WaitedTooLong}
+    of_table = {*ERRORS, errors.AdmissionRefused, errors.WaitedTooLong, errors.ModelUnavailable}
     assert {kind for kind in kinds(DecodeError) if kind.__module__ == errors.__name__} <= of_table
 
 

@@ -13,6 +13,7 @@ from gpulease.client.decode.openai.decode_settings import (
     DecodeSettings,
     load_decode_settings,
 )
+from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
 from gpulease.client.errors import InvalidRequest
 
 KEY = "0123456789abcdef"
@@ -101,6 +102,62 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        loaded(tmp_path, text)
+
+
+MANY = """
+[pool]
+memory = "2GiB"
+parked_memory = "4GiB"
+min_stay_secs = 2
+[engine]
+max_rows = 8
+wait_secs = 3
+[models.small]
+model = "small"
+preload = true
+[models.large]
+model = "/models/large.gguf"
+engine = { max_rows = 16, chat_tokens = 9 }
+"""
+
+
+def test_many_models_have_settings_and_tenants_of_their_own(tmp_path: Path) -> None:
+    bob = TENANT.replace("ann", "bob").replace("ab" * 32, "cd" * 32) + 'models = ["small"]\n'
+    settings = loaded(tmp_path, MANY + TENANT + bob)
+    small, large = settings.models["small"], settings.models["large"]
+    assert (small.path, large.path) == (tmp_path / "small", Path("/models/large.gguf"))
+    assert (small.is_preloaded, large.is_preloaded) == (True, False)
+    assert (small.settings.max_rows, large.settings.max_rows) == (8, 16)
+    # What a model does not replace is that of [engine].
+    assert (small.wait_s, large.wait_s, large.chat_tokens) == (3, 3, 9)
+    assert [[tenant.id for tenant in one.tenants] for one in (small, large)] == [["ann", "bob"], ["ann"]]
+    assert settings.pool is not None
+    assert settings.pool.limits() == ResidencyLimits(2 << 30, 4 << 30, 2.0, None, 256)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MODEL + MANY + TENANT, "model and [models.NAME] can't both be given"),
+        (MANY.partition("[models")[0] + TENANT, "model must be given, or tables [models.NAME]"),
+        (MANY.replace("[pool]", "[poo]") + TENANT, "there is no setting poo; did you mean 'pool'"),
+        (MANY.partition("[engine]")[2].join(["[engine]", ""]) + TENANT, "[pool] must be given with [models.NAME]"),
+        ('name = "x"\n' + MANY + TENANT, "name can't be given with [models.NAME]"),
+        (
+            MANY.replace("small]", '"a b"]') + TENANT,
+            "a model's name must be 1 to 64 letters, digits and .-_, not 'a b'",
+        ),
+        (MANY + TENANT + 'models = ["z"]\n', "tenants.ann.models: there is no [models.z]"),
+        (MANY + TENANT + 'models = ["small"]\n', "no tenant may use the model large"),
+        (MANY + TENANT + "models = 5\n", "tenants.ann.models must be a list of the names of models, not 5"),
+        (MANY.replace("max_rows = 16", "rows = 1") + TENANT, "there is no setting models.large.engine.rows"),
+        (MANY.replace('"2GiB"', '"2 loaves"') + TENANT, "pool.memory"),
+        (MODEL + "models = {}\n" + TENANT, "models must be 1 to 256 tables [models.NAME]"),
+    ],
+)
+def test_a_mistake_about_many_models_is_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         loaded(tmp_path, text)
 

@@ -27,6 +27,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     frame,
     read_from_front,
 )
+from gpulease.client.decode.openai.served_models import OneModel
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
 from helpers.waiting import wait_until
@@ -146,8 +147,8 @@ def test_what_a_front_never_sends_ends_its_connection(
     sent: list[Any] = []
 
     async def receive() -> None:
-        source = DecoderSource(fronted.decoder, MODEL, 0.0, 8)
-        connection = front_server.FrontConnection(source, sent.append)
+        models = OneModel(fronted.decoder, DecoderSource(fronted.decoder, MODEL, 0.0, 8))
+        connection = front_server.FrontConnection(models, sent.append)
         try:
             for message in messages:
                 await connection.receive(message)
@@ -161,8 +162,8 @@ def test_what_a_front_never_sends_ends_its_connection(
 
 def test_messages_about_requests_that_are_over_do_nothing(fronted: OpenAiRig) -> None:
     async def receive() -> None:
-        source = DecoderSource(fronted.decoder, MODEL, 0.0, 8)
-        connection = front_server.FrontConnection(source, lambda _: None)
+        models = OneModel(fronted.decoder, DecoderSource(fronted.decoder, MODEL, 0.0, 8))
+        connection = front_server.FrontConnection(models, lambda _: None)
         for message in (Cancel(9, 0), Drop(9), TakePlace(1, "ann"), Drop(1), Cancel(1, 0), Drop(1)):
             await connection.receive(message)
 

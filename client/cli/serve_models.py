@@ -1,0 +1,147 @@
+"""`gpulease serve decode` with many models: opens their pool, serves, and applies changed settings on SIGHUP."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from gpulease.client.decode import DecoderObserver
+from gpulease.client.errors import GpuLeaseError
+
+if TYPE_CHECKING:
+    # Needs the extra `serve`, without which the command says what to install.
+    from gpulease.client.decode.openai.decode_settings import DecodeSettings
+    from gpulease.client.decode.supervisor.model_pool import ModelPool
+    from gpulease.protocol.http_origin import KnownHosts
+
+STOP_POLL_S: Final = 0.2
+"""Seconds between two checks whether the server stops: requests that wait for a model are refused then."""
+
+_log: Final = logging.getLogger("gpulease.decode")
+
+
+async def serve_models(
+    settings: "DecodeSettings",
+    path: Path,
+    sock: socket.socket,
+    url: str,
+    known: "KnownHosts",
+    host_names: Sequence[str] = (),
+    stop_s: float = 30.0,
+) -> None:
+    """Open the pool, and serve until a signal; the leases end with this call.
+
+    Args:
+        settings: The settings.
+        path: Their file, which SIGHUP reads again.
+        sock: The listening socket.
+        url: Its URL.
+        known: The host names that the server answers to.
+        host_names: Further names of the server.
+        stop_s: Seconds for a stopping server to finish the answers that it has started.
+    """
+    from gpulease.client.decode.openai.fronts.front_messages import Welcome
+    from gpulease.client.decode.openai.fronts.front_server import fronts
+    from gpulease.client.decode.openai.openai_server import make_pool_application
+    from gpulease.client.decode.openai.pool_metrics import PoolMetrics
+    from gpulease.client.decode.openai.served_models import ManyModels
+    from gpulease.client.decode.page.decode_page import DecodePage
+    from gpulease.client.decode.supervisor.model_pool import ModelPool
+    from gpulease.client.http.uvicorn_server import serve_within
+
+    assert settings.pool is not None
+    serving: list[ModelPool] = []
+    tenants = [tenant.id for tenant in settings.tenants]
+
+    def pool_now() -> ModelPool | None:
+        return next(iter(serving), None)
+
+    metrics, page = PoolMetrics(tenants, pool_now), None
+    if settings.operator_digest is not None:
+        page = DecodePage(lambda: None, settings.operator_digest, "many models", pool=pool_now)
+
+    def observers(model: str) -> list[DecoderObserver]:
+        return [metrics.observer(model), *([] if page is None else [page.observer])]
+
+    pool = ModelPool(
+        settings.models,
+        settings.pool.limits(),
+        address=settings.address,
+        observers=observers,
+        is_audited=settings.audit,
+    )
+    async with pool.serving(), contextlib.AsyncExitStack() as stack:
+        # From here on page and metrics have a pool.
+        serving.append(pool)
+        models = ManyModels(pool, settings.tenants, settings.pool.load_wait_s)
+        app = make_pool_application(
+            pool,
+            models,
+            settings.keys,
+            routes=[] if page is None else page.routes(),
+            metrics=metrics.text,
+            # Of what a front passes on, the front answers browsers.
+            cors_origins=() if settings.http_processes else settings.cors_origins,
+        )
+        if settings.http_processes:
+            # Fronts accept the connections. This process serves what they pass on, at a socket of its own.
+            welcome = Welcome("", settings.keys.digests, tuple(host_names), settings.cors_origins, stop_s)
+            sock = await stack.enter_async_context(fronts(settings.http_processes, sock, models, welcome))
+        click.echo(f"decode listens on {url}, serves {', '.join(settings.models)} to {', '.join(tenants)}")
+        servers: list[Any] = []
+
+        async def drain_with_server() -> None:
+            while not (servers and servers[0].should_exit):  # noqa: ASYNC110  # uvicorn has no event for it
+                await asyncio.sleep(STOP_POLL_S)
+            pool.drain()
+
+        draining = asyncio.create_task(drain_with_server())
+        reloading = _Reload(pool, path, settings)
+        stack.callback(reloading.close)
+        stack.callback(draining.cancel)
+        await serve_within(app, sock, known=known, stop_s=stop_s, began=servers.append)
+        # Streams that fronts have open would otherwise wait for models until their own limit.
+        pool.drain()
+
+
+class _Reload:
+    """Applies the models of a settings file to a pool on SIGHUP."""
+
+    def __init__(self, pool: "ModelPool", path: Path, settings: "DecodeSettings") -> None:
+        self._pool, self._path, self._settings = pool, path, settings
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGHUP, self._start)
+
+    def close(self) -> None:
+        self._loop.remove_signal_handler(signal.SIGHUP)
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self) -> None:
+        task = asyncio.create_task(self._reload())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reload(self) -> None:
+        from gpulease.client.decode.openai.decode_settings import load_decode_settings
+
+        async with self._one_at_a_time:
+            try:
+                # Models' files are opened, so not in the loop that serves.
+                found = await asyncio.to_thread(load_decode_settings, self._path)
+                if found.keys.digests != self._settings.keys.digests or found.pool != self._settings.pool:
+                    _log.warning("%s: [pool] and the tenants' keys are read at the start only", self._path)
+                await self._pool.change(found.models)
+            except GpuLeaseError as error:
+                # The server keeps what it has.
+                _log.error("the settings were not reloaded: %s", error)
+                return
+            _log.info("the settings were reloaded: %s", ", ".join(found.models))

@@ -1,0 +1,280 @@
+"""The models of a server, and a request's way to the one that it names: without HTTP.
+
+`OneModel` is a server with one model, which is always there. `ManyModels` has a pool, which brings the model onto the
+card before the request goes on.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+
+from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.openai.api_errors import invalid
+from gpulease.client.decode.openai.completion_intake import DecoderSource, QueuePlace, Submitted
+from gpulease.client.decode.supervisor.decoder import Decoder
+from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.decode.supervisor.model_pool import STREAM_WAIT_S, ModelPool, ModelUse, unknown_model
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+DEFAULT_LOAD_WAIT_S: Final = 60.0
+"""Seconds that a request without a stream waits for its model. Proxies give up on a silent reply after as many."""
+
+
+class RequestPlace(Protocol):
+    """A tenant's place for one request, from before its body is read to the end of its block."""
+
+    async def source(
+        self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
+    ) -> DecoderSource:
+        """Return what computes the model that a body names, and keep it there until the block ends.
+
+        If the model is not on the card, wait for it; `on_loading` is called if the request is for a stream.
+
+        Args:
+            body: The body.
+            on_loading: Called at most once.
+            route: What `route_of` returns for the body, if another process has called it.
+
+        Raises UnknownModel, ModelUnavailable, AdmissionRefused, or ApiError for a body that is not JSON.
+        """
+
+    def hold(self, generations: Sequence[Generation]) -> None:
+        """Keep the model until these have ended, too."""
+
+
+class ServedModels(Protocol):
+    """The models of a server.
+
+    Attributes:
+        log: Where failed requests are logged.
+    """
+
+    log: DecodeLog
+
+    def has_tenant(self, tenant: str) -> bool: ...
+
+    def place(self, tenant: str) -> AbstractAsyncContextManager[RequestPlace]:
+        """Take a place for a request before its body is read. Raises AdmissionRefused if the tenant has none left."""
+
+    def described(self, tenant: str) -> list[dict[str, Any]]:
+        """Return the models that a tenant may use: `id`, and what else is known of each."""
+
+    async def tokenizer(self, model: str) -> "Tokenizer":
+        """Return the tokenizer of a model with a submitted request."""
+
+    def path_of(self, model: str) -> str:
+        """Return the path of a model's files."""
+
+
+class OneModel:
+    """A server with one model.
+
+    Args:
+        decoder: The decoder, which must stay open.
+        source: Computes its requests.
+        path: The path of its files; "" if no front needs it.
+    """
+
+    def __init__(self, decoder: Decoder, source: DecoderSource, path: str = "") -> None:
+        self.log = decoder.log
+        self._decoder, self._source, self._path = decoder, source, path
+
+    def has_tenant(self, tenant: str) -> bool:
+        return self._source.has_tenant(tenant)
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[RequestPlace]:
+        with self._source.place(tenant):
+            yield _OnlyPlace(self._source)
+
+    def described(self, tenant: str) -> list[dict[str, Any]]:
+        return [{"id": self._source.model, "max_model_len": self._source.room(tenant)}]
+
+    async def tokenizer(self, model: str) -> "Tokenizer":
+        return await self._decoder.tokenizer()
+
+    def path_of(self, model: str) -> str:
+        return self._path
+
+
+class _OnlyPlace:
+    def __init__(self, source: DecoderSource) -> None:
+        self._source = source
+
+    async def source(
+        self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
+    ) -> DecoderSource:
+        # The process that parses the body checks the name.
+        return self._source
+
+    def hold(self, generations: Sequence[Generation]) -> None:
+        """The model is always there."""
+
+
+class ManyModels:
+    """A server with a pool of models.
+
+    Args:
+        pool: The pool, which must stay open.
+        tenants: All tenants with their limits, which hold for each model; before the model is known, for the server.
+        load_wait_s: Seconds that a request without a stream waits for its model.
+    """
+
+    def __init__(self, pool: ModelPool, tenants: Sequence[TenantConfig], load_wait_s: float) -> None:
+        self.log = pool.log
+        self._pool, self.load_wait_s = pool, load_wait_s
+        self._tenants = {tenant.id: tenant for tenant in tenants}
+        # By tenant: requests with bodies that are being read, or whose models are being loaded.
+        self.coming: Counter[str] = Counter()
+
+    def has_tenant(self, tenant: str) -> bool:
+        return tenant in self._tenants
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[RequestPlace]:
+        async with AsyncExitStack() as stack:
+            coming = stack.enter_context(self._coming(tenant))
+            yield _RoutedPlace(self._pool, tenant, self.load_wait_s, stack, coming)
+
+    @contextmanager
+    def _coming(self, tenant: str) -> Iterator[Callable[[], None]]:
+        """Count a request until its model is there, or the block ends. Raises AdmissionRefused."""
+        config, is_counted = self._tenants[tenant], True
+        if self.coming[tenant] >= config.max_concurrent + config.max_waiting:
+            detail = f"tenant {tenant}: {self.coming[tenant]} of its requests wait already; send it later"
+            raise AdmissionRefused(AdmissionReason.QUOTA_EXCEEDED, detail, None)
+
+        def leave() -> None:
+            nonlocal is_counted
+            self.coming[tenant] -= is_counted
+            is_counted = False
+
+        self.coming[tenant] += 1
+        try:
+            yield leave
+        finally:
+            leave()
+
+    def described(self, tenant: str) -> list[dict[str, Any]]:
+        return [
+            {"id": name, "gpulease": self._pool.report(name)} | self._length_of(name, tenant)
+            for name in self._pool.specs
+            if self._pool.is_permitted(tenant, name)
+        ]
+
+    def _length_of(self, model: str, tenant: str) -> dict[str, int]:
+        decoder, spec = self._pool.decoders.get(model), self._pool.specs[model]
+        # Of a model that was never loaded, nothing of its files is known here.
+        if decoder is None or not DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).has_tenant(tenant):
+            return {}
+        return {"max_model_len": DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).room(tenant)}
+
+    async def tokenizer(self, model: str) -> "Tokenizer":
+        return await self._pool.decoders[model].tokenizer()
+
+    def path_of(self, model: str) -> str:
+        return str(self._pool.specs[model].path.resolve())
+
+
+class _RoutedPlace:
+    def __init__(
+        self, pool: ModelPool, tenant: str, wait_s: float, stack: AsyncExitStack, leave: Callable[[], None]
+    ) -> None:
+        self._pool, self._tenant, self._wait_s = pool, tenant, wait_s
+        self._stack, self._leave = stack, leave
+        self._use: ModelUse | None = None
+
+    async def source(
+        self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
+    ) -> DecoderSource:
+        route = route or route_of(body)
+        if not route.model:
+            raise invalid("you must provide a model parameter", "model", "missing_model")
+        # Before a wait: a name that is unknown, or of a model that is not this tenant's, is refused at once.
+        if not self._pool.is_permitted(self._tenant, route.model):
+            raise unknown_model(route.model)
+        is_stream = bool(route.stream)
+        using = self._pool.use(
+            route.model,
+            tenant=self._tenant,
+            wait_s=STREAM_WAIT_S if is_stream else self._wait_s,
+            on_wait=on_loading if is_stream else lambda: None,
+        )
+        use = self._use = await self._stack.enter_async_context(using)
+        source = DecoderSource(use.decoder, use.model, use.spec.wait_s, use.spec.chat_tokens)
+        # From here on, the decoder counts it.
+        self._stack.enter_context(source.place(self._tenant))
+        self._leave()
+        return source
+
+    def hold(self, generations: Sequence[Generation]) -> None:
+        if self._use is not None:
+            self._use.hold(generations)
+
+
+class Route(msgspec.Struct):
+    """What must be known of a body to find its model: the rest of it is parsed in another process.
+
+    Attributes:
+        model: The model's name.
+        stream: Whether the answer is to be a stream.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+_ROUTES: Final = msgspec.json.Decoder(Route)
+
+
+def route_of(body: bytes) -> Route:
+    """Return where a body goes. Raises ApiError for one that is not JSON, or has another form.
+
+    It makes no objects of the other members, so 4 MiB take some 10 ms, where `json` takes up to 500.
+    """
+    try:
+        return _ROUTES.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid(f"the body is not a request: {error}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+class DirectSource:
+    """A CompletionSource in the decoders' process.
+
+    Args:
+        models: The server's models.
+    """
+
+    def __init__(self, models: ServedModels) -> None:
+        self.log, self._models = models.log, models
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[QueuePlace]:
+        async with self._models.place(tenant) as place:
+            yield _DirectPlace(tenant, place)
+
+    async def tokenizer(self, model: str) -> "Tokenizer":
+        return await self._models.tokenizer(model)
+
+
+class _DirectPlace:
+    def __init__(self, tenant: str, place: RequestPlace) -> None:
+        self._tenant, self._place = tenant, place
+
+    async def begin(
+        self, body: bytes, request_id: str, *, is_chat: bool, on_loading: Callable[[], None] = lambda: None
+    ) -> Submitted:
+        source = await self._place.source(body, on_loading)
+        answer = await source.read(self._tenant, body, is_chat=is_chat)
+        submitted = await source.submit(self._tenant, request_id, answer, is_chat=is_chat)
+        self._place.hold(submitted.generations)
+        return submitted

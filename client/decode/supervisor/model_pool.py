@@ -1,0 +1,491 @@
+"""Many models on one server: each is a decoder of its own, opened, parked and closed by need.
+
+`model_residency` decides, and this module carries out its effects. Each model's decoder has its own lease, step loop
+and processes for texts, so loading one delays no step of another.
+
+    async with ModelPool(specs, limits).serving() as pool:
+        async with pool.use("llama", wait_s=60) as use:
+            generation = use.decoder.submit(...)
+            use.hold([generation])
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.decode.checkpoint import Checkpoint, open_model
+from gpulease.client.decode.decode_errors import ModelRefusal, ModelRejected, ModelUnavailable, UnknownModel
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.decode_reports import DecoderObserver, EngineRebuilt, FinishedRequest
+from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.scheduler.model_residency import (
+    Admit,
+    Effect,
+    Load,
+    ModelResidency,
+    ModelState,
+    ModelTerms,
+    Park,
+    Refuse,
+    ResidencyLimits,
+    Return,
+    Unload,
+)
+from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
+from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAudit
+from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings, engine_bytes
+from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.errors import Busy, CapacityExceeded, GpuLeaseError, InvalidRequest, Unsupported
+
+STREAM_WAIT_S: Final = 600.0
+"""Longest wait of a stream for its model. Its caller gets comments meanwhile, so only the server limits it."""
+
+PARK_TRIES: Final = 50
+PARK_RETRY_S: Final = 0.02
+"""Tries to park an engine that the daemon still counts as returning or busy, and the pause between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model of the server.
+
+    Attributes:
+        path: Its files.
+        tenants: The tenants that may use it. Each gets a region of it.
+        settings: Its decoder's settings.
+        wait_s: Seconds that a request may wait for its admission, once the model is on the card.
+        chat_tokens: Default tokens of a chat's answer.
+        is_preloaded: Whether it is loaded at the start.
+    """
+
+    path: Path
+    tenants: tuple[TenantConfig, ...]
+    settings: DecoderSettings = DecoderSettings()  # it can't be changed
+    wait_s: float = 30.0
+    chat_tokens: int = 256
+    is_preloaded: bool = False
+
+
+class ModelUse:
+    """One request's use of a model: it is not parked or unloaded until the block and the sequences have ended.
+
+    Attributes:
+        model: The model's name.
+        spec: Its settings.
+        decoder: Its decoder.
+    """
+
+    def __init__(self, model: str, spec: ModelSpec, decoder: Decoder) -> None:
+        self.model, self.spec, self.decoder = model, spec, decoder
+        self.held: set[str] = set()
+        self.is_left = False
+
+    def hold(self, generations: Iterable[Generation]) -> None:
+        """Keep the model until these have ended, however slowly their callers read."""
+        self.held |= {one.request_id for one in generations if not one.is_ended}
+
+
+class _Opened:
+    """A model's decoder, from the beginning of its load to its end."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.decoder: Decoder | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.stopping = asyncio.Event()
+        self.uses: dict[int, ModelUse] = {}
+
+
+class _PoolFeed(DecoderObserver):
+    """Reports of one model's decoder to the pool."""
+
+    def __init__(self, pool: "ModelPool", model: str, opened: _Opened) -> None:
+        self._pool, self._model, self._opened = pool, model, opened
+
+    def on_finished(self, report: FinishedRequest) -> None:
+        """Release the uses that only waited for this sequence."""
+        for ticket, use in list(self._opened.uses.items()):
+            use.held.discard(report.request_id)
+            if use.is_left and not use.held:
+                self._pool.release(self._model, ticket)
+
+    def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
+        self._pool.came_back(self._model)
+
+
+class ModelPool:
+    """The models of one server.
+
+    Attributes:
+        log: Where loads, parks and failures are written.
+        residency: The decisions: where each model is. Only the pool changes it.
+        counts: By model and what happened to it ("load", "load_failed", "return", "park", "unload"): how often.
+        seconds: By model: how long its last load took.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, ModelSpec],
+        limits: ResidencyLimits,
+        *,
+        address: str | None = None,
+        observers: Callable[[str], Sequence[DecoderObserver]] = lambda _: (),
+        is_audited: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare it; `serving` opens it.
+
+        Args:
+            specs: The models by their names in requests.
+            limits: Memory on the card and in the host, and times.
+            address: The daemon's or the fleet's address.
+            observers: Returns the observers of a model's decoder.
+            is_audited: Whether each finished request becomes a record of the daemon's audit log.
+            clock: Monotonic seconds, those of the event loop.
+        """
+        self.log = DecodeLog()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.seconds: dict[str, float] = {}
+        self._specs, self._limits, self._address = dict(specs), limits, address
+        self._observers, self._is_audited, self._clock = observers, is_audited, clock
+        self._opened: dict[str, _Opened] = {}
+        self._waiting: dict[int, asyncio.Future[Refuse | None]] = {}
+        self._tickets = count(1)
+        self._computed_by: dict[tuple[str, Path], ComputedBy] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks, self._loads = BackgroundTasks(), BackgroundTasks()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["ModelPool"]:
+        """Measure the models, begin to load the preloaded ones, and close all of them with the block.
+
+        Raises InvalidRequest for a model that is larger than the card's memory for models.
+        """
+        terms = await self._terms_of(self._specs)
+        try:
+            self.residency = ModelResidency(self._limits, terms)
+        except ValueError as error:
+            raise InvalidRequest(str(error), "Raise pool.memory, or give the model smaller limits") from None
+        self._apply(self.residency.start(self._clock()))
+        try:
+            yield self
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        self.drain()
+        if self._timer is not None:
+            self._timer.cancel()
+        # A park or a return must not meet a closed decoder; then the decoders close, in parallel.
+        await self._tasks.stop()
+        for opened in self._opened.values():
+            opened.stopping.set()
+        for opened in self._opened.values():
+            if opened.decoder is None and opened.task is not None:
+                # A load may take minutes, and no request waits for it any more.
+                opened.task.cancel()
+        await self._loads.finish()
+
+    # --- queries ---
+
+    @property
+    def specs(self) -> Mapping[str, ModelSpec]:
+        """The models by their names, as the last reload has them."""
+        return self._specs
+
+    @property
+    def decoders(self) -> dict[str, Decoder]:
+        """The decoders that are open, by the models' names; those of parked models, too."""
+        return {name: opened.decoder for name, opened in self._opened.items() if opened.decoder is not None}
+
+    def is_permitted(self, tenant: str, model: str) -> bool:
+        """Return whether a model is served, and to this tenant."""
+        spec = self._specs.get(model)
+        return spec is not None and any(tenant == one.id for one in spec.tenants)
+
+    def state_of(self, model: str) -> ModelState:
+        """Return where a model is; UNLOADED for one that was just removed."""
+        found = self.residency.models.get(model)
+        return ModelState.UNLOADED if found is None else found.state
+
+    def report(self, model: str) -> dict[str, Any]:
+        """Return a model's state for replies and the page, as a JSON object."""
+        found, decoder = self.residency.models.get(model), self.decoders.get(model)
+        if found is None:
+            return {"state": ModelState.UNLOADED}
+        shown: dict[str, Any] = {"state": found.state, "memory_bytes": found.terms.size_bytes}
+        # Errors are named by class only. Their texts are in the log, because they may name paths.
+        if found.state is ModelState.FAILED:
+            shown["reason"] = found.reason
+        if decoder is not None and found.state is ModelState.LOADED and (outage := decoder.outage):
+            shown["engine_lost"] = outage.report(self._clock(), time.time())
+        return shown | {"waiting": len(found.waiting), "in_use": len(found.in_use)}
+
+    def is_ready(self, model: str) -> bool:
+        """Return whether a request would be served: the model did not fail, and its engine is not lost."""
+        decoder, state = self.decoders.get(model), self.state_of(model)
+        is_lost = state is ModelState.LOADED and decoder is not None and not decoder.is_serving
+        return state is not ModelState.FAILED and not is_lost
+
+    # --- requests ---
+
+    @asynccontextmanager
+    async def use(
+        self, model: str, *, tenant: str, wait_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[ModelUse]:
+        """Wait until a model is on the card, and keep it there until the block and what is held in it has ended.
+
+        Args:
+            model: The model's name.
+            tenant: The tenant, which must be one of the model's.
+            wait_s: Seconds to wait at most.
+            on_wait: Called if the model is not there.
+
+        Raises UnknownModel, and ModelUnavailable if it can't be brought there in time.
+        """
+        if not self.is_permitted(tenant, model):
+            raise unknown_model(model)
+        ticket, now = next(self._tickets), self._clock()
+        admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._apply(self.residency.request(ticket, model, now, now + wait_s))
+        try:
+            if not admitted.done():
+                on_wait()
+            if (refusal := await admitted) is not None:
+                raise _error_of(refusal)
+            opened = self._opened.get(model)
+            if opened is None or opened.decoder is None:
+                # It has ended since it admitted the request.
+                raise _error_of(Refuse(ticket, ModelRefusal.LOAD_FAILED, "EngineDecodeFailed"))
+        except BaseException:
+            self._waiting.pop(ticket, None)
+            self._apply(self.residency.release(ticket, self._clock()))
+            raise
+        use = opened.uses[ticket] = ModelUse(model, opened.spec, opened.decoder)
+        try:
+            yield use
+        finally:
+            use.is_left = True
+            if not use.held:
+                self.release(model, ticket)
+
+    def release(self, model: str, ticket: int) -> None:
+        """End a request's use of its model."""
+        if (opened := self._opened.get(model)) is not None:
+            opened.uses.pop(ticket, None)
+        self._apply(self.residency.release(ticket, self._clock()))
+
+    def came_back(self, model: str) -> None:
+        """A model's decoder has another engine, which is on the card even if the last one was parked."""
+        self._apply(self.residency.came_back(model, self._clock()))
+
+    # --- the operator ---
+
+    def drain(self) -> None:
+        """Refuse the requests that wait for a model, and all that come. Those in use continue."""
+        self._apply(self.residency.drain(self._clock()))
+
+    async def change(self, specs: Mapping[str, ModelSpec]) -> None:
+        """Serve these models from now on. `ModelResidency.change` says what happens to the others.
+
+        Raises InvalidRequest for a model that is larger than the card's memory for models: nothing changes then.
+        """
+        terms = await self._terms_of(specs)
+        try:
+            effects = self.residency.change(terms, self._clock())
+        except ValueError as error:
+            raise InvalidRequest(str(error), "Raise pool.memory, or give the model smaller limits") from None
+        self._specs = dict(specs)
+        self._apply(effects)
+
+    async def _terms_of(self, specs: Mapping[str, ModelSpec]) -> dict[str, ModelTerms]:
+        return {name: await asyncio.to_thread(self._measure, name, spec) for name, spec in specs.items()}
+
+    def _measure(self, name: str, spec: ModelSpec) -> ModelTerms:
+        try:
+            size = engine_bytes(open_model(spec.path), spec.tenants, spec.settings)
+        except GpuLeaseError as error:
+            # The others are served. Its own requests get the error of the load.
+            self.log.failure("model_not_measured", error, model=name)
+            size = 0
+        # While a region with a fixed life is moved, which happens without requests, too, a session can't stay parked.
+        is_parkable = spec.settings.region_life_s is None
+        version = spec.path, spec.tenants, spec.settings, spec.wait_s, spec.chat_tokens
+        return ModelTerms(size, is_parkable, spec.is_preloaded, version)
+
+    # --- effects ---
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Admit(ticket):
+                    self._settle(ticket, None)
+                case Refuse(ticket):
+                    self._settle(ticket, effect)
+                case Load(model):
+                    opened = self._opened[model] = _Opened(self._specs[model])
+                    opened.task = self._loads.start(self._serve(model, opened))
+                case Unload(model):
+                    self._opened[model].stopping.set()
+                case Park(model):
+                    self._tasks.start(self._park(model))
+                case Return(model):
+                    self._tasks.start(self._return(model))
+        self._set_timer()
+
+    def _settle(self, ticket: int, refusal: Refuse | None) -> None:
+        admitted = self._waiting.pop(ticket, None)
+        # Without one, the caller is gone, and `use` has released the ticket or is about to.
+        if admitted is not None and not admitted.done():
+            admitted.set_result(refusal)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, at = None, self.residency.next_deadline(self._clock())
+        if at is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, at - self._clock()), self._tick)
+
+    def _tick(self) -> None:
+        self._apply(self.residency.tick(self._clock()))
+
+    async def _serve(self, model: str, opened: _Opened) -> None:
+        """Open a model's decoder, and close it when it is to be unloaded, or has ended."""
+        began, spec, is_loaded = self._clock(), opened.spec, False
+        try:
+            async with AsyncExitStack() as stack:
+                checkpoint = await asyncio.to_thread(open_model, spec.path)
+                self._check_size(model, checkpoint, spec)
+                observers = [*self._observers(model), _PoolFeed(self, model, opened)]
+                audit = None
+                if self._is_audited:
+                    audit = DecodeAudit(await self._by(model, checkpoint, spec))
+                    observers.append(audit)
+                decoder = await stack.enter_async_context(
+                    Decoder.open(
+                        checkpoint,
+                        spec.tenants,
+                        spec.settings,
+                        address=self._address,
+                        observers=observers,
+                        is_parkable=self.residency.models[model].terms.is_parkable,
+                    )
+                )
+                if audit is not None:
+                    await stack.enter_async_context(audit.writing(lambda: decoder.engine.lease))
+                # Before the first request comes, which should not have to start them.
+                await decoder.prompts.start()
+                opened.decoder, is_loaded = decoder, True
+                self.seconds[model] = self._clock() - began
+                self.counts[model, "load"] += 1
+                self.log.info("model_loaded", model=model, took_s=self.seconds[model])
+                self._apply(self.residency.loaded(model, self._clock()))
+                await _first_of(opened.stopping.wait(), decoder.wait_ended())
+                if not opened.stopping.is_set():
+                    # A fault of its own: its requests have the error already.
+                    self._apply(self.residency.ended(model, "EngineDecodeFailed", self._clock()))
+        except Exception as error:
+            if not is_loaded:
+                self.counts[model, "load_failed"] += 1
+                self.log.failure("model_load_failed", error, model=model)
+                self._opened.pop(model, None)
+                is_for_room = isinstance(error, CapacityExceeded)
+                name = type(error).__name__
+                self._apply(self.residency.load_failed(model, name, self._clock(), is_for_room=is_for_room))
+                return
+            # What its end raises changes nothing: its lease ends in any case, at the latest by its time.
+            self.log.failure("model_not_closed", error, model=model)
+        self._opened.pop(model, None)
+        self.counts[model, "unload"] += 1
+        self.log.info("model_unloaded", model=model)
+        self._apply(self.residency.unloaded(model, self._clock()))
+
+    def _check_size(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        """Raise ModelRejected if a model's memory is not what the pool counts for it."""
+        counted, size = (
+            self.residency.models[model].terms.size_bytes,
+            engine_bytes(checkpoint, spec.tenants, spec.settings),
+        )
+        if size > counted:
+            text = f"the files of model {model} take {size:,} bytes; {counted:,} were counted when they were last read"
+            raise ModelRejected(text, "Reload the server's settings: send it SIGHUP")
+
+    async def _by(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> ComputedBy:
+        # All of the model's files are read for it, so not at each load.
+        key = model, spec.path
+        if key not in self._computed_by:
+            self._computed_by[key] = await ComputedBy.of(checkpoint, packed=spec.settings.packed, name=model)
+        return self._computed_by[key]
+
+    async def _park(self, model: str) -> None:
+        decoder = self._opened[model].decoder
+        assert decoder is not None
+        try:
+            for tries in range(PARK_TRIES):
+                try:
+                    await decoder.park()
+                    break
+                except Busy:
+                    # The daemon may not have noticed yet that the last use is over.
+                    if tries == PARK_TRIES - 1:
+                        raise
+                    await asyncio.sleep(PARK_RETRY_S)
+        except Exception as error:
+            self.log.failure("model_not_parked", error, model=model)
+            is_for_good = isinstance(error, Unsupported)
+            self._apply(self.residency.park_failed(model, self._clock(), is_for_good=is_for_good))
+            return
+        self.counts[model, "park"] += 1
+        self.log.info("model_parked", model=model)
+        self._apply(self.residency.parked(model, self._clock()))
+
+    async def _return(self, model: str) -> None:
+        decoder = self._opened[model].decoder
+        assert decoder is not None
+        try:
+            await decoder.unpark()
+        except Exception as error:
+            self.log.failure("model_not_returned", error, model=model)
+            self._apply(self.residency.return_failed(model, self._clock()))
+            return
+        self.counts[model, "return"] += 1
+        self.log.info("model_returned", model=model)
+        self._apply(self.residency.returned(model, self._clock()))
+
+
+def unknown_model(model: str) -> UnknownModel:
+    """Return the error of a request for a model that its tenant may not use: the same as for one that is unknown."""
+    return UnknownModel(f"Model {model!r} is not served here; GET /v1/models lists those that are.")
+
+
+def _error_of(refusal: Refuse) -> GpuLeaseError:
+    match refusal.reason:
+        case ModelRefusal.UNKNOWN:
+            return UnknownModel("The model is not served here any more; GET /v1/models lists those that are.")
+        case ModelRefusal.QUEUE_FULL:
+            text = "Too many requests wait for the model already; send it later."
+        case ModelRefusal.WAITED_TOO_LONG:
+            text = "The model is being loaded, or waits for room on the card; send the request again."
+        case ModelRefusal.LOAD_FAILED:
+            text = f"The model could not be loaded ({refusal.detail}); the server's log says why."
+        case ModelRefusal.STOPPING:
+            text = "The server stops. Send the request again."
+    return ModelUnavailable(text, refusal.reason, refusal.retry_after_s)
+
+
+async def _first_of(*works: Awaitable[Any]) -> None:
+    """Wait until one of several has ended, and cancel the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

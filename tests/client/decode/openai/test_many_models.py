@@ -1,0 +1,234 @@
+"""A server of many models over HTTP: loads, parks and reloads change no token; what clients see meanwhile."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
+from gpulease.client.decode.supervisor.model_pool import ModelSpec
+from helpers.daemon import Daemon, running
+from helpers.decode.many_models import (
+    ANN,
+    PARKING,
+    PoolRig,
+    asked,
+    events_of,
+    make_model,
+    model_bytes,
+    pool_rig,
+    spec,
+)
+from helpers.waiting import wait_until
+
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture(scope="module")
+def audit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audit") / "log"
+
+
+@pytest.fixture(scope="module")
+def node(audit: Path) -> Iterator[Daemon]:
+    with running(Daemon(vram=("400MiB",), config=f'audit = "{audit}"\n{PARKING}')) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder / name, number) for number, name in enumerate(NAMES)}
+
+
+def limits(models: int = 2, parked: int = 5, **others: Any) -> ResidencyLimits:
+    size = model_bytes()
+    return ResidencyLimits(models * size, parked * size, min_stay_s=0.0, **others)
+
+
+@pytest.fixture(scope="module")
+def rig(node: Daemon, paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolRig]:
+    specs: dict[str, ModelSpec] = {name: spec(path) for name, path in paths.items()}
+    specs["ann-s"] = spec(paths["a"], [ANN])
+    specs["broken"] = spec(tmp_path_factory.mktemp("broken") / "nothing.gguf")
+    with pool_rig(node.address, specs, limits()) as rig:
+        # Each is loaded once, so that no test leaves another decoder open than it found.
+        for name in (*NAMES, "ann-s"):
+            rig.text(name)
+        yield rig
+
+
+def audit_text(audit: Path) -> str:
+    return "".join(file.read_text() for file in ([audit] if audit.is_file() else sorted(audit.rglob("*"))))
+
+
+def count(rig: PoolRig, model: str, kind: str) -> int:
+    return int(rig.do(lambda: rig.pool.counts[model, kind]))
+
+
+def test_texts_are_the_same_before_and_after_a_park_and_a_reload(rig: PoolRig) -> None:
+    # Two models fit on the card, so each round parks and returns all of them.
+    first = {name: rig.text(name) for name in NAMES}
+    assert len(set(first.values())) > 1
+    for _ in range(2):
+        assert {name: rig.text(name) for name in NAMES} == first
+    assert all(count(rig, name, "return") >= 1 for name in NAMES)
+    assert {count(rig, name, "load") for name in NAMES} == {1}
+
+
+def test_models_are_listed_with_their_states(rig: PoolRig) -> None:
+    rig.text("b")
+    with rig.http() as http:
+        listed = {one["id"]: one for one in http.get("/v1/models").json()["data"]}
+        assert list(listed) == [*NAMES, "ann-s", "broken"]
+        assert listed["b"]["gpulease"]["state"] == "loaded"
+        assert listed["b"]["max_model_len"] == 96
+        assert listed["b"]["gpulease"]["memory_bytes"] == model_bytes()
+        assert http.get("/v1/models/b").json()["id"] == "b"
+        ready = http.get("/ready")
+        assert (ready.status_code, ready.json()["models"]["b"]["ready"]) == (200, True)
+        assert http.get("/ready?model=b").status_code == 200
+        assert http.get("/ready?model=z").status_code == 404
+        assert http.get("/healthz").json()["models"]["b"]["state"] == "loaded"
+        metrics = http.get("/metrics").text
+    assert 'gpulease_decode_model_state{model="b",state="loaded"} 1.0' in metrics
+    assert 'gpulease_decode_requests_total{model="b",reason="MaxTokensReached",tenant="ann"}' in metrics
+    assert metrics.count("# TYPE gpulease_decode_tokens_total counter") == 1
+
+
+def test_names_that_a_tenant_may_not_use_are_unknown_to_it(rig: PoolRig) -> None:
+    with rig.http("bob") as http:
+        replies = [http.post("/v1/completions", json=asked(name)) for name in ("z", "ann-s")]
+        assert [reply.status_code for reply in replies] == [404, 404]
+        assert {reply.json()["error"]["code"] for reply in replies} == {"model_not_found"}
+        assert "ann-s" not in {one["id"] for one in http.get("/v1/models").json()["data"]}
+        assert http.get("/v1/models/ann-s").status_code == 404
+        nameless = http.post("/v1/completions", json={"prompt": "x"})
+        assert (nameless.status_code, nameless.json()["error"]["param"]) == (400, "model")
+        assert http.post("/v1/completions", content=b"{").json()["error"]["code"] == "invalid_json"
+        assert http.post("/v1/completions", json={"model": 5}).status_code == 400
+    assert rig.text("ann-s") == rig.text("a")
+
+
+def test_a_model_that_can_t_be_loaded_says_so_and_is_tried_by_a_later_request(rig: PoolRig) -> None:
+    with rig.http() as http:
+        failed = http.post("/v1/completions", json=asked("broken"))
+        assert (failed.status_code, failed.json()["error"]["code"]) == (503, "model_failed")
+        assert "nothing.gguf" not in failed.text
+        assert int(failed.headers["Retry-After"]) >= 1
+        loads = count(rig, "broken", "load_failed")
+        again = http.post("/v1/completions", json=asked("broken"))
+        assert (again.status_code, again.json()["error"]["code"]) == (503, "model_failed")
+        assert count(rig, "broken", "load_failed") == loads
+        listed = http.get("/v1/models/broken").json()["gpulease"]
+        assert (listed["state"], listed["reason"]) == ("failed", "ModelRejected")
+        assert http.get("/ready?model=broken").status_code == 503
+        assert http.get("/ready").status_code == 200
+
+
+def test_a_stream_gets_comments_while_its_model_comes(rig: PoolRig) -> None:
+    wanted = rig.text("d")
+    for name in ("a", "b"):
+        rig.text(name)
+    wait_until(lambda: rig.state("d") == "parked", "d to be parked")
+    with rig.http() as http, http.stream("POST", "/v1/completions", json=asked("d", stream=True)) as reply:
+        objects, comments = events_of(reply.iter_lines())
+    assert comments[0] == ": loading"
+    assert "".join(one["choices"][0]["text"] for one in objects) == wanted
+    assert {one["model"] for one in objects} == {"d"}
+    # An error is the stream's last event, because its head was sent.
+    with rig.http() as http:
+        broken = rig.pool.residency.models["broken"]
+        wait_until(lambda: broken.retry_at < time.monotonic(), "the back-off's end")
+        with http.stream("POST", "/v1/completions", json=asked("broken", stream=True)) as reply:
+            objects, comments = events_of(reply.iter_lines())
+    assert comments[0] == ": loading"
+    assert objects[-1]["error"]["code"] == "model_failed"
+    assert objects[-1]["gpulease"]["status"] == 503
+
+
+def test_responses_and_tokens_are_those_of_the_model_that_is_named(rig: PoolRig) -> None:
+    with rig.http() as http:
+        said = {"model": "c", "input": "What?", "max_output_tokens": 6, "temperature": 0}
+        assert http.post("/v1/responses", json=said).json()["model"] == "c"
+        tokens = http.post("/tokenize", json={"model": "c", "prompt": "Changed"}).json()
+        assert (tokens["max_model_len"], tokens["count"] > 0) == (96, True)
+        refused = http.post("/v1/embeddings", json={"model": "c", "input": "x"})
+        assert refused.json()["error"]["code"] == "unsupported_model"
+
+
+def test_a_tenant_s_revocation_touches_its_own_requests_alone(rig: PoolRig) -> None:
+    wanted = rig.text("a"), rig.text("a", "bob"), rig.text("b")
+    rig.text("a")
+    rig.wait_for(rig.pool.decoders["a"].regions.pools["ann"].region.revoke("test"))
+    assert (rig.text("a"), rig.text("a", "bob"), rig.text("b")) == wanted
+    # And while the model is parked: its region is opened again with its next request.
+    for name in ("c", "d"):
+        rig.text(name)
+    wait_until(lambda: rig.state("a") == "parked", "a to be parked")
+    rig.wait_for(rig.pool.decoders["a"].regions.pools["ann"].region.revoke("test"))
+    assert (rig.text("a"), rig.text("a", "bob"), rig.text("b")) == wanted
+
+
+def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: dict[str, Path]) -> None:
+    specs = {name: spec(paths[name]) for name in ("a", "b")}
+    with pool_rig(node.address, specs, limits(models=1), load_wait_s=0.2) as rig, rig.http() as http:
+        # Its first load takes longer than a request without a stream waits.
+        early = http.post("/v1/completions", json=asked("a"))
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "model_loading")
+        assert early.headers["Retry-After"]
+        wait_until(lambda: rig.state("a") == "loaded", "a to be loaded")
+        body = asked("a", stream=True, max_tokens=60, ignore_eos=True)
+        with http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            # A caller that does not wait for b any more is forgotten.
+            b = rig.pool.residency.models["b"]
+            with (
+                rig.http("bob") as other,
+                other.stream("POST", "/v1/completions", json=asked("b", stream=True)) as gone,
+            ):
+                comments = gone.iter_lines()
+                assert next(comments) == ": loading"
+                assert len(b.waiting) == 1
+            wait_until(lambda: not b.waiting, "the end of the wait")
+            # It yields to b, whose request waits for its end.
+            said = asked("b", stream=True)
+            with rig.http("bob") as other, other.stream("POST", "/v1/completions", json=said) as waiting:
+                objects, _ = events_of(waiting.iter_lines())
+            assert "error" not in objects[-1]
+            objects, _ = events_of(lines)
+            assert objects[-1]["choices"][0]["finish_reason"] == "length"
+        assert rig.state("b") == "loaded"
+        assert rig.state("a") in ("parked", "unloaded")
+
+
+def test_a_reload_adds_and_removes_models_while_others_serve(node: Daemon, paths: dict[str, Path], audit: Path) -> None:
+    specs = {name: spec(paths[name]) for name in ("a", "b")}
+    with pool_rig(node.address, specs, limits(parked=0), is_audited=True) as rig, rig.http() as http:
+        wanted = rig.text("a"), rig.text("b")
+        rig.wait_for(rig.pool.change({"b": specs["b"]}))
+        wait_until(lambda: rig.do(lambda: "a" not in rig.pool.residency.models), "a to be gone")
+        assert http.post("/v1/completions", json=asked("a")).status_code == 404
+        rig.wait_for(rig.pool.change(specs))
+        assert (rig.text("a"), rig.text("b")) == wanted
+        assert (count(rig, "a", "load"), count(rig, "b", "load")) == (2, 1)
+    # The records name the models as requests do, not by their files.
+    named = re.findall(r'"event":"decode",.*?"model":\{"name":"(\w+)"', audit_text(audit))
+    assert sorted(named) == ["a", "a", "b", "b"]
+
+
+def test_fronts_serve_many_models(node: Daemon, paths: dict[str, Path]) -> None:
+    specs = {name: spec(paths[name]) for name in ("a", "b")}
+    with pool_rig(node.address, specs, limits(models=1), http_processes=1) as rig:
+        wanted = {name: rig.text(name) for name in specs}
+        with rig.http() as http:
+            with http.stream("POST", "/v1/completions", json=asked("a", stream=True)) as reply:
+                objects, comments = events_of(reply.iter_lines())
+            assert comments[0] == ": loading"
+            assert "".join(one["choices"][0]["text"] for one in objects) == wanted["a"]
+            assert http.post("/v1/completions", json=asked("z")).status_code == 404
+            assert {one["id"] for one in http.get("/v1/models").json()["data"]} == {"a", "b"}

@@ -1,0 +1,181 @@
+"""Tiny models that differ in their weights, and a server of several on a daemon that parks."""
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import uvicorn
+
+from gpulease.client.decode import TINY_MODEL, DecoderSettings, TenantConfig, open_model
+from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
+from gpulease.client.decode.openai.fronts.front_messages import Welcome
+from gpulease.client.decode.openai.fronts.front_server import fronts
+from gpulease.client.decode.openai.openai_server import make_pool_application
+from gpulease.client.decode.openai.pool_metrics import PoolMetrics
+from gpulease.client.decode.openai.served_models import ManyModels
+from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
+from gpulease.client.decode.supervisor.decoder import engine_bytes
+from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
+from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
+
+PARKING: Final = """
+[limits]
+park_memory = "2GiB"
+overcommit = 16.0
+park_stay_ms = 0
+parks_per_minute = 10000
+"""
+"""Settings of a daemon whose leases are parked as often as a test wants."""
+
+SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=4, positions=96, text_processes=1)
+ANN, BOB = TenantConfig("ann", 2, 12), TenantConfig("bob", 2, 12)
+START_LIMIT_S: Final = 120.0
+
+
+def make_model(folder: Path, number: int) -> Path:
+    """Write the tiny model with noise in its weights: its texts differ from those of other numbers."""
+    shutil.copytree(TINY_MODEL, folder, ignore=shutil.ignore_patterns("*.py", "*.log", "__pycache__"))
+    file = folder / "model.safetensors"
+    data = np.frombuffer(file.read_bytes(), np.uint8).copy()
+    begin = 8 + int(data[:8].view("<u8")[0])
+    weights = data[begin : begin + (data.size - begin) // 2 * 2].view("<u2")
+    # The lowest bits of a bf16's mantissa.
+    weights ^= np.random.default_rng(number).integers(0, 64, weights.size, np.uint16)
+    file.write_bytes(data.tobytes())
+    return folder
+
+
+def model_bytes(path: Path = TINY_MODEL, tenants: Sequence[TenantConfig] = (ANN, BOB)) -> int:
+    """Memory of a model's lease."""
+    return engine_bytes(open_model(path), tenants, SETTINGS)
+
+
+def spec(path: Path, tenants: Sequence[TenantConfig] = (ANN, BOB), **options: Any) -> ModelSpec:
+    return ModelSpec(path, tuple(tenants), SETTINGS, **options)
+
+
+def key_of(tenant: str) -> str:
+    return f"key-of-{tenant}"
+
+
+class PoolRig:
+    """A server that runs.
+
+    Attributes:
+        url: Where it listens.
+        pool: Its pool; only the server's loop may touch it.
+    """
+
+    def __init__(self, url: str, pool: ModelPool, models: ManyModels, loop: asyncio.AbstractEventLoop) -> None:
+        self.url, self.pool, self.models, self._loop = url, pool, models, loop
+
+    def http(self, tenant: str = "ann") -> httpx.Client:
+        headers = {"Authorization": f"Bearer {key_of(tenant)}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120, verify=False)
+
+    def complete(self, model: str, tenant: str = "ann", **body: Any) -> dict[str, Any]:
+        """A completion's reply, which must be one."""
+        with self.http(tenant) as http:
+            reply = http.post("/v1/completions", json=asked(model, **body))
+            assert reply.status_code == 200, reply.text
+            return dict(reply.json())
+
+    def text(self, model: str, tenant: str = "ann", **body: Any) -> str:
+        return str(self.complete(model, tenant, **body)["choices"][0]["text"])
+
+    def do(self, act: Callable[[], Any]) -> Any:
+        async def done() -> Any:
+            return act()
+
+        return self.wait_for(done())
+
+    def wait_for(self, part: Coroutine[Any, Any, Any]) -> Any:
+        """Return what a coroutine gives in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(part, self._loop).result(60)
+
+    def state(self, model: str) -> str:
+        return str(self.do(lambda: self.pool.state_of(model)))
+
+
+def asked(model: str, **body: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": "Changed in version", "max_tokens": 12, "temperature": 0.7, "seed": 3} | body
+
+
+@contextmanager
+def pool_rig(
+    address: str,
+    specs: Mapping[str, ModelSpec],
+    limits: ResidencyLimits,
+    load_wait_s: float = 100.0,
+    http_processes: int = 0,
+    *,
+    is_audited: bool = False,
+) -> Iterator[PoolRig]:
+    servers: list[uvicorn.Server] = []
+    rigs: list[PoolRig] = []
+    failures: list[BaseException] = []
+    begun = threading.Event()
+
+    async def run() -> None:
+        keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in (ANN, BOB)})
+        serving: list[ModelPool] = []
+        metrics = PoolMetrics(["ann", "bob"], lambda: next(iter(serving), None))
+        pool = ModelPool(
+            specs, limits, address=address, observers=lambda model: [metrics.observer(model)], is_audited=is_audited
+        )
+        with listening("tcp:127.0.0.1:0") as (sock, url):
+            async with pool.serving(), AsyncExitStack() as stack:
+                serving.append(pool)
+                models = ManyModels(pool, (ANN, BOB), load_wait_s)
+                app = make_pool_application(pool, models, keys, metrics=metrics.text)
+                rigs.append(PoolRig(url, pool, models, asyncio.get_running_loop()))
+
+                def began(server: uvicorn.Server) -> None:
+                    servers.append(server)
+                    begun.set()
+
+                known = known_hosts(sock, ())
+                if http_processes:
+                    welcome = Welcome("", keys.digests, (), (), 5.0)
+                    sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
+                await serve_within(app, sock, known=known, stop_s=5, began=began)
+
+    def body() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    try:
+        assert begun.wait(START_LIMIT_S)
+        if failures:
+            raise failures[0]
+        yield rigs[0]
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join(100)
+    assert not thread.is_alive()
+    assert failures == []
+
+
+def events_of(lines: Iterator[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A stream's objects, and its comments."""
+    objects, comments = [], []
+    for line in lines:
+        if line.startswith(":"):
+            comments.append(line)
+        elif line.startswith("data: ") and line != "data: [DONE]":
+            objects.append(json.loads(line.removeprefix("data: ")))
+    return objects, comments
