@@ -231,6 +231,7 @@ class Decoder:
         progress: Callable[[int, int], None] | None = None,
         observers: Sequence[DecoderObserver] = (),
         is_parkable: bool = False,
+        tokenizer: "Tokenizer | None" = None,
     ) -> AsyncIterator[Self]:
         """Acquire a lease, load the model, open each tenant's region; end all of it with the block.
 
@@ -242,6 +243,7 @@ class Decoder:
             progress: Called with the bytes loaded and the bytes in all.
             observers: Get the decoder's reports.
             is_parkable: Whether `park` works.
+            tokenizer: The model's tokenizer, if it was loaded before; None: it is loaded when it is first needed.
 
         Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
         has the room, and what `GpuBuilder.acquire` raises.
@@ -253,6 +255,9 @@ class Decoder:
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
         )
         decoder = cls(spec, scheduler, address, observers, settings.text_processes)
+        if tokenizer is not None:
+            decoder._tokenizer = asyncio.get_running_loop().create_future()
+            decoder._tokenizer.set_result(tokenizer)
         # From here on the lease exists, and the block's end frees it.
         async with decoder._serve(progress):
             yield decoder

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.decode.checkpoint import Checkpoint, open_model
 from gpulease.client.decode.decode_errors import ModelRefusal, ModelRejected, ModelUnavailable, UnknownModel
@@ -42,6 +42,9 @@ from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAud
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings, engine_bytes
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.errors import Busy, CapacityExceeded, GpuLeaseError, InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
 
 STREAM_WAIT_S: Final = 600.0
 """Longest wait of a stream for its model. Its caller gets comments meanwhile, so only the server limits it."""
@@ -158,6 +161,8 @@ class ModelPool:
         self._waiting: dict[int, asyncio.Future[Refuse | None]] = {}
         self._tickets = count(1)
         self._computed_by: dict[tuple[str, Path], ComputedBy] = {}
+        # By path, with the state of the files then.
+        self._tokenizers: dict[Path, tuple[object, Tokenizer]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks, self._loads = BackgroundTasks(), BackgroundTasks()
 
@@ -302,22 +307,43 @@ class ModelPool:
         except ValueError as error:
             raise InvalidRequest(str(error), "Raise pool.memory, or give the model smaller limits") from None
         self._specs = dict(specs)
+        paths = {spec.path for spec in specs.values()}
+        self._tokenizers = {path: known for path, known in self._tokenizers.items() if path in paths}
         self._apply(effects)
 
     async def _terms_of(self, specs: Mapping[str, ModelSpec]) -> dict[str, ModelTerms]:
         return {name: await asyncio.to_thread(self._measure, name, spec) for name, spec in specs.items()}
 
     def _measure(self, name: str, spec: ModelSpec) -> ModelTerms:
+        size = 0
         try:
-            size = engine_bytes(open_model(spec.path), spec.tenants, spec.settings)
+            checkpoint = open_model(spec.path)
+            size = engine_bytes(checkpoint, spec.tenants, spec.settings)
+            self._load_tokenizer(spec.path, checkpoint)
         except GpuLeaseError as error:
             # The others are served. Its own requests get the error of the load.
             self.log.failure("model_not_measured", error, model=name)
-            size = 0
         # While a region with a fixed life is moved, which happens without requests, too, a session can't stay parked.
         is_parkable = spec.settings.region_life_s is None
         version = spec.path, spec.tenants, spec.settings, spec.wait_s, spec.chat_tokens
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
+
+    def _load_tokenizer(self, path: Path, checkpoint: Checkpoint) -> None:
+        """Load a model's tokenizer before the server serves, or again if its files have changed.
+
+        While a large vocabulary is read, for a second or more, no other Python code of this process runs, even if a
+        thread reads it: done by the first request, it would stop the steps of all other models. Raises ModelRejected.
+        """
+        if (state := _state_of(path)) != self._tokenizers.get(path, (None,))[0]:
+            tokenizer = checkpoint.tokenizer()
+            # What the processes for texts will need of it takes as long.
+            tokenizer.values()
+            self._tokenizers[path] = state, tokenizer
+
+    def _tokenizer_of(self, path: Path) -> "Tokenizer | None":
+        """Return a model's tokenizer; None if its files have changed since it was loaded."""
+        state, tokenizer = self._tokenizers.get(path, (None, None))
+        return tokenizer if state == _state_of(path) else None
 
     # --- effects ---
 
@@ -376,6 +402,7 @@ class ModelPool:
                         address=self._address,
                         observers=observers,
                         is_parkable=self.residency.models[model].terms.is_parkable,
+                        tokenizer=self._tokenizer_of(spec.path),
                     )
                 )
                 if audit is not None:
@@ -458,6 +485,14 @@ class ModelPool:
         self.counts[model, "return"] += 1
         self.log.info("model_returned", model=model)
         self._apply(self.residency.returned(model, self._clock()))
+
+
+def _state_of(path: Path) -> object:
+    """Return what changes if a model's tokenizer does: names, times and sizes of its files."""
+    # A GGUF file has the tokenizer in it; in a folder, all of its files but the weights are JSON or templates.
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, file.stat()) for file in files if file.suffix != ".safetensors" and file.is_file()]
+    return [(name, stat.st_mtime_ns, stat.st_size) for name, stat in stats]
 
 
 def unknown_model(model: str) -> UnknownModel:

@@ -80,6 +80,7 @@ class Tokenizer:
         self._begins_with_space = "Strip" in kinds
         # Filled on demand, as tokens occur.
         self._bytes: dict[int, bytes] = {}
+        self._text = ""
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         """Tokenize a text. The names of special tokens in it become those tokens.
@@ -148,7 +149,9 @@ class Tokenizer:
     def values(self) -> list[Any]:
         """Return the tokenizer as plain values, for `of_values` in another process."""
         template = None if self.chat_template is None else self.chat_template.arguments
-        return [self._library.to_str(), self.begin_token, template, self._where, self.chat_begins]
+        # Kept: for a large vocabulary it takes a second, in which no other Python code of this process runs.
+        self._text = self._text or self._library.to_str()
+        return [self._text, self.begin_token, template, self._where, self.chat_begins]
 
     @classmethod
     def of_values(cls, values: Sequence[Any]) -> Self:

@@ -1,5 +1,7 @@
 """A server of many models over HTTP: loads, parks and reloads change no token; what clients see meanwhile."""
 
+import asyncio
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -8,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from gpulease.client.decode import TenantConfig
+from gpulease.client.decode.decode_errors import AdmissionRefused
+from gpulease.client.decode.openai.served_models import ManyModels
 from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
-from gpulease.client.decode.supervisor.model_pool import ModelSpec
+from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
 from helpers.daemon import Daemon, running
 from helpers.decode.many_models import (
     ANN,
@@ -67,6 +72,34 @@ def audit_text(audit: Path) -> str:
 
 def count(rig: PoolRig, model: str, kind: str) -> int:
     return int(rig.do(lambda: rig.pool.counts[model, kind]))
+
+
+def test_requests_whose_bodies_are_read_or_whose_models_come_are_limited_by_tenant() -> None:
+    async def part() -> None:
+        ann = TenantConfig("ann", 1, 4, max_waiting=1)
+        models = ManyModels(ModelPool({}, ResidencyLimits(1)), [ann], 1.0)
+        async with models.place("ann"), models.place("ann"):
+            with pytest.raises(AdmissionRefused, match="2 of its requests wait already"):
+                await models.place("ann").__aenter__()
+        async with models.place("ann"):
+            assert models.coming["ann"] == 1
+        assert models.coming["ann"] == 0
+
+    asyncio.run(part())
+
+
+def test_a_load_reads_no_tokenizer_while_others_are_served(rig: PoolRig, paths: dict[str, Path]) -> None:
+    """A large vocabulary stops all steps of the process for a second: so they were loaded before it served."""
+    decoder, known = rig.pool.decoders["a"], rig.pool._tokenizers[paths["a"]][1]
+    assert rig.wait_for(decoder.tokenizer()) is known
+    # Unless the files have changed.
+    file = paths["a"] / "tokenizer.json"
+    before = file.stat()
+    assert rig.pool._tokenizer_of(paths["a"]) is known
+    os.utime(file, (before.st_atime, before.st_mtime + 1))
+    assert rig.pool._tokenizer_of(paths["a"]) is None
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert rig.pool._tokenizer_of(paths["a"]) is known
 
 
 def test_texts_are_the_same_before_and_after_a_park_and_a_reload(rig: PoolRig) -> None:
