@@ -37,7 +37,7 @@ from gpulease.client.core.exchange import (
     send,
 )
 from gpulease.client.core.fleet_acquire import Fleet, acquire_in
-from gpulease.client.core.lease_request import ASK_FIRST, LeaseRequest, milliseconds
+from gpulease.client.core.lease_request import ASK_FIRST, LeaseRequest, device_of, milliseconds
 from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.core.waits import Locked, Procedure, Sleep, is_held
 from gpulease.client.errors import (
@@ -74,11 +74,13 @@ from gpulease.protocol.messages import (
     HelloReply,
     LeaseAlloc,
     LeaseGrant,
+    LeaseMove,
     LeaseNote,
     LeaseRef,
     LeaseRenew,
     LeaseRenewed,
     LeaseResize,
+    MovedSession,
     ParkedSession,
     RegionGrant,
 )
@@ -549,6 +551,18 @@ class LeaseHandle:
         reply = yield from self._control(Opcode.LEASE_PARK, LeaseRef(self.grant.lease_id))
         return cast(ParkedSession, reply).moved_bytes
 
+    def move(self, device: int | str) -> Procedure[int]:
+        """Move the session to another card of its host, and return how many bytes that were.
+
+        Raises InvalidRequest, Unsupported, CapacityExceeded or Busy.
+        """
+        card = device_of(device, "move: device")
+        yield from self.finish_sent()
+        reply = yield from self._control(Opcode.LEASE_MOVE, LeaseMove(self.grant.lease_id, card))
+        moved = cast(MovedSession, reply)
+        self.grant = replace(self.grant, card_uuid=moved.card_uuid)
+        return moved.moved_bytes
+
     def note(self, data: Mapping[str, Any]) -> Procedure[None]:
         """Write a record about the lease to the audit log."""
         yield from self._control(Opcode.LEASE_NOTE, LeaseNote(self.grant.lease_id, _note_of(data)))
@@ -693,7 +707,9 @@ class LeaseHandle:
             # At most twice: on the old connection, and if that was dead without an answer, on a new one.
             fresh = yield from self._reconnect_if_stale(doing)
             try:
-                deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+                # A move waits for room as long as the acquire would have.
+                wait_s = self.asked.wait_ms / 1000 if op is Opcode.LEASE_MOVE and self.asked is not None else 0.0
+                deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S + wait_s, doing, self.address, self.clock)
                 ask = answer_to if owed is None else owed.ask
                 answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:

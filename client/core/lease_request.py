@@ -114,6 +114,13 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     return value
 
 
+def device_of(uuid_or_index: str | int, what: str) -> str:
+    """Return a card as requests name it. Raises InvalidRequest, naming the argument `what`."""
+    if isinstance(uuid_or_index, str):
+        return bounded(uuid_or_index, f"{what}: a card's name", MAX_TEXT_BYTES)
+    return str(whole(uuid_or_index, what, least=0, most=MAX_CARD_INDEX))
+
+
 class LeaseRequest:
     """Describes the lease to acquire; every public method returns the builder itself."""
 
@@ -256,10 +263,7 @@ class LeaseRequest:
 
     def device(self, uuid_or_index: str | int) -> Self:
         """Choose the card, by its UUID or its index. If this is not called, any card that fits."""
-        if isinstance(uuid_or_index, str):
-            self._device = bounded(uuid_or_index, "device: a card's name", MAX_TEXT_BYTES)
-        else:
-            self._device = str(whole(uuid_or_index, "device", least=0, most=MAX_CARD_INDEX))
+        self._device = device_of(uuid_or_index, "device")
         return self
 
     def timeout(self, seconds: float) -> Self:

@@ -205,6 +205,24 @@ class GpuLease(LeaseView):
         """
         return drive(self._state.park())
 
+    def move(self, device: int | str) -> int:
+        """Move the session to another card of its host now.
+
+        The lease must be parkable (`GpuBuilder().parkable()`). Connections, handles and device addresses stay valid.
+        Returns once the session is whole on that card; `card_uuid` is that card then.
+
+        Args:
+            device: The card's index or UUID.
+
+        Returns:
+            How many bytes were moved.
+
+        Raises InvalidRequest if there is no such card or the lease is on it, Unsupported if something of the session
+        can't leave its process, CapacityExceeded if the card can't take the lease, Busy if it has no room in time or an
+        operation overtook the move.
+        """
+        return drive(self._state.move(device))
+
     def submit(self, kernel: str, image: Image) -> Submission:
         """Describe a one-shot job: one kernel of an image, run in a context of its own that ends with the call.
 

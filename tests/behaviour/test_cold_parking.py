@@ -1,5 +1,6 @@
 """Sessions that leave their worker: another one continues them, on the same card or another, with all they have."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from gpulease.client import (
     LeaseExpired,
     Revoked,
     Unsupported,
+    aio,
 )
 from gpulease.client.cli.__main__ import main
 from gpulease.client.sync.driver import ask
@@ -182,6 +184,30 @@ def test_a_session_with_events_stays_and_says_so(node: Daemon, lease: GpuLease, 
     shown = row(node.address, lease)["park"]
     assert (shown["phase"], shown["depth"], "events" in shown["stays_here"]) == ("parked", "warm", True)
     assert event.elapsed_ms(session.stream().event()) >= 0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_tenant_moves_its_lease_after_what_it_has_sent(node: Daemon, lease: GpuLease, shared_memory: bool) -> None:
+    uuids = [card["uuid"] for card in cards(node.address)]
+    with GpuSession(lease, shared_memory=shared_memory) as session:
+        buffer = session.mem_alloc(MIB)
+        for turn in range(4):
+            session.mem_write(buffer, 0, bytes([turn]) * 1000)
+            assert lease.move(uuids[1 - turn % 2]) >= MIB
+            assert lease.card_uuid == row(node.address, lease)["card_uuid"] == uuids[1 - turn % 2]
+            assert bytes(session.mem_read(buffer, 0, 1000)) == bytes([turn]) * 1000
+
+
+def test_an_asyncio_program_moves_too(node: Daemon) -> None:
+    async def program() -> tuple[str, bytes]:
+        wanted = aio.GpuBuilder(node.address).min_vram(SLICE).lease_secs(60).parkable().device(0)
+        async with await wanted.acquire() as lease, aio.GpuSession(lease) as session:
+            buffer = await session.mem_alloc(MIB)
+            await session.mem_write(buffer, 0, b"weights")
+            await lease.move(1)
+            return lease.card_uuid, bytes(await session.mem_read(buffer, 0, 7))
+
+    assert asyncio.run(program()) == (cards(node.address)[1]["uuid"], b"weights")
 
 
 def test_who_may_move_and_where_to(node: Daemon, lease: GpuLease) -> None:

@@ -16,7 +16,7 @@ class Awaited:
         {"renew", "free", "query", "mem_alloc", "mem_free", "mem_write", "mem_read"}
         | {"module_load", "module_unload", "launch", "sync", "close", "stream", "region_set"}
         | {"region", "cancel", "resume", "revoke", "grow", "shrink", "note", "notes", "reacquire", "printed", "used"}
-        | {"keep", "kept", "kept_names", "take", "reset", "park"}
+        | {"keep", "kept", "kept_names", "take", "reset", "park", "move"}
     )
 
     def __init__(self, target: Any) -> None:

@@ -45,6 +45,7 @@ from gpulease.protocol.messages import (
     LaunchWith,
     LeaseAlloc,
     LeaseGrant,
+    LeaseMove,
     LeaseRef,
     LeaseRenew,
     LeaseRenewed,
@@ -54,6 +55,7 @@ from gpulease.protocol.messages import (
     MemRead,
     MemWrite,
     ModuleLoaded,
+    MovedSession,
     ParkedSession,
     Ping,
     RegionGrant,
@@ -372,6 +374,11 @@ class ScriptedPeer:
         assert isinstance(request.body, LeaseRef)
         return ParkedSession(request.body.lease_id, sum(map(len, self.memory.values())))
 
+    def _move(self, request: Request) -> Body:
+        assert isinstance(request.body, LeaseMove)
+        card = f"GPU-{request.body.device}"
+        return MovedSession(request.body.lease_id, card, sum(map(len, self.memory.values())), 1000)
+
     def _mem_alloc(self, request: Request) -> Body:
         assert isinstance(request.body, MemAlloc)
         self._next_handle += 1 << 32
@@ -467,6 +474,7 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.LEASE_REVOKE: ScriptedPeer._revoke,
     Opcode.LEASE_RESIZE: ScriptedPeer._resize,
     Opcode.LEASE_PARK: ScriptedPeer._park,
+    Opcode.LEASE_MOVE: ScriptedPeer._move,
     Opcode.LEASE_NOTE: ScriptedPeer._empty,
     Opcode.STREAM_CREATE: ScriptedPeer._stream_create,
     Opcode.STREAM_DESTROY: ScriptedPeer._empty,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpulease import client
-from gpulease.client import InvalidHandle, KernelArgs, LaunchFailed, LeaseExpired, SyncFailed, TimedOut
+from gpulease.client import InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, LeaseExpired, SyncFailed, TimedOut
 from gpulease.client.core import operations
 from gpulease.protocol import Failure, Opcode, Status
 from helpers.client_faces import Awaited, Face, Scenario
@@ -199,7 +199,13 @@ def test_a_stream_s_block_raises_what_failed_in_it(run: Run, peer: ScriptedPeer)
 
 @pytest.mark.parametrize(
     ("what", "op"),
-    [("used", "LEASE_QUERY"), ("grow", "LEASE_RESIZE"), ("region", "REGION_OPEN"), ("park", "LEASE_PARK")],
+    [
+        ("used", "LEASE_QUERY"),
+        ("grow", "LEASE_RESIZE"),
+        ("region", "REGION_OPEN"),
+        ("park", "LEASE_PARK"),
+        ("move", "LEASE_MOVE"),
+    ],
 )
 def test_a_request_about_the_lease_does_not_overtake_what_its_session_has_sent(
     run_over_both: Run, peer: ScriptedPeer, what: str, op: str
@@ -212,13 +218,26 @@ def test_a_request_about_the_lease_does_not_overtake_what_its_session_has_sent(
         buffer = await session.mem_alloc(4)
         await session.mem_write(buffer, 0, b"full")
         for expected in (["MEM_WRITE", "PING", op], [op]):
-            await getattr(lease, what)(*([] if what in ("used", "park") else [GRANULE]))
+            await getattr(lease, what)(*({"used": [], "park": [], "move": ["1"]}.get(what, [GRANULE])))
             assert peer.ops()[-len(expected) :] == expected
         assert peer.ops().count("PING") == 1
         await session.close()
         await lease.free()
 
     peer.report |= {"allocated_bytes": 0, "most_allocated_bytes": 0}
+    run_over_both(scenario)
+
+
+def test_a_moved_lease_is_on_its_new_card(run_over_both: Run) -> None:
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        assert await lease.move(3) == 0
+        assert lease.card_uuid == "GPU-3"
+        for card in (-1, "x" * 5000):
+            with pytest.raises(InvalidRequest, match="move: device"):
+                await lease.move(card)
+        await lease.free()
+
     run_over_both(scenario)
 
 
