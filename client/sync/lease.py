@@ -218,8 +218,7 @@ class GpuLease(LeaseView):
             How many bytes were moved.
 
         Raises InvalidRequest if there is no such card or the lease is on it, Unsupported if something of the session
-        can't leave its process, CapacityExceeded if the card can't take the lease, Busy if it has no room in time or an
-        operation overtook the move.
+        can't leave its process, CapacityExceeded if the card can't take the lease, Busy if it has no room in time.
         """
         return drive(self._state.move(device))
 

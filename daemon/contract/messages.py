@@ -461,11 +461,13 @@ class RefuseReturn(Message):
 class LeaveOrder(Message):
     """Send the parked session's image through the channel that comes with this, and serve no connection from then on.
 
-    The worker answers with Imaged, once everything is in the channel, or with LeaveRefused.
+    The worker answers with Imaged, once everything is in the channel, or with LeaveRefused. If `carries`, the session
+    returns in another process at once: requests that wait for that are in the image, and do not keep it here.
     """
 
     OP: ClassVar[str] = "leave"
     number: Annotated[int, U64]
+    carries: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -705,12 +707,16 @@ class ReturnFailedReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class ImagedReport(Message):
-    """The session's image, of so many bytes and with so many connections, is in the channel of LeaveOrder."""
+    """The session's image, of so many bytes and with so many connections, is in the channel of LeaveOrder.
+
+    `is_awaited`: requests wait for the session's return.
+    """
 
     OP: ClassVar[str] = "imaged"
     number: Annotated[int, U64]
     image_bytes: Annotated[int, U64.named("image")]
     connections: Annotated[int, integer(0, MAX_IMAGE_CONNECTIONS)]
+    is_awaited: Annotated[bool, FLAG.named("awaited")] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from typing import Any, Final, NamedTuple, Self
 
 import msgpack
 
-IMAGE_VERSION: Final = 1
+IMAGE_VERSION: Final = 2
 """The version of the images that workers write."""
 
-IMAGE_VERSIONS: Final = frozenset({IMAGE_VERSION})
-"""The versions that workers adopt. The broker refuses others, and the session then stays in its worker."""
+IMAGE_VERSIONS: Final = frozenset({1, IMAGE_VERSION})
+"""The versions that workers adopt. The broker refuses others, and the session then stays in its worker. Version 2 has
+what connections have received and their worker has not served."""
 
 MAX_IMAGE_BYTES: Final = 320 << 20
 """Largest image. Most of it are the modules' images, of which a session may have 256 MiB, and graphs."""
@@ -77,6 +78,7 @@ class ConnectionState(NamedTuple):
         streams: The numbers of its streams on the wire, without the default stream.
         selected: The one that is selected.
         ring: None without one.
+        unread: What it has received and not served: requests that wait for the session's return.
     """
 
     pid: int
@@ -85,6 +87,7 @@ class ConnectionState(NamedTuple):
     selected: int
     ring: RingState | None
     has_arena: bool
+    unread: bytes = b""
 
 
 class SessionImage(NamedTuple):

@@ -130,7 +130,8 @@ class ColdParking:
             return
         state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
-        out.append(LeaveSession(lease.lease_id, state.number))
+        carries = state.move is not None and bool(state.move.card_uuid)
+        out.append(LeaveSession(lease.lease_id, state.number, carries))
         arm_park_timer(lease, state.due_ns, out)
 
     def on_imaged(self, event: events.SessionImaged, now_ns: int, out: list[Effect]) -> None:

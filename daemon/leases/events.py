@@ -1051,10 +1051,14 @@ class DropParkMemory:
 
 @dataclass(frozen=True, slots=True)
 class LeaveSession:
-    """Have the worker of a parked session send its image; the answer is `SessionImaged` or `SessionStays`."""
+    """Have the worker of a parked session send its image; the answer is `SessionImaged` or `SessionStays`.
+
+    `carries`: it returns at once, so operations that wait for that do not keep it there.
+    """
 
     lease_id: int
     number: int
+    carries: bool = False
 
 
 @dataclass(frozen=True, slots=True)

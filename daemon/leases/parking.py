@@ -334,6 +334,9 @@ class Parking(ParkingViews):
         is_known = state.is_awaited and state.phase is ParkPhase.PARKED
         if is_known or state.phase not in (ParkPhase.PARKED, ParkPhase.PROVING):
             return
+        # It returns by itself, on another card, and its worker passes on what waits here.
+        if state.phase is ParkPhase.PROVING and state.move is not None and state.move.card_uuid:
+            return
         state.is_awaited = True
         # Its bytes are not the card's yet, so they need no room.
         if state.phase is ParkPhase.PROVING:
@@ -343,6 +346,7 @@ class Parking(ParkingViews):
             # A second operation: the tenant uses its session, and each park would only delay it.
             if state.is_repeated:
                 refuse_parks(state, denials.is_returning(lease.lease_id), out)
+            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
             self._order_return(lease, state, now_ns, out)
         else:
             self._await_return(lease, state, now_ns, out)

@@ -41,7 +41,7 @@ from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.stream_operations import ConnectionStreams
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, parse_header
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_header, parse_header
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Waiting
 from gpulease.protocol.ring import AWAITED, DATA_AT, LOOKS_PER_CLOCK, RingLayout, Wanted, worker_ends
@@ -244,6 +244,17 @@ class ReceiveBuffer:
         else:
             self._expects_write = False
         return frame
+
+    def unread(self) -> bytes:
+        """Return everything that was received and not taken as a frame, as it came."""
+        rest = bytes(self.reader.view[self.reader.start : self.reader.end])
+        if self._pinned is None:
+            return rest
+        # A large write: its payload, as far as it has arrived, lies in the pinned buffer.
+        op, flags, status, length, request_id, session_id = self._header
+        session = int.from_bytes(session_id, "big")
+        header = build_header(op, length, request_id=request_id, session_id=session, flags=flags, status=status)
+        return header + bytes(self._pinned.view[: length - len(self._rest or b"")]) + rest
 
     def close(self) -> None:
         """Release the pinned buffers: nothing more is received."""

@@ -426,28 +426,31 @@ class SessionServer:
         """Send the image of the parked session, and serve no connection from then on; or report why not."""
         parking = self._session.parking
         try:
-            image_bytes = self._send_image(order, fds)
+            image_bytes, is_awaited = self._send_image(order, fds)
         except CantLeave as refusal:
             parking.report(LeaveRefusedReport(order.number, str(refusal), refusal.is_lasting))
         except (OSError, ValueError, ChannelClosed) as error:
             parking.report(LeaveRefusedReport(order.number, f"its image can't be sent: {error}", False))
         else:
             self._has_left = True
-            for fd in self._connections:
+            for fd in self._connections.keys() - self._held:
                 self._poll.unregister(fd)
             self._ready.clear()
-            parking.report(ImagedReport(order.number, image_bytes, len(self._connections)))
+            parking.report(ImagedReport(order.number, image_bytes, len(self._connections), is_awaited))
 
-    def _send_image(self, order: LeaveOrder, fds: list[int]) -> int:
-        """Put the session into the channel in `fds`; return the image's size. Raises CantLeave, and as `send_image`."""
+    def _send_image(self, order: LeaveOrder, fds: list[int]) -> tuple[int, bool]:
+        """Put the session into the channel in `fds`; return the image's size, and whether requests wait for its return.
+
+        Raises CantLeave, and as `send_image`.
+        """
         left = self._session.parking.leave(order)
         if left is None or len(fds) != 1 or self._has_left:
             raise CantLeave("it is not in that park", is_lasting=False)
-        # Step 1: nothing may wait for it. Whoever sends something from here on rings, which the broker notices.
-        if self._waits_for_return or self._heard:
+        # Step 1: nothing may wait for it, unless it returns at once. Whoever sends something from here on rings, which
+        # the broker notices.
+        if self._held_orders or self._heard or (self._held and not order.carries):
             raise CantLeave("something waits for it", is_lasting=False)
-        for connection in self._connections.values():
-            self._check_quiet(connection)
+        quiet = [self._check_quiet(connection, carries=order.carries) for connection in self._connections.values()]
         self._session.check_leave()
         # Step 2: the image, and the descriptors of memory that clients share.
         memory, report = left
@@ -463,18 +466,23 @@ class SessionServer:
             )
             for connection in self._connections.values()
         ]
-        return send_image(fds[0], image, (memory.fd, len(memory.view)), connections)
+        return send_image(fds[0], image, (memory.fd, len(memory.view)), connections), not all(quiet)
 
-    def _check_quiet(self, connection: AttachedConnection) -> None:
-        """Have a ring's client ring from now on. Raises CantLeave for a connection that another process can't serve."""
+    def _check_quiet(self, connection: AttachedConnection, *, carries: bool) -> bool:
+        """Have a ring's client ring from now on; return whether nothing of it waits to be served.
+
+        Raises CantLeave for a connection that another process can't serve.
+        """
         if connection.guest is not None:
             raise CantLeave("a client is connected to it by a token", is_lasting=True)
         connection.wire.end_sleep(True)
-        is_quiet = not connection.is_paused and not connection.receive_buffer.is_mid_frame
-        if not is_quiet or not connection.wire.prepare_sleep(for_room=False) or _has_event(connection.sock):
+        is_empty = connection.wire.prepare_sleep(for_room=False) and not _has_event(connection.sock)
+        is_quiet = is_empty and not connection.receive_buffer.is_mid_frame
+        if connection.is_paused or not (is_quiet or carries):
             raise CantLeave("a client has sent something, or has gone", is_lasting=False)
         if isinstance(connection.wire, RingWire) and connection.wire.fd < 0:
             raise CantLeave("a client has a ring that can't be passed on", is_lasting=True)
+        return is_quiet
 
     def _stay(self) -> None:
         """Serve the connections again, because no worker adopts the session's image."""
@@ -482,6 +490,8 @@ class SessionServer:
             return
         self._has_left = False
         for connection in self._connections.values():
+            if connection.fd in self._held:
+                continue
             self._poll.register(connection.fd, connection.wire.events(for_room=connection.is_paused))
             self._ready.add(connection.fd)
 
@@ -505,6 +515,8 @@ class SessionServer:
         self._has_left = parking.is_misfit
         # Before anything is served: if this process dies, the broker must know whether the session had been whole.
         self._tell_of_session()
+        if not parking.is_parked:
+            self._release_held()
 
     def _take_over(self, number: int, received: ReceivedImage) -> None:
         """Make the session of an image, parked as it was. Raises DriverError, UnreadableImage or OSError."""
@@ -521,7 +533,7 @@ class SessionServer:
         for state, descriptors in zip(image.connections, received.connections, strict=True):
             sock = socket.socket(fileno=received.take(descriptors.sock))
             sock.setblocking(False)
-            connection = AttachedConnection(sock, b"", session.pinned_buffers, self._spin_policy)
+            connection = AttachedConnection(sock, state.unread, session.pinned_buffers, self._spin_policy)
             connections.append(connection)
             connection.client_pid, connection.owns = state.pid, state.owns
             connection.holder = session.begin_connection(state.pid, owns=state.owns)
@@ -547,6 +559,10 @@ class SessionServer:
         # Step 4: its clients.
         for connection in connections:
             self._connections[connection.fd] = connection
+            # One with requests that wait for the return is held, as in the process before.
+            if connection.receive_buffer.is_mid_frame:
+                self._held.add(connection.fd)
+                continue
             self._poll.register(connection.fd, connection.wire.events(for_room=False))
             self._ready.add(connection.fd)
         session.count_connections(len(connections))
@@ -891,6 +907,7 @@ def _state_of(connection: AttachedConnection) -> ConnectionState:
         streams.selected,
         connection.wire.state() if isinstance(connection.wire, RingWire) else None,
         connection.has_arena,
+        connection.receive_buffer.unread(),
     )
 
 

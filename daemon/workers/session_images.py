@@ -51,6 +51,7 @@ class _Image:
         connections: Each connection's message, and its descriptors, the socket first.
         is_kept: The session has no worker any more.
         is_lent: A new worker is adopting it.
+        is_awaited: Its last worker had received requests that wait for its return; nobody sends them again.
         link: The page with the words of the lease, which clients map.
         counted: The counters that its last worker reported.
         held: New connections, each with its socket.
@@ -63,6 +64,7 @@ class _Image:
     connections: list[tuple[ImageConnection, list[int]]] = field(default_factory=list)
     is_kept: bool = False
     is_lent: bool = False
+    is_awaited: bool = False
     link: RegionLink | None = None
     counted: tuple[int, ...] = ()
     held: list[tuple[int, AttachOrder]] = field(default_factory=list)
@@ -116,7 +118,7 @@ class SessionImages:
             self._post(SessionStays(lease_id, report.number, f"its image did not arrive: {error}", is_lasting=True))
             return False
         image.channel.close()
-        image.channel = None
+        image.channel, image.is_awaited = None, report.is_awaited
         self._post(SessionImaged(lease_id, report.number, report.image_bytes))
         return True
 
@@ -148,7 +150,7 @@ class SessionImages:
             image.link, worker.regions = worker.regions, None
             image.counted = worker.counted
         # A client that attached during the leave waits already: the session comes back at once.
-        if image.held:
+        if image.held or image.is_awaited:
             self._post(ReturnWanted(lease_id, image.number))
         else:
             self.watch(lease_id)
@@ -174,7 +176,7 @@ class SessionImages:
 
     def _ask_again(self, lease_id: int) -> None:
         image = self._images.get(lease_id)
-        if image is not None and image.is_kept and image.held and not image.is_lent:
+        if image is not None and image.is_kept and (image.held or image.is_awaited) and not image.is_lent:
             self._post(ReturnWanted(lease_id, image.number))
         self.watch(lease_id)
 

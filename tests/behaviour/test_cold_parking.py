@@ -198,6 +198,44 @@ def test_a_tenant_moves_its_lease_after_what_it_has_sent(node: Daemon, lease: Gp
             assert bytes(session.mem_read(buffer, 0, 1000)) == bytes([turn]) * 1000
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_session_at_work_moves_between_two_operations(node: Daemon, lease: GpuLease, shared_memory: bool) -> None:
+    uuids = [card["uuid"] for card in cards(node.address)]
+    is_over = threading.Event()
+    wrong: list[object] = []
+
+    def work(session: GpuSession) -> None:
+        module, counted, large = session.module_load(POINTERS), session.mem_alloc(8), session.mem_alloc(4 * MIB)
+        session.mem_write(counted, 0, bytes(8))
+        turn = 0
+        while not is_over.is_set():
+            turn += 1
+            session.launch(module, "count", [1], [1], count_args(counted))
+            session.mem_write(large, 0, turn.to_bytes(4, "little") * MIB)
+            if bytes(session.mem_read(large, 4 * MIB - 4, 4)) != turn.to_bytes(4, "little"):
+                wrong.append(("large", turn))
+        if struct.unpack("<Q", session.mem_read(counted, 0, 8)) != (5 + turn,):
+            wrong.append(("counted", turn, bytes(session.mem_read(counted, 0, 8))))
+
+    def watched(session: GpuSession) -> None:
+        try:
+            work(session)
+        except Exception as error:
+            wrong.append(error)
+
+    with GpuSession(lease, shared_memory=shared_memory) as session:
+        thread = threading.Thread(target=watched, args=(session,))
+        thread.start()
+        try:
+            for turn in range(6):
+                moved = ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, uuids[1 - turn % 2]), node.address)
+                assert moved.card_uuid == row(node.address, lease)["card_uuid"] == uuids[1 - turn % 2]
+        finally:
+            is_over.set()
+            thread.join()
+    assert not wrong
+
+
 def test_an_asyncio_program_moves_too(node: Daemon) -> None:
     async def program() -> tuple[str, bytes]:
         wanted = aio.GpuBuilder(node.address).min_vram(SLICE).lease_secs(60).parkable().device(0)

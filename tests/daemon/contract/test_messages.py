@@ -180,7 +180,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.ParkOrder(4, 5), {"op": "park", "number": 4, "until": 5}),
     (TO_WORKER, messages.ReturnOrder(4), {"op": "return", "number": 4}),
     (TO_WORKER, messages.RefuseReturn(4, "It is full."), {"op": "no_return", "number": 4, "reason": "It is full."}),
-    (TO_WORKER, messages.LeaveOrder(4), {"op": "leave", "number": 4}),
+    (TO_WORKER, messages.LeaveOrder(4, True), {"op": "leave", "number": 4, "carries": True}),
     (TO_WORKER, messages.StayOrder(4), {"op": "stay", "number": 4}),
     (TO_WORKER, messages.AdoptOrder(4, 2), {"op": "adopt", "number": 4, "connections": 2}),
     (FROM_WORKER, messages.Ready(), {"op": "ready"}),
@@ -250,7 +250,11 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
         messages.ReturnFailedReport(4, "it moved", True),
         {"op": "return_failed", "number": 4, "reason": "it moved", "mismatch": True},
     ),
-    (FROM_WORKER, messages.ImagedReport(4, 5, 6), {"op": "imaged", "number": 4, "image": 5, "connections": 6}),
+    (
+        FROM_WORKER,
+        messages.ImagedReport(4, 5, 6, True),
+        {"op": "imaged", "number": 4, "image": 5, "connections": 6, "awaited": True},
+    ),
     (
         FROM_WORKER,
         messages.LeaveRefusedReport(4, "it has events", True),

@@ -314,8 +314,10 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         if isinstance(order, ParkSession | ReturnSession | StaySession):
             worker.has_left = False
         match order:
-            case LeaveSession(lease_id, number):
-                is_busy = worker.waits or worker.held or worker.regions or worker.gone or luck % 5 == 1
+            case LeaveSession(lease_id, number, carries):
+                is_busy = (
+                    (worker.waits and not carries) or worker.held or worker.regions or worker.gone or luck % 5 == 1
+                )
                 if worker.on_card or worker.park != number or is_busy:
                     worker.answers.append(SessionStays(lease_id, number, "it is busy", is_lasting=luck % 2 == 1))
                     return
