@@ -173,13 +173,11 @@ def test_a_worker_of_this_version_is_not_replaced() -> None:
 
 
 @pytest.mark.parametrize("version", ["", "0.1"])
-def test_an_operation_that_comes_before_the_session_has_left_refuses_the_move(version: str) -> None:
+def test_an_operation_that_comes_before_the_session_has_left_goes_with_it(version: str) -> None:
     s = Scenario(card(capacity=200), card(1, capacity=200), limits=LIMITS)
     s.active(1, 60, park_idle_ms=0, selector="0")
     s.do(MoveRequested(HELD, 1, "root", "0" if version else "1", True, version))
     number = state_of(s).number
     s.do(SessionParked(1, number, 60))
-    one(s.do(ReturnWanted(1, number)), ReturnSession)
-    effects = list(s.do(SessionReturned(1, number, 60)))
-    assert denied(effects).reason is DenialReason.BUSY
-    assert s.lease(1).card_uuid == "GPU-a"
+    assert s.do(ReturnWanted(1, number)) == []
+    assert one(s.do(RegionProved(1)), LeaveSession).carries
