@@ -39,10 +39,19 @@ class _Driver(click.Choice[str]):
 @click.option("--driver", type=_Driver(["auto", "cuda", "cpu"]), help="The driver; auto is the default.")
 @click.option("--arch", metavar="SM", help="The cpu driver's architecture; sm_90 is the default.")
 @click.option(
-    "--shuffle-warps", type=int, metavar="SEED", help="The cpu driver runs warps in another order, to expose races."
+    "--shuffle-warps",
+    type=int,
+    metavar="SEED",
+    help="A seed with which the cpu driver runs warps in another order, to expose races.",
 )
 @click.option(
-    "--vram", multiple=True, metavar="SIZE", help="An emulated card of the cpu driver (repeatable); a limit for cuda."
+    "--vram",
+    multiple=True,
+    metavar="SIZE",
+    help=(
+        "With the cpu driver, the size of an emulated card (repeatable); with cuda, the most memory of"
+        " each card to lease."
+    ),
 )
 @click.option("--warm-contexts", type=int, metavar="NUMBER", help="Contexts kept ready on each card; the default is 0.")
 @click.option("--http", metavar="HOST:PORT", help="Serve a web page, health and metrics, on loopback.")
@@ -66,7 +75,7 @@ def main(
     log_format: str | None,
     verbose: bool,
 ) -> None:
-    """Lease this host's GPUs: slices of VRAM, for a time, each in a process of its own."""
+    """Lease this host's GPUs: slices of VRAM for a period of time, each to a separate process."""
     try:
         begin_logging(LogStyle(log_format or "auto"))
     except NoThread as error:

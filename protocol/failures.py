@@ -220,7 +220,7 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             Status.LEASE_EXPIRED,
             "the lease was orphaned",
             "was orphaned",
-            "Acquire a new lease, and keep a connection to it; GpuBuilder().orphan_secs(0) does without.",
+            "Acquire a new lease, and keep a connection to it; with GpuBuilder().orphan_secs(0) it needs none.",
         ),
         # Ends that an operator, or the fleet, caused.
         "revoked": LeaseEnd(

@@ -14,33 +14,33 @@ from gpulease.client.console.exit_status import check_words, failures_as_sentenc
 PROGRAM: Final = "gpulease"
 
 COMMANDS: Final = {
-    "acquire": ("acquire:acquire", "Get a lease that outlives this command, for programs to find."),
+    "acquire": ("acquire:acquire", "Acquire a lease that outlives this command, for other programs."),
     "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head, recompute."),
     "bench": ("bench:bench", "Measure what a lease costs compared with calling the driver directly."),
     "completion": ("completion:completion", "Print a script for the shell that completes commands and lease ids."),
-    "decode": ("decode:decode", "Continue a prompt with a language model, on a lease of its own."),
-    "demo": ("demo:demo", "Show three tenants on a card, and measure every claim about them."),
+    "decode": ("decode:decode", "Continue a prompt with a language model, on a lease that ends with the command."),
+    "demo": ("demo:demo", "Show what a lease guarantees to three tenants of a card, and measure it."),
     "drain": ("drain:drain", "Refuse new leases, and end the remaining ones by a deadline."),
     "events": ("lease_events:events", "Print the phases of leases, one line each as they happen."),
     "fence": ("node:fence", "Manage memory that could not be proved free."),
     "fleet": ("fleet:fleet", "Manage a fleet: its nodes and names; drain or fence a node."),
-    "free": ("acquire:free", "Free a lease before its time is over."),
+    "free": ("acquire:free", "Free a lease before its deadline."),
     "health": ("metrics:health", "Show whether the daemon can grant leases, and if not, why."),
-    "info": ("node:info", "Show the cards: what may be leased, what is free, what is fenced."),
+    "info": ("node:info", "Show the cards: memory to lease, free memory, fenced memory."),
     "install-service": ("service:install_service", "Print or install the units for systemd."),
     "leases": ("node:leases", "List leases: your own, or all of them if you are an operator."),
     "metrics": ("metrics:metrics", "Print the node's metrics in Prometheus's format."),
     "move": ("node:move", "Move a lease's session to another card."),
     "park": ("node:park", "Move a lease's memory to the host until its next operation."),
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
-    "renew": ("acquire:renew", "Make a lease last longer."),
+    "renew": ("acquire:renew", "Extend a lease."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
-    "run": ("run:run", "Run a program with a lease of its own, which ends with it."),
+    "run": ("run:run", "Run a program on a lease that ends with the program."),
     "serve": ("serve:serve", "Run servers on leases."),
     "submit": ("submit:submit", "Run one kernel of a file, and write its outputs."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "upgrade-workers": ("upgrade_workers:upgrade_workers", "Move sessions out of the workers of an earlier daemon."),
-    "verify": ("verify:verify", "Break every rule on this host's card next to another tenant."),
+    "verify": ("verify:verify", "Try to break every rule on this host's card, next to another tenant."),
 }
 """Every command by name: its module below this package and its function, and its line in the help text."""
 
@@ -108,7 +108,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, is_wanted: bool) -
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
 def main() -> None:
-    """Lease slices of a GPU. The daemon's address is GPULEASE_ADDRESS, or its default socket.
+    """Lease slices of a GPU from a gpuleased daemon, whose address is GPULEASE_ADDRESS or the default socket.
 
     Exit status: 0 done, 1 failed, 2 invalid command line, 69 the daemon does not answer, 70 an internal error of
     gpulease, 74 the output or a file can't be written or read; or the signal that ended it.

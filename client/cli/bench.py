@@ -60,16 +60,23 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
 )
-@click.option("--quick", is_flag=True, help="Fewer samples of everything: about a minute.")
+@click.option("--quick", is_flag=True, help="Take fewer samples: about a minute.")
 @click.option(
-    "--rounds", type=_POSITIVE, help="Rounds, each leased and direct in turn; medians are shown: 3, or 1 with --quick."
+    "--rounds",
+    type=_POSITIVE,
+    help=(
+        "Rounds; each measures a lease and the direct driver in turn, and medians are shown. By default"
+        " 3, or 1 with --quick."
+    ),
 )
-@click.option("--launches", type=_POSITIVE, help="Pipelined launches per round: 20,000, or 5,000 with --quick.")
+@click.option(
+    "--launches", type=_POSITIVE, help="Pipelined launches per round; by default 20,000, or 5,000 with --quick."
+)
 @click.option(
     "--leases",
     type=_POSITIVE,
-    help="Leases to acquire and free; as many expire, and as many are revoked: 30, or 5 with --quick. With "
-    "--core, leases at a time: 10,000.",
+    help="Leases to acquire and free; as many expire, and as many are revoked. By default 30, or 5 with --quick. With "
+    "--core, leases at a time; by default 10,000.",
 )
 @click.option("--tcp", default="", help="The running daemon's TCP address, to measure TCP too.")
 @click.option(
@@ -77,32 +84,50 @@ _POSITIVE: Final = click.IntRange(min=1)
     default="",
     help="The running daemon's TLS address, to measure TLS too; GPULEASE_TLS_CERTIFICATE, _KEY and _CA name the files.",
 )
-@click.option("--gateway", is_flag=True, help="Instead, requests per second with one lease each, on private daemons.")
-@click.option("--core", is_flag=True, help="Instead, only the lease core: grants and renewals per second, lateness.")
 @click.option(
-    "--regions", is_flag=True, help="Instead, regions; fails if a revoked region's launches are refused too late."
+    "--gateway", is_flag=True, help="Instead, measure requests per second with one lease each, on private daemons."
 )
 @click.option(
-    "--park", is_flag=True, help="Instead, models that share a card by parking, compared with loading them again."
+    "--core",
+    is_flag=True,
+    help="Instead, measure the daemon's lease table alone: grants and renewals per second, lateness.",
+)
+@click.option(
+    "--regions",
+    is_flag=True,
+    help="Instead, measure regions; fail if a revoked region's launches are refused too late.",
+)
+@click.option(
+    "--park",
+    is_flag=True,
+    help="Instead, measure models that share a card by parking, compared with loading them again.",
 )
 @click.option(
     "--park-storm",
     is_flag=True,
-    help="Instead, sessions that are parked, revoked and killed at random; fails on any wrong result or missing byte.",
+    help=(
+        "Instead, check sessions that are parked, revoked and killed at random; fail on any wrong"
+        " result or missing byte."
+    ),
 )
-@click.option("--model-mib", type=_POSITIVE, help="With --park: a model's size; 16,384 on a card, else 64.")
+@click.option("--model-mib", type=_POSITIVE, help="With --park: a model's size; by default 16,384 on a card, else 64.")
 @click.option(
     "--decode",
     is_flag=True,
-    help="Instead, the decode engine's steps and kernels, one JSON object per line and figure.",
+    help="Instead, measure the decode engine's steps and kernels; print one JSON object per figure, each on a line.",
 )
 @click.option(
-    "--round-trips", is_flag=True, help="Instead, only round trips, compared with C, cuda-bindings and pycuda in turn."
+    "--round-trips",
+    is_flag=True,
+    help="Instead, measure only round trips, compared with C, cuda-bindings and pycuda in turn.",
 )
 @click.option(
     "--check",
     is_flag=True,
-    help="Instead, everything that has a bound (client/bench/bounds.toml): minutes. Fails if one is missed.",
+    help=(
+        "Instead, measure everything that has a bound in client/bench/bounds.toml, in some minutes;"
+        " fail if a bound is missed."
+    ),
 )
 @click.option(
     "--against", type=click.Path(path_type=Path), help="With --check: an earlier run's file, to show regressions."
@@ -115,7 +140,11 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="With --check: the file to write.",
 )
 @click.option("--peers", is_flag=True, help="Instead, print how to compare with other remoting systems.")
-@click.option("--minutes", type=click.FloatRange(min=0.01), help="With --park or --park-storm: 10, or 1 with --quick.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.01),
+    help="With --park or --park-storm: minutes to run; by default 10, or 1 with --quick.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
     driver: str,

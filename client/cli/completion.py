@@ -9,7 +9,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print a script that makes SHELL complete commands, options and, by asking the daemon, lease ids.
+    """Print a script that makes SHELL complete commands, options and lease ids, which it asks the daemon for.
 
     bash: eval "$(gpulease completion bash)" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc;
     fish: gpulease completion fish > ~/.config/fish/completions/gpulease.fish

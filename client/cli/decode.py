@@ -91,7 +91,12 @@ class _Answer:
     "--top-k", default=0, show_default=True, help="Choose from this many of the likeliest tokens; 0: from all."
 )
 @click.option("--seed", default=0, show_default=True, help="The seed for choosing tokens, unless the temperature is 0.")
-@click.option("--chat", "is_chat", is_flag=True, help="PROMPT is a user's message, put into the model's chat template.")
+@click.option(
+    "--chat",
+    "is_chat",
+    is_flag=True,
+    help="Treat PROMPT as a user's message, and put it into the model's chat template.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead, at the end.")
 def decode(
     prompt: str,

@@ -36,7 +36,7 @@ kills one of three nodes. Ten lines of your own: README.md, "A tenant's ten line
     help="The private daemon's driver: cuda uses the host's card.",
 )
 def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
-    """Show three tenants on a card: one computes, one runs an endless kernel, one gets the second's memory.
+    """Show three tenants on a card: one computes, one runs an endless kernel, one gets that one's memory afterwards.
 
     Uses the running daemon; without one, starts a private one on the embedded driver, which needs no GPU. A fleet's
     daemons, and its etcd, are always private. Every figure is measured; the exit status is 1 if a claim does not hold.

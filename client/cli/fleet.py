@@ -104,7 +104,7 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
 @fleet.command("fence", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def fence_node(words: tuple[str, ...]) -> None:
-    """Take a dead node out of the fleet and free its names. See `gpulease fleet fence -h`."""
+    """Remove a dead node from the fleet and free its names. See `gpulease fleet fence -h`."""
     become_module(FENCE_MODULE, words, FLEET)
 
 

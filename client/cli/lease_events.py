@@ -17,7 +17,14 @@ from gpulease.protocol.counts import counted
 
 @click.command()
 @lease_id_argument(required=False)
-@click.option("--refused", is_flag=True, help="Instead, the launches that LEASE_ID, or a region of it, refuses.")
+@click.option(
+    "--refused",
+    is_flag=True,
+    help=(
+        "Instead, print the launches that are refused because the region LEASE_ID, or a region of that"
+        " lease, has ended."
+    ),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
     """Print the phases of leases, one line each: of LEASE_ID until it has ended, or of all until interrupted."""

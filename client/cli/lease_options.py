@@ -77,7 +77,7 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
             callback=milliseconds_of,
             default="0s",
             show_default=True,
-            help="Park the session after this time without an operation; 0s: not by idleness.",
+            help="Park the session after this time without an operation; 0s: never because it is idle.",
         ),
         click.option(
             "--parkable",
@@ -89,7 +89,7 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--latency",
             "is_latency",
             is_flag=True,
-            help="Have the card's other sessions hold back while this one has work; the operator must allow it.",
+            help="Make the card's other sessions hold back while this one has work; the operator must allow this.",
         ),
         click.option(
             "--weight",

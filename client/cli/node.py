@@ -27,7 +27,7 @@ _words_or_json = click.option("--json", "as_json", is_flag=True, help="Print a J
 @click.option("--sandbox", "shows_sandbox", is_flag=True, help="Show the measures of the workers' sandbox.")
 @_table_or_json
 def info(shows_sandbox: bool, as_json: bool) -> None:
-    """Show the cards: what may be leased, what is free, what is fenced."""
+    """Show the cards: memory to lease, free memory, fenced memory."""
     inventory = ask(Opcode.GET_INVENTORY, Empty())
     if as_json:
         click.echo(json_text(inventory.details))
@@ -229,7 +229,7 @@ def _park_text(park: Report) -> str:
     "--token",
     "nonce",
     callback=lambda ctx, param, text: None if text is None else _nonce_number(text),
-    help="End only one token: its nonce, from the audit log's `issue` record.",
+    help="End only the token with this nonce, which is in the audit log's `issue` record.",
 )
 @_words_or_json
 def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> None:
@@ -250,13 +250,13 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
 
 @click.command()
 @lease_id_argument()
-@click.option("--cold", is_flag=True, help="End its process too, so that nothing of it stays on the card.")
+@click.option("--cold", is_flag=True, help="End the session's process, too, so that it uses no memory of the card.")
 @_words_or_json
 def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
-    """Move the memory of a parkable lease's session to the host's memory, and give its card's bytes to others.
+    """Move the memory of a parkable lease's session to the host, so that other leases can use the card.
 
-    Its next operation brings it back. Waits until the card shows the bytes free; with --cold, until its process is
-    being ended.
+    The session's next operation brings it back. Waits until the card shows the bytes free, or, with --cold, until the
+    session's process is being ended.
     """
     parked = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, None)) if cold else ask(Opcode.LEASE_PARK, LeaseRef(lease_id))
     if as_json:
@@ -272,7 +272,7 @@ def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
 def move(lease_id: LeaseId, device: str, as_json: bool) -> None:
     """Move the session of a parkable lease to another card of this node.
 
-    Its connections, handles and device addresses stay. Waits until the session is whole on that card.
+    The session's connections, handles and device addresses stay valid. Waits until the move is complete.
     """
     moved = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, device))
     if as_json:

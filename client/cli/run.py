@@ -70,10 +70,10 @@ _AWAITED: Final = frozenset({*FORWARDED, signal.SIGCHLD, _LEASE_ENDED})
 @lease_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
-    """Run CMD with a lease of its own, which ends with it and is not renewed.
+    """Run CMD on a lease that ends with CMD and is not renewed.
 
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
-    ended first, and CMD was therefore ended; 126 if CMD can't be started; 127 if it does not exist.
+    ended first, and `run` therefore ended CMD; 126 if CMD can't be started; 127 if it does not exist.
     """
     # Step 1: a program that can't be started is found before a lease is acquired for it.
     _check_program(command[0])

@@ -37,7 +37,7 @@ DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def directory(words: tuple[str, ...]) -> None:
-    """Name the nodes of a fleet to its tenants. See `gpulease serve directory -h`."""
+    """Tell a fleet's tenants which nodes to ask for a lease. See `gpulease serve directory -h`."""
     become_module(DIRECTORY_MODULE, words, FLEET)
 
 
@@ -50,7 +50,13 @@ def directory(words: tuple[str, ...]) -> None:
     multiple=True,
     help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
 )
-@click.option("--store", "store_url", default="sqlite:gateway.sqlite", show_default=True, help="Or postgresql://...")
+@click.option(
+    "--store",
+    "store_url",
+    default="sqlite:gateway.sqlite",
+    show_default=True,
+    help="The store of requests: sqlite:PATH or postgresql://...",
+)
 @click.option("--max-in-flight", type=_POSITIVE, default=4, show_default=True, help="Requests served at a time.")
 @click.option(
     "--max-queue", type=click.IntRange(min=0), default=32, show_default=True, help="Requests that may wait in addition."
@@ -69,7 +75,11 @@ def directory(words: tuple[str, ...]) -> None:
 @click.option(
     "--keep-hours", type=click.FloatRange(min=2), default=24, show_default=True, help="How long outcomes are kept."
 )
-@click.option("--attach-by-token", is_flag=True, help='For a daemon with require_token = ["attach"].')
+@click.option(
+    "--attach-by-token",
+    is_flag=True,
+    help='Present a token to open sessions, for a daemon with require_token = ["attach"].',
+)
 @click.option(
     "--demo", is_flag=True, help="Use the example model and a private store, and start a daemon if none is running."
 )

@@ -29,19 +29,22 @@ _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
 @click.argument("kernel")
 @click.argument("image", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--grid", default="1", show_default=True, help="Blocks: X, X,Y or X,Y,Z.")
-@click.option("--block", default="1", show_default=True, help="Threads of a block, likewise.")
+@click.option("--block", default="1", show_default=True, help="Threads in a block: X, X,Y or X,Y,Z.")
 @click.option(
     "--arg",
     "arguments",
     multiple=True,
-    help="The next argument: in:FILE, inout:FILE, out:BYTES, or a number as u32:7, i64:-1, f32:2.5.",
+    help=(
+        "The kernel's next argument: in:FILE, inout:FILE, out:BYTES, or a number such as u32:7, i64:-1"
+        " or f32:2.5. Repeatable."
+    ),
 )
 @click.option(
     "--output",
     "outputs",
     multiple=True,
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="The file for the next output; outputs without one go to standard output.",
+    help="The file for the next output; outputs without a file go to standard output. Repeatable.",
 )
 @click.option(
     "--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="Memory on the card, in MiB."

@@ -17,10 +17,10 @@ EXIT_BREACH: Final = 1
 @click.option(
     "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
 )
-@click.option("--only", metavar="TEXT", default="", help="Only rows with this text in their names.")
+@click.option("--only", metavar="TEXT", default="", help="Run only the rows with this text in their names.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def verify(driver: str, only: str, as_json: bool) -> None:
-    """Break every rule on this host's first card, next to another tenant that must not be affected.
+    """Try to break every rule on this host's first card, next to another tenant that must not be affected.
 
     Starts a private daemon, so a running daemon's leases are not touched, but the card is busy meanwhile. The exit
     status is 1 if any guarantee of leases does not hold.

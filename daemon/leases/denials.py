@@ -133,10 +133,9 @@ def no_worker_now(reason: str) -> Denial:
     """
     return Denial(
         DenialReason.BUSY,
-        f"The daemon has no room for one more worker now: it {reason.rstrip('.')}.",
-        "Nothing was started: try again in a moment. If it happens repeatedly, the operator must raise the "
-        "daemon's limits"
-        " (LimitNOFILE), or end leases or connections.",
+        f"The daemon can't start another worker now: it {reason.rstrip('.')}.",
+        "Nothing was started: try again in a moment. If it happens repeatedly, the operator must raise the daemon's"
+        " limits (LimitNOFILE), or end leases or connections.",
     )
 
 
@@ -211,10 +210,10 @@ def name_taken(name: str, lease_id: int | None) -> Denial:
 
     `lease_id` is None if the lease belongs to another tenant, who must not be disclosed.
     """
-    owner = "another tenant's lease's" if lease_id is None else f"lease {lease_id:032x}'s"
+    owner = "Another tenant's lease" if lease_id is None else f"Lease {lease_id:032x}"
     return Denial(
         DenialReason.NAME_TAKEN,
-        f"The name {name!r} is {owner} until its memory is proved free.",
+        f"{owner} has the name {name!r} until its memory is proved free.",
         "Wait until that lease has ended, or use another name; an operator must clear a fence.",
     )
 
@@ -223,7 +222,7 @@ def old_epoch(name: str, epoch: int, highest: int) -> Denial:
     """Deny a claim with an epoch that is not above the highest one that this node has served for the name."""
     return Denial(
         DenialReason.FENCED,
-        f"The claim of the name {name!r} with epoch {epoch} is over: this node has served epoch {highest}.",
+        f"The claim of the name {name!r} with epoch {epoch} has ended: this node has already served epoch {highest}.",
         "Acquire again. If it happens repeatedly, the fleet's store was restored from a backup: its operator "
         "must raise its revision.",
     )
@@ -245,7 +244,7 @@ def not_noted(problem: str) -> Denial:
     """Deny a tenant's note because the audit log can't store it now; `problem` says why."""
     return Denial(
         DenialReason.NOT_RECORDED,
-        f"The note may not be in the audit log: {problem}.",
+        f"The note may be missing from the audit log: {problem}.",
         "Send it again later; if it happens repeatedly, an operator must repair the log.",
     )
 
@@ -255,7 +254,7 @@ def no_note(problem: str) -> Denial:
     return Denial(
         DenialReason.INVALID_REQUEST,
         f"The note must be a canonical JSON object: {problem}.",
-        "Send one object of strings, integers, true, false and null, keys sorted, without white space.",
+        "Send one object of strings, integers, true, false and null, with sorted keys and without white space.",
     )
 
 
@@ -278,7 +277,7 @@ def not_kept(problem: str) -> Denial:
     return Denial(
         DenialReason.NOT_RECORDED,
         f"No lease can be granted or renewed because the journal can't be written: {problem}.",
-        "Try again later; an operator must look after the disk.",
+        "Try again later; an operator must repair the disk, or make room on it.",
     )
 
 
@@ -286,9 +285,8 @@ def done_but_not_kept(what: str, problem: str) -> Denial:
     """Report that an action was taken (`what`, a sentence) but that the journal can't record it now."""
     return Denial(
         DenialReason.NOT_RECORDED,
-        f"{what}, but the journal can't be written: {problem}; if the daemon is restarted before it can, that is"
-        " forgotten.",
-        "Query its state; an operator must look after the disk.",
+        f"{what}, but the journal can't be written: {problem}; if the daemon restarts before it can, it forgets this.",
+        "Query the lease's state; an operator must repair the disk, or make room on it.",
     )
 
 
@@ -315,7 +313,8 @@ def over_fleet_bytes(lease_id: int, tenant: str, fleet_bytes: int) -> Denial:
     return over_tenant_limit(
         tenant,
         "fleet_quota",
-        f"Lease {lease_id:032x} has {size_text(fleet_bytes)} of its tenant's quota in the fleet, and can't get more",
+        f"Lease {lease_id:032x} has {size_text(fleet_bytes)} of its tenant's quota in the fleet, and"
+        f" can't grow beyond that",
         "Ask for another lease.",
     )
 
@@ -324,9 +323,9 @@ def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
     """Deny a lease because the tenant has exceeded its rate; it may ask again in `wait_ms`."""
     return Denial(
         DenialReason.RATE,
-        f"Tenant {tenant!r} may ask for {counted(per_minute, 'lease')} a minute here (limit acquires_per_minute of"
+        f"Tenant {tenant!r} may request {counted(per_minute, 'lease')} per minute here (limit acquires_per_minute of"
         f" tenant {tenant!r}).",
-        f"Ask again in {duration_text(wait_ms)}.",
+        f"Try again in {duration_text(wait_ms)}.",
     )
 
 
@@ -335,8 +334,8 @@ def too_heavy(tenant: str, weight: int, max_weight: int) -> Denial:
     return over_tenant_limit(
         tenant,
         "max_weight",
-        f"A weight of {weight} was requested, but this tenant's leases have at most {max_weight}",
-        "Ask for less, or ask the operator for a larger max_weight.",
+        f"A weight of {weight} was requested, but this tenant's leases may have at most {max_weight}",
+        "Request less, or ask the operator for a larger max_weight.",
     )
 
 
@@ -357,7 +356,7 @@ def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
     """Deny a request with a selector that matches no card of this node."""
     names = ", ".join(f"{card.index} ({card.uuid}, {card.name})" for card in cards) or "none"
     return invalid(
-        f"No card answers to {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
+        f"No card matches {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
         "Name a card by its uuid or its index, or leave the choice to the daemon.",
     )
 
@@ -398,8 +397,9 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
 def has_session(lease_id: int) -> Denial:
     """Deny a submit because the lease reserves no memory for submits next to its session."""
     return invalid(
-        f"Lease {lease_id:032x} reserves no memory for submits: its session was opened, and has all of it.",
-        "Submit on a lease that never opens its session, or reserve memory for submits: GpuBuilder().submits(bytes).",
+        f"Lease {lease_id:032x} reserves no memory for submits: its session was opened, and has all of"
+        f" the lease's memory.",
+        "Submit on a lease whose session is never opened, or reserve memory for submits: GpuBuilder().submits(bytes).",
     )
 
 
@@ -407,22 +407,22 @@ def no_context(lease_id: int) -> Denial:
     """Deny a submit because neither the card nor the lease has room for a second context."""
     return Denial(
         DenialReason.BUSY,
-        f"A submit on lease {lease_id:032x} needs a context of its own, and the card has no room for one now.",
-        "Try again, or reserve it when you acquire the lease: GpuBuilder().submits(bytes).",
+        f"A submit on lease {lease_id:032x} needs a separate context, and the card has no room for one now.",
+        "Try again, or reserve room for submits when you acquire the lease: GpuBuilder().submits(bytes).",
     )
 
 
 def no_time(timeout_ms: int) -> Denial:
     """Deny a submit with a timeout below 1 ms, in which no kernel could run."""
-    return invalid(f"A submit can't take {timeout_ms} ms.", "Give it at least 1 ms.")
+    return invalid(f"A submit's time limit must be at least 1 ms, not {timeout_ms} ms.", "Set a longer time limit.")
 
 
 def busy(lease_id: int) -> Denial:
     """Deny a submit because the lease has one running and another one waiting."""
     return Denial(
         DenialReason.BUSY,
-        f"Lease {lease_id:032x} has a submit running and another one waiting: it runs one at a time.",
-        "Wait for their answers.",
+        f"Lease {lease_id:032x} has a submit running and another one waiting: a lease runs one at a time.",
+        "Wait until one of them has ended.",
     )
 
 
@@ -463,13 +463,13 @@ def id_used(lease_id: int) -> Denial:
     """Deny a lease or region because its id is in use or out of range."""
     return invalid(
         f"Lease id {lease_id:032x} can't be used: it is already in use, or is not a u128 above 0.",
-        "Choose another at random.",
+        "Choose another id at random.",
     )
 
 
 def not_a_region(lease_id: int) -> Denial:
     """Deny an operation that only regions support."""
-    return invalid(f"Lease {lease_id:032x} is not a region.", "Name a region, by the id of its grant.")
+    return invalid(f"Lease {lease_id:032x} is not a region.", "Pass the id of a region.")
 
 
 def not_its_tenant(region_id: int) -> Denial:
@@ -477,7 +477,7 @@ def not_its_tenant(region_id: int) -> Denial:
     return Denial(
         DenialReason.NOT_ALLOWED,
         f"Lease {region_id:032x} is a region of another tenant; only that tenant may renew and free it.",
-        "Revoke it to end it.",
+        "To end it, revoke it.",
     )
 
 
@@ -485,7 +485,7 @@ def not_revocable(lease_id: int) -> Denial:
     """Deny a tenant's request to revoke its own lease or region; it frees them instead."""
     return Denial(
         DenialReason.NOT_ALLOWED,
-        f"Lease {lease_id:032x} is not yours to revoke: operators revoke leases, and a lease's tenant its regions.",
+        f"You may not revoke lease {lease_id:032x}: operators revoke leases, and a lease's tenant revokes its regions.",
         "Free it instead.",
     )
 
@@ -497,8 +497,8 @@ def no_regions(lease_id: int) -> Denial:
     """Deny a region because the session's driver or worker does not support regions."""
     return Denial(
         DenialReason.UNSUPPORTED,
-        f"Lease {lease_id:032x} can have no regions: its session's driver or worker has none.",
-        "Acquire a new lease, on a card with a driver that has them.",
+        f"Lease {lease_id:032x} can't have regions: its session's driver or worker does not support them.",
+        "Acquire a new lease, on a card whose driver supports regions.",
     )
 
 
@@ -516,7 +516,7 @@ def too_many_regions(lease_id: int) -> Denial:
     return Denial(
         DenialReason.LIMIT,
         f"Lease {lease_id:032x} has {MAX_REGIONS} regions, as many as one session may have.",
-        "Free one that you no longer need.",
+        "Free a region that you no longer need.",
     )
 
 
@@ -525,7 +525,7 @@ def too_many_places(lease_id: int) -> Denial:
     return Denial(
         DenialReason.LIMIT,
         f"Lease {lease_id:032x} keeps the addresses of too many regions that have ended.",
-        "Release them in the session: REGION_RELEASE.",
+        "Release these addresses in the session: region.close(), or REGION_RELEASE.",
     )
 
 
@@ -533,7 +533,7 @@ def regions_used_up(lease_id: int) -> Denial:
     """Deny a region because the lease has used up its region numbers."""
     return Denial(
         DenialReason.LIMIT,
-        f"Lease {lease_id:032x} has opened as many regions as one lease ever may.",
+        f"Lease {lease_id:032x} has opened as many regions as a lease may open in its life.",
         "Acquire a new lease.",
     )
 
@@ -592,7 +592,7 @@ def is_resizing(lease_id: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} is already being resized.",
-        "Try again once that is over.",
+        "Try again once that has ended.",
     )
 
 
@@ -601,7 +601,7 @@ def no_room_to_grow(lease_id: int, more_bytes: int, available_bytes: int) -> Den
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't grow by {size_text(more_bytes)}: its card has"
-        f" {size_text(max(0, available_bytes))} that is neither leased nor waited for now.",
+        f" {size_text(max(0, available_bytes))} that are neither leased nor reserved for waiting requests.",
         "Request less, or try again later.",
     )
 
@@ -612,7 +612,7 @@ def too_small_for_regions(lease_id: int, size_bytes: int, region_bytes: int) -> 
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't shrink to {size_text(size_bytes)}: its regions and submits hold"
         f" {size_text(region_bytes)}.",
-        "Free regions first, or keep more.",
+        "Free regions first, or choose a larger size.",
     )
 
 
@@ -635,8 +635,8 @@ def not_parkable(lease_id: int) -> Denial:
     """Deny a park of a lease that was not acquired as parkable, or of a region."""
     return Denial(
         DenialReason.UNSUPPORTED,
-        f"{lease_id:032x} is not a parkable lease, so its memory stays on its card.",
-        "Acquire it with .parkable().",
+        f"Lease {lease_id:032x} is not parkable, so its memory stays on its card.",
+        "Acquire the lease with .parkable().",
     )
 
 
@@ -655,7 +655,7 @@ def no_host_memory(lease_id: int, needed_bytes: int, left_bytes: int) -> Denial:
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't be parked: it needs {size_text(needed_bytes)} of host memory, and"
         f" {size_text(max(0, left_bytes))} of park_memory are left.",
-        "Use or free a parked lease first, or ask the operator for a larger park_memory.",
+        "Use or free a parked lease first, or ask the operator to raise park_memory.",
     )
 
 
@@ -672,7 +672,7 @@ def has_fenced_region(lease_id: int) -> Denial:
     """Deny a park because the memory of an ended region was never shown free."""
     return Denial(
         DenialReason.BUSY,
-        f"Lease {lease_id:032x} can't be parked: the memory of a region that ended was not shown free.",
+        f"Lease {lease_id:032x} can't be parked: the memory of a region that ended was not proved free.",
         "End the lease, or have an operator clear the card's fences.",
     )
 
@@ -680,7 +680,9 @@ def has_fenced_region(lease_id: int) -> Denial:
 def has_submit(lease_id: int) -> Denial:
     """Deny a park because a submit of the lease runs or waits."""
     return Denial(
-        DenialReason.BUSY, f"Lease {lease_id:032x} can't be parked: a submit of it runs.", "Try again after its end."
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} can't be parked: it has a submit in progress.",
+        "Try again after its end.",
     )
 
 
@@ -688,7 +690,7 @@ def too_many_parks(lease_id: int, wait_ms: int) -> Denial:
     """Deny a park because sessions of its card were parked too often lately."""
     return Denial(
         DenialReason.RATE,
-        f"Lease {lease_id:032x} can't be parked now: its card has had as many parks as parks_per_minute allows.",
+        f"Lease {lease_id:032x} can't be parked now: its card has reached parks_per_minute.",
         f"Try again in {duration_text(wait_ms)}.",
     )
 
@@ -698,7 +700,7 @@ def is_returning(lease_id: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} is returning to its card, because an operation of its tenant needs it.",
-        "Try again when that operation is over.",
+        "Try again when that operation has ended.",
     )
 
 
@@ -707,7 +709,7 @@ def is_parked(lease_id: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} is parked in the host's memory.",
-        "Use its session first: that brings it back.",
+        "Use its session first: any operation brings it back.",
     )
 
 
@@ -716,7 +718,7 @@ def park_refused(lease_id: int, reason: str) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} was not parked: {reason.rstrip('.')}.",
-        "Try again when nothing of it runs.",
+        "Try again when the session is idle.",
     )
 
 
@@ -734,26 +736,26 @@ def cant_leave(lease_id: int, reason: str, *, is_lasting: bool = True) -> Denial
     return Denial(
         DenialReason.UNSUPPORTED,
         f"The session of lease {lease_id:032x} can't leave its process: {reason.rstrip('.')}.",
-        "It can be parked, but not moved, while it has that.",
+        "It can still be parked warm, but not moved or parked cold.",
     )
 
 
 def is_moving(lease_id: int) -> Denial:
     """Deny a move of a session that is being moved."""
-    return Denial(DenialReason.BUSY, f"Lease {lease_id:032x} is being moved.", "Wait for the end of that move.")
+    return Denial(DenialReason.BUSY, f"Lease {lease_id:032x} is being moved.", "Wait until the move has ended.")
 
 
 def is_there(lease_id: int, card_uuid: str) -> Denial:
     """Deny a move to the card that the lease is on."""
-    return invalid(f"Lease {lease_id:032x} is on card {card_uuid} already.", "Name another card.")
+    return invalid(f"Lease {lease_id:032x} is already on card {card_uuid}.", "Name another card.")
 
 
 def no_place(lease_id: int, card_uuid: str) -> Denial:
     """Deny a move to a card that can't take the lease, even if others make room."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"Card {card_uuid} can't take lease {lease_id:032x}: it is too small, is another lease's alone, or has as many "
-        "parkable leases as overcommit allows.",
+        f"Card {card_uuid} can't take lease {lease_id:032x}: the card is too small, is leased exclusively, or has as "
+        "many parkable leases as overcommit allows.",
         "Name another card.",
     )
 

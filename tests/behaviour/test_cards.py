@@ -51,7 +51,7 @@ def test_by_index_and_by_uuid(cards: Daemon, index: int) -> None:
 
 @pytest.mark.parametrize("device", ["2", "-1", "GPU-00000000-0000-0000-0000-000000000000", "embedded", "0x0"])
 def test_a_card_that_is_not_there(cards: Daemon, device: str) -> None:
-    with pytest.raises(InvalidRequest, match="No card answers to") as caught:
+    with pytest.raises(InvalidRequest, match="No card matches") as caught:
         cards.builder().device(device).acquire()
     # It says which there are.
     for uuid in uuids(cards):

@@ -265,7 +265,7 @@ class TestCards:
                 cards.check_back_to(before)
 
     def test_a_card_that_is_not_there(self, daemon: Daemon) -> None:
-        with pytest.raises(InvalidRequest, match="No card answers to"):
+        with pytest.raises(InvalidRequest, match="No card matches"):
             daemon.builder().device("GPU-00000000-0000-0000-0000-000000000000").acquire()
 
 

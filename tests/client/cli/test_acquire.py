@@ -138,7 +138,7 @@ def test_no_lease_is_left_that_nobody_was_told_of(daemon: Daemon, output: str, s
         ("acquire --vram 1MiB --weight 0", 2, "0 is not in the range 1<=x<=65535"),
         ("acquire --vram 1MiB --park-idle 30s", 2, "--park-idle needs --parkable"),
         ("acquire --vram 1MiB --latency", 1, "may_latency"),
-        ("acquire --vram 1MiB --device 9", 1, "No card answers to"),
+        ("acquire --vram 1MiB --device 9", 1, "No card matches"),
         ("acquire --vram 1MiB --name model-a", 1, "fleet"),
         ("free", 2, "Missing argument 'LEASE_ID'"),
         ("renew", 2, "Missing argument 'LEASE_ID'"),
