@@ -98,12 +98,13 @@ class AdmissionRefused(RequestRejected):
 
     Attributes:
         reason: Why.
+        detail: The same as a sentence, without the reason's name.
         retry_after_s: Seconds after which it may be sent again; None if that is unknown.
     """
 
     def __init__(self, reason: AdmissionReason, detail: str, retry_after_s: float | None) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.retry_after_s = reason, retry_after_s
+        self.reason, self.detail, self.retry_after_s = reason, detail, retry_after_s
 
 
 class WaitedTooLong(AdmissionRefused):

@@ -101,6 +101,21 @@ class DecoderSource:
     async def tokenizer(self) -> "Tokenizer":
         return await self._decoder.tokenizer()
 
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Return the texts of the tokenizer's special tokens, and the source of the chat template."""
+        tokenizer, config = await self.tokenizer(), self._decoder.model_config
+        names, template = tokenizer.special_tokens, tokenizer.chat_template
+        found: dict[str, Any] = {
+            "bos_token": None if config.begin_token is None else names.get(config.begin_token),
+            "eos_token": names.get(config.end_tokens[0]) if config.end_tokens else None,
+            "chat_template": None,
+        }
+        if template is not None:
+            source, tokens, _ = template.arguments
+            # What the tokenizer's file says comes first: a model may end with other tokens, too.
+            found |= tokens | {"chat_template": source}
+        return found
+
     def has_tenant(self, tenant: str) -> bool:
         return tenant in self._decoder.scheduler.tenants
 
@@ -121,7 +136,7 @@ class DecoderSource:
             return await self._decoder.prompts.do(tenant, job, arguments, is_chat=is_chat)
         except AdmissionRefused as error:
             if error.reason is AdmissionReason.TOO_LARGE:
-                raise prompt_too_long(self.room(tenant), error.message, is_chat=is_chat) from None
+                raise prompt_too_long(self.room(tenant), error.detail, is_chat=is_chat) from None
             raise
 
     async def do(self, tenant: str, job: Job, body: bytes) -> dict[str, Any]:

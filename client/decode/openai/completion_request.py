@@ -14,8 +14,9 @@ from gpulease.client.decode.openai.tool_formats import Tool
 from gpulease.client.decode.row_records import MAX_RANKS
 from gpulease.client.texts import quoted
 
-MAX_STOPS: Final = 4
-"""Most stops, as in OpenAI's API. Every piece of text is searched for each."""
+MAX_STOPS: Final = 16
+"""Most stops. OpenAI's API has 4, but lm-evaluation-harness's tasks send more. Every piece of text is searched for
+each."""
 
 MAX_STOP_CHARACTERS: Final = 1024
 """Longest stop. Up to this much text is held back, and searched again with every token."""
@@ -162,7 +163,10 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         schema=schema,
         tools=tools,
         must_call=must_call,
-        is_parallel=bool(tools) and said.get("parallel_tool_calls") is not False,
+        # A tool that is named is called once, as by OpenAI's servers: clients take its one call for the answer.
+        is_parallel=bool(tools)
+        and said.get("parallel_tool_calls") is not False
+        and not isinstance(said.get("tool_choice"), dict),
         tool_format="",
         max_tokens=_max_tokens(said, 0 if is_echo else 1, is_chat=is_chat),
         choices=choices,

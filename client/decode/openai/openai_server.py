@@ -5,6 +5,7 @@
     POST /v1/responses                           texts and calls of functions, as one reply or as events
     POST /v1/embeddings                          vectors of texts, if the model has them
     POST /tokenize, /detokenize                  a prompt's tokens, and the text of tokens
+    GET  /tokenizer_info                         texts of special tokens, and the chat template
     GET  /healthz, /health                       200 while it serves, 503 while its engine is lost
     GET  /ready                                  the same without a report
     GET  /version                                the server's version
@@ -52,6 +53,7 @@ from gpulease.client.decode.openai.completion_intake import (
     reply_to_error,
 )
 from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead, TokenCounts
+from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.decode.openai.embeddings import read_inputs
 from gpulease.client.decode.openai.response_events import ResponseEvents
@@ -61,7 +63,6 @@ from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, tex
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.supervisor.model_pool import ModelPool, unknown_model
-from gpulease.client.decode.text.text_jobs import Job
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 from gpulease.client.http.event_stream import COMMENT, json_event, named_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
@@ -192,6 +193,7 @@ def _application(
         Route("/v1/models/{model:path}", descriptions.show, methods=["GET"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", texts.show_tokenizer, methods=["GET"]),
         Route("/healthz", show_health, methods=["GET"]),
         Route("/health", show_health, methods=["GET"]),
         Route("/ready", show_ready, methods=["GET"]),
@@ -362,27 +364,47 @@ class _Texts:
     async def tokenize(self, request: Request) -> Response:
         """Reply with the tokens of a prompt or a chat, as the model gets them."""
 
-        def described(room: int, answer: dict[str, Any]) -> dict[str, Any]:
-            tokens = tokens_of(answer)
-            return {"count": len(tokens), "max_model_len": room, "tokens": tokens}
+        async def done(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
+            tokens = tokens_of(await source.do(tenant, read_tokens, body))
+            return {"count": len(tokens), "max_model_len": source.room(tenant), "tokens": tokens}
 
-        return await self._reply(request, read_tokens, described)
+        return await self._reply(request, done)
 
     async def detokenize(self, request: Request) -> Response:
-        return await self._reply(request, read_back, lambda _, answer: {"prompt": text_of(answer)})
+        async def done(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
+            return {"prompt": text_of(await source.do(tenant, read_back, body))}
+
+        return await self._reply(request, done)
+
+    async def show_tokenizer(self, request: Request) -> Response:
+        """Reply with what programs need that put chats into the template themselves, in vLLM's members.
+
+        The model is the one in `?model=`.
+        """
+        asked = request.query_params.get("model", "")
+
+        async def done(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
+            check_model(asked, source.model)
+            return await source.tokenizer_info()
+
+        return await self._reply(request, done, json.dumps({"model": asked}).encode())
 
     async def _reply(
-        self, request: Request, job: Job, described: Callable[[int, dict[str, Any]], dict[str, Any]]
+        self,
+        request: Request,
+        done: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
+        body: bytes | None = None,
     ) -> Response:
+        """Reply with what `done` returns for the model that the body names: the request's, unless one is given."""
         tenant = ""
         try:
             tenant = tenant_of(self._keys, request)
             # A text costs as much as a prompt's, so it takes a place like one.
             async with self._models.place(tenant) as place:
-                body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+                if body is None:
+                    body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
                 source = await _unless_gone(place.source(body), request.receive)
-                answer = await source.do(tenant, job, body)
-                return Response(json.dumps(described(source.room(tenant), answer)), media_type=JSON)
+                return Response(json.dumps(await done(source, tenant, body)), media_type=JSON)
         except ClientDisconnect:
             raise
         except Exception as error:

@@ -25,7 +25,8 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "background": RequestParameter(neutral=(False,)),
     "context_management": _REFUSED,
     "conversation": _REFUSED,
-    "include": RequestParameter(neutral=([],)),
+    # Programs that keep no responses ask for reasoning in this form; the reply has none to include.
+    "include": RequestParameter(neutral=([], ["reasoning.encrypted_content"])),
     "input": _USED,
     "instructions": _USED,
     "max_output_tokens": _USED,

@@ -51,6 +51,25 @@ MAX_GRAMMARS: Final = 64
 """Compiled grammars that are kept, each for its tenant alone: how long a compilation takes must say nothing about
 others' grammars."""
 
+_COMBINING: Final = frozenset(
+    {
+        *("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"),
+        *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+    }
+)
+"""Keywords by which several schemas say what one object has: what one of them lists, another would forbid."""
+
+_OF_MEMBERS: Final = frozenset({"anyOf", "patternProperties", "minProperties", "propertyNames", "dependentRequired"})
+"""Keywords that, next to `properties`, are about members that it may not list."""
+
+_BESIDE_REF: Final = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
+"""Keywords that add nothing to a `$ref`."""
+
+_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LISTS: Final = frozenset({"anyOf", "prefixItems", "items"})
+_SCHEMAS: Final = frozenset({"items", "additionalItems", "additionalProperties", "contains"})
+"""Keywords whose values have schemas: as an object's values, as a list, or one."""
+
 MAX_SAID_CHARACTERS: Final = 300
 """Most characters of the library's own message in an error."""
 
@@ -61,9 +80,48 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return a grammar's rule for the JSON texts that a schema allows."""
-    own = {name: value for name, value in schema.items() if name != "x-guidance"}
+    """Return a grammar's rule for the JSON texts that a schema allows, with its objects closed (`closed`)."""
+    own = {name: value for name, value in closed(schema).items() if name != "x-guidance"}
     return "%json " + json.dumps(own | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema whose objects have the members in their `properties` and no others, unless it allows others.
+
+    By JSON Schema an object may have any further members, and a model with nothing to say writes those until its tokens
+    are used up. vLLM (by xgrammar) and llama.cpp close objects, too. Every text of the result is a text of the schema:
+    a schema with keywords for which that would not hold is returned as it is.
+    """
+    # A copy: the template may show the same schema.
+    whole = json.loads(json.dumps(schema))
+    found: list[dict[str, Any]] = []
+    # By a list and not by recursion: a tenant's schema may be nested deeply.
+    rest: list[Any] = [whole]
+    while rest:
+        part = rest.pop()
+        # true and false are schemas, too.
+        if not isinstance(part, dict):
+            continue
+        listed = part.get("properties")
+        if part.keys() & _COMBINING or ("$ref" in part and part.keys() - _BESIDE_REF):
+            return schema
+        if isinstance(listed, dict) and "additionalProperties" not in part:
+            required = part.get("required", [])
+            if part.keys() & _OF_MEMBERS or not isinstance(required, list):
+                return schema
+            if not all(isinstance(name, str) and name in listed for name in required):
+                return schema
+            found.append(part)
+        for name, value in part.items():
+            if name in _MAPS and isinstance(value, dict):
+                rest += value.values()
+            elif name in _LISTS and isinstance(value, list):
+                rest += value
+            elif name in _SCHEMAS:
+                rest.append(value)
+    for part in found:
+        part["additionalProperties"] = False
+    return dict(whole)
 
 
 def check_grammar(text: str) -> None:

@@ -70,7 +70,8 @@ class PromptReader:
     def checked(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens as a list. Raises AdmissionRefused for more tokens than the context has."""
         if len(tokens) > self._context:
-            raise _too_large(f"the prompt has {len(tokens):,} tokens; the model's context has {self._context:,}")
+            # Without separators: clients that shorten a prompt parse the number.
+            raise _too_large(f"the prompt has {len(tokens)} tokens; the model's context has {self._context}")
         return list(tokens)
 
     def _check_bytes(self, size: int, what: str) -> None:

@@ -99,8 +99,9 @@ def framed(message: Mapping[str, Any]) -> bytes:
 def refusal(error: RequestRejected) -> dict[str, Any]:
     """Return the answer that carries the refusal of a text."""
     # The class of the error is one of two; the reason shows which.
-    reason = error.reason.value if isinstance(error, AdmissionRefused) else ""
-    return {"refused": error.message.removeprefix(f"{reason}: "), "hint": error.hint, "reason": reason}
+    if isinstance(error, AdmissionRefused):
+        return {"refused": error.detail, "hint": error.hint, "reason": error.reason.value}
+    return {"refused": error.message, "hint": error.hint, "reason": ""}
 
 
 def refused(answer: Mapping[str, Any]) -> RequestRejected:

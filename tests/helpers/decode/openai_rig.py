@@ -77,6 +77,8 @@ def openai_rig(
     http_processes: int = 0,
     model: Path = TINY_MODEL,
     cors: Sequence[str] = (),
+    settings: DecoderSettings = SETTINGS,
+    tenants: Sequence[TenantConfig] = TENANTS,
 ) -> Iterator[OpenAiRig]:
     servers: list[uvicorn.Server] = []
     rigs: list[OpenAiRig] = []
@@ -84,9 +86,9 @@ def openai_rig(
     begun = threading.Event()
 
     async def run() -> None:
-        keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in TENANTS})
+        keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in tenants})
         with listening("tcp:127.0.0.1:0") as (sock, url):
-            async with Decoder.open(model, TENANTS, SETTINGS, address=daemon.address, observers=observers) as decoder:
+            async with Decoder.open(model, tenants, settings, address=daemon.address, observers=observers) as decoder:
                 # A front's own browsers' checks come before what it passes on.
                 app = make_openai_application(
                     decoder,

@@ -112,7 +112,7 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ("priority", 2**31),
         ("logprobs", 21),
         ("logprobs", True),
-        ("stop", ["a"] * 5),
+        ("stop", ["a"] * 17),
         ("stop", [""]),
         ("stop", "x" * 1025),
         ("temperature", -1),

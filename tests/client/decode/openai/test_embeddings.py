@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,30 +17,12 @@ from helpers.daemon import Daemon
 from helpers.decode.made_models import tiny_model
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
 from helpers.decode.reference import Reference
+from helpers.decode.tiny_copies import LAST, MEAN, embedding_model
 
 if TYPE_CHECKING:
     import openai
 
 TEXTS = ["Changed in version 3.7: the with statement", "An iterator", "A coroutine is", "An iterator"]
-
-
-def embedding_model(folder: Path, pooling: dict[str, Any], modules: Any = None) -> Path:
-    """The tiny model, as sentence-transformers would write it."""
-    shutil.copytree(TINY_MODEL, folder)
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
-    kinds = ["Transformer", "Pooling", "Normalize"]
-    paths = ["", "1_Pooling", "2_Normalize"]
-    made = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (path, kind) in enumerate(zip(paths, kinds, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(made if modules is None else modules))
-    return folder
-
-
-MEAN = {"word_embedding_dimension": 128, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 
 
 @pytest.fixture(scope="module", params=[MEAN, LAST], ids=["mean", "last"])

@@ -20,8 +20,9 @@ from gpulease.client.decode.openai.response_request import chat_of
 from gpulease.client.decode.openai.tool_formats import CallPart
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+from helpers.decode.tiny_copies import HERMES_TEMPLATE
 
-from .test_structured_output import HERMES_TEMPLATE, PLACE, SHORT
+from .test_structured_output import PLACE, SHORT
 
 if TYPE_CHECKING:
     import openai

@@ -16,17 +16,12 @@ import pytest
 from gpulease.client.decode import TINY_MODEL
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+from helpers.decode.tiny_copies import HERMES_TEMPLATE
 
 if TYPE_CHECKING:
     import openai
 
 USER = [{"role": "user", "content": "Where?"}]
-HERMES_TEMPLATE = (
-    "{% if tools %}<tool_call>:{% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
 PLACE = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "side": {"enum": ["left", "right"]}},
@@ -227,3 +222,15 @@ def test_a_model_without_tools_in_its_template_refuses_them(shared_daemon: Daemo
     ):
         chat(client, tools=TOOLS)
     assert refused.value.param == "tools"
+
+
+def test_a_named_tool_is_called_once_with_the_members_it_lists(client: openai.OpenAI) -> None:
+    """Clients take the one call for the answer; and a tool's schema rarely says that it has no other members."""
+    schema = {name: value for name, value in PLACE.items() if name != "additionalProperties"}
+    asked = {"tools": [{"type": "function", "function": {"name": "look", "parameters": schema}}]}
+    for seed in range(3):
+        choice = {"type": "function", "function": {"name": "look"}}
+        done = chat(client, **asked, tool_choice=choice, seed=seed, max_tokens=120).choices[0]
+        (call,) = done.message.tool_calls
+        assert done.finish_reason == "tool_calls"
+        jsonschema.validate(json.loads(call.function.arguments), PLACE)

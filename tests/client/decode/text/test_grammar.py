@@ -1,6 +1,7 @@
 """Grammars: what is refused when, whose masks wait for whom, and that a mask is the next token's."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,6 +16,7 @@ from gpulease.client.decode.text.grammar import (
     MAX_GRAMMAR_BYTES,
     Grammars,
     check_grammar,
+    closed,
     json_grammar,
 )
 
@@ -101,3 +103,41 @@ def test_one_tenant_s_work_leaves_a_thread_to_the_others() -> None:
         assert await asyncio.gather(*blocked) == [True] * len(blocked)
 
     played(part)
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed_parts"),
+    [
+        ({"type": "object"}, 0),
+        ({"properties": {"a": {"properties": {"b": {}}}}, "required": ["a"]}, 2),
+        ({"properties": {"a": {}}, "additionalProperties": True}, 0),
+        (
+            {
+                "$defs": {"A": {"properties": {}}},
+                "anyOf": [{"$ref": "#/$defs/A", "description": "a"}, {"type": "null"}],
+            },
+            1,
+        ),
+        ({"type": "array", "items": {"properties": {"a": {}}}, "prefixItems": [True]}, 1),
+        # A property may be called like a keyword.
+        ({"properties": {"allOf": {"type": "integer"}, "anyOf": {}}}, 1),
+        # What one part lists, the other would forbid.
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, 0),
+        ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, 0),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, 0),
+        ({"$defs": {"A": {"properties": {"a": {}}}}, "$ref": "#/$defs/A", "properties": {"b": {}}}, 0),
+        ({"properties": {"a": {}}, "required": ["b"]}, 0),
+        ({"properties": {}, "minProperties": 1}, 0),
+    ],
+)
+def test_objects_have_the_members_that_they_list(schema: dict[str, Any], closed_parts: int) -> None:
+    before = json.dumps(schema)
+    assert json.dumps(closed(schema)).count('"additionalProperties": false') == closed_parts
+    assert json.dumps(schema) == before, "the template may show the same schema"
+
+
+def test_a_schema_of_any_depth_is_closed() -> None:
+    schema: dict[str, Any] = {"properties": {"a": {}}}
+    for _ in range(200):
+        schema = {"properties": {"a": schema}}
+    assert json.dumps(closed(schema)).count("additionalProperties") == 201

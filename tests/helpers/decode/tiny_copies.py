@@ -1,0 +1,34 @@
+"""The tiny model as other authors would publish it: with a template of tools, or with vectors of texts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gpulease.client.decode import TINY_MODEL
+
+HERMES_TEMPLATE = (
+    "{% if tools %}<tool_call>:{% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def embedding_model(folder: Path, pooling: dict[str, Any], modules: Any = None) -> Path:
+    """The tiny model, as sentence-transformers would write it."""
+    shutil.copytree(TINY_MODEL, folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    made = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(zip(paths, kinds, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(made if modules is None else modules))
+    return folder
+
+
+MEAN = {"word_embedding_dimension": 128, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
