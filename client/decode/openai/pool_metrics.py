@@ -39,7 +39,7 @@ class PoolMetrics(ServerMetrics):
     def __init__(self, tenants: Sequence[str], pool: Callable[[], ModelPool | None] = lambda: None) -> None:
         super().__init__()
         self._tenants, self._pool = tuple(tenants), pool
-        # Kept while a model is served: its counters go on when it is loaded again.
+        # Kept while a model is served: its counters continue when it is loaded again.
         self._models: dict[str, DecodeMetrics] = {}
         self.registry.register(_ByModel(self._served))
         self.registry.register(_OfPool(pool))

@@ -1,7 +1,7 @@
 """The models of a server, and a request's way to the one that it names: without HTTP.
 
 `OneModel` is a server with one model, which is always there. `ManyModels` has a pool, which brings the model onto the
-card before the request goes on.
+card before the request continues.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused
+from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused, decoder_closed
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.openai.api_errors import invalid
@@ -177,7 +177,11 @@ class ManyModels:
         return {"max_model_len": DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).room(tenant)}
 
     async def tokenizer(self, model: str) -> "Tokenizer":
-        return await self._pool.decoders[model].tokenizer()
+        decoder = self._pool.decoders.get(model)
+        if decoder is None:
+            # It has ended by a fault since the request was submitted.
+            raise decoder_closed()
+        return await decoder.tokenizer()
 
     def path_of(self, model: str) -> str:
         return str(self._pool.specs[model].path.resolve())

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Final
 
 from gpulease.client.decode.decode_errors import ModelRefusal
@@ -167,7 +168,7 @@ class ResidentModel:
         state: Where its memory is.
         waiting: Requests that wait for it, in the order in which they came.
         in_use: Requests that use it.
-        is_wanted: Whether it is loaded without a request.
+        is_wanted: Whether it is loaded without a request: it is preloaded, or a request has waited too long for it.
         yields: Whether new requests wait, so that it can leave.
         since: When it came onto the card, in monotonic seconds.
         used_at: When it was used last, likewise.
@@ -465,6 +466,8 @@ class ModelResidency:
         while (head := self._head()) is not None and self._make_room(head, now, effects):
             pass
         for model in self.models.values():
+            if model.is_open:
+                model.is_wanted = False
             while model.is_open and model.waiting:
                 ticket = model.waiting.popleft().ticket
                 model.in_use.add(ticket)
@@ -552,9 +555,9 @@ class ModelResidency:
         return self._parks and model.can_park and model.terms.is_parkable and fits and not model.is_going
 
     def _parked(self) -> list[ResidentModel]:
-        """Return the parked models that no request waits for, the one used least recently first."""
-        parked = (model for model in self.models.values() if model.state is ModelState.PARKED and not model.waiting)
-        return sorted(parked, key=lambda model: model.used_at)
+        """Return the parked models that are not about to return, the one used least recently first."""
+        parked = (model for model in self.models.values() if model.state is ModelState.PARKED)
+        return sorted((one for one in parked if not self._is_demanded(one)), key=lambda model: model.used_at)
 
     def _head(self) -> ResidentModel | None:
         """Return the model that gets room next; None if none waits."""
@@ -608,6 +611,9 @@ class ModelResidency:
             # A request of a loaded model is admitted rather than refused for the time it took.
             if not late or model.is_open:
                 continue
+            # It keeps its place in the order, for its caller will ask again: by short waits it would never come.
+            model.order = min(late[0].order, model.order) if model.is_wanted else late[0].order
+            model.is_wanted = not self._is_stopping
             model.waiting = deque(one for one in model.waiting if one.deadline > now)
             for one in late:
                 self._tickets.pop(one.ticket, None)
@@ -628,4 +634,5 @@ class ModelResidency:
 
 
 def _order_of(model: ResidentModel) -> int:
-    return model.waiting[0].order if model.waiting else model.order
+    orders = [one.order for one in islice(model.waiting, 1)]
+    return min([*orders, *([model.order] if model.is_wanted else [])])

@@ -200,6 +200,19 @@ def test_a_full_queue_and_a_long_wait_are_refused() -> None:
     assert models.loaded("a", 4.0) == [Admit(2)]
 
 
+def test_a_model_whose_requests_all_waited_too_long_comes_nevertheless() -> None:
+    models = pool(2, 2, 2)
+    models.request(1, "a", 0.0, LATE)
+    models.loaded("a", 0.0)
+    # Their callers ask again and again, and would each time be behind all others.
+    assert models.request(2, "b", 1.0, 1.0) == [Refuse(2, ModelRefusal.WAITED_TOO_LONG)]
+    assert models.request(3, "c", 1.0, LATE) == []
+    assert models.release(1, 6.0) == [Park("a")]
+    assert models.parked("a", 6.0) == [Load("b")]
+    assert models.loaded("b", 6.0) == []
+    assert models.request(4, "b", 7.0, 7.0) == [Admit(4)]
+
+
 def test_a_model_that_ended_by_a_fault_counts_as_failed() -> None:
     models = pool(1)
     load(models, "a", 1, 0.0)

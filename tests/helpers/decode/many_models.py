@@ -20,6 +20,7 @@ from gpulease.client.decode.openai.fronts.front_server import fronts
 from gpulease.client.decode.openai.openai_server import make_pool_application
 from gpulease.client.decode.openai.pool_metrics import PoolMetrics
 from gpulease.client.decode.openai.served_models import ManyModels
+from gpulease.client.decode.page.decode_page import DecodePage
 from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
 from gpulease.client.decode.supervisor.decoder import engine_bytes
 from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
@@ -127,14 +128,21 @@ def pool_rig(
         keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in (ANN, BOB)})
         serving: list[ModelPool] = []
         metrics = PoolMetrics(["ann", "bob"], lambda: next(iter(serving), None))
+        page = DecodePage(
+            lambda: None, key_digest(key_of("operator")), "many models", pool=lambda: next(iter(serving), None)
+        )
         pool = ModelPool(
-            specs, limits, address=address, observers=lambda model: [metrics.observer(model)], is_audited=is_audited
+            specs,
+            limits,
+            address=address,
+            observers=lambda model: [metrics.observer(model), page.observer],
+            is_audited=is_audited,
         )
         with listening("tcp:127.0.0.1:0") as (sock, url):
             async with pool.serving(), AsyncExitStack() as stack:
                 serving.append(pool)
                 models = ManyModels(pool, (ANN, BOB), load_wait_s)
-                app = make_pool_application(pool, models, keys, metrics=metrics.text)
+                app = make_pool_application(pool, models, keys, routes=page.routes(), metrics=metrics.text)
                 rigs.append(PoolRig(url, pool, models, asyncio.get_running_loop()))
 
                 def began(server: uvicorn.Server) -> None:

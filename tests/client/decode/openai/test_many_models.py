@@ -1,6 +1,7 @@
 """A server of many models over HTTP: loads, parks and reloads change no token; what clients see meanwhile."""
 
 import asyncio
+import itertools
 import os
 import re
 import time
@@ -204,6 +205,24 @@ def test_a_tenant_s_revocation_touches_its_own_requests_alone(rig: PoolRig) -> N
     wait_until(lambda: rig.state("a") == "parked", "a to be parked")
     rig.wait_for(rig.pool.decoders["a"].regions.pools["ann"].region.revoke("test"))
     assert (rig.text("a"), rig.text("a", "bob"), rig.text("b")) == wanted
+
+
+def test_the_page_shows_the_models_and_revokes_a_tenant_s_regions(rig: PoolRig) -> None:
+    wanted = rig.text("a"), rig.text("b", "bob")
+    with rig.http("operator") as http:
+        with http.stream("GET", "/page/events") as reply:
+            (state, *_), _ = events_of(itertools.islice(reply.iter_lines(), 2))
+        models = {one["id"]: one for one in state["models"]}
+        assert list(models) == [*NAMES, "ann-s", "broken"]
+        assert models["b"]["state"] == "loaded"
+        assert [tenant["id"] for tenant in state["tenants"]] == ["ann", "bob"]
+        revoked = http.delete("/page/tenants/ann/region")
+        # One of each model, loaded or parked, that is open.
+        assert len(revoked.json()["region"].split(", ")) == 5
+        assert http.delete("/page/tenants/zoe/region").status_code == 404
+    pools = rig.do(lambda: [rig.pool.decoders[name].regions.pools["bob"] for name in NAMES])
+    assert [pool.region.revoked for pool in pools] == [False] * len(NAMES)
+    assert (rig.text("a"), rig.text("b", "bob")) == wanted
 
 
 def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: dict[str, Path]) -> None:
