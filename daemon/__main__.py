@@ -106,6 +106,8 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         if error.name is None or error.name.partition(".")[0] == "gpulease":
             raise  # A fault of ours.
         return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", os.EX_CONFIG)
+    # What is imported stays: no collection walks it.
+    gc.freeze()
     gc.enable()
     supervised = Supervised.without_manager()
     try:
