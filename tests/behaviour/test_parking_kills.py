@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from gpulease.client.sync.regions import Region
 from helpers.audit_log import check_whole, records
 from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
+from helpers.leaks import SHARED_FOLDERS
 from helpers.stopping_worker import PARK_STEPS, RETURN_STEPS, STEPS
 from helpers.waiting import wait_until
 
@@ -85,24 +86,83 @@ class Parked:
         return [ends[f"{one:032x}"] for one in (self.lease.lease_id, self.region.lease_id)]
 
 
-def parkable(node: LastingDaemon, size: int = SLICE) -> GpuLease:
+def parkable(node: LastingDaemon, size: int) -> GpuLease:
     builder = node.now.builder(size).lease_secs(600).timeout(30).parkable()
     return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()
 
 
-@contextmanager
-def parked_scene(folder: Path, *, step: str | None = None, timeout_s: int = 30, size: int = SLICE) -> Iterator[Parked]:
-    audit = folder / "audit"
-    node = LastingDaemon(vram=("200MiB",), config=CONFIG.format(audit=audit, timeout_s=timeout_s))
-    node.start(Faults(stops_workers_at=step))
-    lease = parkable(node, size)
-    try:
-        scene = Parked(node, audit, lease, GpuSession(lease))
+class ParkingNode:
+    """A node with parking whose workers stop at the step that a test names, for one test after the other."""
+
+    def __init__(self, folder: Path, *, timeout_s: int = 30, within: Sequence[str] = ()) -> None:
+        self.audit, self._step = folder / "audit", folder / "step"
+        self._step.write_text("")
+        config = CONFIG.format(audit=self.audit, timeout_s=timeout_s)
+        self.lasting = LastingDaemon(vram=("200MiB",), config=config, within=within)
+        self._faults = Faults(stops_workers_at=self._step)
+        self.lasting.start(self._faults)
+        # The next test uses the broker that this one has restarted.
+        SHARED_FOLDERS.add(self.lasting.folder)
+
+    def restart(self) -> None:
+        """Kill the broker and start the next one."""
+        self.lasting.restart(self._faults)
+
+    def kill_zygote(self) -> None:
+        self.lasting.now.allowed_trouble.append("the zygote died")
+        os.kill(self.lasting.zygotes()[0], signal.SIGKILL)
+
+    @contextmanager
+    def parked(self, step: str = "", *, size: int = SLICE, loses_zygote: bool = False) -> Iterator[Parked]:
+        """A lease whose worker stops at a step; afterwards it must have ended once, and the node be idle again."""
+        zygotes = self.lasting.zygotes()
+        self._step.write_text(step)
+        lease = parkable(self.lasting, size)
+        self._step.write_text("")
+        scene = Parked(self.lasting, self.audit, lease, GpuSession(lease))
         yield scene
+        assert scene.ends() == [1, 1]
+        check_whole(self.audit)
+        assert loses_zygote or self.lasting.zygotes() == zygotes
+
+    def rest(self) -> None:
+        """Be as a test finds it: nothing went wrong, and no lease is left, not even a failed test's."""
+        assert not self.lasting.now.trouble(), self.lasting.logs()
+        for lease in self.lasting.now.leases():
+            self.lasting.now.revoke(int(lease["lease_id"], 16))
+        self.lasting.check_idle()
+
+
+@pytest.fixture(scope="module")
+def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ParkingNode]]:
+    """The node of all tests that need no other; another follows a test that failed."""
+    nodes: list[ParkingNode] = []
+    yield nodes
+    for node in nodes:
+        node.lasting.stop()
+
+
+@pytest.fixture
+def node(_nodes: list[ParkingNode], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParkingNode]:
+    if not _nodes:
+        _nodes.append(ParkingNode(tmp_path_factory.mktemp("node")))
+    (node,) = _nodes
+    yield node
+    try:
+        node.rest()
+    except BaseException:
+        _nodes.clear()
+        node.lasting.discard()
+        raise
+
+
+@contextmanager
+def own_node(folder: Path, **options: Any) -> Iterator[ParkingNode]:
+    node = ParkingNode(folder, **options)
+    try:
+        yield node
     finally:
-        node.stop()
-    assert scene.ends() == [1, 1]
-    check_whole(audit)
+        node.lasting.stop()
 
 
 class InBackground(threading.Thread):
@@ -134,10 +194,10 @@ def until_stopped(scene: Parked, step: str) -> InBackground:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", STEPS)
-def test_a_killed_broker_finds_the_session_in_any_step(step: str, tmp_path: Path) -> None:
-    with parked_scene(tmp_path, step=step) as scene:
+def test_a_killed_broker_finds_the_session_in_any_step(step: str, node: ParkingNode) -> None:
+    with node.parked(step) as scene:
         doing = until_stopped(scene, step)
-        scene.node.restart()
+        node.restart()
         scene.go_on()
         doing.join(60)
         assert not doing.is_alive()
@@ -155,40 +215,39 @@ def test_a_killed_broker_finds_the_session_in_any_step(step: str, tmp_path: Path
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("whom", ["worker", "zygote", "both, and the broker"])
-def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, tmp_path: Path) -> None:
-    with parked_scene(tmp_path, step=step) as scene:
+def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, node: ParkingNode) -> None:
+    with node.parked(step, loses_zygote=whom != "worker") as scene:
         doing = until_stopped(scene, step)
         if whom != "worker":
-            scene.node.now.allowed_trouble.append("the zygote died")
-            os.kill(scene.node.zygotes()[0], signal.SIGKILL)
+            node.kill_zygote()
         if whom != "zygote":
             os.kill(scene.pid, signal.SIGKILL)
         if whom == "both, and the broker":
-            scene.node.restart()
+            node.restart()
         doing.join(60)
         assert not doing.is_alive()
         scene.check_gone()
 
 
 @pytest.mark.parametrize("step", ["copying", "copying back"])
-def test_a_revoke_ends_a_worker_that_stopped_in_the_middle(step: str, tmp_path: Path) -> None:
-    with parked_scene(tmp_path, step=step) as scene:
+def test_a_revoke_ends_a_worker_that_stopped_in_the_middle(step: str, node: ParkingNode) -> None:
+    with node.parked(step) as scene:
         doing = until_stopped(scene, step)
-        scene.node.now.revoke(scene.lease.lease_id)
+        node.lasting.now.revoke(scene.lease.lease_id)
         doing.join(60)
         assert isinstance(doing.error, GpuLeaseError)
         scene.check_gone()
 
 
 def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on(tmp_path: Path) -> None:
-    with parked_scene(tmp_path, step="copying", timeout_s=2) as scene:
+    with own_node(tmp_path, timeout_s=2) as node, node.parked("copying") as scene:
         doing = until_stopped(scene, "copying")
         doing.join(30)
         assert isinstance(doing.error, GpuLeaseError)
         assert "park its session" in str(doing.error)
         # Its bytes stay charged: nobody knows where they are.
         assert scene.row()["park"]["phase"] == "parking"
-        assert scene.node.now.inventory().details[0]["parked_bytes"] == 0
+        assert node.lasting.now.inventory().details[0]["parked_bytes"] == 0
         scene.go_on()
         wait_until(lambda: scene.row()["park"]["phase"] == "parked", "the park ends after all")
         scene.check()
@@ -199,18 +258,12 @@ def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on
 
 def test_a_host_that_refuses_memory_refuses_the_park_and_says_so(tmp_path: Path) -> None:
     """The kernel refuses a file of the slice's size (RLIMIT_FSIZE), in place of a host without memory."""
-    config = CONFIG.format(audit=tmp_path / "audit", timeout_s=30)
-    node = LastingDaemon(vram=("200MiB",), config=config, within=("prlimit", f"--fsize={32 * MIB}"))
-    node.start()
-    try:
-        lease = parkable(node, 64 * MIB)
-        scene = Parked(node, tmp_path / "audit", lease, GpuSession(lease))
+    within = ("prlimit", f"--fsize={32 * MIB}")
+    with own_node(tmp_path, within=within) as node, node.parked(size=64 * MIB) as scene:
         for _ in range(2):
             with pytest.raises(Busy, match="host memory"):
-                lease.park()
+                scene.lease.park()
             scene.check()
         scene.session.close()
-        lease.free()
+        scene.lease.free()
         scene.check_gone()
-    finally:
-        node.stop()

@@ -60,16 +60,23 @@ class Faults:
     names_in: Path | None = None
     leaks_descriptors: bool = False
     has_hostile_workers: bool = False
-    stops_workers_at: str | None = None
+    stops_workers_at: Path | None = None
     fleet_design: str | None = None
 
     def as_argument(self) -> str:
         flags = {
             name: getattr(self, name)
-            for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in", "names_in")
+            for name in (
+                "withhold_proof_while",
+                "inflate_while",
+                "hang_syncs_while",
+                "others_in",
+                "names_in",
+                "stops_workers_at",
+            )
         }
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
-        names = ("constants", "leaks_descriptors", "has_hostile_workers", "stops_workers_at", "fleet_design")
+        names = ("constants", "leaks_descriptors", "has_hostile_workers", "fleet_design")
         return json.dumps({name: getattr(self, name) for name in names} | paths)
 
 

@@ -2,10 +2,11 @@
 
 FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control_connection:HELLO_TIMEOUT_S": 0.3);
 `leaks_descriptors`, whether one is left open with each worker; `has_hostile_workers`, whether its zygote's workers of
-`helpers.hostile_worker.HOSTILE_BYTES` are taken over; `stops_workers_at`, the step of `helpers.stopping_worker` at
-which its workers stop themselves; `fleet_design`, that of `helpers.broken_fleet` by which its fleet process decides;
-and paths. As long as `withhold_proof_while` exists, no card shows a dead worker's bytes back; as long as
-`inflate_while` does, every worker seems to hold a TiB; as long as `hang_syncs_while` does, no file gets to the disk.
+`helpers.hostile_worker.HOSTILE_BYTES` are taken over; `stops_workers_at`, the file that names the step of
+`helpers.stopping_worker` at which its workers stop themselves; `fleet_design`, that of `helpers.broken_fleet` by which
+its fleet process decides; and paths. As long as `withhold_proof_while` exists, no card shows a dead worker's bytes
+back; as long as `inflate_while` does, every worker seems to hold a TiB; as long as `hang_syncs_while` does, no file
+gets to the disk.
 `others_in` is a file of two numbers: the bytes of each card that belong to no process, and those of a program outside
 the daemon; while it is not there, there are none.
 `names_in` is a folder in which `helpers.local_claims` keeps the claims of names.

@@ -1,12 +1,14 @@
 """A zygote whose workers stop at one step of a park or a return, once each, as SIGSTOP would stop them there.
 
-As a program, with a zygote's arguments and then the name of the step.
+As a program, with a zygote's arguments and then the path of a file: each worker stops at the step that the file names
+when the worker is forked; at none if it names none.
 """
 
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.ptx import parked_memory
@@ -85,5 +87,6 @@ def stop_at(step: str) -> None:
 
 
 if __name__ == "__main__":
-    stop_at(sys.argv.pop())
+    named = Path(sys.argv.pop())
+    os.register_at_fork(after_in_child=lambda: stop_at(named.read_text()))
     sys.exit(zygote.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], *map(int, sys.argv[5:])))
