@@ -303,6 +303,9 @@ class TimeShares:
         allowance_ns = self._allowances.get(one.session)
         return allowance_ns is not None and one.time.busy_ns >= allowance_ns - NS_PER_MS
 
+    def _has_waited(self, one: SharedSession) -> bool:
+        return bool(one.time.is_held or one.time.more_held_ns or one.session in self._turns)
+
     def _find_slack(self, more_ns: int, used_ns: float) -> None:
         """Give more away while the card is idle although somebody waits: those with demand pause between launches."""
         idle_ns = more_ns * (1.0 - _IDLE_PART) - used_ns
@@ -333,7 +336,10 @@ class TimeShares:
         for own in by_tenant.values():
             for one in own:
                 owed[one.session] = self._owed.get(one.session, 0.0)
-            self._even_out(owed, {one.session: one.time.more_gpu_ns for one in own if one.session in self._parts})
+            # Who was not held back had what it wanted, whatever its part: it is owed nothing for this round.
+            waiting = [one for one in own if one.session in self._parts and self._has_waited(one)]
+            self._even_out(owed, {one.session: one.time.more_gpu_ns for one in waiting})
+            _forgive(owed, [one.session for one in waiting])
         # Only those of this round are remembered.
         self._owed = owed
 
@@ -371,6 +377,13 @@ class TimeShares:
             if owed_ns >= (_OVERDRAWN_NS if tenant in self._obeyed or tenant not in before else 0.0):
                 obeyed.add(tenant)
         self._obeyed = obeyed
+
+
+def _forgive(owed: dict[Key, float], some: Sequence[Key]) -> None:
+    """Reduce the debts that all of some have: they owe them to others, who have what they want."""
+    if some and (least_ns := max(owed[one] for one in some)) < 0.0:
+        for one in some:
+            owed[one] += min(-least_ns, ROUND_NS)
 
 
 def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:

@@ -55,12 +55,16 @@ class SimulatedSession:
                 self.work_ns += kernels * self.kernel_ns
         self._note(now_ns, self.work_ns > 0, held)
 
-    def run(self, gpu_ns: float, now_ns: int) -> None:
+    def run(self, gpu_ns: float, end_ns: int, tick_end_ns: int) -> None:
+        """Get so much of the card in a tick; if it has nothing more to do, it ends at `end_ns`."""
         self.work_ns -= gpu_ns
         self.done_ns += gpu_ns
         if self.work_ns < 1:
             self.work_ns = 0.0
-            self.next_ns = now_ns + self.pause_ns
+            self.next_ns = end_ns + self.pause_ns
+            # At the end of the tick it may begin more without a pause.
+            if end_ns < tick_end_ns:
+                self._note(end_ns, False, bool(self.claims.held_back_since_ns))
 
     def _is_held(self, now_ns: int, words: int) -> bool:
         limits = self.limits
@@ -155,10 +159,14 @@ class SimulatedCard:
         # The driver gives everyone who has work the same.
         left = float(TICK)
         busy = sorted((one for one in self.sessions if one.work_ns), key=lambda one: one.work_ns)
+        before = 0.0
         for number, one in enumerate(busy):
             got = min(one.work_ns, left / (len(busy) - number))
-            one.run(got, self.now_ns)
             left -= got
+            # It ends when everyone with more work has had as much as it.
+            before += got
+            ran_ns = before + got * (len(busy) - number - 1)
+            one.run(got, self.now_ns - TICK + math.ceil(ran_ns), self.now_ns)
         self.used_ns += TICK - left
 
     def _run_owner(self) -> None:
@@ -173,7 +181,7 @@ class SimulatedCard:
                 self._owner = busy[0]
                 return
         got = min(owner.work_ns, TICK)
-        owner.run(got, self.now_ns)
+        owner.run(got, self.now_ns - TICK + math.ceil(got), self.now_ns)
         self._slice_ns += TICK
         self.used_ns += got
 
