@@ -14,6 +14,7 @@ What a worker says of itself may be a lie. Its busy time never goes back and nev
 that claims too much pays for it, and claims at most a share of the time of the others' intervals.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -148,6 +149,55 @@ class TimeAccount:
             self.sessions[session].gpu_ns += gpu_ns
             self.more_busy_ns += gpu_ns
         self.busy_ns += self.more_busy_ns
+
+
+class RoundTimes:
+    """The sums of the samples of one round.
+
+    Attributes:
+        sessions: Each session that was not idle in one of them: its account so far, and what it has got in the round.
+        more_ns: Wall time of the round.
+        more_busy_ns: The part of it in which any session was busy.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: dict[int, SessionTime] = {}
+        self.more_ns = 0
+        self.more_busy_ns = 0.0
+
+    def add(self, account: TimeAccount) -> None:
+        """Add the account's last sample."""
+        self.more_ns += account.more_ns
+        self.more_busy_ns += account.more_busy_ns
+        for session in account.active:
+            self.sessions.setdefault(session, SessionTime())
+        for session, total in self.sessions.items():
+            # It may have ended during the round.
+            if (time := account.sessions.get(session)) is None:
+                continue
+            total.gpu_ns, total.busy_ns, total.held_ns = time.gpu_ns, time.busy_ns, time.held_ns
+            total.is_busy, total.is_held = time.is_busy, time.is_held
+            total.more_gpu_ns += time.more_gpu_ns
+            total.more_busy_ns += time.more_busy_ns
+            total.more_held_ns += time.more_held_ns
+
+    def may_hide(self, tenants: Mapping[int, str]) -> bool:
+        """Return whether a tenant's sessions may overlap more or less than the account takes them to.
+
+        That is where two or more of them were busy in parts of the round, next to another tenant's: if they take care
+        to be busy one after the other, they are accounted up to a quarter less than they get, and if they always begin
+        together, up to twice as much. Several samples in a round show how they overlap.
+
+        Args:
+            tenants: The tenant of each session.
+        """
+        busy = Counter(tenants[one] for one, time in self.sessions.items() if one in tenants and time.more_busy_ns)
+        partly = Counter(
+            tenants[one]
+            for one, time in self.sessions.items()
+            if one in tenants and 0 < time.more_busy_ns < self.more_ns
+        )
+        return len(busy) > 1 and any(count > 1 for count in partly.values())
 
 
 def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Iterator[Span]:

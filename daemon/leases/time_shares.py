@@ -38,6 +38,10 @@ AnyKey = TypeVar("AnyKey", bound=Key)
 ROUND_NS: Final = 10 * NS_PER_MS
 """Time between two rounds: long against the driver's slice of 1.35 ms, short against a person's patience."""
 
+FINE_NS: Final = 2 * NS_PER_MS
+"""Mean time between two samples of a round in which a tenant's sessions may hide how they overlap
+(`RoundTimes.may_hide`). Each takes a random time, from a half of that to three halves, which no tenant can foresee."""
+
 LAPSE_NS: Final = 10 * ROUND_NS
 """How long limits hold without another round. A broker that hangs or restarts must not leave sessions held back."""
 

@@ -1,7 +1,8 @@
 """The time of the cards: samples of what workers claim, the account of each lease, and limits on the control pages.
 
 Each card is sampled by itself. Every 10 ms while its time is shared: while a lease there has a weight or is of the
-latency class, or its tenant has `max_share`. Otherwise only for the account: once a second, and 20 times a second while
+latency class, or its tenant has `max_share`; every 2 ms while a tenant's sessions there may hide how they overlap.
+Otherwise only for the account: once a second, and 20 times a second while
 two or more sessions are busy in parts of the time. A card without sessions is not sampled at all.
 
 What the account misses: the time of older workers, which keep no account, and a kernel that runs on after its worker
@@ -12,6 +13,7 @@ overlapped while no broker ran is then an estimate.
 import asyncio
 import contextlib
 import os
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,8 +30,8 @@ from gpulease.daemon.contract.control_page import (
 from gpulease.daemon.contract.messages import LatencyWord
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.leases import CoreLimits, LeaseTable
-from gpulease.daemon.leases.time_account import LeaseTimeUse, TimeAccount
-from gpulease.daemon.leases.time_shares import LAPSE_NS, ROUND_NS, SharedSession, TimeShares
+from gpulease.daemon.leases.time_account import LeaseTimeUse, RoundTimes, TimeAccount
+from gpulease.daemon.leases.time_shares import FINE_NS, LAPSE_NS, ROUND_NS, SharedSession, TimeShares
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
@@ -98,7 +100,10 @@ class _Card:
         by_weights: It is shared by weights, and not by caps and the latency class alone.
         weights: The weight of each tenant.
         caps: The largest part of the card of each tenant that has a bound.
-        active: Members that were not idle at the last sample.
+        round: The samples since limits were set last.
+        round_due_ns: When limits are set next.
+        is_fine: Several samples are taken in a round.
+        active: Members that were not idle in the last round.
         since_ns: When the time of `ratio` began; `busy_ns` is the account's then.
     """
 
@@ -113,6 +118,9 @@ class _Card:
     by_weights: bool = False
     caps: dict[str, float] = field(default_factory=dict)
     idle_due_ns: int = 0
+    round: RoundTimes = field(default_factory=RoundTimes)
+    round_due_ns: int = 0
+    is_fine: bool = False
     active: set[int] = field(default_factory=set)
     busy_ns: float = 0.0
     since_ns: int = 0
@@ -215,7 +223,7 @@ class CardTimes:
             # A bug of ours: limits lapse by themselves, and no lease depends on the account.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="sampling the time of the cards")
         if self._cards:
-            self._arm(max(min(card.due_ns for card in self._cards.values()), now_ns + ROUND_NS // 2))
+            self._arm(max(min(card.due_ns for card in self._cards.values()), now_ns + FINE_NS // 2))
 
     def look(self, now_ns: int) -> None:
         if self._is_stale:
@@ -265,7 +273,7 @@ class CardTimes:
             for member in members.values():
                 self._uses.setdefault(member.lease_id, LeaseTimeUse())
             self._update_rules(card, limits)
-            card.due_ns = 0
+            card.due_ns = card.round_due_ns = 0
 
     def _update_rules(self, card: _Card, limits: CoreLimits) -> None:
         """Find how the time of a card is shared, by its members and their tenants' bounds."""
@@ -281,7 +289,7 @@ class CardTimes:
         was_shared, card.is_shared = card.is_shared, bool(card.by_weights or card.caps or card.words)
         if was_shared and not card.is_shared:
             # What was shared until now is not owed any more.
-            card.shares = TimeShares()
+            card.shares, card.round, card.is_fine = TimeShares(), RoundTimes(), False
             for member in card.members.values():
                 self._write_limits(member, TimeLimits())
 
@@ -321,8 +329,14 @@ class CardTimes:
                 card.ratio = min(1.0, (account.busy_ns - card.busy_ns) / (now_ns - card.since_ns))
             card.since_ns, card.busy_ns = now_ns, account.busy_ns
         if card.is_shared:
-            self._set_limits(card, now_ns)
-        pause_ns = ROUND_NS if card.is_shared else FAST_NS if account.partly_busy >= 2 else SLOW_NS
+            card.round.add(account)
+            if now_ns >= card.round_due_ns:
+                self._set_limits(card, now_ns)
+        pause_ns = FAST_NS if account.partly_busy >= 2 else SLOW_NS
+        if card.is_shared:
+            pause_ns = card.round_due_ns - now_ns
+            if card.is_fine:
+                pause_ns = min(pause_ns, int(FINE_NS * random.uniform(0.5, 1.5)))
         # With very many sessions a sample takes long: the loop has other work to do.
         card.due_ns = now_ns + max(pause_ns, LOOP_PART * (time.monotonic_ns() - began_ns))
 
@@ -338,27 +352,31 @@ class CardTimes:
         page.set_time_account(TimeAccounted(int(use.gpu_ns), spent.busy_ns, spent.held_ns, now_ns))
 
     def _set_limits(self, card: _Card, now_ns: int) -> None:
-        account, members = card.account, card.members
+        # Sessions that ended during the round have no limits any more.
+        members, used = card.members, card.round
+        times = {number: time for number, time in used.sessions.items() if number in members}
+        card.is_fine = card.by_weights and used.may_hide({number: members[number].tenant for number in times})
+        card.round, card.round_due_ns = RoundTimes(), now_ns + ROUND_NS
         sessions = [
             SharedSession(
                 number,
                 members[number].tenant,
                 members[number].weight,
                 card.words[number][0] if number in card.words else None,
-                account.sessions[number],
+                time,
             )
-            for number in account.active
+            for number, time in times.items()
         ]
         limits = card.shares.limits(
             now_ns,
-            account.more_ns,
+            used.more_ns,
             sessions,
             card.weights,
             card.caps,
-            account.more_busy_ns,
+            used.more_busy_ns,
             shares=card.by_weights,
         )
-        active = set(account.active)
+        active = set(times)
         for number, wanted in limits.items():
             self._write_limits(members[number], wanted)
         # Idle sessions: only latency sessions concern them. Those that were not idle before get this at once, all of

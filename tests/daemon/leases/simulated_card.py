@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from random import Random
 
 from gpulease.daemon.contract.control_page import TimeClaims, TimeLimits
-from gpulease.daemon.leases.time_account import TimeAccount
-from gpulease.daemon.leases.time_shares import ROUND_NS, SharedSession, TimeShares
+from gpulease.daemon.leases.time_account import RoundTimes, TimeAccount
+from gpulease.daemon.leases.time_shares import FINE_NS, ROUND_NS, SharedSession, TimeShares
 
 US = 1000
 MS = 1000 * US
@@ -108,6 +108,28 @@ class SimulatedSession:
         return self.claims if self.lie is None else self.lie(self.claims)
 
 
+class Relay:
+    """Sessions of one tenant that work one after the other: one begins a piece of work when another has ended its own.
+
+    None of them is busy for long, although one always is: so they look as if they left the card to others in between.
+    """
+
+    def __init__(self, *sessions: SimulatedSession) -> None:
+        self._sessions = sessions
+        self._runner = 0
+        self._done_ns = 0.0
+
+    def pass_on(self, now_ns: int) -> None:
+        """Let another session begin if the one whose turn it is has ended a piece of its work."""
+        runner = self._sessions[self._runner]
+        if not runner.work_ns and runner.done_ns > self._done_ns:
+            self._runner = (self._runner + 1) % len(self._sessions)
+            runner = self._sessions[self._runner]
+            self._done_ns = runner.done_ns
+        for one in self._sessions:
+            one.next_ns = now_ns if one is runner else 1 << 62
+
+
 class SimulatedCard:
     """Sessions on one card, sampled and limited in rounds of about 10 ms.
 
@@ -124,16 +146,17 @@ class SimulatedCard:
         caps: Mapping[str, float] | None = None,
         seed: int = 1,
         is_sliced: bool = False,
+        relay: Relay | None = None,
     ) -> None:
         self.sessions = list(sessions)
         self.account, self.shares = TimeAccount(), TimeShares()
         self.caps = caps or {}
         self.now_ns = S
         self.used_ns = 0.0
-        self._round_ns = self.now_ns
-        self._before_ns = self.now_ns
+        self._round_ns = self._sample_ns = self.now_ns
+        self._round_times, self._is_fine = RoundTimes(), False
         self._random = Random(seed)
-        self._is_sliced = is_sliced
+        self._is_sliced, self._relay = is_sliced, relay
         self._owner, self._slice_ns = 0, 0
 
     def run(self, seconds: float, *, limits: bool = True, every_ns: int = ROUND_NS) -> list[float]:
@@ -145,10 +168,14 @@ class SimulatedCard:
                 self._round(limits)
                 # The broker's loop is never exactly on time.
                 self._round_ns = self.now_ns + every_ns + self._random.randrange(every_ns // 10)
+            elif self._is_fine and self.now_ns >= self._sample_ns:
+                self._sample()
             self._tick()
         return [one.done_ns - earlier for one, earlier in zip(self.sessions, before, strict=True)]
 
     def _tick(self) -> None:
+        if self._relay is not None:
+            self._relay.pass_on(self.now_ns)
         words = sum(1 << one.latency_word for one in self.sessions if one.latency_word is not None and one.work_ns > 0)
         for one in self.sessions:
             one.begin(self.now_ns, words)
@@ -185,21 +212,27 @@ class SimulatedCard:
         self._slice_ns += TICK
         self.used_ns += got
 
-    def _round(self, limits: bool) -> None:
-        more_ns, self._before_ns = self.now_ns - self._before_ns, self.now_ns
+    def _sample(self) -> None:
+        self._sample_ns = self.now_ns + int(FINE_NS * self._random.uniform(0.5, 1.5))
         first = {
             number
             for number, one in enumerate(self.sessions)
             if one.latency_word is not None and one.tenant in self.shares.obeyed
         }
         self.account.sample(self.now_ns, {number: one.shown for number, one in enumerate(self.sessions)}, first)
+        self._round_times.add(self.account)
+
+    def _round(self, limits: bool) -> None:
+        self._sample()
+        times, self._round_times = self._round_times, RoundTimes()
         if not limits:
             return
+        self._is_fine = times.may_hide({number: one.tenant for number, one in enumerate(self.sessions)})
         shared = [
-            SharedSession(number, one.tenant, one.weight, one.latency_word, self.account.sessions[number])
+            SharedSession(number, one.tenant, one.weight, one.latency_word, times.sessions[number])
             for number, one in enumerate(self.sessions)
         ]
         weights = {one.tenant: max(other.weight for other in shared if other.tenant == one.tenant) for one in shared}
-        found = self.shares.limits(self.now_ns, more_ns, shared, weights, self.caps, self.account.more_busy_ns)
+        found = self.shares.limits(self.now_ns, times.more_ns, shared, weights, self.caps, times.more_busy_ns)
         for number, one in enumerate(self.sessions):
             one.limits = found[number]

@@ -124,7 +124,9 @@ class Node:
 
 
 @pytest.fixture
-def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    # On a slow host samples take so long that they would become rarer.
+    monkeypatch.setattr("gpulease.daemon.workers.card_time.LOOP_PART", 0)
     made = Node(**getattr(request, "param", {}))
     yield made
     made.close()
@@ -171,6 +173,37 @@ def test_a_card_is_sampled_as_often_as_it_must_be(node: Node) -> None:
         node.idle(number)
     node.look(50 * MS)
     assert node.times.rounds - rounds == 1
+
+
+@pytest.mark.parametrize("node", [{"bob": TenantLimits(max_weight=3)}], indirect=True)
+def test_a_shared_card_is_sampled_more_often_while_a_tenant_may_hide_how_its_sessions_overlap(node: Node) -> None:
+    first, second, bobs = node.open("ann"), node.open("ann"), node.open("bob", weight=3)
+
+    def samples(numbers: tuple[int, ...], rounds: int = 10) -> float:
+        """Let these sessions work in a half of each round, and return the samples of a round."""
+        before = node.times.rounds
+        for _ in range(rounds):
+            for number in numbers:
+                node.busy(number)
+            for _ in range(10):
+                node.look(500_000)
+            for number in numbers:
+                node.idle(number)
+            for _ in range(10):
+                node.look(500_000)
+        return (node.times.rounds - before) / rounds
+
+    node.busy(bobs)
+    node.look()
+    assert samples(()) == pytest.approx(1, abs=0.2)
+    assert samples((first,)) == pytest.approx(1, abs=0.2)
+    samples((first, second), 2)
+    assert 3 <= samples((first, second)) <= 11
+    samples((first,), 2)
+    assert samples((first,)) == pytest.approx(1, abs=0.2)
+    # All that is used counts, however often it is sampled.
+    total_s = sum(node.gpu_s(number) for number in (first, second, bobs))
+    assert total_s == pytest.approx((node.now_ns - 100 * S) / S, abs=0.02)
 
 
 @pytest.mark.parametrize("node", [{"bob": TenantLimits(max_weight=3)}], indirect=True)
