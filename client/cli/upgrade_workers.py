@@ -10,7 +10,7 @@ import click
 from gpulease.client.cli.drain import milliseconds_of
 from gpulease.client.console.exit_status import EXIT_FAILED
 from gpulease.client.console.reports import Report, leases_of
-from gpulease.client.console.tables import fitted, output_width, seconds_text
+from gpulease.client.console.tables import fitted, output_width
 from gpulease.client.errors import (
     Busy,
     CapacityExceeded,
@@ -25,6 +25,7 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.counts import counted
 from gpulease.protocol.messages import Empty, LeaseMove
+from gpulease.protocol.time_units import US_PER_MS
 
 RETRY_S: Final = 0.05
 """Pause before a session that was busy is tried again, in seconds."""
@@ -109,7 +110,7 @@ def _upgrade(lease: Report, patience_s: float) -> Report:
 def _text(outcome: Report) -> str:
     match outcome["outcome"]:
         case "upgraded":
-            return f"upgraded in {seconds_text(outcome['took_us'] / 1_000_000)}"
+            return f"upgraded in {outcome['took_us'] / US_PER_MS:.0f} ms"
         case "ended":
             return "its lease has ended"
         case _:

@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple, Self
 
 import msgpack
 
-IMAGE_VERSION: Final = 2
-"""The version of the images that workers write."""
+IMAGE_VERSIONS: Final = frozenset({1, 2})
+"""The versions that workers adopt. The broker refuses others, and the session then stays in its worker.
 
-IMAGE_VERSIONS: Final = frozenset({1, IMAGE_VERSION})
-"""The versions that workers adopt. The broker refuses others, and the session then stays in its worker. Version 2 has
-what connections have received and their worker has not served."""
+2 has the events of connections, and what they have received and their worker has not served. A worker writes the lowest
+version that has all of its session, for workers of an earlier daemon.
+"""
 
 MAX_IMAGE_BYTES: Final = 320 << 20
 """Largest image. Most of it are the modules' images, of which a session may have 256 MiB, and graphs."""
@@ -79,6 +79,7 @@ class ConnectionState(NamedTuple):
         selected: The one that is selected.
         ring: None without one.
         unread: What it has received and not served: requests that wait for the session's return.
+        events: The number of each event, as the client knows it, and its time in nanoseconds.
     """
 
     pid: int
@@ -88,6 +89,7 @@ class ConnectionState(NamedTuple):
     ring: RingState | None
     has_arena: bool
     unread: bytes = b""
+    events: tuple[tuple[int, int], ...] = ()
 
 
 class SessionImage(NamedTuple):
@@ -123,8 +125,17 @@ class SessionImage(NamedTuple):
     counters: tuple[tuple[int, int], ...]
     kept_bytes: int
 
+    @property
+    def version(self) -> int:
+        """The version in which the image is written."""
+        return 2 if any(one.unread or one.events for one in self.connections) else 1
+
     def to_bytes(self) -> bytes:
-        packed: bytes = msgpack.packb((IMAGE_VERSION, *self._replace(lease_id=0), self.lease_id.to_bytes(16, "big")))
+        fields: list[Any] = list(self._replace(lease_id=0))
+        if self.version == 1:
+            # Its connections lack the last two members.
+            fields[_CONNECTIONS] = [one[:-2] for one in self.connections]
+        packed: bytes = msgpack.packb((self.version, *fields, self.lease_id.to_bytes(16, "big")))
         return packed
 
     @classmethod
@@ -149,6 +160,9 @@ class SessionImage(NamedTuple):
                 for one in _each(ConnectionState, self.connections)
             ),
         )
+
+
+_CONNECTIONS: Final = SessionImage._fields.index("connections")
 
 
 def _each(kind: Any, rows: Any) -> Any:

@@ -13,7 +13,7 @@ the trap costs the context.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -397,6 +397,20 @@ class Ticket(Protocol):
 
 class DriverEvent(Ticket, Protocol):
     """The time at which a stream has finished everything that it held."""
+
+
+@runtime_checkable
+class MovableEvents(Protocol):
+    """What a context has in addition if its events can leave its process: their times are of a clock of the host.
+
+    The events of a context without these methods belong to it.
+    """
+
+    def event_time_ns(self, event: DriverEvent) -> int:
+        """Return the time of an event that is done, also while the context is parked. Raises DriverError."""
+
+    def adopt_event(self, time_ns: int) -> DriverEvent:
+        """Return an event of another context, which is done, by its time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from gpulease.daemon.drivers.interface import (
     too_much_shared,
 )
 from gpulease.daemon.ptx.architecture import SM_90, Architecture
-from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
+from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, AdoptedEvent, StampedEvent
 from gpulease.daemon.ptx.image import CpuKernel, CpuModule, Place, drop_oldest_code, load, release
 from gpulease.daemon.ptx.limits import (
     MAX_ASSERTION_TEXT,
@@ -384,7 +384,7 @@ class CpuContext:
 
     def parked_state(self) -> bytes:
         """Return where every allocation is, without the events' stamps (`Context.parked_state`)."""
-        # The session has no events, so the next one makes other stamps.
+        # The events that leave take their times along, and the next one makes other stamps.
         return self._parked.state(self._stamps_at)
 
     def module_place(self, module: DriverModule) -> tuple[int, ...]:
@@ -481,11 +481,21 @@ class CpuContext:
 
     def elapsed_ns(self, start: DriverEvent, end: DriverEvent) -> int:
         """Compare two stamps (`Context.elapsed_ns`)."""
-        if not isinstance(start, StampedEvent) or not isinstance(end, StampedEvent):
-            raise DriverError("these events are another driver's")
         # Both stamps are nanoseconds of one clock, so their difference needs no rounding.
-        times = [int.from_bytes(self._arena.bytes_at(event.address, STAMP_BYTES), "little") for event in (start, end)]
-        return times[1] - times[0]
+        return self.event_time_ns(end) - self.event_time_ns(start)
+
+    def event_time_ns(self, event: DriverEvent) -> int:
+        """Return a stamp (`MovableEvents.event_time_ns`)."""
+        if isinstance(event, AdoptedEvent):
+            return event.time_ns
+        if not isinstance(event, StampedEvent):
+            raise DriverError("this event is another driver's")
+        memory = self._parked if self._parked.is_parked else self._arena
+        return int.from_bytes(memory.bytes_at(event.address, STAMP_BYTES), "little")
+
+    def adopt_event(self, time_ns: int) -> AdoptedEvent:
+        """Keep the time (`MovableEvents.adopt_event`)."""
+        return AdoptedEvent(time_ns)
 
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
 

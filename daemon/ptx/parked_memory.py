@@ -97,6 +97,14 @@ class ParkedMemory:
         self._host, self._saved = None, {}
         return PageMove(self.moved_bytes, time.monotonic_ns() - began_ns, 0)
 
+    def bytes_at(self, address: int, size_bytes: int) -> bytes:
+        """Return bytes of an allocation while it is parked. Raises DriverError."""
+        offset = address - self._arena.memory.address
+        for start, (at, size) in self._saved.items():
+            if self._host is not None and start <= offset and offset + size_bytes <= start + size:
+                return bytes(self._host[at + offset - start : at + offset - start + size_bytes])
+        raise DriverError(f"nothing is parked that was at {address:#x}")
+
     def drop_region(self, address: int) -> None:
         """Zero the copy of a region that ends while it is parked."""
         at, size = self._saved.pop(address - self._arena.memory.address, (0, 0))

@@ -19,7 +19,7 @@ from gpulease.daemon.contract.session_image import (
     ModuleState,
     SessionImage,
 )
-from gpulease.daemon.drivers.interface import DriverError, ImageMismatch
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, MovableEvents
 from gpulease.daemon.session.ended_connections import EndedConnections
 from gpulease.daemon.session.graph_operations import GraphOperations
 from gpulease.daemon.session.holders import Holder
@@ -64,7 +64,7 @@ class SessionParts:
         """Raise CantLeave for what could not be made again in another process."""
         if self.ended.has_any:
             raise CantLeave("what an ended connection has made is not released yet", is_lasting=False)
-        if self.streams.has_events:
+        if self.streams.has_events and not isinstance(self.resources.context, MovableEvents):
             raise CantLeave("it has events, and their times belong to its context", is_lasting=True)
         if self.graphs.recorded() is None:
             raise CantLeave("it has a graph that uses something that was released", is_lasting=True)
@@ -144,10 +144,10 @@ class SessionParts:
                 ledger.add_allocation(address, size_bytes)
             for name, handle in image.kept:
                 self.keeper.restore(name, handle)
-            # Step 3: streams, which hold nothing.
+            # Step 3: streams, which hold nothing, and events, all of which are done.
             ledger.charge_kept(image.kept_bytes)
             for state, streams, _ in connections:
-                self.streams.restore(streams, state.streams, state.selected)
+                self.streams.restore(streams, state.streams, state.selected, state.events)
             self.streams.restore_last_number(image.last_stream)
         except (DriverError, Refused, IndexError, KeyError) as error:
             raise ImageMismatch(str(error)) from None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.message_fields import MalformedMessage, parse_message
 from gpulease.daemon.contract.messages import IMAGE_MESSAGES, ImageConnection, ImageMemory
-from gpulease.daemon.contract.session_image import IMAGE_VERSION, MAX_IMAGE_BYTES, SessionImage, UnreadableImage
+from gpulease.daemon.contract.session_image import MAX_IMAGE_BYTES, SessionImage, UnreadableImage
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 
 
@@ -45,7 +45,7 @@ def send_image(
             memory[:] = data
         with socket.socket(fileno=os.dup(channel_fd)) as channel:
             channel.setblocking(False)
-            send_message(channel, ImageMemory(len(data), host[1], IMAGE_VERSION).to_map(), (image_fd, host[0]))
+            send_message(channel, ImageMemory(len(data), host[1], image.version).to_map(), (image_fd, host[0]))
             for one in connections:
                 message = ImageConnection(has_ring=one.ring >= 0, has_arena=one.arena >= 0)
                 send_message(channel, message.to_map(), one.present())

@@ -455,7 +455,14 @@ class SessionServer:
         # Step 2: the image, and the descriptors of memory that clients share.
         memory, report = left
         arena = self._session.arena.opened
-        states = [(_state_of(connection), connection.holder) for connection in self._connections.values()]
+        times_of = self._session.parts.streams.event_times
+        try:
+            states = [
+                (_state_of(connection, times_of(connection.streams)), connection.holder)
+                for connection in self._connections.values()
+            ]
+        except DriverError as error:
+            raise CantLeave(str(error), is_lasting=True) from None
         driver = self._welcome.driver
         image = self._session.parts.export(self._session.lease_id, order.number, driver, report.moved_bytes, states)
         connections = [
@@ -897,8 +904,8 @@ class SessionServer:
         connection.wire.close()
 
 
-def _state_of(connection: AttachedConnection) -> ConnectionState:
-    """Return the record of a quiet connection for another process."""
+def _state_of(connection: AttachedConnection, events: tuple[tuple[int, int], ...]) -> ConnectionState:
+    """Return the record of a quiet connection for another process; `events`: those of its streams."""
     streams = connection.streams
     return ConnectionState(
         connection.client_pid,
@@ -908,6 +915,7 @@ def _state_of(connection: AttachedConnection) -> ConnectionState:
         connection.wire.state() if isinstance(connection.wire, RingWire) else None,
         connection.has_arena,
         connection.receive_buffer.unread(),
+        events,
     )
 
 

@@ -4,11 +4,11 @@ Every connection has its own streams; they end with it. The context is notified 
 changes, so launches and copies need not know of streams at all.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import DriverEvent
+from gpulease.daemon.drivers.interface import DriverError, DriverEvent, MovableEvents
 from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
@@ -74,11 +74,35 @@ class StreamOperations(OperationHandler):
         """The highest number that a stream ever had on the wire."""
         return self._last_number
 
-    def restore(self, connection: ConnectionStreams, numbers: Iterable[int], selected: int) -> None:
-        """Make the streams again that a connection had in another process, by their numbers on the wire.
+    def event_times(self, connection: ConnectionStreams) -> tuple[tuple[int, int], ...]:
+        """Return the number and the time of each event of a connection, all of which are done.
+
+        Empty for a context whose events can't leave its process. Raises DriverError.
+        """
+        context = self._context
+        if not isinstance(context, MovableEvents):
+            return ()
+        return tuple((number, context.event_time_ns(event)) for number, event in connection.events.items())
+
+    def restore(
+        self,
+        connection: ConnectionStreams,
+        numbers: Iterable[int],
+        selected: int,
+        events: Collection[tuple[int, int]] = (),
+    ) -> None:
+        """Make the streams and events again that a connection had in another process, by their numbers on the wire.
 
         Raises Refused or DriverError.
         """
+        context = self._context
+        if events and not isinstance(context, MovableEvents):
+            raise DriverError("events of another process have no place in this context")
+        if self._event_count + len(events) > MAX_EVENTS:
+            raise DriverError(f"there are more than {MAX_EVENTS} events")
+        if isinstance(context, MovableEvents):
+            connection.events |= {number: context.adopt_event(time_ns) for number, time_ns in events}
+            self._event_count += len(connection.events)
         for number in numbers:
             connection.known[number] = self._make()
             self._last_number = max(self._last_number, number)

@@ -176,14 +176,22 @@ def test_many_returns_while_the_worker_before_still_ends(node: Daemon) -> None:
             assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (6 + turn,)
 
 
-def test_a_session_with_events_stays_and_says_so(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
-    event = session.stream().event()
-    session.sync()
-    with pytest.raises(Unsupported, match="events"):
-        move(node.address, lease, None)
-    shown = row(node.address, lease)["park"]
-    assert (shown["phase"], shown["depth"], "events" in shown["stays_here"]) == ("parked", "warm", True)
-    assert event.elapsed_ms(session.stream().event()) >= 0
+def test_events_keep_their_times(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    module, counted, stream = session.module_load(POINTERS), session.mem_alloc(8), session.stream()
+    first = stream.event()
+    session.launch(module, "count", [1], [1], count_args(counted), stream=stream)
+    second = stream.event()
+    between_ms = first.elapsed_ms(second)
+    for turn in range(2):
+        chill(node.address, lease)
+        assert first.elapsed_ms(second) == between_ms
+        # Later ones are of the same clock, and may be asked for together with them.
+        third = stream.event()
+        assert second.elapsed_ms(third) > 0
+        move(node.address, lease, "1" if turn == 0 else "0")
+        assert 0 < second.elapsed_ms(third) < first.elapsed_ms(third)
+    stream.sync()
+    assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (6,)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])

@@ -4,9 +4,12 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.messages import LeaveOrder, ReturnFailedReport, ReturnOrder
 from gpulease.daemon.drivers.interface import OutOfMemory, PageMove
+from gpulease.daemon.session.image import CantLeave, SessionParts
 from gpulease.daemon.session.parking import SessionParking
 
 
@@ -37,3 +40,15 @@ def test_a_session_whose_return_failed_keeps_what_it_came_with() -> None:
     assert parking.leave(LeaveOrder(1)) is None
     assert not made
     parking.close()
+
+
+def test_events_of_a_driver_that_can_not_move_them_keep_the_session() -> None:
+    streams: Any = SimpleNamespace(has_events=True)
+    parts: Any = dict.fromkeys(SessionParts.__dataclass_fields__)
+    parts |= {"resources": SimpleNamespace(context=Card()), "streams": streams}
+    parts |= {"ended": SimpleNamespace(has_any=False), "graphs": SimpleNamespace(recorded=list)}
+    with pytest.raises(CantLeave, match="events") as refusal:
+        SessionParts(**parts).check()
+    assert refusal.value.is_lasting
+    streams.has_events = False
+    SessionParts(**parts).check()

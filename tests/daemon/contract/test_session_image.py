@@ -1,0 +1,63 @@
+"""Images of sessions: each is written in the lowest version that has all of it, and read in every known one."""
+
+import msgpack
+import pytest
+
+from gpulease.daemon.contract.session_image import (
+    IMAGE_VERSIONS,
+    NOBODY,
+    AllocationState,
+    ConnectionState,
+    GraphState,
+    ModuleState,
+    RingState,
+    SessionImage,
+    UnreadableImage,
+)
+
+EVENTS = ((3, 1_700_000_000_000_000_000), (4, 1_700_000_000_000_000_700))
+
+
+def image(unread: bytes = b"", events: tuple[tuple[int, int], ...] = ()) -> SessionImage:
+    ring = RingState(1, 2, 3, 4)
+    return SessionImage(
+        lease_id=(1 << 127) + 5,
+        number=7,
+        driver=("cpu", 86, 12040),
+        context=b"context",
+        moved_bytes=9,
+        modules=(ModuleState(1, b"ptx", (1, 2), 2, ((4096, 8),)),),
+        last_module=1,
+        allocations=(AllocationState(4096, 8, NOBODY),),
+        kept=(("weights", 4096),),
+        graphs=(GraphState(1, b"graph", 2),),
+        last_graph=1,
+        last_stream=2,
+        connections=(
+            ConnectionState(11, True, (1, 2), 2, ring, False, unread, events),
+            ConnectionState(0, False, (), 0, None, True),
+        ),
+        arena_bytes=4096,
+        printed=(b"text", False),
+        counters=((1, 2),),
+        kept_bytes=16,
+    )
+
+
+@pytest.mark.parametrize(("made", "version"), [(image(), 1), (image(b"a request"), 2), (image(events=EVENTS), 2)])
+def test_an_image_is_written_in_the_lowest_version_that_has_all_of_it(made: SessionImage, version: int) -> None:
+    data = made.to_bytes()
+    assert (made.version, msgpack.unpackb(data)[0]) == (version, version)
+    assert SessionImage.from_bytes(data) == made
+
+
+def test_the_first_version_has_what_its_readers_know() -> None:
+    connections = msgpack.unpackb(image().to_bytes())[1 + SessionImage._fields.index("connections")]
+    assert [len(one) for one in connections] == [6, 6]
+
+
+def test_an_image_of_an_unknown_version_is_refused() -> None:
+    unknown = max(IMAGE_VERSIONS) + 1
+    data = msgpack.packb([unknown, *msgpack.unpackb(image().to_bytes())[1:]])
+    with pytest.raises(UnreadableImage, match=f"at most {unknown - 1}, not {unknown}"):
+        SessionImage.from_bytes(data)
