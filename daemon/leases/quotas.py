@@ -106,7 +106,7 @@ class TenantLimits:
             what="a size",
             read=read_size,
             least=0,
-            unit="byte",
+            unit="bytes",
             example='"64GiB"',
             is_later=True,
         ),
@@ -347,7 +347,7 @@ class CoreLimits:
             what="a size",
             read=lambda value: 0 if value == 0 and value is not False else read_size(value),
             least=0,
-            unit="byte",
+            unit="bytes",
             is_later=True,
         ),
     ] = 0

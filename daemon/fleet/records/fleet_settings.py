@@ -93,7 +93,7 @@ class FleetSettings:
     etcd: Annotated[
         tuple[str, ...],
         Setting(
-            "etcd's members.",
+            "The addresses of etcd's members, as etcd://HOST:PORT,HOST:PORT.",
             what="the members of etcd",
             read=parse_etcd,
             example='"etcd://etcd1.example,etcd2.example,etcd3.example"',
