@@ -178,7 +178,7 @@ def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
 
 def test_bench_tells_how_to_run_others_beside_it(gpulease: Gpulease) -> None:
     told = gpulease("bench", "--peers").stdout
-    assert told.startswith("# Other remoting systems beside a lease")
+    assert told.startswith("# Comparing with other remoting systems")
     assert all(way in told for way in ("LD_LIBRARY_PATH", "LD_PRELOAD", "--round-trips --json"))
 
 
