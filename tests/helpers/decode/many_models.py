@@ -1,8 +1,7 @@
-"""Tiny models that differ in their weights, and a server of several on a daemon that parks."""
+"""A server of several tiny models on a daemon that parks."""
 
 import asyncio
 import json
-import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import numpy as np
 import uvicorn
 
 from gpulease.client.decode import TINY_MODEL, DecoderSettings, TenantConfig, open_model
@@ -38,19 +36,6 @@ parks_per_minute = 10000
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=4, positions=96, text_processes=1)
 ANN, BOB = TenantConfig("ann", 2, 12), TenantConfig("bob", 2, 12)
 START_LIMIT_S: Final = 120.0
-
-
-def make_model(folder: Path, number: int) -> Path:
-    """Write the tiny model with noise in its weights: its texts differ from those of other numbers."""
-    shutil.copytree(TINY_MODEL, folder, ignore=shutil.ignore_patterns("*.py", "*.log", "__pycache__"))
-    file = folder / "model.safetensors"
-    data = np.frombuffer(file.read_bytes(), np.uint8).copy()
-    begin = 8 + int(data[:8].view("<u8")[0])
-    weights = data[begin : begin + (data.size - begin) // 2 * 2].view("<u2")
-    # The lowest bits of a bf16's mantissa.
-    weights ^= np.random.default_rng(number).integers(0, 64, weights.size, np.uint16)
-    file.write_bytes(data.tobytes())
-    return folder
 
 
 def model_bytes(path: Path = TINY_MODEL, tenants: Sequence[TenantConfig] = (ANN, BOB)) -> int:

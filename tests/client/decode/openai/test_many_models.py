@@ -23,12 +23,12 @@ from helpers.decode.many_models import (
     PoolRig,
     asked,
     events_of,
-    make_model,
     model_bytes,
     pool_rig,
     spec,
 )
 from helpers.waiting import wait_until
+from lab.many_models import make_model
 
 NAMES = ("a", "b", "c", "d")
 
