@@ -17,7 +17,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -108,6 +108,7 @@ def prolog(folder: Path, address: str) -> None:
         return
     user, restarts = number_in(os.environ, "SLURM_JOB_UID"), number_in(os.environ, "SLURM_JOB_RESTART_COUNT", "0")
     records = JobRecords(folder)
+    without_leases = JobRecord(user, restarts, address, node=os.environ.get("SLURMD_NODENAME", ""))
     _check_service(folder)
     with records.locked(job):
         # Slurm may run a prolog again, for the job's further steps, or for another start of a job that it requeued.
@@ -117,13 +118,13 @@ def prolog(folder: Path, address: str) -> None:
                 return
             _end(records, job, record)
         try:
-            _acquire(records, job, JobRecord(user, restarts, address), request)
+            _acquire(records, job, without_leases, request)
         except RefusedForUser as refusal:
             # The node's fault fails the prolog. Otherwise the job is to fail: the task prolog finds the refusal in the
             # record.
             if _is_fault_of_node(refusal, request, address):
                 raise MissingPrerequisite(str(refusal)) from None
-            records.write(job, JobRecord(user, restarts, address, refusal=str(refusal)))
+            records.write(job, replace(without_leases, refusal=str(refusal)))
 
 
 @main.command("task-prolog")
@@ -164,18 +165,43 @@ def service(folder: Path) -> None:
         # The prolog checks this lock, by which it knows that leases are renewed.
         if not _lock(held):
             raise MissingPrerequisite(f"another gpulease-slurm service already serves {folder}")
+        asked_at_s: dict[tuple[str, str], float] = {}
         while True:
-            # Renew the leases first: reporting what ended jobs used asks slurmctld, and may wait for it.
-            for job, step in [
-                *((job, _keep) for job in records.jobs()),
-                *((job, _report_usage) for job in records.used()),
-            ]:
-                try:
-                    step(records, job)
-                except (MissingPrerequisite, RefusedForUser) as error:
-                    # The next round tries again. A lasting fault is logged in each round.
-                    click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
-            time.sleep(RENEW_S)
+            _serve_round(records, asked_at_s)
+
+
+def _serve_round(records: JobRecords, asked_at_s: dict[tuple[str, str], float]) -> None:
+    """Renew all leases, then ask Slurm about jobs until the round's RENEW_S are over.
+
+    Args:
+        records: The node's records.
+        asked_at_s: When Slurm was asked last about (what, job), by the monotonic clock. The round updates it.
+    """
+    until_s = time.monotonic() + RENEW_S
+    # Step 1: renew. Nothing here waits for slurmctld, so that no job loses its lease while it hangs.
+    for job in records.jobs():
+        _logged(_renew_job, records, job)
+    # Step 2: ask Slurm which jobs are over, and report what ended jobs used. Each request may take COMMAND_LIMIT_S, so a
+    # round has no time for all of them if Slurm hangs: those that were asked about longest ago come first.
+    steps = {("state", job): _end_if_over for job in records.jobs()}
+    steps |= {("usage", job): _report_usage for job in records.used()}
+    for key in [key for key in asked_at_s if key not in steps]:
+        del asked_at_s[key]
+    for key in sorted(steps, key=lambda key: asked_at_s.get(key, 0.0)):
+        if time.monotonic() >= until_s:
+            break
+        asked_at_s[key] = time.monotonic()
+        _logged(steps[key], records, key[1])
+    time.sleep(max(0.0, until_s - time.monotonic()))
+
+
+def _logged(step: Callable[[JobRecords, str], None], records: JobRecords, job: str) -> None:
+    """Run a step of the service for a job. A failure is logged: the next round tries again."""
+    try:
+        step(records, job)
+    except (MissingPrerequisite, RefusedForUser) as error:
+        # A lasting fault is logged in each round.
+        click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
 
 
 # --- a job's leases ---
@@ -265,24 +291,28 @@ def _renew_one(lease_id: str, address: str) -> str:
     return str(ask(Opcode.LEASE_RENEW, body, address).generation)
 
 
-def _keep(records: JobRecords, job: str) -> None:
-    """Renew a job's leases, or end them if slurmctld reports that the job is over. Raises MissingPrerequisite."""
+def _renew_job(records: JobRecords, job: str) -> None:
+    """Renew a job's leases, unless a prolog or an epilog works on them. Raises RefusedForUser, MissingPrerequisite."""
     with records.locked(job, waits=False) as is_free:
         record = records.read(job) if is_free else None
-        # A prolog or an epilog holds the lock, or the job has no lease to renew.
-        if record is None or record.refusal or not record.is_ready:
-            return
-        # Renew before asking slurmctld: if that hangs, no job loses its lease.
-        lost: RefusedForUser | None = None
-        try:
+        if record is not None and record.is_ready:
             _renew(record)
-        except RefusedForUser as refusal:
-            lost = refusal
-        # Only a definite answer ends a lease; a slurmctld that does not answer ends none.
-        if state_of_job(job) is JobState.OVER:
+
+
+def _end_if_over(records: JobRecords, job: str) -> None:
+    """End a job's leases if slurmctld reports that the job is over on this node, and no epilog did.
+
+    Raises RefusedForUser, MissingPrerequisite.
+    """
+    # Ask without the lock: a prolog or an epilog must not wait for slurmctld, not even behind this.
+    record = records.read(job)
+    # Only a definite answer ends a lease; a slurmctld that does not answer ends none.
+    if record is None or state_of_job(job, record.node) is not JobState.OVER:
+        return
+    with records.locked(job, waits=False) as is_free:
+        # Meanwhile the epilog may have ended it, or another start of the job may have begun.
+        if is_free and records.read(job) == record:
             _end(records, job, record)
-        elif lost is not None:
-            raise lost
 
 
 def _serves(record: JobRecord, restarts: int) -> bool:

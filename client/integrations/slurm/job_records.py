@@ -31,6 +31,7 @@ class JobRecord:
         lease_ids: The leases, each on a card of its own, in hex digits; none for a job that was refused.
         is_ready: Whether all leases were acquired and extended to their full time.
         refusal: Why the job has no lease; "" if it has one.
+        node: This node's name in Slurm; "" in a record of an earlier version.
     """
 
     user: int
@@ -39,6 +40,7 @@ class JobRecord:
     lease_ids: tuple[str, ...] = ()
     is_ready: bool = False
     refusal: str = ""
+    node: str = ""
 
 
 class JobRecords:
@@ -87,6 +89,7 @@ class JobRecords:
                 ("address", str),
                 ("is_ready", bool),
                 ("refusal", str),
+                ("node", str),
             ):
                 if type(getattr(record, name)) is not kind:
                     raise ValueError(f"{name} is {getattr(record, name)!r}")

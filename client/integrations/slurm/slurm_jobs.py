@@ -91,9 +91,16 @@ def number_in(environment: Mapping[str, str], name: str, default: str = "") -> i
     return int(text)
 
 
-def state_of_job(job: str) -> JobState:
-    """Request a job's state from slurmctld. Not for prologs and epilogs, which must not wait for it."""
-    done = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+def state_of_job(job: str, node: str) -> JobState:
+    """Request a job's state on a node from slurmctld. Not for prologs and epilogs, which must not wait for it.
+
+    Args:
+        job: The job's number.
+        node: The node's name in Slurm; "" if it is not known. A job that slurmctld started again on other nodes, after
+            this one was lost, is over here.
+    """
+    here = [f"--nodelist={node}"] if node else []
+    done = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", *here, "--format=%T")
     if isinstance(done, JobState):
         return done
     # One line for a job; none for one that slurmctld has just forgotten.

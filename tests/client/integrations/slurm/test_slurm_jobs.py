@@ -95,7 +95,7 @@ def test_slurmctld_alone_says_that_a_job_is_over(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     if "sleep" in script:
         monkeypatch.setattr(slurm_jobs, "COMMAND_LIMIT_S", 0.2)
-    assert state_of_job("7") is state
+    assert state_of_job("7", "gpu1") is state
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -174,24 +174,102 @@ def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
     def remaining_s() -> float:
         return float(daemon.query(int(lease.lease_id))["remaining_ms"]) / 1000
 
+    def slurmctld_answers(state: JobState) -> None:
+        monkeypatch.setattr(slurm, "state_of_job", lambda job, node: state)
+
+    def serve() -> None:
+        slurm._renew_job(records, "7")
+        slurm._end_if_over(records, "7")
+
     for state in (JobState.LIVES, JobState.UNKNOWN):
-        monkeypatch.setattr(slurm, "state_of_job", lambda job, said=state: said)
+        slurmctld_answers(state)
         monkeypatch.setattr(slurm, "LEASE_S", slurm.LEASE_S + 100)
-        slurm._keep(records, "7")
+        serve()
         assert remaining_s() > slurm.LEASE_S - 100
-    monkeypatch.setattr(slurm, "state_of_job", lambda job: JobState.OVER)
-    slurm._keep(records, "7")
+    slurmctld_answers(JobState.OVER)
+    serve()
     assert records.jobs() == []
     assert daemon.query(int(lease.lease_id))["state"] == "torndown"
-    slurm._keep(records, "7")
+    serve()
     # A lease that has ended by itself is reported while its job lives, and forgotten with the job.
     records.write("7", JobRecord(user, 0, daemon.address, (lease.lease_id_text,), True))
-    monkeypatch.setattr(slurm, "state_of_job", lambda job: JobState.LIVES)
+    slurmctld_answers(JobState.LIVES)
     with pytest.raises(RefusedForUser, match="already freed"):
-        slurm._keep(records, "7")
-    monkeypatch.setattr(slurm, "state_of_job", lambda job: JobState.OVER)
-    slurm._keep(records, "7")
+        serve()
+    slurmctld_answers(JobState.OVER)
+    slurm._end_if_over(records, "7")
     assert records.jobs() == []
+
+
+class ClockOfTest:
+    """Stands for the module `time`: requests to a slurmctld that hangs take their time in it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("answer", [JobState.UNKNOWN, JobState.LIVES])
+def test_a_slurmctld_that_hangs_delays_no_renewal(
+    answer: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, clock = JobRecords(tmp_path / "jobs"), ClockOfTest()
+    jobs = [str(number) for number in range(1, 41)]
+    for job in jobs:
+        records.write(job, JobRecord(1000, 0, "unix:/x", ("ab" * 16,), True, node="gpu1"))
+        records.write_usage(job, JobUsage(1.0, 1.0))
+    renewed: dict[str, list[float]] = {job: [] for job in jobs}
+    asked: list[tuple[str, str]] = []
+
+    def hang(what: str, job: str) -> None:
+        asked.append((what, job))
+        clock.now_s += slurm_jobs.COMMAND_LIMIT_S
+
+    def state(job: str, node: str) -> JobState:
+        assert node == "gpu1"
+        # A prolog or an epilog of the job does not wait meanwhile.
+        with records.locked(job, waits=False) as is_free:
+            assert is_free
+        hang("state", job)
+        return answer
+
+    def usage(job: str) -> JobState:
+        hang("usage", job)
+        return JobState.UNKNOWN
+
+    monkeypatch.setattr(slurm, "time", clock)
+    monkeypatch.setattr(slurm, "_renew_job", lambda records, job: renewed[job].append(clock.now_s))
+    monkeypatch.setattr(slurm, "state_of_job", state)
+    monkeypatch.setattr(slurm, "admin_comment", usage)
+    asked_at_s: dict[tuple[str, str], float] = {}
+    for _ in range(40):
+        slurm._serve_round(records, asked_at_s)
+    for times in renewed.values():
+        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        assert max(gaps) < slurm.LEASE_S / 4
+    # Every job has its turn, again and again.
+    assert {(what, job) for what in ("state", "usage") for job in jobs} == set(asked[:80]) == set(asked[-80:])
+
+
+def test_a_job_that_ended_while_slurmctld_answered_is_left_to_its_epilog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = JobRecords(tmp_path / "jobs")
+    records.write("7", JobRecord(1000, 0, "unix:/x", ("ab" * 16,), True))
+    next_start = JobRecord(1000, 1, "unix:/x", ("cd" * 16,), True)
+
+    def state(job: str, node: str) -> JobState:
+        records.write(job, next_start)
+        return JobState.OVER
+
+    monkeypatch.setattr(slurm, "state_of_job", state)
+    slurm._end_if_over(records, "7")
+    assert records.read("7") == next_start
 
 
 @needs_slurm
@@ -354,7 +432,8 @@ def test_a_job_of_several_cards_has_a_lease_on_each(folder: Path, start_daemon: 
         slurm_folder = JobRecords(folder / "jobs")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-            slurm._keep(slurm_folder, job)
+            slurm._renew_job(slurm_folder, job)
+            slurm._end_if_over(slurm_folder, job)
         assert len(daemon.leases()) == 2
         cluster.ask("scontrol", "resume", job)
         cluster.ask("scontrol", "requeue", job)
