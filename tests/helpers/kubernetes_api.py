@@ -9,7 +9,6 @@ against the rules of the driver's own ClusterRole.
 import json
 import re
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
@@ -118,6 +117,7 @@ class KubernetesApi:
         self._events: list[tuple[int, str, dict[str, Any]]] = []
         self._applied: dict[tuple[str, str], list[tuple[str, ...]]] = {}
         self._is_closed = False
+        self._watches_ended = 0
         for node in nodes:
             self.add_node(node)
         served = self
@@ -203,6 +203,12 @@ class KubernetesApi:
             self._version += 10
             self._oldest = self._version
             self._events.clear()
+            self._changed.notify_all()
+
+    def end_watches(self) -> None:
+        """End all watches in good order, as a server does when their time is up."""
+        with self._changed:
+            self._watches_ended += 1
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -316,15 +322,18 @@ class KubernetesApi:
         handler.end_headers()
         with self._changed:
             self.watches += 1
-        for event in self._events_after(int(query["resourceVersion"]), query):
+            ended = self._watches_ended
+        for event in self._events_after(int(query["resourceVersion"]), query, ended):
             line = json.dumps(event).encode() + b"\n"
             handler.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
             handler.wfile.flush()
         handler.wfile.write(b"0\r\n\r\n")
         handler.close_connection = True
 
-    def _events_after(self, version: int, query: dict[str, str]) -> Iterator[dict[str, Any]]:
-        until = time.monotonic() + float(query.get("timeoutSeconds", 3600))
+    def _events_after(self, version: int, query: dict[str, str], ended: int) -> Iterator[dict[str, Any]]:
+        # A watch without a bound would hide a connection that died. Here only `end_watches` ends one by its time: a
+        # driver that outlives a test would else open its next watch, a thread and a descriptor, during another test.
+        assert 0 < int(query["timeoutSeconds"]) <= 3600
         while True:
             with self._changed:
                 if version < self._oldest:
@@ -334,7 +343,7 @@ class KubernetesApi:
                     return
                 after = [event for event in self._events if event[0] > version]
                 if not after:
-                    if self._is_closed or self.is_down or time.monotonic() > until:
+                    if self._is_closed or self.is_down or ended != self._watches_ended:
                         return
                     self._changed.wait(0.05)
                     continue

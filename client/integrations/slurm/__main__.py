@@ -181,8 +181,8 @@ def _serve_round(records: JobRecords, asked_at_s: dict[tuple[str, str], float]) 
     # Step 1: renew. Nothing here waits for slurmctld, so that no job loses its lease while it hangs.
     for job in records.jobs():
         _logged(_renew_job, records, job)
-    # Step 2: ask Slurm which jobs are over, and report what ended jobs used. Each request may take COMMAND_LIMIT_S, so a
-    # round has no time for all of them if Slurm hangs: those that were asked about longest ago come first.
+    # Step 2: ask Slurm which jobs are over, and report what ended jobs used. Each request may take COMMAND_LIMIT_S, so
+    # a round has no time for all of them if Slurm hangs: those that were asked about longest ago come first.
     steps = {("state", job): _end_if_over for job in records.jobs()}
     steps |= {("usage", job): _report_usage for job in records.used()}
     for key in [key for key in asked_at_s if key not in steps]:

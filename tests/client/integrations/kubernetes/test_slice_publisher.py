@@ -181,6 +181,17 @@ def test_a_history_that_is_forgotten_costs_nothing(published: Published) -> None
     assert published.messages == []
 
 
+def test_a_watch_that_the_server_ends_is_continued(published: Published) -> None:
+    published.start()
+    published.wait("the slice is there")
+    wait_until(lambda: published.api.watches == 1, "the driver watches")
+    published.api.end_watches()
+    wait_until(lambda: published.api.watches == 2, "the driver watches again")
+    published.api.wipe()
+    published.wait("the slice is there again")
+    assert published.messages == []
+
+
 def test_a_node_that_was_created_again_owns_its_slices(published: Published) -> None:
     published.start()
     published.wait("the slice is there")

@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_a_slurmctld_that_hangs_delays_no_renewal(
     for _ in range(40):
         slurm._serve_round(records, asked_at_s)
     for times in renewed.values():
-        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        gaps = [after - before for before, after in pairwise(times)]
         assert max(gaps) < slurm.LEASE_S / 4
     # Every job has its turn, again and again.
     assert {(what, job) for what in ("state", "usage") for job in jobs} == set(asked[:80]) == set(asked[-80:])
