@@ -1,23 +1,52 @@
-"""One node's Slurm, from Debian's packages: munged, slurmctld and slurmd in a folder of a test."""
+"""One node's Slurm, from Debian's packages: munged, slurmctld and slurmd in a folder of a test.
+
+With GPULEASE_SLURM_ROOT=FOLDER it is the Slurm of another root folder, such as a newer Debian's from debootstrap, which
+also has a python3 with the packages of the client.
+"""
 
 import fcntl
 import os
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from helpers.daemon import python_environment
 from helpers.waiting import wait_until
 
 LOGS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "service")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
+ROOT = os.environ.get("GPULEASE_SLURM_ROOT", "")
+PYTHON = "/usr/bin/python3" if ROOT else sys.executable
+
+
+def has(program: str) -> bool:
+    if not ROOT:
+        return shutil.which(program) is not None
+    return any(Path(ROOT, folder, program).exists() for folder in ("usr/bin", "usr/sbin"))
+
+
+def in_root(*command: str) -> list[str]:
+    """The command that runs another one with the programs of Slurm's root, and the host's folders of a test."""
+    if not ROOT:
+        return list(command)
+    # What a test writes, the source tree, and what Slurm reads of the kernel.
+    folders = ["/proc", "/dev", "/sys", "/tmp", "/var/lib", str(Path(__file__).parents[2])]
+    script = "".join(f'mkdir -p "$root{folder}" && mount --rbind {folder} "$root{folder}" && ' for folder in folders)
+    enter = f'root={ROOT} && mount --make-rprivate / && {script} exec chroot "$root" "$@"'
+    return ["unshare", "--mount", "sh", "-c", enter, "sh", *command]
 
 
 def missing() -> str:
     """What keeps Slurm from running here; "" if nothing does."""
-    lacking = [name for name in PROGRAMS if shutil.which(name) is None]
+    lacking = [name for name in PROGRAMS if not has(name)]
     if lacking:
         return f"no {', '.join(lacking)}: apt-get install slurmctld slurmd slurm-client munge"
     return "" if os.getuid() == 0 else "slurmd must be root"
@@ -25,7 +54,9 @@ def missing() -> str:
 
 def missing_accounting() -> str:
     """What keeps Slurm's accounting from running here; "" if nothing does."""
-    lacking = [name for name in ("slurmdbd", "mariadbd", "mariadb-install-db") if shutil.which(name) is None]
+    # The database is the host's: slurmdbd 24.11 does not start on MariaDB 11.8.
+    lacking = [name for name in ("mariadbd", "mariadb-install-db") if shutil.which(name) is None]
+    lacking += [] if has("slurmdbd") else ["slurmdbd"]
     return missing() or (f"no {', '.join(lacking)}: apt-get install slurmdbd mariadb-server" if lacking else "")
 
 
@@ -50,7 +81,7 @@ class SlurmCluster:
         paths = python_environment()["PYTHONPATH"]
         folders = f'[ "$1" = prolog ] && more="--daemon {address}"\n'
         command.write_text(
-            f"#!/bin/sh\nexport PYTHONPATH={paths}\nverb=$1\nmore=\n{folders}exec {sys.executable} -P -m "
+            f"#!/bin/sh\nexport PYTHONPATH={paths}\nverb=$1\nmore=\n{folders}exec {PYTHON} -P -m "
             f'gpulease.client.integrations.slurm "$verb" --folder {folder}/jobs $more\n'
         )
         command.chmod(0o755)
@@ -119,7 +150,7 @@ PrologFlags=Alloc
 TaskProlog={self.folder}/task_prolog.sh
 Epilog={self.folder}/epilog.sh
 NodeName=gpu1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 Gres={gres}
-PartitionName=main Nodes=gpu1 Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:4
+PartitionName=main Nodes=gpu1 Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
         (self.folder / "slurm.conf").write_text(lines)
         of_type = f" Type={card_type}" if card_type else ""
@@ -171,6 +202,27 @@ PidFile={self.folder}/run/slurmdbd.pid
         self.ask(*add, "account", "site")
         self.ask(*add, "user", "root", "account=site")
 
+    def use_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let this process's requests of Slurm go to this cluster, by the programs of its own version."""
+        monkeypatch.setenv("SLURM_CONF", str(self.folder / "slurm.conf"))
+        if ROOT:
+            commands = self.folder / "commands"
+            commands.mkdir(exist_ok=True)
+            for name in ("squeue", "sacct", "sacctmgr"):
+                (commands / name).write_text(f'#!/bin/sh\nexec {shlex.join(in_root(f"/usr/bin/{name}"))} "$@"\n')
+                (commands / name).chmod(0o755)
+            monkeypatch.setenv("PATH", str(commands), prepend=":")
+
+    @contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """Stop one of the programs by a signal, as if it hung, until the block ends."""
+        (found,) = [process for process in self._processes if name in process.args]  # type: ignore[operator]
+        found.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            found.send_signal(signal.SIGCONT)
+
     def start_service(self) -> None:
         """Start the service that renews leases, and wait until prologs find it."""
         lock = self.folder / "jobs" / "service"
@@ -186,12 +238,17 @@ PidFile={self.folder}/run/slurmdbd.pid
         name = "service" if command[0] == str(self._command) else command[0]
         log_path = self.folder / f"{name}.log"
         with log_path.open("ab") as log:
-            self._processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
+            started = subprocess.Popen(
+                command if name == "mariadbd" else in_root(*command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
             )
+        self._processes.append(started)
 
     def ask(self, *command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, env=self.environment, check=False)
+        done = subprocess.run(in_root(*command), capture_output=True, text=True, env=self.environment, check=False)
         return done.stdout + done.stderr
 
     def run_prolog(self, job: str, vram_mib: int = 64, restarts: int = 0) -> None:
@@ -199,7 +256,7 @@ PidFile={self.folder}/run/slurmdbd.pid
         given = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": "0", "SLURM_JOB_RESTART_COUNT": str(restarts)}
         given |= {"SLURMD_NODENAME": "gpu1", "SLURM_CLUSTER_NAME": "test"}
         given |= {"SLURM_JOB_COMMENT": f"mine [vram_mib={vram_mib}]"}
-        command = [str(self.folder / "prolog.sh")]
+        command = in_root(str(self.folder / "prolog.sh"))
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment | given, check=False)
         assert done.returncode == 0, done.stderr
 
