@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from helpers.containers import run_container
+from helpers.control_plane import ControlPlane
 from helpers.daemon import Daemon, python_environment
 from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi
 from helpers.waiting import wait_until
@@ -196,6 +197,9 @@ class Kubelet:
 class Node:
     """A driver's process on a daemon, with the kubelet that calls it and the API server that it asks.
 
+    Args:
+        control_plane: A real API server in place of the fake one, which is `api` otherwise.
+
     Attributes:
         stuck: While it exists, records of a driver that `may_hang` wait for the disk; it says whether one does.
     """
@@ -207,6 +211,7 @@ class Node:
         may_hang: bool = False,
         name: str = NODE,
         confined: Callable[[Path], list[str]] = lambda _: [],
+        control_plane: ControlPlane | None = None,
     ) -> None:
         self._stack = ExitStack()
         self.daemon = daemon
@@ -223,9 +228,15 @@ class Node:
         self.folder.mkdir()
         # Pods are other users.
         daemon.folder.chmod(0o711)
-        (self.folder / "account").write_text(ACCOUNT_TOKEN + "\n")
-        self.api = KubernetesApi(self.name)
-        self._stack.callback(self.api.close)
+        self._control_plane = control_plane
+        if control_plane is None:
+            (self.folder / "account").write_text(ACCOUNT_TOKEN + "\n")
+            self.api = KubernetesApi(self.name)
+            self._stack.callback(self.api.close)
+            self._server = ["--api-server", self.api.url, "--api-token", str(self.folder / "account")]
+        else:
+            self._server = ["--api-server", control_plane.url, "--api-ca", str(control_plane.ca)]
+            self._server += ["--api-token", str(control_plane.driver_token(name))]
         self.start()
 
     @classmethod
@@ -254,7 +265,7 @@ class Node:
             *(sys.executable, "-P", "-m", *self._module, "serve"),
             *("--node", self.name, "--daemon", self.daemon.address),
             *("--kubelet", str(self.folder), "--cdi", str(self.cdi)),
-            *("--api-server", self.api.url, "--api-token", str(self.folder / "account")),
+            *self._server,
             *self._options,
         ]
 
@@ -266,7 +277,8 @@ class Node:
 
     def start(self) -> None:
         self._log = (self.folder / "log").open("a+")
-        watches, begun = self.api.watches, self.log().count(": serves ")
+        watches = 0 if self._control_plane else self.api.watches
+        begun = self.log().count(": serves ")
         self.process = subprocess.Popen(
             self.command,
             stdout=self._log,
@@ -280,7 +292,8 @@ class Node:
             return self.log().count(": serves ") > begun
 
         wait_until(serves, "the driver serves", seen=self.log)
-        wait_until(lambda: self.api.watches > watches, "the driver watches its slices", seen=self.log)
+        if self._control_plane is None:
+            wait_until(lambda: self.api.watches > watches, "the driver watches its slices", seen=self.log)
         self.connect()
 
     def connect(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 from gpulease.client.integrations.kubernetes import node_cards
 from gpulease.client.integrations.kubernetes.node_cards import NodeCards
 from gpulease.client.integrations.kubernetes.resource_pool import Trouble
+from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Report
 from helpers.daemon import Daemon
@@ -18,10 +19,8 @@ from helpers.daemon import Daemon
 def test_the_cards_of_a_daemon_that_can_grant_no_lease_are_sick(
     check: str, troubles: tuple[Trouble, ...], shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = node_cards.ask
-
     def answer(opcode: Opcode, body: Any, address: str) -> Any:
-        reply = real(opcode, body, address)
+        reply = ask(opcode, body, address)
         if opcode is not Opcode.HEALTH or not check:
             return reply
         checks = [one | {"ok": one["ok"] and one["check"] != check} for one in reply.report["checks"]]
