@@ -67,7 +67,7 @@ class ControlPlane:
                 options += [f"--cert-dir={self.folder / name}", "--bind-address=127.0.0.1"]
                 if name == "kube-controller-manager":
                     options += [f"--service-account-private-key-file={self.folder / 'account.key'}"]
-                    options += ["--use-service-account-credentials=false"]
+                    options += ["--use-service-account-credentials=true"]
                 self.start(name, *options)
         except BaseException:
             self.__exit__()

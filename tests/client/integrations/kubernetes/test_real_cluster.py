@@ -172,16 +172,14 @@ def test_a_deployment_gets_the_alternative_that_has_room(control_plane: ControlP
     control_plane.kubectl("delete", "pods", "--all", "--force")
 
 
-def test_the_other_examples_are_admitted(control_plane: ControlPlane) -> None:
+def test_a_restricted_namespace_admits_every_example(control_plane: ControlPlane) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
+    control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tenant", "labels": labels}})
     for path in (MANIFESTS / "examples").glob("*.yaml"):
-        control_plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", str(path))
-    control_plane.kubectl("label", "namespace", "default", "pod-security.kubernetes.io/enforce=restricted")
-    try:
-        for path in (MANIFESTS / "examples").glob("*.yaml"):
-            done = control_plane.try_kubectl("apply", "--dry-run=server", "-f", str(path))
-            assert (done.returncode, "would violate" in done.stderr) == (0, False), done.stderr
-    finally:
-        control_plane.kubectl("label", "namespace", "default", "pod-security.kubernetes.io/enforce-")
+        options = ("apply", "-n", "tenant", "--dry-run=server", "--validate=strict", "-f", str(path))
+        done = control_plane.try_kubectl(*options)
+        # A Deployment whose pods would violate the standard is admitted with a warning.
+        assert (done.returncode, done.stderr) == (0, ""), path.name
 
 
 def test_a_node_s_driver_writes_its_own_slices_only(control_plane: ControlPlane, node: Node) -> None:
