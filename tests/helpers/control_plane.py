@@ -28,6 +28,7 @@ TOKENS: Final = (
     ("admin", "system:masters"),
     ("system:kube-controller-manager", ""),
     ("system:kube-scheduler", ""),
+    ("system:node:node-a", "system:nodes"),
 )
 """Users that the API server knows by a token, which is the user's name: (user, group)."""
 
@@ -55,14 +56,14 @@ class ControlPlane:
         self.url = f"https://127.0.0.1:{self._port}"
         self.ca = folder / "certificates" / "apiserver.crt"
         self._etcd = EtcdCluster(folder / "etcd")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "ControlPlane":
         self._etcd.__enter__()
         try:
             self._start_api_server()
             for name in PROGRAMS[1:]:
-                options = [f"--kubeconfig={self._config(f'system:{name}')}", "--leader-elect=false"]
+                options = [f"--kubeconfig={self.config(f'system:{name}')}", "--leader-elect=false"]
                 options += ["--authorization-always-allow-paths=*", f"--secure-port={_free_port()}"]
                 options += [f"--cert-dir={self.folder / name}", "--bind-address=127.0.0.1"]
                 if name == "kube-controller-manager":
@@ -75,15 +76,20 @@ class ControlPlane:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self._processes):
-            process.kill()
-            process.wait()
+        for name in reversed(list(self._processes)):
+            self.stop(name)
         self._etcd.__exit__()
 
     def start(self, name: str, *options: str, prefix: Sequence[str] = ()) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             command = [*prefix, str(Path(FOLDER, name)), *options]
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def stop(self, name: str) -> None:
+        """Kill a program. Has no effect if it does not run."""
+        if process := self._processes.pop(name, None):
+            process.kill()
+            process.wait()
 
     def kubectl(self, *arguments: str, given: str = "", user: str = "admin") -> str:
         """What kubectl prints. Fails the test with its error."""
@@ -92,7 +98,7 @@ class ControlPlane:
         return done.stdout
 
     def try_kubectl(self, *arguments: str, given: str = "", user: str = "admin") -> subprocess.CompletedProcess[str]:
-        command = ["kubectl", f"--kubeconfig={self._config(user)}", *arguments]
+        command = ["kubectl", f"--kubeconfig={self.config(user)}", *arguments]
         environment = os.environ | {"HOME": str(self.folder)}
         return subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
 
@@ -157,7 +163,7 @@ class ControlPlane:
         wait_until(lambda: self.ca.exists(), "the API server has its certificate", seen=self.logs)
         wait_until(lambda: self.try_kubectl(*ready).stdout == "ok", "the API server is ready", seen=self.logs)
 
-    def _config(self, user: str) -> Path:
+    def config(self, user: str) -> Path:
         """The kubeconfig of a user with a token."""
         path = self.folder / f"{user.replace(':', '-')}.config"
         cluster = {"server": self.url, "certificate-authority": str(self.ca)}

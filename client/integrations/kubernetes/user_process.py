@@ -20,7 +20,7 @@ from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.tokens import issue_request
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import Disconnected, GpuLeaseError
-from gpulease.client.integrations.other_user import become, refusal_of, refusal_reply
+from gpulease.client.integrations.other_user import MAX_ERROR_CHARS, become, refusal_of, refusal_reply
 from gpulease.client.sync.driver import ask as ask_once
 from gpulease.client.sync.driver import drive
 from gpulease.protocol import Exclusivity, Opcode
@@ -124,7 +124,9 @@ class UserProcess:
     def _failure(self, line: str) -> NoUserProcess:
         # It has ended, or ends at the end of its input.
         _, said = self._process.communicate()
-        return NoUserProcess(f"user {self._user} got no answer from the node: {(line or said).strip()[-300:]}")
+        # The last line of a traceback is the error; the text becomes an event of the pod.
+        last = (line or said).strip().rpartition("\n")[2]
+        return NoUserProcess(f"user {self._user} got no answer from the node: {last[-MAX_ERROR_CHARS:]}")
 
 
 # --- in the process ---

@@ -5,7 +5,12 @@ kubectl; see helpers/control_plane.py.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,8 +19,9 @@ import yaml
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
+from helpers.cluster_node import ClusterNode
 from helpers.control_plane import ControlPlane
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, python_environment
 from helpers.kubelet import DRIVER, NODE, POD_USER, Claim, Node
 from helpers.kubernetes_api import MANIFESTS
 from helpers.waiting import wait_until
@@ -205,3 +211,92 @@ def test_a_node_s_driver_writes_its_own_slices_only(control_plane: ControlPlane,
     for verb, kind in (("list", "secrets"), ("create", "pods"), ("update", "resourceclaims"), ("list", "nodes")):
         done = control_plane.try_kubectl("auth", "can-i", verb, kind, f"--token={token}", user="nobody")
         assert done.stdout.strip() == "no", (verb, kind)
+
+
+# --- a real kubelet, and a real container runtime ---
+
+
+@pytest.fixture
+def cluster_node(control_plane: ControlPlane) -> Iterator[ClusterNode]:
+    # A short path: those of sockets have at most 107 characters.
+    with TemporaryDirectory(prefix="gpul-", dir="/var/lib") as folder:
+        Path(folder).chmod(0o755)
+        with ClusterNode(control_plane, NODE, Path(folder)) as made:
+            yield made
+    control_plane.kubectl("delete", "pods", "--all", "--force")
+    control_plane.kubectl("delete", "node", NODE)
+
+
+@contextmanager
+def driver_of(control_plane: ControlPlane, node: ClusterNode, daemon: Daemon, log: Path) -> Iterator[None]:
+    """The driver next to a real kubelet."""
+    command = [sys.executable, "-P", "-m", "gpulease.client.integrations.kubernetes", "serve", "--node", node.name]
+    command += ["--daemon", daemon.address, "--kubelet", str(node.folder), "--cdi", str(node.cdi)]
+    command += ["--api-server", control_plane.url, "--api-ca", str(control_plane.ca)]
+    command += ["--api-token", str(control_plane.driver_token(node.name))]
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=file, env=python_environment())
+    try:
+        yield
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def on_host_network(pod: dict[str, Any]) -> dict[str, Any]:
+    """A pod of a node without a network for pods, whose images are there already."""
+    spec = pod["spec"]
+    containers = [container | {"imagePullPolicy": "Never"} for container in spec["containers"]]
+    more = {"hostNetwork": True, "tolerations": [{"operator": "Exists"}], "containers": containers}
+    return pod | {"spec": spec | more}
+
+
+def test_a_real_kubelet_prepares_and_unprepares_the_guide_s_pod(
+    control_plane: ControlPlane, cluster_node: ClusterNode, start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = start_daemon(vram=["64MiB"], config=OPEN_SOCKET)
+    # Pods are other users.
+    daemon.folder.chmod(0o711)
+    log = tmp_path / "driver.log"
+
+    def seen() -> str:
+        pods = control_plane.kubectl("describe", "pods")
+        return f"{log.read_text()}\n{pods[-3000:]}\n{control_plane.logs()}"
+
+    with driver_of(control_plane, cluster_node, daemon, log):
+        wait_until(lambda: "the kubelet has registered the driver" in log.read_text(), "it is registered", seen=seen)
+        wait_until(lambda: devices(control_plane), "the card is published", seen=seen)
+        template, pod = example("pod.yaml", "40Mi")
+        control_plane.apply(template, on_host_network(pod))
+
+        def phase() -> str:
+            return str(control_plane.get("pod", "saxpy").get("status", {}).get("phase"))
+
+        wait_until(lambda: phase() in ("Succeeded", "Failed"), "the pod ends", seen=seen)
+        assert (phase(), cluster_node.log_of("saxpy")) == ("Succeeded", "b'from a pod'"), seen()
+        # The kubelet unprepares the claim of a pod that has ended.
+        wait_until(lambda: not daemon.leases(), "its lease is freed", seen=seen)
+        wait_until(lambda: not list(cluster_node.cdi.iterdir()), "its devices are gone", seen=seen)
+        # A pod that crashes starts again in the lease that it has.
+        name = "crashes"
+        crashing = on_host_network(pod | {"metadata": {"name": name}})
+        crashing["spec"] |= {"restartPolicy": "Always"}
+        (container,) = crashing["spec"]["containers"]
+        program = "from gpulease.client import GpuSession; GpuSession.attach().mem_alloc(30 << 20); print('allocated')"
+        container["args"] = [f"{program}; raise SystemExit(1)"]
+        control_plane.apply(crashing)
+        wait_until(lambda: cluster_node.log_of(name).count("allocated") >= 2, "it started again", seen=seen)
+        (lease,) = daemon.leases()
+        assert lease["size_bytes"] == 40 << 20
+        # The kubelet deletes the driver's slices when it starts, and takes up the driver and the prepared claim again.
+        before = slices(control_plane)[0]["metadata"]["uid"]
+        cluster_node.restart_kubelet()
+        wait_until(
+            lambda: [one["metadata"]["uid"] for one in slices(control_plane)] not in ([], [before]),
+            "they are new",
+            seen=seen,
+        )
+        wait_until(lambda: log.read_text().count("has registered the driver") >= 2, "it is registered again", seen=seen)
+        assert [one["lease_id"] for one in daemon.leases()] == [lease["lease_id"]]
+        control_plane.kubectl("delete", "pod", name, "--grace-period=1")
+        wait_until(lambda: not daemon.leases(), "its lease is freed", seen=seen)
