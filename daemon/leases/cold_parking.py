@@ -42,6 +42,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.horizon_events import SetHorizon
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState
+from gpulease.daemon.leases.need_moves import MOVED_STAY_NS, may_take
 from gpulease.daemon.leases.park_state import Move, ParkDepth, ParkPhase, ParkState
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.worker_upgrades import HeldWorkers, WorkerUpgrades
@@ -368,16 +369,31 @@ class ColdParking:
                 return None
         return denials.is_returning(lease.lease_id)
 
+    def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
+        """Let a session that is parked next go on to another card, for another lease's need."""
+        if lease.park is not None:
+            lease.park.move = Move(None, card_uuid, lease.card_uuid, now_ns)
+            lease.park.need_move_ns = now_ns + MOVED_STAY_NS
+
+    def arriving(self) -> dict[str, int]:
+        """Return the bytes that moves in progress will take, by card, as far as the cards are not charged yet."""
+        found: dict[str, int] = {}
+        for lease in self._store.parkable.values():
+            state = lease.park
+            if state is None or state.move is None or not state.move.card_uuid:
+                continue
+            uuid = state.move.card_uuid
+            is_charged = lease.card_uuid == uuid and not state.off_bytes
+            charge_bytes = 0 if is_charged else self._store.account_by_uuid[uuid].charge_bytes(lease.terms)
+            found[uuid] = found.get(uuid, 0) + charge_bytes
+        return found
+
     def _check_card(self, lease: Lease, account: CardAccount) -> Denial | None:
         """Return the denial for a move to a card; None if the lease may go there once there is room."""
         uuid = account.card.uuid
         if uuid == lease.card_uuid:
             return denials.is_there(lease.lease_id, uuid)
-        is_large = account.charge_bytes(lease.terms) <= account.card.capacity_bytes
-        is_able = is_large and account.has_parkable_room(lease.terms) and not account.exclusive_leases
-        if not is_able or not devices.suitable([account], lease.terms.exclusivity):
-            return denials.no_place(lease.lease_id, uuid)
-        return None
+        return None if may_take(account, lease) else denials.no_place(lease.lease_id, uuid)
 
     def _change_card(self, lease: Lease, state: ParkState, account: CardAccount) -> None:
         """Make another card the lease's, which is charged nothing now."""
@@ -395,7 +411,8 @@ class ColdParking:
             self._upgrades.on_done(lease, state, move, now_ns, out)
         elif move.card_uuid:
             self._record_move(lease, state, move, now_ns, out)
-        out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, now_ns - move.since_ns))
+        if move.request is not None:
+            out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, now_ns - move.since_ns))
 
     def _record_move(self, lease: Lease, state: ParkState, move: Move, now_ns: int, out: list[Effect]) -> None:
         out.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, now_ns - move.since_ns))
@@ -408,7 +425,8 @@ class ColdParking:
         # It has changed its card, although it is not back: whoever keeps books of leases must know.
         if lease.card_uuid != move.from_uuid:
             self._record_move(lease, lease.park, move, now_ns, out)
-        out.append(RequestDenied(move.request, denial))
+        if move.request is not None:
+            out.append(RequestDenied(move.request, denial))
 
     # --- timers and ends ---
 

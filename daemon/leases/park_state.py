@@ -42,7 +42,7 @@ class Move(NamedTuple):
     """A request to move a session, to have it leave its process, or to give it a worker of this version.
 
     Attributes:
-        request: The request to answer.
+        request: The request to answer; None if another lease needs its room.
         card_uuid: The card it is to return to; "" if it is to stay cold.
         from_uuid: The card that it was on.
         since_ns: When it was requested.
@@ -50,7 +50,7 @@ class Move(NamedTuple):
         was_parked: It was parked before, so it is parked again after.
     """
 
-    request: int
+    request: int | None
     card_uuid: str
     from_uuid: str
     since_ns: int
@@ -118,6 +118,7 @@ class ParkState:
         depth: How much of it has left the card.
         stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.
+        need_move_ns: Time before which others' need does not move it again.
         is_on_warm: The worker that was ordered for its return had been made ahead.
         misfit: The same of the worker that it did not fit in this return; None without one.
         misfit_reason: Why it did not fit that.
@@ -144,6 +145,7 @@ class ParkState:
     depth: ParkDepth = ParkDepth.WARM
     stays_here: str = ""
     move: Move | None = None
+    need_move_ns: int = 0
     is_on_warm: bool = False
     misfit: bool | None = None
     misfit_reason: str = ""

@@ -13,7 +13,8 @@
    latest. A session on the card keeps it until another one needs it for its park. All of it goes back with the worker's
    process.
 5. Thrash is damped: a session that returned, or that is in use, is not parked for others' need for `park_stay_ms`; a
-   card has at most `parks_per_minute`.
+   card has at most `parks_per_minute`. With `moves_for_need`, an acquire's need moves sessions to cards that have room
+   for them, and parks them only if there are none.
 6. Regions are parked with their session. One that ends meanwhile is wiped in the host's memory, and its bytes need no
    other proof than the park's. While a region opens or ends, or its fence lasts, nothing is parked.
 7. A lease with a submit or a resize in progress is not parked. Neither is one whose kernels do not end within
@@ -56,6 +57,7 @@ from gpulease.daemon.leases.events import (
     WaitTimerFired,
 )
 from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms, RegionState
+from gpulease.daemon.leases.need_moves import NeedMoves, plan_moves
 from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkPhase, ParkSnapshot, ParkState
 from gpulease.daemon.leases.quotas import Rates
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
@@ -509,6 +511,7 @@ class Parking(ParkingViews):
         if terms.exclusivity in ALONE or not self._store.parkable:
             return False
         able = [account for account in candidates if account.has_parkable_room(terms) and not account.exclusive_leases]
+        # What can be moved can be parked, too.
         return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
 
     def update(self, now_ns: int, out: list[Effect]) -> None:
@@ -518,6 +521,11 @@ class Parking(ParkingViews):
         served: set[str] = set()
         again_ns: list[int] = []
         for waiter in self._store.queue:
+            if (moves := self._plan_moves(waiter, served, now_ns)) is not None:
+                for lease, card_uuid in moves.moves:
+                    self.cold.move_for_need(lease, card_uuid, now_ns)
+                    self._park(lease, ParkCause.NEED, now_ns, out)
+                continue
             for account in waiter.candidates:
                 uuid = account.card.uuid
                 if uuid in served or account.exclusive_leases or waiter.acquire.terms.exclusivity in ALONE:
@@ -564,6 +572,48 @@ class Parking(ParkingViews):
                 # The card's pace spaces the rest.
                 return victims[:PARK_BURST]
         return None
+
+    def _plan_moves(self, waiter: Waiter, served: set[str], now_ns: int) -> NeedMoves | None:
+        """Return the moves with the fewest bytes that make room for an acquire on one of its cards; None without any.
+
+        The card is served then. There are no moves if it waits for sessions that leave it already.
+        """
+        terms = waiter.acquire.terms
+        if not self._store.limits.moves_for_need or waiter.returning is not None or terms.exclusivity in ALONE:
+            return None
+        arriving, plans = self.cold.arriving(), list[NeedMoves]()
+        for account in waiter.candidates:
+            uuid = account.card.uuid
+            if account.exclusive_leases or not account.has_parkable_room(terms):
+                continue
+            on_card = [lease for lease in self._store.parkable.values() if lease.card_uuid == uuid]
+            leaving = [lease for lease in on_card if lease.park is not None and lease.park.is_leaving]
+            missing_bytes = account.charge_bytes(terms) - account.free_bytes
+            if uuid in served or missing_bytes <= 0:
+                continue
+            if leaving and missing_bytes <= sum(lease.terms.size_bytes for lease in leaving):
+                served.add(uuid)
+                return NeedMoves(uuid, ())
+            if leaving:
+                continue
+            movable = [lease for lease in on_card if self._may_move(lease, now_ns)]
+            targets = [one for one in self._store.accounts if one is not account]
+            moves = plan_moves(movable, missing_bytes, targets, arriving)
+            leases = [] if moves is None else [lease for lease, _ in moves]
+            # Together they must keep to the host's memory and the card's pace.
+            is_allowed = all(self._check_park(one, now_ns, leases[:at]) is None for at, one in enumerate(leases))
+            if moves is not None and is_allowed and len(leases) <= PARK_BURST:
+                plans.append(NeedMoves(uuid, moves))
+        plan = min(plans, key=lambda plan: plan.moved_bytes, default=None)
+        if plan is not None:
+            served.add(plan.from_uuid)
+        return plan
+
+    def _may_move(self, lease: Lease, now_ns: int) -> bool:
+        state = lease.park
+        if state is None or not _is_resident(lease) or lease.regions or state.move is not None or state.stays_here:
+            return False
+        return max(self._free_ns(lease), state.need_move_ns) <= now_ns
 
     def _free_ns(self, lease: Lease) -> int:
         """Return the time from which others' need for room may park a resident session."""

@@ -386,6 +386,15 @@ class CoreLimits:
         int,
         Setting("Most parks per minute on one card; further parks are refused until later.", least=1, is_later=True),
     ] = 240
+    # Moving costs a park and a return at once; parking alone returns only sessions that are used.
+    moves_for_need: Annotated[
+        bool,
+        Setting(
+            "Whether idle parkable sessions are moved to other cards of the host when an acquire fits on no card but"
+            " would fit then. Otherwise they are parked.",
+            is_later=True,
+        ),
+    ] = False
     # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Annotated[
         Mapping[Cause, int],

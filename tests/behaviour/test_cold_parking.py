@@ -244,6 +244,23 @@ def test_a_session_at_work_moves_between_two_operations(node: Daemon, lease: Gpu
     assert not wrong
 
 
+def test_an_idle_session_makes_room_on_another_card() -> None:
+    daemon = Daemon(vram=("512MiB", "512MiB"), config=CONFIG + "moves_for_need = true\n")
+    try:
+        daemon.wait_until_it_answers()
+        with parkable(daemon.address) as lease, GpuSession(lease) as session:
+            buffer = session.mem_alloc(MIB)
+            session.mem_write(buffer, 0, b"weights")
+            free = [card["available_bytes"] for card in cards(daemon.address)]
+            large = GpuBuilder(daemon.address).min_vram(free[0] + MIB).device("0").timeout(20)
+            with large.acquire():
+                wait_until(lambda: row(daemon.address, lease)["card_uuid"] != lease.card_uuid, "it is moved")
+                assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+                assert row(daemon.address, lease)["park"]["phase"] == "resident"
+    finally:
+        daemon.stop()
+
+
 def test_an_asyncio_program_moves_too(node: Daemon) -> None:
     async def program() -> tuple[str, bytes]:
         wanted = aio.GpuBuilder(node.address).min_vram(SLICE).lease_secs(60).parkable().device(0)

@@ -84,6 +84,7 @@ from gpulease.daemon.leases import (
     kind_of,
     parking,
 )
+from gpulease.daemon.leases.need_moves import MOVED_STAY_NS
 from gpulease.daemon.leases.park_state import ParkDepth
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -168,12 +169,12 @@ class ModelWorker:
 
 
 class ParkingAnyOrder(RuleBasedStateMachine):
-    @initialize(warm=st.sampled_from([0, 2]), is_slow=st.booleans())
-    def begin(self, warm: int, is_slow: bool = False) -> None:
+    @initialize(warm=st.sampled_from([0, 2]), is_slow=st.booleans(), moves=st.booleans())
+    def begin(self, warm: int, is_slow: bool = False, moves: bool = False) -> None:
         # A small burst and a slow pace, so that runs use them up.
         self.burst, self.parks_per_minute = (2, 20) if is_slow else (USUAL_BURST, 6000)
         parking.PARK_BURST = self.burst  # type: ignore[misc]
-        self.limits = replace(LIMITS, parks_per_minute=self.parks_per_minute)
+        self.limits = replace(LIMITS, parks_per_minute=self.parks_per_minute, moves_for_need=moves)
         self.warm = warm
         self.table = LeaseTable(CARDS.values(), self.limits, warm)
         # The number of the park of each session whose image the broker has.
@@ -194,6 +195,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         # The card of each lease by the events that report it, and the time of each card's parks.
         self.cards: dict[int, str] = {}
         self.parks: dict[str, list[int]] = {uuid: [] for uuid in CARDS}
+        self.need_moves: dict[int, int] = {}
         self.send(PoolTimerFired())
 
     # --- the shell ---
@@ -252,6 +254,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
                 if isinstance(effect, ParkSession) and (parked := self.table.get(lease_id)) is not None:
                     self.parks[parked.card_uuid].append(self.now_ns)
+                    self.check_need_move(lease_id)
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
             case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
@@ -284,6 +287,16 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.open.discard(request)
         elif isinstance(effect, SessionParkDone):
             raise AssertionError(f"request {request} was answered twice")
+
+    def check_need_move(self, lease_id: int) -> None:
+        """Check that others' need moves no session to and fro."""
+        state = self.table._store.parkable[lease_id].park
+        if state is None or state.move is None or state.move.request is not None:
+            return
+        assert self.limits.moves_for_need
+        before_ns = self.need_moves.get(lease_id)
+        assert before_ns is None or self.now_ns - before_ns >= MOVED_STAY_NS, "a session is moved to and fro"
+        self.need_moves[lease_id] = self.now_ns
 
     def return_region(self, worker: ModelWorker, region_id: int) -> None:
         worker.gone.pop(region_id, None)
@@ -607,6 +620,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             worker.gone = {one: size for one, size in worker.gone.items() if self.table.regions.get(one)}
         # What an earlier daemon ordered, and what this one repeats, counts for no pace.
         self.parks = {uuid: [] for uuid in CARDS}
+        self.need_moves.clear()
         known = {kept.lease_id for kept in contents.leases}
         for worker in list(self.workers.values()):
             worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]

@@ -1,0 +1,82 @@
+"""Moves by need: which idle sessions leave a card for others of the host, so that an acquire fits.
+
+An acquire that fits on no card may fit after sessions have gone from one card to others that have room. A plan names
+sessions of one card and a card for each, and moves few bytes: the smallest session that suffices, or else the largest
+first. What is in progress already counts, so that a second plan is not made for the same need. A session that is moved
+for others is not moved again for `MOVED_STAY_NS`, so that two needs can't send it to and fro.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from gpulease.daemon.leases import devices
+from gpulease.daemon.leases.devices import CardAccount
+from gpulease.daemon.leases.model import Lease
+from gpulease.protocol.time_units import NS_PER_S
+
+MOVED_STAY_NS: Final = 60 * NS_PER_S
+"""Time for which a session that was moved for another lease's need is not moved for one again, in nanoseconds."""
+
+
+Moves = tuple[tuple[Lease, str], ...]
+"""Sessions to move, each with the uuid of its next card."""
+
+
+class NeedMoves(NamedTuple):
+    """Moves that make room on a card."""
+
+    from_uuid: str
+    moves: Moves
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(lease.terms.size_bytes for lease, _ in self.moves)
+
+
+def plan_moves(
+    movable: Iterable[Lease], missing_bytes: int, targets: Iterable[CardAccount], arriving: Mapping[str, int]
+) -> Moves | None:
+    """Return the moves that free so many bytes of a card; None if there are none.
+
+    Args:
+        movable: Sessions of the card that may be moved now.
+        missing_bytes: Bytes that the card lacks.
+        targets: The cards that may take them.
+        arriving: Bytes that moves in progress will take, by card.
+    """
+    accounts = {account.card.uuid: account for account in targets}
+    rooms = {uuid: account.free_bytes - arriving.get(uuid, 0) for uuid, account in accounts.items()}
+    rest = sorted(movable, key=lambda lease: (lease.terms.size_bytes, lease.lease_id))
+    moves: list[tuple[Lease, str]] = []
+    while missing_bytes > 0:
+        # The smallest that suffices alone, then ever smaller ones.
+        enough = [lease for lease in rest if lease.terms.size_bytes >= missing_bytes]
+        for lease in [*enough, *reversed(rest[: len(rest) - len(enough)])]:
+            rest.remove(lease)
+            card_uuid = _target_of(lease, accounts, rooms)
+            if card_uuid is not None:
+                break
+        else:
+            return None
+        moves.append((lease, card_uuid))
+        rooms[card_uuid] -= accounts[card_uuid].charge_bytes(lease.terms)
+        missing_bytes -= lease.terms.size_bytes
+    return tuple(moves)
+
+
+def may_take(account: CardAccount, lease: Lease) -> bool:
+    """Return whether a lease may be on a card once there is room."""
+    is_large = account.charge_bytes(lease.terms) <= account.card.capacity_bytes
+    is_able = is_large and account.has_parkable_room(lease.terms) and not account.exclusive_leases
+    return is_able and bool(devices.suitable([account], lease.terms.exclusivity))
+
+
+def _target_of(lease: Lease, accounts: Mapping[str, CardAccount], rooms: Mapping[str, int]) -> str | None:
+    """Return the card that a session fits on best, with the least room left; None if it fits on none."""
+    left = {
+        uuid: rooms[uuid] - account.charge_bytes(lease.terms)
+        for uuid, account in accounts.items()
+        if may_take(account, lease)
+    }
+    fitting = [(room, uuid) for uuid, room in left.items() if room >= 0]
+    return min(fitting)[1] if fitting else None
