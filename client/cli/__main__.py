@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "install-service": ("service:install_service", "Print or install the units for systemd."),
     "leases": ("node:leases", "List leases: your own, or all of them if you are an operator."),
     "metrics": ("metrics:metrics", "Print the node's metrics in Prometheus's format."),
-    "move": ("node:move", "Move a lease's session to another card."),
+    "move": ("move:move", "Move a lease's session to another card, or all of a card's."),
     "park": ("node:park", "Move a lease's memory to the host until its next operation."),
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
     "renew": ("acquire:renew", "Extend a lease."),

@@ -265,24 +265,6 @@ def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
         click.echo(shown(f"Lease {lease_id} is parked: {size_text(parked.moved_bytes)} are in the host's memory."))
 
 
-@click.command()
-@lease_id_argument()
-@click.option("--device", required=True, help="The card to move it to: its UUID or index.")
-@_words_or_json
-def move(lease_id: LeaseId, device: str, as_json: bool) -> None:
-    """Move the session of a parkable lease to another card of this node.
-
-    The session's connections, handles and device addresses stay valid. Waits until the move is complete.
-    """
-    moved = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, device))
-    if as_json:
-        report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
-        click.echo(json.dumps({"lease_id": str(lease_id)} | report))
-    else:
-        how = f"{size_text(moved.moved_bytes)} in {seconds_text(moved.took_us / 1_000_000)}"
-        click.echo(shown(f"Lease {lease_id} is on card {moved.card_uuid}: {how}."))
-
-
 def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
     ask(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(lease_id, nonce, b""))
     if as_json:

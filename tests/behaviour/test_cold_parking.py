@@ -244,6 +244,37 @@ def test_a_session_at_work_moves_between_two_operations(node: Daemon, lease: Gpu
     assert not wrong
 
 
+def test_a_card_is_emptied_and_what_stays_is_listed(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    def run(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, ["move", *words], env={ADDRESS_VARIABLE: node.address, "COLUMNS": "250"})
+        return result.exit_code, result.output
+
+    other = cards(node.address)[1]["uuid"]
+    buffer = session.mem_alloc(MIB)
+    session.mem_write(buffer, 0, b"weights")
+    with parkable(node.address) as held, GpuSession(held) as with_event:
+        event = with_event.stream().event()
+        with GpuBuilder(node.address).min_vram(MIB).device("0").acquire() as fixed:
+            status, output = run("--from", "0", "--json")
+            outcomes = {one["lease_id"]: one for one in json.loads(output)}
+            assert status == 1
+            assert outcomes[str(lease.lease_id)]["card_uuid"] == row(node.address, lease)["card_uuid"] == other
+            for one, reason in ((held, "events"), (fixed, "parkable")):
+                assert outcomes[str(one.lease_id)]["outcome"] == "stays"
+                assert reason in outcomes[str(one.lease_id)]["reason"]
+        assert event.elapsed_ms(with_event.stream().event()) >= 0
+    assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+    status, output = run("--from", "0")
+    assert (status, "has no lease" in output) == (0, True)
+    status, output = run("--from", "1", "--device", "0")
+    assert (status, "moved to" in output) == (0, True), output
+    for words in ([], ["--from", "9"], ["--from", "0", "--device", "0"], [str(lease.lease_id)]):
+        assert run(*words)[0] == 2
+    with GpuBuilder(node.address).min_vram(cards(node.address)[1]["available_bytes"]).device("1").acquire():
+        status, output = run("--from", "0")
+        assert (status, "no other card has room" in output) == (1, True)
+
+
 def test_an_idle_session_makes_room_on_another_card() -> None:
     daemon = Daemon(vram=("512MiB", "512MiB"), config=CONFIG + "moves_for_need = true\n")
     try:
