@@ -171,6 +171,15 @@ class ParkState:
             return False
         return self.depth in (ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
 
+    def recorded_card(self, card_uuid: str) -> str:
+        """Return the card for the record of a lease that is on `card_uuid`.
+
+        Until the next worker of a session that is moved has been ordered, it is the card that the last one has left:
+        that worker may still end there, and a restarted daemon ends the lease.
+        """
+        is_on_its_way = self.depth is ParkDepth.COLD and self.move is not None and bool(self.move.card_uuid)
+        return self.move.from_uuid if self.move is not None and is_on_its_way else card_uuid
+
     @property
     def is_leaving(self) -> bool:
         """Return whether the card will have the session's bytes back soon."""

@@ -150,7 +150,7 @@ def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
     return LeaseRow(
         lease.lease_id,
         lease.tenant,
-        lease.card_uuid,
+        lease.card_uuid if lease.park is None else lease.park.recorded_card(lease.card_uuid),
         lease.terms,
         lease.charge_bytes - extra_bytes + off_bytes,
         lease.generation,

@@ -442,7 +442,7 @@ def test_nothing_is_parked_while_a_region_of_it_is_in_doubt(step: str) -> None:
         s.do(RenewRequested(11, 1, "ann", 600_000))
         s.at(300).do(TimerFired(100, 1, TimerKind.RECLAIM))
     denial = denied(s.do(ParkRequested(7, 1, "ann")))
-    assert (denial.reason, "not shown free" in denial.message) == (DenialReason.BUSY, step == "given up")
+    assert (denial.reason, "not proved free" in denial.message) == (DenialReason.BUSY, step == "given up")
 
 
 @pytest.mark.parametrize("step", ["parking", "proving", "parked", "waiting", "returning"])

@@ -419,14 +419,20 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.tenant_works(pick)
             self.all_is_done(pick, luck)
 
-    @rule(pick=ANY, luck=ANY)
-    def need_many(self, pick: int, luck: int) -> None:
-        """Fill a card with idle sessions, and ask for more than one of them has."""
-        for _ in range(4):
-            self.acquire("bob", 250, 0, 0, is_quick=True)
+    @rule(
+        pick=ANY,
+        luck=ANY,
+        size=st.sampled_from([100, 250]),
+        count=st.integers(2, 4),
+        needed=st.sampled_from([300, 450, 600, 800]),
+    )
+    def need_many(self, pick: int, luck: int, size: int = 250, count: int = 4, needed: int = 800) -> None:
+        """Fill cards with idle sessions, and ask for more than one of them has."""
+        for _ in range(count):
+            self.acquire("bob", size, 0, 0, is_quick=True)
         self.all_is_done(pick, 0)
         self.time_passes(1000)
-        self.acquire("ann", 800, 0, 3000, is_quick=False)
+        self.acquire("ann", needed, 0, 3000, is_quick=False)
         self.all_is_done(pick, luck)
 
     @rule(pick=ANY, is_operator=st.booleans())
@@ -747,6 +753,19 @@ def test_a_return_behind_a_killed_broker_is_recorded() -> None:
     state.broker_is_killed(is_tail_lost=False, luck=0)
     state.acquire_and_park(pick=0, size=250, luck=0)
     assert state.records[1][-2:] == [LeaseReturned, LeaseParked]
+    state.teardown()
+
+
+def test_a_worker_that_ends_behind_a_move_is_charged_where_it_is() -> None:
+    """The broker is killed while a moved session waits for room, and its last worker still ends on the other card."""
+    state = ParkingAnyOrder()
+    state.begin(warm=2)
+    for _ in range(2):
+        state.need_many(pick=0, luck=0)
+    state.move(pick=296, card="0", is_operator=False, version="")
+    state.upgrade(is_parked=False, luck=0, pick=0)
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.bytes_are_where_they_fit()
     state.teardown()
 
 
