@@ -305,7 +305,7 @@ def test_an_asyncio_program_moves_too(node: Daemon) -> None:
 
 
 def test_who_may_move_and_where_to(node: Daemon, lease: GpuLease) -> None:
-    with pytest.raises(InvalidRequest, match="answers to"):
+    with pytest.raises(InvalidRequest, match="No card matches"):
         ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, "no such card"), node.address)
     with pytest.raises(InvalidRequest, match="already"):
         ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, "0"), node.address)
