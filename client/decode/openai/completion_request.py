@@ -198,12 +198,13 @@ def _schema(value: Any) -> Mapping[str, Any] | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise invalid("response_format must have the type text, json_object or json_schema", name)
-    said = value.get("json_schema")
-    schema = said.get("schema") if isinstance(said, dict) else None
+    # OpenAI's place for a schema, and llama.cpp's, which is also next to json_object.
+    said = value.get("json_schema") if kind == "json_schema" else None
+    schema = said.get("schema") if isinstance(said, dict) else value.get("schema")
+    if kind == "json_object" and schema is None:
+        return {"type": "object"}
     if not isinstance(schema, dict):
         raise invalid("response_format.json_schema must be an object with a schema, an object, too", name)
     return schema

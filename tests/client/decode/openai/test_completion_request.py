@@ -222,3 +222,16 @@ def test_what_changes_the_choice_of_tokens_is_the_sampling_s() -> None:
 def test_a_chat_s_likeliest_tokens_and_template_variables() -> None:
     asked = parsed(True, logprobs=True, top_logprobs=20, chat_template_kwargs={"enable_thinking": False})
     assert (asked.has_logprobs, asked.ranks, asked.variables) == (True, 20, {"enable_thinking": False})
+
+
+def test_a_schema_may_be_where_llama_cpp_has_it() -> None:
+    schema = {"enum": ["yes", "no"]}
+    for form in (
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        {"type": "json_schema", "schema": schema},
+        {"type": "json_object", "schema": schema},
+    ):
+        assert parsed(response_format=form).schema == schema
+    assert parsed(response_format={"type": "json_object"}).schema == {"type": "object"}
+    with pytest.raises(ApiError, match="schema"):
+        parsed(response_format={"type": "json_object", "schema": "a"})

@@ -1,0 +1,24 @@
+"""The table of features: each that the server has, or refuses, names a test that exists."""
+
+import re
+from pathlib import Path
+
+import gpulease.client.decode
+
+PAGE = Path(gpulease.client.decode.__path__[0]) / "openai/features.md"
+ROOT = Path(__file__).parents[4]
+ROW = re.compile(r"\| (?P<feature>.+) \| [^|]+ \| [^|]+ \| (?P<here>\w+) \| (?:`(?P<file>[^`]+)::(?P<test>\w+)` )?\|")
+
+
+def test_each_feature_that_is_claimed_names_a_test_that_exists() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    rows = [ROW.fullmatch(line) for line in lines]
+    assert len({row["feature"] for row in rows if row is not None}) == len(lines) > 40
+    for row in rows:
+        assert row is not None
+        assert row["here"] in ("yes", "refused", "no"), row["feature"]
+        # What is not there can't be shown; all else is.
+        assert (row["test"] is None) == (row["here"] == "no"), row["feature"]
+        if row["test"] is not None:
+            found = (ROOT / row["file"]).read_text()
+            assert re.search(rf"^def {row['test']}\(", found, re.MULTILINE), row["test"]
