@@ -16,6 +16,7 @@ from gpulease.daemon.web.load_samples import MAX_SAMPLES, SAMPLE_S, CardLoads, L
 from gpulease.protocol.opcodes import Phase
 from gpulease.protocol.time_units import NS_PER_S
 from helpers.browser import Browser, lacks_browser
+from helpers.leaks import SHARED_PROCESSES
 from helpers.screens import CONTRAST, CUT, look_at
 from helpers.waiting import wait_until
 from helpers.web_rig import CARD, GIB, Scene, WebRig, card, lease
@@ -67,17 +68,32 @@ def rig(scene: Scene, tmp_path: Path) -> Iterator[WebRig]:
         yield rig
 
 
-@pytest.fixture
-def browser(rig: WebRig) -> Iterator[Browser]:
-    """With the page of an operator."""
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """The browser of all tests here: its start takes longer than what most of them do."""
     with Browser() as browser:
-        browser.open(rig.url)
-        browser.run("sessionStorage.setItem('gpulease-token', arguments[0])", TOKEN)
-        browser.open(rig.url)
-        browser.wait_for("#totals", "5 leases of 4 tenants")
-        drawn = "return document.querySelector('.plot .line.used').getAttribute('d')?.length > 0"
-        wait_until(lambda: browser.run(drawn), "the plots are drawn")
+        SHARED_PROCESSES.add(browser.pid)
         yield browser
+        SHARED_PROCESSES.remove(browser.pid)
+
+
+@pytest.fixture
+def page(chromium: Browser) -> Browser:
+    """An empty page, of nobody."""
+    chromium.turn_over()
+    return chromium
+
+
+@pytest.fixture
+def browser(rig: WebRig, page: Browser) -> Browser:
+    """With the page of an operator."""
+    page.open(rig.url)
+    page.run("sessionStorage.setItem('gpulease-token', arguments[0])", TOKEN)
+    page.open(rig.url)
+    page.wait_for("#totals", "5 leases of 4 tenants")
+    drawn = "return document.querySelector('.plot .line.used').getAttribute('d')?.length > 0"
+    wait_until(lambda: page.run(drawn), "the plots are drawn")
+    return page
 
 
 def keep_screen(browser: Browser, path: Path) -> None:
@@ -318,15 +334,14 @@ def test_an_operator_drains_and_clears_a_fence(browser: Browser, scene: Scene) -
 
 
 @pytest.mark.exhaustive
-def test_who_is_no_operator_has_nothing_to_press(rig: WebRig) -> None:
-    with Browser() as browser:
-        browser.open(rig.url)
-        browser.wait_for("#totals", "5 leases of 4 tenants")
-        found: Any = browser.run(
-            "return [...document.querySelectorAll('main button, header button')]"
-            ".filter(one => one.checkVisibility() && !one.closest('.bar')).map(one => one.id || one.className)"
-        )
-        assert set(found) == {"names", "copy"}
+def test_who_is_no_operator_has_nothing_to_press(page: Browser, rig: WebRig) -> None:
+    page.open(rig.url)
+    page.wait_for("#totals", "5 leases of 4 tenants")
+    found: Any = page.run(
+        "return [...document.querySelectorAll('main button, header button')]"
+        ".filter(one => one.checkVisibility() && !one.closest('.bar')).map(one => one.id || one.className)"
+    )
+    assert set(found) == {"names", "copy"}
 
 
 @pytest.mark.exhaustive

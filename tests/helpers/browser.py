@@ -66,7 +66,24 @@ class Browser:
             raise
         self._root += f"/session/{found['sessionId']}"
 
+    @property
+    def pid(self) -> int:
+        """The process whose descendants the browser is."""
+        return self._process.pid
+
     # --- the page ---
+
+    def turn_over(self) -> None:
+        """Replace the page, and what belongs to it, by an empty one that knows nothing of the earlier one."""
+        fresh = self._ask("POST", "/window/new", {"type": "window"})["handle"]
+        self._ask("DELETE", "/window", None)
+        self._ask("POST", "/window", {"handle": fresh})
+        # What belongs to the browser, or to an address that another server may have by now.
+        self.devtools("Network.clearBrowserCookies")
+        self.devtools("Network.clearBrowserCache")
+        self.devtools("Storage.clearDataForOrigin", origin="*", storageTypes="all")
+        self.devtools("Browser.resetPermissions")
+        self.complaints()
 
     def open(self, url: str) -> None:
         """Open a URL, and wait until the page is loaded."""

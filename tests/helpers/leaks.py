@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gpulease.daemon.remote.relay import SPARE_NAME
 from helpers.daemon import FOLDER
-from helpers.processes import marked, open_files, own_descendants, own_threads, process_info
+from helpers.processes import descendants, marked, open_files, own_descendants, own_threads, process_info
 from helpers.waiting import wait_until
 
 SETTLE_S = 60.0
@@ -16,6 +16,9 @@ SETTLE_S = 60.0
 
 SHARED_FOLDERS: Final[set[Path]] = set()
 """Folders of daemons that several tests restart: the next test uses the new process, so it is no leak."""
+
+SHARED_PROCESSES: Final[set[int]] = set()
+"""Processes of several tests, which start and end others as they like: a browser has one for each page."""
 
 
 def _handlers() -> dict[str, Any]:
@@ -39,6 +42,7 @@ class Holdings:
         children = {pid for pid in self.children - before.children if not _is_spare(pid, before.children)}
         if children:
             children -= {info.pid for folder in SHARED_FOLDERS for info in marked(f"{FOLDER}={folder}")}
+            children -= {info.pid for pid in SHARED_PROCESSES for info in descendants(pid)}
         handlers = {name: handler for name, handler in self.handlers.items() if before.handlers[name] != handler}
         parts = [("descriptors", files), ("threads", threads), ("children", children), ("handlers", handlers)]
         return "; ".join(f"{what} left: {left}" for what, left in parts if left)
