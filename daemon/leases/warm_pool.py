@@ -271,11 +271,11 @@ class WarmPool:
         out.append(RenameWorker(lease.lease_id, context.warm_id))
         return context.warm_id
 
-    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int:
-        """Give a lease the worker back that was set aside; return the bytes it holds, 0 if it has ended."""
+    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int | None:
+        """Give a lease the worker back that was set aside; return the bytes it holds, None if it has ended."""
         context = self._store.warm.get(warm_id)
         if context is None or context.state is not WarmState.HELD:
-            return 0
+            return None
         self._account(context.card_uuid).stuck_bytes -= context.charge_bytes
         self._store.remove_warm(context)
         out.append(RenameWorker(warm_id, lease.lease_id))

@@ -28,8 +28,8 @@ class HeldWorkers(Protocol):
     def hold(self, lease: Lease, charge_bytes: int, out: list[Effect]) -> int:
         """Set the worker of a lease aside, which holds these bytes; return its id as a context."""
 
-    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int:
-        """Give a lease the worker back that was set aside; return the bytes it holds, 0 if it has ended."""
+    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int | None:
+        """Give a lease the worker back that was set aside; return the bytes it holds, None if it has ended."""
 
     def drop_held(self, warm_id: int, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Drop a worker that was set aside, unless it has ended."""
@@ -73,7 +73,7 @@ class WorkerUpgrades:
         `reason`: Why no other worker continues it.
         """
         held_id, state.held_id = state.held_id, 0
-        if not held_id or not (held_bytes := self._held.take_held(lease, held_id, out)):
+        if not held_id or (held_bytes := self._held.take_held(lease, held_id, out)) is None:
             return False
         # Step 1: the lease is charged for what the worker kept, and the session is parked warm, as it was.
         account = self._store.account_by_uuid[lease.card_uuid]

@@ -1,7 +1,10 @@
 """Upgrades of the daemon: the sessions of the earlier version's workers are continued by workers of the new one."""
 
 import json
+import os
+import signal
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client import GpuLease, GpuSession
+from gpulease.client import Busy, GpuLease, GpuSession
 from gpulease.client.cli.__main__ import main
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.messages import LeaseMove
 from helpers.audit_log import records
 from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
@@ -105,3 +111,45 @@ def test_a_session_that_can_not_be_taken_over_stays_in_its_worker(
         work.check_goes_on()
         assert node.worker_pid(lease.lease_id) == before
         assert "version" in run(node, "leases")[1]
+
+
+@pytest.mark.parametrize("step", ["returning", "returned"])
+def test_a_new_worker_that_is_killed_gives_the_session_back(
+    start_lasting: StartLasting, tmp_path: Path, step: str
+) -> None:
+    node, stops_at = start(start_lasting, tmp_path / "audit"), tmp_path / "step"
+    with parkable(node) as lease, GpuSession(lease) as session:
+        buffer = session.mem_alloc(MIB)
+        session.mem_write(buffer, 0, b"weights")
+        session.sync()
+        before = node.worker_pid(lease.lease_id)
+        stops_at.write_text(step)
+        node.restart(Faults(constants=OTHER.constants, stops_workers_at=stops_at))
+        refused: list[Busy] = []
+
+        def upgrade() -> None:
+            try:
+                ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, "0"), node.address)
+            except Busy as error:
+                refused.append(error)
+
+        asking = threading.Thread(target=upgrade)
+        asking.start()
+        wait_until(lambda: stopped_workers(node, before), "the new worker stops", seen=node.processes)
+        (killed,) = stopped_workers(node, before)
+        os.kill(killed, signal.SIGKILL)
+        asking.join()
+        # It has its bytes, in its former worker, and a later upgrade is possible.
+        assert refused
+        assert session.mem_read(buffer, 0, 7) == b"weights"
+        assert row(node.address, lease)["earlier_version"]
+        assert node.worker_pid(lease.lease_id) == before
+        stops_at.write_text("")
+        assert upgraded(node)[str(lease.lease_id)]["outcome"] == "upgraded"
+        assert session.mem_read(buffer, 0, 7) == b"weights"
+
+
+def stopped_workers(node: LastingDaemon, before: int) -> list[int]:
+    """Return the workers that are stopped, without the one that the session had before."""
+    workers = [info.pid for info in node.processes() if info.name.startswith("gpul-") and info.pid != before]
+    return [pid for pid in workers if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"]

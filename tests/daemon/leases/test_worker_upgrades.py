@@ -4,6 +4,7 @@ import pytest
 
 from gpulease.daemon.leases import (
     AdoptSession,
+    Card,
     CoreLimits,
     DenialReason,
     Effect,
@@ -104,8 +105,9 @@ def test_a_session_that_fits_no_new_worker_is_back_in_its_former_one() -> None:
 
 
 @pytest.mark.parametrize("is_adopting", [False, True])
-def test_a_new_worker_that_dies_costs_the_session_nothing(is_adopting: bool) -> None:
-    s = scenario(capacity=300)
+@pytest.mark.parametrize("overhead", [10, 0])
+def test_a_new_worker_that_dies_costs_the_session_nothing(is_adopting: bool, overhead: int) -> None:
+    s = Scenario(Card("GPU-a", 0, "Test Card", 300, overhead), limits=LIMITS)
     s.active(1, 60, park_idle_ms=0)
     leave(s)
     if is_adopting:
