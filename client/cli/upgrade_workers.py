@@ -1,6 +1,5 @@
 """`gpulease upgrade-workers`: sessions leave the workers of an earlier daemon, one after the other."""
 
-import json
 import sys
 import time
 from typing import Final
@@ -24,6 +23,7 @@ from gpulease.client.errors import (
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.counts import counted
+from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.messages import Empty, LeaseMove
 from gpulease.protocol.time_units import US_PER_MS
 
@@ -72,7 +72,7 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
             click.echo(f"{number + 1} of {len(found)}", err=True)
     stays = sum(outcome["outcome"] == "stays" for outcome in outcomes)
     if as_json:
-        click.echo(json.dumps(outcomes, indent=2))
+        click.echo(indented_json(outcomes))
     elif not found:
         click.echo("No worker runs the code of an earlier daemon.")
     else:

@@ -8,7 +8,8 @@ A sample has each session's busy time so far, and the begin and end of its lates
 two samples, the place of that interval is known; the rest of the session's busy time is taken to be spread evenly, and
 independent of the others; but while others hold back for a latency session, they are taken to be busy when it is not.
 So the account is exact for sessions that were busy throughout, for any number of them next to one that was not, and for
-sessions with one interval in each sample.
+sessions with one interval in each sample. Of a tenant whose sessions may hide how they overlap (`RoundTimes.may_hide`),
+several samples are taken in each round of shares.
 
 What a worker says of itself may be a lie. Its busy time never goes back and never grows faster than the clock. A worker
 that claims too much pays for it, and claims at most a share of the time of the others' intervals.

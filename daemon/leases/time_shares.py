@@ -11,7 +11,8 @@ class, or `[limits] shares_time` for all. Elsewhere nothing is limited. The rule
    weights. More leases, streams or launches get no more.
 3. What a tenant used beyond its part is taken from its next rounds, within MAX_DEBT_NS; what it got too little is
    added, within MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are not cut. Time in
-   which the card was idle although a tenant was limited is owed to no tenant: it reduces every debt.
+   which the card was idle although a tenant was limited is owed to no tenant: it reduces every debt. Sessions of one
+   tenant settle among those that were held back: one that pauses had what it wanted, so no sibling owes it anything.
 4. Sessions that saturate the card take turns (time_turns.py), each as long as its part.
    A part is GPU time; a worker counts busy time. Sessions that are busy together share the card equally, so one of the
    others with a part g is busy until it has got g. The session that is the last to finish needs no limit.
