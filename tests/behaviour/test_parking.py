@@ -30,6 +30,7 @@ from gpulease.client import (
 from gpulease.client.cli.__main__ import main
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.sync.driver import ask
+from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.lease_ids import lease_id_of
@@ -156,7 +157,7 @@ def test_an_idle_session_is_parked_and_said_to_be(node: Daemon) -> None:
         assert row(node.address, lease)["park"]["cause"] == "idle"
         buffer.check()
         wait_until(is_parked(node.address, lease), "it is parked again")
-    assert "lease.parked" in node.log() or "is in the host's memory" in node.log()
+    assert LogEvent.LEASE_PARKED.kind.message in node.log()
 
 
 def test_who_may_park_and_what_can_not_be_parked(node: Daemon) -> None:
