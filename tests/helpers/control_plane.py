@@ -23,6 +23,13 @@ from helpers.kubernetes_api import MANIFESTS
 from helpers.waiting import wait_until
 
 FOLDER: Final = os.environ.get("GPULEASE_KUBERNETES", "")
+VERSION: Final = os.environ.get("GPULEASE_KUBERNETES_VERSION", "")
+OF_VERSION: Final = (
+    (f"--emulated-version={VERSION}", "--feature-gates=DRAConsumableCapacity=true,DRADeviceTaints=true")
+    if VERSION
+    else ()
+)
+"""Options of all three programs."""
 PROGRAMS: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 TOKENS: Final = (
     ("admin", "system:masters"),
@@ -64,7 +71,7 @@ class ControlPlane:
             self._start_api_server()
             for name in PROGRAMS[1:]:
                 options = [f"--kubeconfig={self.config(f'system:{name}')}", "--leader-elect=false"]
-                options += ["--authorization-always-allow-paths=*", f"--secure-port={_free_port()}"]
+                options += [*OF_VERSION, "--authorization-always-allow-paths=*", f"--secure-port={_free_port()}"]
                 options += [f"--cert-dir={self.folder / name}", "--bind-address=127.0.0.1"]
                 if name == "kube-controller-manager":
                     options += [f"--service-account-private-key-file={self.folder / 'account.key'}"]
@@ -158,6 +165,7 @@ class ControlPlane:
             "--authorization-mode=Node,RBAC",
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--endpoint-reconciler-type=none",
+            *OF_VERSION,
         )
         ready = ("get", "--raw", "/readyz")
         wait_until(lambda: self.ca.exists(), "the API server has its certificate", seen=self.logs)
