@@ -22,13 +22,16 @@ from gpulease.client.errors import (
 )
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.counts import counted
 from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.messages import Empty, LeaseMove
 from gpulease.protocol.time_units import US_PER_MS
 
 RETRY_S: Final = 0.05
-"""Pause before a session that was busy is tried again, in seconds."""
+MOST_RETRY_S: Final = 0.5
+"""First and longest pause before a session that was busy is tried again, in seconds. Each try is a park, and the node's
+`parks_per_minute` (240 by default) bounds those."""
 
 _ENDED: Final = (LeaseExpired, Revoked, NotFound)
 
@@ -88,7 +91,7 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
 def _upgrade(lease: Report, patience_s: float) -> Report:
     """Give one session another worker, and report it."""
     outcome = {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]}
-    until = time.monotonic() + patience_s
+    until, tries = time.monotonic() + patience_s, 0
     while True:
         try:
             moved = ask(Opcode.LEASE_MOVE, LeaseMove(int(lease["lease_id"], 16), lease["card_uuid"]))
@@ -96,7 +99,8 @@ def _upgrade(lease: Report, patience_s: float) -> Report:
             return outcome | {"outcome": "ended"}
         except Busy as error:
             if time.monotonic() < until:
-                time.sleep(RETRY_S)
+                time.sleep(back_off_s(tries, RETRY_S, MOST_RETRY_S))
+                tries += 1
                 continue
             return outcome | {"outcome": "stays", "reason": error.message}
         except (Unsupported, CapacityExceeded, Denied) as error:
