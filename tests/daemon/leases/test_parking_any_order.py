@@ -434,6 +434,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.time_passes(1000)
         self.acquire("ann", needed, 0, 3000, is_quick=False)
         self.all_is_done(pick, luck)
+        # As in `park_and_move`: the workers that sessions have left are gone.
+        self.kills_happen()
+        self.kills_happen()
 
     @rule(pick=ANY, is_operator=st.booleans())
     def park(self, pick: int, is_operator: bool) -> None:
