@@ -98,7 +98,7 @@ def test_rate() -> None:
     scenario = scene(acquires_per_minute=6, acquire_burst=2)
     for lease_id in (1, 2):
         scenario.active(lease_id, 1)
-    assert check_denied(scenario.acquire(3, 1), "acquires_per_minute", DenialReason.RATE) == "Ask again in 10 s."
+    assert check_denied(scenario.acquire(3, 1), "acquires_per_minute", DenialReason.RATE) == "Try again in 10 s."
     scenario.active(4, 1, tenant="bob")
     scenario.at(9.9)
     check_denied(scenario.acquire(5, 1), "acquires_per_minute", DenialReason.RATE)
