@@ -36,15 +36,18 @@ LISTINGS: Final = MetricFamily(
     ("result",),
 )
 NODES: Final = MetricFamily(
-    "gpu_directory_nodes", FamilyKind.GAUGE, "Nodes that it knows, by state: ready, draining or silent.", ("state",)
+    "gpu_directory_nodes",
+    FamilyKind.GAUGE,
+    "Nodes that the directory knows, by state: ready, draining or silent.",
+    ("state",),
 )
-NAMES: Final = MetricFamily("gpu_directory_names", FamilyKind.GAUGE, "Names whose claims it knows.")
+NAMES: Final = MetricFamily("gpu_directory_names", FamilyKind.GAUGE, "Names whose claims the directory knows.")
 VIEW_AGE: Final = MetricFamily("gpu_directory_view_age_seconds", FamilyKind.GAUGE, "Time since etcd last answered.")
 CURRENT: Final = MetricFamily(
-    "gpu_directory_current", FamilyKind.GAUGE, "1 while it names nodes; 0 while its view is too old."
+    "gpu_directory_current", FamilyKind.GAUGE, "1 while the directory names nodes; 0 while its data is too old."
 )
 BAD_RECORDS: Final = MetricFamily(
-    "gpu_directory_bad_records", FamilyKind.COUNTER, "Records of etcd's that could not be read."
+    "gpu_directory_bad_records", FamilyKind.COUNTER, "Records in etcd that could not be read."
 )
 CONNECTIONS: Final = MetricFamily(
     "gpu_directory_connections", FamilyKind.GAUGE, "Connections of tenants, open or in a handshake."
