@@ -269,7 +269,7 @@ EXCLUSIVITY: Final = ChoiceOption(
     never=255,
     default=Exclusivity.SESSION_EXCLUSIVE,
     rule="the exclusivity class must be one byte, and given once",
-    wire="the exclusivity class, so `09 03 00 01 <class>`; absent: 1",
+    wire="the exclusivity class, see below; the whole parameter is `09 03 00 01 <class>`; absent: 1",
     call="exclusivity(GpuExclusivityClass...)",
     effect="let [other tenants](#sharing-a-lease) open sessions on the lease (`SHARED`), or keep all other leases off "
     "its card (`DEVICE_EXCLUSIVE`)",
@@ -299,7 +299,8 @@ WAITING: Final = ChoiceOption(
     never=None,
     default=None,
     rule="the way of waiting must be one byte, and given once",
-    wire="how the session's ends wait: 0 spin, 1 yield, 2 block; others: UNSUPPORTED; absent: the daemon chooses",
+    wire="how client and worker wait for each other: 0 spin, 1 yield, 2 block; others: UNSUPPORTED; absent: the daemon "
+    "chooses",
     call="waiting(GpuWaiting.SPIN)",
     effect="choose how the client and the session's worker process wait for each other. `SPIN` polls for a bounded "
     "time before it sleeps, `YIELD` lets other threads run between polls, `BLOCK` sleeps at once. By default they poll "
@@ -371,8 +372,8 @@ LABELS: Final = LabelsOption(
     tag=0x090A,
     default=MappingProxyType({}),
     rule="the labels that the node must have must be given once",
-    wire=f"labels that the node must have, `KEY=VALUE,KEY=VALUE`, {MAX_LABELS} at most, both parts as a name; a node "
-    "without them answers UNSUPPORTED",
+    wire=f"labels that the node must have, `KEY=VALUE,KEY=VALUE`, {MAX_LABELS} at most; keys and values have the same "
+    "form as a name; a node without them refuses the request with UNSUPPORTED",
     call='labels(zone="a")',
     effect="acquire the lease on a node to which its operator has given these labels",
     in_submits=None,
