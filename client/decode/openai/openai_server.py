@@ -21,8 +21,8 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -241,13 +241,15 @@ class OpenAiFace:
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
         # Step 1: take a place before the body is read, so that waiting bodies are bounded, too.
-        async with self._source.place(tenant) as place:
-            body = await reply.read(request)
-            # Step 2: submit. A request that is refused at once gets its own status, unless its stream has begun because
-            # its model was being loaded.
-            async with reply.loading() as on_loading:
-                beginning = place.begin(body, reply.request_id, is_chat=is_chat, on_loading=on_loading)
-                submitted = await _unless_gone(beginning, request.receive)
+        with _cancelled_on_failure() as begun:
+            async with self._source.place(tenant) as place:
+                body = await reply.read(request)
+                # Step 2: submit. A request that is refused at once gets its own status, unless its stream has begun
+                # because its model was being loaded.
+                async with reply.loading() as on_loading:
+                    beginning = place.begin(body, reply.request_id, is_chat=is_chat, on_loading=on_loading)
+                    submitted = await _unless_gone(beginning, request.receive)
+                    begun += submitted.generations
         async with _ended_with(submitted.generations, request.receive):
             # Step 3: send the tokens. The generations end with this block, also if the caller disconnects.
             await self._answer(submitted, reply)
@@ -437,13 +439,15 @@ class _Responses(_EngineEndpoint):
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        async with self._models.place(tenant) as place:
-            body = await reply.read(request)
-            async with reply.loading() as on_loading:
-                source = await _unless_gone(place.source(body, on_loading), request.receive)
-                answer = await source.read(tenant, body, is_chat=True, job=read_response)
-                submitted = await source.submit(tenant, reply.request_id, answer, is_chat=True)
-                place.hold(submitted.generations)
+        with _cancelled_on_failure() as begun:
+            async with self._models.place(tenant) as place:
+                body = await reply.read(request)
+                async with reply.loading() as on_loading:
+                    source = await _unless_gone(place.source(body, on_loading), request.receive)
+                    answer = await source.read(tenant, body, is_chat=True, job=read_response)
+                    submitted = await source.submit(tenant, reply.request_id, answer, is_chat=True)
+                    begun += submitted.generations
+                    place.hold(submitted.generations)
         async with _ended_with(submitted.generations, request.receive):
             await self._answer(submitted, answer["response"], reply)
 
@@ -665,6 +669,21 @@ async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         for task in (working, gone):
             task.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
+
+
+@contextmanager
+def _cancelled_on_failure() -> Iterator[list[Generation]]:
+    """Cancel the generations that the block has put into the list if it fails, because no caller will read them.
+
+    A caller that takes nothing while its model is loaded is only refused after its sequences are submitted.
+    """
+    begun: list[Generation] = []
+    try:
+        yield begun
+    except BaseException:
+        for generation in begun:
+            generation.cancel()
+        raise
 
 
 @asynccontextmanager

@@ -48,6 +48,9 @@ class RequestPlace(Protocol):
     def hold(self, generations: Sequence[Generation]) -> None:
         """Keep the model until these have ended, too."""
 
+    def path(self) -> str:
+        """Return the path of the files of the model that `source` found, even if a reload has changed it since."""
+
 
 class ServedModels(Protocol):
     """The models of a server.
@@ -69,9 +72,6 @@ class ServedModels(Protocol):
     async def tokenizer(self, model: str) -> "Tokenizer":
         """Return the tokenizer of a model with a submitted request."""
 
-    def path_of(self, model: str) -> str:
-        """Return the path of a model's files."""
-
 
 class OneModel:
     """A server with one model.
@@ -92,7 +92,7 @@ class OneModel:
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[RequestPlace]:
         with self._source.place(tenant):
-            yield _OnlyPlace(self._source)
+            yield _OnlyPlace(self._source, self._path)
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
         return [{"id": self._source.model, "max_model_len": self._source.room(tenant)}]
@@ -100,13 +100,10 @@ class OneModel:
     async def tokenizer(self, model: str) -> "Tokenizer":
         return await self._decoder.tokenizer()
 
-    def path_of(self, model: str) -> str:
-        return self._path
-
 
 class _OnlyPlace:
-    def __init__(self, source: DecoderSource) -> None:
-        self._source = source
+    def __init__(self, source: DecoderSource, path: str) -> None:
+        self._source, self._path = source, path
 
     async def source(
         self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
@@ -116,6 +113,9 @@ class _OnlyPlace:
 
     def hold(self, generations: Sequence[Generation]) -> None:
         """The model is always there."""
+
+    def path(self) -> str:
+        return self._path
 
 
 class ManyModels:
@@ -183,9 +183,6 @@ class ManyModels:
             raise decoder_closed()
         return await decoder.tokenizer()
 
-    def path_of(self, model: str) -> str:
-        return str(self._pool.specs[model].path.resolve())
-
 
 class _RoutedPlace:
     def __init__(
@@ -221,6 +218,9 @@ class _RoutedPlace:
     def hold(self, generations: Sequence[Generation]) -> None:
         if self._use is not None:
             self._use.hold(generations)
+
+    def path(self) -> str:
+        return "" if self._use is None else str(self._use.spec.path.resolve())
 
 
 class Route(msgspec.Struct):

@@ -323,6 +323,8 @@ class ModelResidency:
         parked = self._parked()
         if is_for_room and parked and self._is_demanded(found):
             found.awaits_room = True
+            # A reload that came meanwhile: as long as it is pending, nothing would load the model.
+            self._take_next_terms(found)
             return [self._unload(parked[0]), *self._advance(now)]
         return [*self._fail(found, reason, now), *self._advance(now)]
 
@@ -367,8 +369,8 @@ class ModelResidency:
             return [*self._fail(found, found.reason, now), *self._advance(now)]
         if found.is_removed:
             del self.models[model]
-        elif found.next_terms is not None:
-            found.terms, found.next_terms = found.next_terms, None
+        else:
+            self._take_next_terms(found)
         return self._advance(now)
 
     def ended(self, model: str, reason: str, now: float) -> list[Effect]:
@@ -545,7 +547,8 @@ class ModelResidency:
                 yield Park(model.name)
 
     def _may_park_idle(self, model: ResidentModel) -> bool:
-        is_idle = model.is_open and not model.in_use and not model.waiting
+        # A pool that stops closes its models, which a park under way would meet.
+        is_idle = model.is_open and not model.in_use and not model.waiting and not self._is_stopping
         # Only into free memory: no model needs its place on the card.
         has_room = self._limits.parked_bytes - self.host_bytes >= model.terms.size_bytes
         return is_idle and has_room and self._may_park(model)
@@ -591,11 +594,15 @@ class ModelResidency:
         model.state, model.is_wanted, model.awaits_room = ModelState.FAILED, False, False
         model.failures, model.reason, model.retry_at = model.failures + 1, reason, now + wait_s
         effects = self._refuse_all(model, ModelRefusal.LOAD_FAILED, reason, wait_s)
-        if model.next_terms is not None:
-            model.terms, model.next_terms = model.next_terms, None
+        self._take_next_terms(model)
         if model.is_removed:
             del self.models[model.name]
         return effects
+
+    @staticmethod
+    def _take_next_terms(model: ResidentModel) -> None:
+        if model.next_terms is not None:
+            model.terms, model.next_terms = model.next_terms, None
 
     def _refuse_all(
         self, model: ResidentModel, reason: ModelRefusal, detail: str = "", retry_after_s: float | None = None
@@ -630,7 +637,8 @@ class ModelResidency:
     def _add(self, models: Mapping[str, ModelTerms]) -> None:
         for name, terms in models.items():
             self._order += 1
-            self.models[name] = ResidentModel(name, terms, is_wanted=terms.is_preloaded, order=self._order)
+            is_wanted = terms.is_preloaded and not self._is_stopping
+            self.models[name] = ResidentModel(name, terms, is_wanted=is_wanted, order=self._order)
 
 
 def _order_of(model: ResidentModel) -> int:

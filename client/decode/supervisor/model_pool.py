@@ -74,6 +74,10 @@ class ModelSpec:
     chat_tokens: int = 256
     is_preloaded: bool = False
 
+    def permits(self, tenant: str) -> bool:
+        """Return whether a tenant may use the model."""
+        return any(tenant == one.id for one in self.tenants)
+
 
 class ModelUse:
     """One request's use of a model: it is not parked or unloaded until the block and the sequences have ended.
@@ -212,7 +216,7 @@ class ModelPool:
     def is_permitted(self, tenant: str, model: str) -> bool:
         """Return whether a model is served, and to this tenant."""
         spec = self._specs.get(model)
-        return spec is not None and any(tenant == one.id for one in spec.tenants)
+        return spec is not None and spec.permits(tenant)
 
     def state_of(self, model: str) -> ModelState:
         """Return where a model is; UNLOADED for one that was just removed."""
@@ -268,6 +272,9 @@ class ModelPool:
             if opened is None or opened.decoder is None:
                 # It has ended since it admitted the request.
                 raise _error_of(Refuse(ticket, ModelRefusal.LOAD_FAILED, "EngineDecodeFailed"))
+            if not opened.spec.permits(tenant):
+                # A reload has withdrawn the model from the tenant while its request waited.
+                raise unknown_model(model)
         except BaseException:
             self._waiting.pop(ticket, None)
             self._apply(self.residency.release(ticket, self._clock()))

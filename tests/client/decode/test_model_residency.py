@@ -179,6 +179,17 @@ def test_a_load_that_the_daemon_has_no_room_for_takes_a_parked_model_s_place() -
     assert models.load_failed("b", "full", 8.0, is_for_room=True) == [Refuse(2, ModelRefusal.LOAD_FAILED, "full", 1.0)]
 
 
+def test_a_load_without_room_that_a_reload_meets_is_tried_again_with_the_new_settings() -> None:
+    models = pool(2, 2)
+    load(models, "a", 1, 0.0)
+    models.request(2, "b", 6.0, LATE)
+    models.parked("a", 6.0)
+    assert models.change({"a": ModelTerms(2), "b": ModelTerms(2, version=2)}, 7.0) == []
+    assert models.load_failed("b", "full", 8.0, is_for_room=True) == [Unload("a")]
+    assert models.unloaded("a", 8.0) == [Load("b")]
+    assert models.loaded("b", 9.0) == [Admit(2)]
+
+
 def test_a_parked_model_that_can_t_return_is_loaded_again() -> None:
     models = pool(2, 2, idle_s=1.0)
     load(models, "a", 1, 0.0)
@@ -260,7 +271,17 @@ def test_a_drain_refuses_what_waits_and_lets_the_rest_end() -> None:
     models.request(2, "b", 1.0, LATE)
     assert models.drain(2.0) == [Refuse(2, ModelRefusal.STOPPING)]
     assert models.request(3, "a", 2.0, LATE) == [Refuse(3, ModelRefusal.STOPPING)]
+    # A reload loads nothing any more.
+    assert models.change({"a": ModelTerms(2), "c": ModelTerms(0, is_preloaded=True)}, 2.0) == []
     assert models.release(1, 9.0) == []
+
+
+def test_a_model_that_is_idle_while_the_pool_stops_is_not_parked() -> None:
+    models = pool(1, idle_s=1.0)
+    load(models, "a", 1, 0.0)
+    assert models.drain(0.5) == []
+    assert models.next_deadline(0.5) is None
+    assert models.tick(2.0) == []
 
 
 @pytest.mark.parametrize("models", [2, 4])

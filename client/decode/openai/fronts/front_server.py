@@ -147,8 +147,7 @@ class FrontConnection:
             self._refuse(message.number, error, request.tenant, message.request_id)
             return
         request.generations = dict(enumerate(submitted.generations))
-        path = self._models.path_of(submitted.model)
-        self._send(_begun(message.number, packed(answer), submitted, path))
+        self._send(_begun(message.number, packed(answer), submitted, request.taken.path()))
         # Behind Begun: some may have tokens already.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 import re
 import time
@@ -12,7 +13,12 @@ from typing import Any
 import pytest
 
 from gpulease.client.decode import TenantConfig
-from gpulease.client.decode.decode_errors import AdmissionRefused
+from gpulease.client.decode.decode_errors import AdmissionRefused, UnknownModel
+from gpulease.client.decode.openai import openai_server
+from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
+from gpulease.client.decode.openai.fronts.front_messages import Begin, Begun, TakePlace, ToFront
+from gpulease.client.decode.openai.fronts.front_server import FrontConnection
+from gpulease.client.decode.openai.openai_server import make_pool_application
 from gpulease.client.decode.openai.served_models import ManyModels
 from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
 from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
@@ -23,6 +29,7 @@ from helpers.decode.many_models import (
     PoolRig,
     asked,
     events_of,
+    key_of,
     model_bytes,
     pool_rig,
     spec,
@@ -184,6 +191,43 @@ def test_a_stream_gets_comments_while_its_model_comes(rig: PoolRig) -> None:
     assert objects[-1]["gpulease"]["status"] == 503
 
 
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_a_caller_that_takes_nothing_while_its_model_comes_has_no_tokens_computed(
+    rig: PoolRig, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    # Two models fit on the card, so this one has to come.
+    for name in ("b", "c"):
+        rig.text(name)
+    keys = distinct_keys({"ann": key_digest(key_of("ann"))})
+    app = make_pool_application(rig.pool, rig.models, keys)
+    body = asked("a", stream=True)
+    if path == "responses":
+        body = {"model": "a", "input": "Changed in version", "stream": True, "max_output_tokens": 16}
+    received = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    headers = [(b"authorization", f"Bearer {key_of('ann')}".encode())]
+    scope = {"type": "http", "method": "POST", "path": f"/v1/{path}", "headers": headers, "query_string": b""}
+
+    async def receive() -> dict[str, Any]:
+        return received.pop() if received else await asyncio.Future()
+
+    async def send(_: object) -> None:
+        await asyncio.Future()
+
+    def ends() -> dict[str, str]:
+        with rig.http() as http:
+            found = re.findall(
+                r'requests_total\{model="a",reason="(\w+)",tenant="ann"\} (\S+)', http.get("/metrics").text
+            )
+        return dict(found)
+
+    before = ends()
+    monkeypatch.setattr(openai_server, "SEND_LIMIT_S", 0.0)
+    rig.wait_for(app(scope, receive, send))
+    monkeypatch.undo()
+    wait_until(lambda: ends() != before, "its end", seen=ends)
+    assert [reason for reason, count in ends().items() if count != before.get(reason, "0.0")] == ["Cancelled"]
+
+
 def test_responses_and_tokens_are_those_of_the_model_that_is_named(rig: PoolRig) -> None:
     with rig.http() as http:
         said = {"model": "c", "input": "What?", "max_output_tokens": 6, "temperature": 0}
@@ -258,6 +302,35 @@ def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: di
         assert rig.state("a") in ("parked", "unloaded")
 
 
+async def withdraw_while_waiting(rig: PoolRig, paths: dict[str, Path]) -> None:
+    """Have a reload withdraw a model from a tenant whose request waits for it: it is refused as by any other server."""
+    ours, alone = spec(paths["a"], wait_s=31.0), spec(paths["a"], [ANN])
+    # Loaded again, so that the request waits.
+    await rig.pool.change({"a": ours})
+    waiting = asyncio.create_task(rig.pool.use("a", tenant="bob", wait_s=60).__aenter__())
+    await asyncio.sleep(0)
+    await rig.pool.change({"a": alone})
+    with pytest.raises(UnknownModel):
+        await waiting
+    assert not rig.pool.residency.models["a"].in_use
+
+
+async def remove_while_read(rig: PoolRig) -> None:
+    """Have a reload remove a model while the text of a front's request is read: the request is served."""
+    sent: list[ToFront] = []
+    connection = FrontConnection(rig.models, sent.append)
+    await connection.receive(TakePlace(1, "ann"))
+    await connection.receive(Begin(1, json.dumps(asked("a")).encode(), False, "one", "a"))
+    while not rig.pool.residency.models["a"].in_use:  # noqa: ASYNC110  # the pool has no event for it
+        await asyncio.sleep(0)
+    await rig.pool.change({})
+    async with asyncio.timeout(30):
+        while len(sent) < 2:  # noqa: ASYNC110  # the connection has no event for it
+            await asyncio.sleep(0.01)
+    assert isinstance(sent[1], Begun), sent[1]
+    await connection.close()
+
+
 def test_a_reload_adds_and_removes_models_while_others_serve(node: Daemon, paths: dict[str, Path], audit: Path) -> None:
     specs = {name: spec(paths[name]) for name in ("a", "b")}
     with pool_rig(node.address, specs, limits(parked=0), is_audited=True) as rig, rig.http() as http:
@@ -268,9 +341,11 @@ def test_a_reload_adds_and_removes_models_while_others_serve(node: Daemon, paths
         rig.wait_for(rig.pool.change(specs))
         assert (rig.text("a"), rig.text("b")) == wanted
         assert (count(rig, "a", "load"), count(rig, "b", "load")) == (2, 1)
+        rig.wait_for(withdraw_while_waiting(rig, paths))
+        rig.wait_for(remove_while_read(rig))
     # The records name the models as requests do, not by their files.
     named = re.findall(r'"event":"decode",.*?"model":\{"name":"(\w+)"', audit_text(audit))
-    assert sorted(named) == ["a", "a", "b", "b"]
+    assert sorted(named) == ["a", "a", "a", "b", "b"]
 
 
 def test_fronts_serve_many_models(node: Daemon, paths: dict[str, Path]) -> None:
