@@ -443,7 +443,7 @@ PARKABLE: Final = NumberOption(
 
 @fast_dataclass.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """The options that the session's worker obeys.
+    """The options that are part of a worker's description: the worker obeys them, or the broker by what it sees of it.
 
     Attributes:
         max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from gpulease.daemon.broker.claimed_acquires import ClaimedAcquires
 from gpulease.daemon.broker.connection_tracker import ConnectionTracker
@@ -383,11 +383,10 @@ class Runtime:
         if isinstance(event, TenantRulesChanged):
             self.card_times.members_changed()
         # In order: a refusal comes before its kill, and a deadline before the grant that it is for.
-        executor_of, answer = self._executors.get, self._answer
+        executors = self._executors
         for effect in effects:
             try:
-                # An effect without an executor is the outcome of a request.
-                executor_of(type(effect), answer)(effect)
+                executors[type(effect)](effect)
             except Exception:
                 # A bug of ours. The remaining effects, perhaps another tenant's, must still be executed. The lease's
                 # timers end a lease that misses an effect.
@@ -430,7 +429,9 @@ class Runtime:
     # --- effects out ---
 
     def _executors_by_effect(self) -> dict[type[Any], Callable[[Any], None]]:
-        return {
+        # Outcomes answer requests; some have a second use, below.
+        executors: dict[type[Any], Callable[[Any], None]] = dict.fromkeys(get_args(Outcome), self._answer)
+        executors |= {
             ArmTimer: self._arm_timer,
             SpawnWorker: self._spawn_worker,
             SpawnSubmit: self._spawn_submit,
@@ -475,6 +476,9 @@ class Runtime:
             Warned: lambda _: None,
             CapacityChanged: lambda _: None,
         }
+        if forgotten := set(get_args(Effect)) - executors.keys():
+            raise TypeError(f"effects without an executor: {sorted(effect.__name__ for effect in forgotten)}")
+        return executors
 
     def _answer(self, outcome: Outcome) -> None:
         # The wait in the queue is over, however it ended.

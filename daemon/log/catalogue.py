@@ -133,7 +133,7 @@ class LogEvent(Enum):
     LEASE_ENDING = LogKind(
         "lease.ending",
         INFO,
-        "lease ended",
+        "lease is over: its work is refused",
         (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms"),
         warns_of_failures=True,
     )

@@ -246,7 +246,7 @@ def test_a_named_acquire_counts_once_against_the_rate_also_if_its_name_is_taken(
         assert "taken" in taken.message
         too_fast = await node.acquire("beta")
         assert isinstance(too_fast, Failure)
-        assert "a minute" in too_fast.message
+        assert "per minute" in too_fast.message
         assert node.claims_made == 1
 
     with_names(tmp_path, story)
