@@ -164,8 +164,9 @@ class ModelPool:
         self._opened: dict[str, _Opened] = {}
         self._waiting: dict[int, asyncio.Future[Refuse | None]] = {}
         self._tickets = count(1)
-        self._computed_by: dict[tuple[str, Path], ComputedBy] = {}
-        # By path, with the state of the files then.
+        # By model, with the state of its files and settings then.
+        self._computed_by: dict[str, tuple[object, ComputedBy]] = {}
+        # By path, likewise.
         self._tokenizers: dict[Path, tuple[object, Tokenizer]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks, self._loads = BackgroundTasks(), BackgroundTasks()
@@ -452,11 +453,13 @@ class ModelPool:
             raise ModelRejected(text, "Reload the server's settings: send it SIGHUP")
 
     async def _by(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> ComputedBy:
-        # All of the model's files are read for it, so not at each load.
-        key = model, spec.path
-        if key not in self._computed_by:
-            self._computed_by[key] = await ComputedBy.of(checkpoint, packed=spec.settings.packed, name=model)
-        return self._computed_by[key]
+        # All of the model's files are read for it, so not at each load, but if they or the settings have changed.
+        state = spec.path, spec.settings.packed, _state_of(spec.path, has_weights=True)
+        known = self._computed_by.get(model)
+        if known is None or known[0] != state:
+            by = await ComputedBy.of(checkpoint, packed=spec.settings.packed, name=model)
+            known = self._computed_by[model] = state, by
+        return known[1]
 
     async def _park(self, model: str) -> None:
         decoder = self._opened[model].decoder
@@ -494,11 +497,13 @@ class ModelPool:
         self._apply(self.residency.returned(model, self._clock()))
 
 
-def _state_of(path: Path) -> object:
-    """Return what changes if a model's tokenizer does: names, times and sizes of its files."""
+def _state_of(path: Path, *, has_weights: bool = False) -> object:
+    """Return what changes if a model's tokenizer does, or its weights, too: names, times and sizes of its files."""
     # A GGUF file has the tokenizer in it; in a folder, all of its files but the weights are JSON or templates.
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = [(file.name, file.stat()) for file in files if file.suffix != ".safetensors" and file.is_file()]
+    if not has_weights:
+        files = [file for file in files if file.suffix != ".safetensors"]
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
     return [(name, stat.st_mtime_ns, stat.st_size) for name, stat in stats]
 
 

@@ -7,12 +7,13 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpulease.client.decode import TenantConfig
+from gpulease.client.decode import TenantConfig, open_model
 from gpulease.client.decode.decode_errors import AdmissionRefused, UnknownModel
 from gpulease.client.decode.openai import openai_server
 from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
@@ -26,6 +27,7 @@ from helpers.daemon import Daemon, running
 from helpers.decode.many_models import (
     ANN,
     PARKING,
+    SETTINGS,
     PoolRig,
     asked,
     events_of,
@@ -118,6 +120,21 @@ def test_texts_are_the_same_before_and_after_a_park_and_a_reload(rig: PoolRig) -
         assert {name: rig.text(name) for name in NAMES} == first
     assert all(count(rig, name, "return") >= 1 for name in NAMES)
     assert {count(rig, name, "load") for name in NAMES} == {1}
+
+
+def test_records_name_the_files_and_settings_of_each_load(tmp_path: Path) -> None:
+    async def part() -> None:
+        pool, path = ModelPool({}, ResidencyLimits(1)), make_model(tmp_path / "a", 0)
+        first, again = [await pool._by("a", open_model(path), spec(path)) for _ in range(2)]
+        assert again is first
+        # Other weights under the same name.
+        (path / "model.safetensors").write_bytes((make_model(tmp_path / "b", 1) / "model.safetensors").read_bytes())
+        other = await pool._by("a", open_model(path), spec(path))
+        assert other.model_sha256 == open_model(path).sha256() != first.model_sha256
+        unpacked = ModelSpec(path, (ANN,), replace(SETTINGS, packed=not SETTINGS.packed))
+        assert (await pool._by("a", open_model(path), unpacked)).packed is unpacked.settings.packed
+
+    asyncio.run(part())
 
 
 def test_models_are_listed_with_their_states(rig: PoolRig) -> None:
