@@ -169,6 +169,13 @@ class FrontSource:
         try:
             self._send(message)
             return await waiter
+        except asyncio.CancelledError:
+            # The caller has gone in the turn in which its sequences came: nothing else knows them, or would end them.
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                found = waiter.result()
+                for generation in found.generations if isinstance(found, Submitted) else ():
+                    generation.cancel()
+            raise
         finally:
             self._waiters.pop(number, None)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 from typing import Any
 
@@ -18,6 +20,7 @@ from gpulease.client.decode.openai.fronts import front_server
 from gpulease.client.decode.openai.fronts.front_messages import (
     MAX_FRAME_BYTES,
     Begin,
+    Begun,
     Cancel,
     Drop,
     FromFront,
@@ -26,7 +29,9 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     TakePlace,
     frame,
     read_from_front,
+    read_to_front,
 )
+from gpulease.client.decode.openai.fronts.front_source import FrontSource
 from gpulease.client.decode.openai.served_models import OneModel
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
@@ -169,6 +174,39 @@ def test_messages_about_requests_that_are_over_do_nothing(fronted: OpenAiRig) ->
 
     fronted.wait_for(receive())
     assert fronted.do(lambda: fronted.decoder.prompts.coming["ann"]) == 0
+
+
+def test_a_caller_that_goes_as_its_sequences_come_leaves_nothing_in_the_front(fronted: OpenAiRig) -> None:
+    async def part() -> None:
+        models = OneModel(fronted.decoder, DecoderSource(fronted.decoder, MODEL, 0.0, 8))
+        (reader, writer), (ours, back) = [await asyncio.open_unix_connection(sock=end) for end in socket.socketpair()]
+        connection = front_server.FrontConnection(models, lambda message: back.write(frame(message)))
+        source = FrontSource(reader, writer, lambda _: fronted.decoder.tokenizer(), has_many=False)
+
+        async def ask() -> None:
+            async with source.place("ann") as place:
+                body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+                await place.begin(json.dumps(body).encode(), "gone", is_chat=False)
+
+        async def pass_on() -> None:
+            while (message := await read_from_front(ours)) is not None:
+                await connection.receive(message)
+
+        asking, passing = asyncio.create_task(ask()), asyncio.create_task(pass_on())
+        while not isinstance(message := await read_to_front(reader), Begun):
+            assert message is not None
+            source._receive(message)
+        source._receive(message)
+        assert len(source._generations) == 1
+        asking.cancel()
+        await asyncio.wait({asking})
+        assert source._generations == {}
+        writer.close()
+        await passing
+        await connection.close()
+        back.close()
+
+    fronted.wait_for(part())
 
 
 @pytest.fixture(scope="module")
