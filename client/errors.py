@@ -3,17 +3,17 @@
     GpuLeaseError
     ├── LeaseExpired        the lease's time is up
     ├── Revoked             an operator took the lease back
-    ├── Fenced              the card's memory could not be proved free: an operator must clear it
+    ├── Fenced              the card's memory could not be proved free, and stays fenced until an operator clears it
     ├── CapacityExceeded    no card has that much room
-    │   └── Busy            the daemon serves as many peers as it can
+    │   └── Busy            the daemon is at capacity (connections or requests)
     ├── Drained             the node is drained: it grants no lease, or ended this one
-    ├── TimedOut            a one-shot job took longer than it was given
-    ├── Disconnected        no daemon answers, or it went away, or it stopped, which ended the lease
+    ├── TimedOut            a one-shot job exceeded its time limit
+    ├── Disconnected        no daemon answers, the connection was lost, or the daemon shut down (which ends the lease)
     │   └── Untrusted       the peer at that address could not prove that it is the daemon
     ├── Unsupported         the daemon knows the request and can't serve it
     ├── Denied              the daemon does not let this tenant do that
     ├── InvalidRequest      the request makes no sense
-    │   ├── LeaseFreed      the lease was given back before
+    │   ├── LeaseFreed      the lease was already freed
     │   └── NotFound        the daemon knows no such lease
     ├── GpuSessionFailed    the session is lost: its process or its context failed, and its lease is over
     └── OperationFailed     one operation failed; the session continues
@@ -22,10 +22,11 @@
         ├── LoadFailed      a module did not compile (`log`, `line`)
         ├── LaunchFailed    a kernel could not be started (`kernel`)
         ├── SyncFailed      a kernel failed while it ran (`kernel`, `address`)
-        └── RegionFailed    a region of the session refuses it (`lease_id`, `kernel`, `site`, `position`)
+        └── RegionFailed    an operation used a region that has ended or is cancelled
+            │               (`lease_id`, `kernel`, `site`, `position`)
             ├── RegionRevoked    the region was revoked
             ├── RegionExpired    its time is up
-            ├── RegionFreed      it was given back
+            ├── RegionFreed      it was freed
             ├── RegionFenced     it had ended before, and an earlier error said how
             └── RegionCancelled  it is cancelled until it is resumed
 
@@ -128,7 +129,7 @@ class CapacityExceeded(GpuLeaseError):
 
 @answers(Status.BUSY)
 class Busy(CapacityExceeded):
-    """The daemon serves as many peers or requests as it can: a capacity other than memory."""
+    """The daemon is at capacity: connections or requests, not memory."""
 
     default_hint = "Try again in a moment"
 
@@ -142,7 +143,7 @@ class Drained(GpuLeaseError):
 
 @answers(Status.TIMED_OUT)
 class TimedOut(GpuLeaseError):
-    """A one-shot job or an operation took longer than it was given, and was ended; its lease continues."""
+    """A one-shot job or an operation exceeded its time limit and was ended; its lease continues."""
 
     default_hint = "Give it more time"
 
@@ -173,7 +174,7 @@ class Unsupported(GpuLeaseError):
 class Denied(GpuLeaseError):
     """The daemon does not let this tenant do that."""
 
-    default_hint = "Ask the operator of the node for the right to do it"
+    default_hint = "Ask the node's operator for permission"
 
 
 @answers(Status.INVALID_REQUEST)
@@ -183,7 +184,7 @@ class InvalidRequest(GpuLeaseError):
 
 @answers(Status.LEASE_FREED)
 class LeaseFreed(InvalidRequest):
-    """The lease was given back; its memory may be another tenant's now."""
+    """The lease was freed; its memory may be another tenant's now."""
 
     default_hint = "Acquire a new lease"
 
@@ -217,14 +218,14 @@ class AllocFailed(OperationFailed):
 class InvalidHandle(OperationFailed):
     """A buffer or module that is freed, belongs to another session, or is too small for the operation."""
 
-    default_hint = "Use handles of this session only, inside their size, and not after they are freed"
+    default_hint = "Use only this session's handles, stay within their size, and don't use them after freeing them"
 
 
 @answers(Status.LOAD_FAILED)
 class LoadFailed(OperationFailed):
     """A module did not compile or load; `log` and `line` say why."""
 
-    default_hint = "See .log, and .line of the source"
+    default_hint = "See `.log` for the compiler's output and `.line` for the PTX line"
 
     @property
     def log(self) -> str:
@@ -241,7 +242,7 @@ class LoadFailed(OperationFailed):
 class LaunchFailed(OperationFailed):
     """A kernel could not be started, for example because its name or its parameters don't match the module."""
 
-    default_hint = "Compare the kernel's name, parameters and block with the module's: module.kernels"
+    default_hint = "Check the kernel name, arguments and block size against `module.kernels`"
 
     @property
     def kernel(self) -> str:
@@ -269,7 +270,7 @@ class SyncFailed(OperationFailed):
 class RegionFailed(OperationFailed):
     """A region refuses an operation that names it. The session and its other regions continue."""
 
-    default_hint = "Do without the region's memory; the session and its other regions continue"
+    default_hint = "Stop using this region; the session and its other regions still work"
 
     @property
     def lease_id(self) -> LeaseId:
@@ -321,7 +322,7 @@ class RegionExpired(RegionFailed):
 
 @_answers_of_region(Status.LEASE_FREED)
 class RegionFreed(RegionFailed):
-    """The region was given back. Later operations that name it raise RegionFenced."""
+    """The region was freed. Later operations that name it raise RegionFenced."""
 
 
 @_answers_of_region(Status.FENCED)
@@ -348,14 +349,14 @@ PERMANENT_ERRORS = (
     Untrusted,
     RegionFailed,
 )
-"""Errors that a retry of the same request never cures."""
+"""Errors that retrying the same request can't fix."""
 
 
 def error_class(status: int, *, of_region: bool = False) -> type[GpuLeaseError]:
     """The error class of a status.
 
     Args:
-        status: A number from the wire; of a newer daemon perhaps one that this client doesn't know.
+        status: A number from the wire; a newer daemon may send one that this client doesn't know.
         of_region: Whether the failure names a region.
 
     Returns:
@@ -371,8 +372,8 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
     Args:
         failure: The daemon's failure.
         doing: The operation that received it.
-        own_requests: Ids of the quiet requests that make up the operation: their failure is the operation's own. The
-            failure of any other request is reported as an earlier one's.
+        own_requests: Ids of the operation's own *quiet* requests (sent without waiting for a reply). The failure of any
+            other request is reported as an earlier one's.
     """
     number = failure.failed_request_id
     # A quiet request's failure arrives with a later reply: say which request failed, and that this one was not
@@ -380,7 +381,7 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
     if number is None or number in own_requests:
         message = f"{doing}: {failure.message}"
     else:
-        message = f"{doing}: {_earlier(failure, number)} failed: {failure.message}; this {doing} was not done"
+        message = f"{doing}: {_earlier(failure, number)} failed: {failure.message}; this {doing} was not executed"
     return error_class(failure.status, of_region=failure.region is not None)(message, failure.hint, failure)
 
 

@@ -206,8 +206,8 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
         "freed": LeaseEnd(Status.LEASE_FREED, "the lease was freed", "was already freed", "Acquire a new lease."),
         "abandoned": LeaseEnd(
             Status.LEASE_FREED,
-            "the lease was given up",
-            "was freed because the client that requested it left before it began",
+            "the client disconnected before the lease was granted",
+            "was freed because its client disconnected before the lease was granted",
             "Acquire a new lease.",
         ),
         "expired": LeaseEnd(
@@ -270,20 +270,20 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
         ),
         "unresponsive": LeaseEnd(
             Status.SESSION_FAILED,
-            "the session's process did not answer any more",
-            "ended because its worker did not answer any more",
+            "the session's process stopped responding",
+            "ended because its worker stopped responding",
             _ACQUIRE_OR_REPORT,
         ),
         "over_slice": LeaseEnd(
             Status.SESSION_FAILED,
             "the session held more of the card than was leased",
             "ended because its session held more of the card than was leased",
-            "Acquire a lease with more min_vram, and report it to the operator.",
+            "Acquire a lease with more min_vram, and report the problem to the operator.",
         ),
         "unmeasured": LeaseEnd(
             Status.SESSION_FAILED,
             "the node could not read how much of the card the session held",
-            "ended because its node could not read how much of the card it held",
+            "ended because its node could not read how much of the card its session held",
             "The session did nothing wrong: acquire a new lease, on another node if this one fails again.",
         ),
         "kernel_timeout": LeaseEnd(
@@ -294,9 +294,9 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
         ),
         "load_timeout": LeaseEnd(
             Status.SESSION_FAILED,
-            "an image compiled for longer than the node allows",
-            "ended because an image compiled for longer than this node allows",
-            "Load it in parts, or as a cubin; the operator's bound is max_load_s.",
+            "an image took longer to compile than the node allows",
+            "ended because an image took longer to compile than this node allows",
+            "Load the image in parts, or as a cubin; the operator's limit is max_load_s.",
         ),
     }
 )

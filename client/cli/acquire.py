@@ -50,11 +50,13 @@ class _LastingRequest(LeaseRequest):
 @lease_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of shell commands.")
 def acquire(wanted: WantedLease, as_json: bool) -> None:
-    """Acquire a lease that lasts for the time --for, whichever programs use it; `gpulease free` ends it earlier.
+    """Acquire a lease that lasts for the --for duration, no matter which programs use it.
+
+    `gpulease free` ends it earlier.
 
     Prints variable assignments for the shell, so that its programs find the lease: eval "$(gpulease acquire --vram
-    4GiB)". Such a program opens a session with `GpuSession.attach()`. At a fleet's address, GPULEASE_ADDRESS is set to
-    the node that granted the lease.
+    4GiB)". Such a program opens a session with `GpuSession.attach()`. If you connect through a fleet address,
+    GPULEASE_ADDRESS is set to the node that granted the lease.
     """
     # Without an output the id would be lost, and with it the way to free the lease.
     if sys.stdout is None:
@@ -102,7 +104,7 @@ def _fields(lease: engine.LeaseHandle) -> dict[str, Any]:
 @time_option
 @_json
 def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
-    """Extend a lease or a region: it then ends after the time --for from now.
+    """Extend a lease or a region: it will end --for from now.
 
     LEASE_ID defaults to GPULEASE_LEASE_ID.
     """

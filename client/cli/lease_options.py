@@ -77,7 +77,7 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
             callback=milliseconds_of,
             default="0s",
             show_default=True,
-            help="Park the session after this time without an operation; 0s: never because it is idle.",
+            help="Park the session after this time without an operation; 0s: never park for idleness.",
         ),
         click.option(
             "--parkable",

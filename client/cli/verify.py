@@ -17,10 +17,12 @@ EXIT_BREACH: Final = 1
 @click.option(
     "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
 )
-@click.option("--only", metavar="TEXT", default="", help="Run only the rows with this text in their names.")
+@click.option("--only", metavar="TEXT", default="", help="Run only the checks whose names contain TEXT.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def verify(driver: str, only: str, as_json: bool) -> None:
-    """Try to break every rule on this host's first card, next to another tenant that must not be affected.
+    """Try to violate every lease guarantee on this host's first card.
+
+        A second tenant runs meanwhile, and the command checks that this tenant isn't affected.
 
     Starts a private daemon, so a running daemon's leases are not touched, but the card is busy meanwhile. The exit
     status is 1 if any guarantee of leases does not hold.
@@ -55,21 +57,21 @@ def _json(report: MatrixReport) -> str:
 def _tables(report: MatrixReport) -> str:
     head = [
         "fault",
-        "told",
+        "error",
         "the lease",
-        "neighbour",
+        "neighbor",
         "p50 us",
-        "quiet p50",
+        "baseline p50",
         "p99 us",
-        "quiet p99",
-        "memory back",
+        "baseline p99",
+        "memory returned",
         "within ms",
         "",
     ]
     parts, width = [report.scene.title()], output_width()
     if report.faults:
-        # A narrow terminal drops the quiet figures first, then the others of the neighbour.
-        spared = ("quiet p99", "quiet p50", "p99 us", "p50 us", "within ms")
+        # A narrow terminal drops the baseline figures first, then the others of the neighbour.
+        spared = ("baseline p99", "baseline p50", "p99 us", "p50 us", "within ms")
         parts.append(fitted(head, [_cells(row) for row in report.faults], width, spared=spared, texts=("fault",)))
     if report.claims:
         rows = [

@@ -284,7 +284,7 @@ class FleetFrontend:
         return f"this node is cut off from its fleet: etcd at {etcd} {self._unanswered or 'has not answered in time'}"
 
     def _isolated(self, what: str) -> Failure:
-        hint = "Try another node of the fleet, or again once this one's operator has mended that."
+        hint = "Try another node of the fleet, or retry after this node's operator fixes the problem."
         return Failure(Status.BUSY, f"{what}: {self._trouble()}", hint=hint)
 
     def figures(self) -> FleetFacts:

@@ -98,8 +98,8 @@ def lease_ended(lease: LeaseSnapshot) -> Denial:
     if lease.state is LeaseState.FENCED:
         return Denial(
             DenialReason.FENCED,
-            _ended_text(lease, "ended and its memory is fenced, as it could not be proved free"),
-            "Acquire a new lease; an operator must clear the fence.",
+            _ended_text(lease, "ended, and its memory is fenced because it could not be proved free"),
+            "Acquire a new lease. The fenced memory stays unavailable until an operator clears the fence.",
         )
     if lease.cause is None:
         raise ValueError(f"Lease {lease.lease_id:032x} has not ended.")
@@ -147,7 +147,7 @@ def not_found(lease_id: int) -> Denial:
     return Denial(
         DenialReason.NOT_FOUND,
         f"You have no lease {lease_id:032x} here.",
-        "Check the lease id and the node; leases that ended long ago are forgotten.",
+        "Check the lease id and the node; a node forgets leases that ended long ago.",
     )
 
 
@@ -173,17 +173,17 @@ def draining(left_ns: int) -> Denial:
         return Denial(
             DenialReason.DRAINED,
             "No lease can be granted because the node is drained.",
-            "Try another node, or ask its operator.",
+            "Use another node, or ask this node's operator.",
         )
     left_ms = -(-left_ns // NS_PER_MS)
     return Denial(
         DenialReason.DRAINED,
         f"No lease can be granted because the node is being drained: in {duration_text(left_ms)} all leases end.",
-        "Try another node, or ask its operator.",
+        "Use another node, or ask this node's operator.",
     )
 
 
-NO_HORIZON: Final = "the node has not reached its fleet's store for too long"
+NO_HORIZON: Final = "the node has been unable to reach its fleet's store for too long"
 """Why a claimed lease ends at its membership deadline, or is not granted after it."""
 
 
@@ -191,7 +191,7 @@ def isolated(reason: str) -> Denial:
     """Deny a claimed lease because the node may serve none now; `reason` gives the cause as a clause."""
     return Denial(
         DenialReason.ISOLATED,
-        f"No lease with a name, or with a quota in the fleet, can be granted here now: {reason}.",
+        f"This node can't grant named leases, or leases that count against a fleet quota, right now: {reason}.",
         "Try another node of the fleet.",
     )
 
@@ -214,7 +214,8 @@ def name_taken(name: str, lease_id: int | None) -> Denial:
     return Denial(
         DenialReason.NAME_TAKEN,
         f"{owner} has the name {name!r} until its memory is proved free.",
-        "Wait until that lease has ended, or use another name; an operator must clear a fence.",
+        "Wait until that lease's memory is free, or use another name. If the memory is fenced, an operator must clear"
+        " the fence first.",
     )
 
 
@@ -223,8 +224,8 @@ def old_epoch(name: str, epoch: int, highest: int) -> Denial:
     return Denial(
         DenialReason.FENCED,
         f"The claim of the name {name!r} with epoch {epoch} has ended: this node has already served epoch {highest}.",
-        "Acquire again. If it happens repeatedly, the fleet's store was restored from a backup: its operator "
-        "must raise its revision.",
+        "Acquire again. If it happens repeatedly, the fleet's etcd was probably restored from a backup; its operator "
+        "must raise etcd's revision.",
     )
 
 
@@ -254,13 +255,15 @@ def no_note(problem: str) -> Denial:
     return Denial(
         DenialReason.INVALID_REQUEST,
         f"The note must be a canonical JSON object: {problem}.",
-        "Send one object of strings, integers, true, false and null, with sorted keys and without white space.",
+        "Send one object of strings, integers, true, false and null, with sorted keys and without whitespace.",
     )
 
 
 def too_many_notes(what: str) -> Denial:
-    """Deny a note that exceeds a bound; `what` names the bound."""
-    return Denial(DenialReason.RATE, f"The audit log accepts no more notes now: {what}.", "Send it again in a moment.")
+    """Deny a note that exceeds a limit; `what` says which one, as a clause."""
+    return Denial(
+        DenialReason.RATE, f"The audit log can't accept another note yet: {what}.", "Send the note again in a moment."
+    )
 
 
 NO_AUDIT_LOG: Final = Denial(
@@ -285,7 +288,8 @@ def done_but_not_kept(what: str, problem: str) -> Denial:
     """Report that an action was taken (`what`, a sentence) but that the journal can't record it now."""
     return Denial(
         DenialReason.NOT_RECORDED,
-        f"{what}, but the journal can't be written: {problem}; if the daemon restarts before it can, it forgets this.",
+        f"{what}, but the journal can't be written: {problem}. If the daemon restarts before that is fixed, the change"
+        " is lost.",
         "Query the lease's state; an operator must repair the disk, or make room on it.",
     )
 
@@ -374,8 +378,8 @@ def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Den
     """Deny a lease that no candidate card could hold even if it were empty."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"{size_text(size_bytes)} were requested, but the largest slice possible is "
-        f"{size_text(largest_bytes)}; {size_text(available_bytes)} are available now.",
+        f"{size_text(size_bytes)} was requested, but the largest possible slice is "
+        f"{size_text(largest_bytes)}; {size_text(available_bytes)} is available now.",
         "Request less: waiting would not help.",
     )
 
@@ -385,8 +389,8 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
     waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"{size_text(size_bytes)} were requested and can't be granted{waited} because {why}:"
-        f" {size_text(available_bytes)} are available now, the largest slice possible is {size_text(largest_bytes)}.",
+        f"{size_text(size_bytes)} was requested and can't be granted{waited} because {why}:"
+        f" {size_text(available_bytes)} is available now, the largest possible slice is {size_text(largest_bytes)}.",
         "Request less, wait longer, or try another node.",
     )
 
@@ -397,9 +401,8 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
 def has_session(lease_id: int) -> Denial:
     """Deny a submit because the lease reserves no memory for submits next to its session."""
     return invalid(
-        f"Lease {lease_id:032x} reserves no memory for submits: its session was opened, and has all of"
-        f" the lease's memory.",
-        "Submit on a lease whose session is never opened, or reserve memory for submits: GpuBuilder().submits(bytes).",
+        f"Lease {lease_id:032x} has no memory for one-shot submits: its open session holds all of it.",
+        "Use a lease that has no open session, or reserve memory when you acquire: GpuBuilder().submits(bytes).",
     )
 
 
@@ -434,7 +437,7 @@ def stuck(lease_id: int) -> Denial:
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} accepts no more submits: the memory of an earlier one could not be proved free.",
-        "Acquire a new lease; an operator must clear the fence.",
+        "Acquire a new lease. That memory stays fenced until an operator clears it.",
     )
 
 
@@ -485,7 +488,8 @@ def not_revocable(lease_id: int) -> Denial:
     """Deny a tenant's request to revoke its own lease or region; it frees them instead."""
     return Denial(
         DenialReason.NOT_ALLOWED,
-        f"You may not revoke lease {lease_id:032x}: operators revoke leases, and a lease's tenant revokes its regions.",
+        f"You may not revoke lease {lease_id:032x}: only an operator can revoke a lease; only the tenant of the"
+        " enclosing lease can revoke a region.",
         "Free it instead.",
     )
 
@@ -506,8 +510,8 @@ def session_taken(lease_id: int) -> Denial:
     """Deny a region or a resize because a submit runs in place of the lease's session."""
     return Denial(
         DenialReason.BUSY,
-        f"A submit runs in place of the session of lease {lease_id:032x} and has all of its memory.",
-        "Try again once it has ended.",
+        f"A submit is running on lease {lease_id:032x} and holds all of the lease's memory.",
+        "Try again once the submit has ended.",
     )
 
 
@@ -552,8 +556,8 @@ def regions_full(lease_id: int, size_bytes: int, left_bytes: int) -> Denial:
     """Deny a region because the lease's other regions leave too little of the slice."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"A region of {size_text(size_bytes)} was requested, but the regions of lease {lease_id:032x} leave"
-        f" {size_text(max(0, left_bytes))} of its slice.",
+        f"A region of {size_text(size_bytes)} was requested, but lease {lease_id:032x} has only"
+        f" {size_text(max(0, left_bytes))} left; its other regions hold the rest.",
         "Free a region, release the addresses of ended ones, or request less.",
     )
 
@@ -572,7 +576,7 @@ def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"The session of lease {lease_id:032x} did not {what} within {waited_s} s.",
-        "Check its state, and try again.",
+        "Check the lease with `lease.query()` or `gpulease leases`, then try again.",
     )
 
 
@@ -592,7 +596,7 @@ def is_resizing(lease_id: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} is already being resized.",
-        "Try again once that has ended.",
+        "Try again once that resize has ended.",
     )
 
 
@@ -601,7 +605,7 @@ def no_room_to_grow(lease_id: int, more_bytes: int, available_bytes: int) -> Den
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't grow by {size_text(more_bytes)}: its card has"
-        f" {size_text(max(0, available_bytes))} that are neither leased nor reserved for waiting requests.",
+        f" {size_text(max(0, available_bytes))} that is neither leased nor reserved for waiting requests.",
         "Request less, or try again later.",
     )
 
@@ -623,7 +627,7 @@ def resize_refused(lease_id: int, doubt: str, size_bytes: int) -> Denial:
     """
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"Lease {lease_id:032x} could not be resized: {doubt.rstrip('.')}. It has {size_text(size_bytes)}.",
+        f"Lease {lease_id:032x} could not be resized: {doubt.rstrip('.')}; its size is now {size_text(size_bytes)}.",
         "Free memory of the session, and try again.",
     )
 
@@ -654,8 +658,8 @@ def no_host_memory(lease_id: int, needed_bytes: int, left_bytes: int) -> Denial:
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} can't be parked: it needs {size_text(needed_bytes)} of host memory, and"
-        f" {size_text(max(0, left_bytes))} of park_memory are left.",
-        "Use or free a parked lease first, or ask the operator to raise park_memory.",
+        f" {size_text(max(0, left_bytes))} of park_memory is left.",
+        "Free a parked lease, or bring one back to its card by using it; or ask the operator to raise park_memory.",
     )
 
 
@@ -730,13 +734,13 @@ def cant_leave(lease_id: int, reason: str, *, is_lasting: bool = True) -> Denial
     if not is_lasting:
         return Denial(
             DenialReason.BUSY,
-            f"The session of lease {lease_id:032x} can't leave its process now: {reason.rstrip('.')}.",
+            f"Lease {lease_id:032x}'s session can't be moved to another process now: {reason.rstrip('.')}.",
             "Try again in a moment.",
         )
     return Denial(
         DenialReason.UNSUPPORTED,
-        f"The session of lease {lease_id:032x} can't leave its process: {reason.rstrip('.')}.",
-        "It can still be parked warm, but not moved or parked cold.",
+        f"Lease {lease_id:032x}'s session can't be moved to another process: {reason.rstrip('.')}.",
+        "You can still park it without moving it (a warm park).",
     )
 
 

@@ -186,7 +186,7 @@ class Parking(ParkingViews):
             "parked_bytes",
             f"{size_text(lease.terms.size_bytes)} were to be parked; this tenant has {size_text(mine)} parked and may "
             f"have {size_text(bound)}",
-            "Use or free a parked lease first.",
+            "Free a parked lease, or bring one back to its card by using it.",
         )
 
     def _check_pace(self, lease: Lease, parks: int, now_ns: int) -> Denial | None:

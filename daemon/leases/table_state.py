@@ -236,7 +236,7 @@ class LeaseStore:
         return denials.over_tenant_limit(
             tenant,
             "max_vram",
-            f"{size_text(more_bytes)} were requested; this tenant has or awaits {size_text(mine)} and may have "
+            f"{size_text(more_bytes)} was requested; this tenant has or awaits {size_text(mine)} and may have "
             f"{size_text(bound)}",
             "Ask for less, or free a lease you no longer need.",
         )

@@ -127,7 +127,7 @@ def test_a_node_that_is_full_drains_or_is_gone_is_not_the_end(
             fleet_builder(directory, size_bytes=64 * MIB).acquire()
     told = str(refused.value)
     assert "4 of the fleet's 4 nodes were asked" in told
-    reasons = ("full: .* were requested", "draining: .*drained", "gone: .*can't connect", "free: .* were requested")
+    reasons = ("full: .* was requested", "draining: .*drained", "gone: .*can't connect", "free: .* was requested")
     for reason in reasons:
         assert any(re.search(reason, part) for part in told.split("; ")), (reason, told)
     ask(Opcode.DRAIN_CANCEL, Empty(), draining.address)

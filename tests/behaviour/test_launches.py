@@ -119,7 +119,7 @@ def test_a_fault_names_its_launch_and_skips_what_was_behind_it(
 def test_the_operation_that_reports_a_fault_is_not_done(session: GpuSession, faults: Module, buffer: Buffer) -> None:
     session.mem_write(buffer, 0, bytes(16))
     start_stray_store(session, faults, buffer, FAR_AWAY)
-    with pytest.raises(SyncFailed, match="this mem_read was not done"):
+    with pytest.raises(SyncFailed, match="this mem_read was not executed"):
         words(session, buffer)
     assert words(session, buffer) == [0] * 4
 

@@ -138,7 +138,7 @@ def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
             lasting.start(Faults(names_in=folder))
         wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "torndown", "its memory is proved free")
         assert lasting.now.query(lease.lease_id)["cause"] == "isolated"
-        with pytest.raises(Busy, match="has not reached its fleet"):
+        with pytest.raises(Busy, match="unable to reach its fleet"):
             named(lasting.now).acquire()
         work.check_goes_on()
         with pytest.raises(Revoked):

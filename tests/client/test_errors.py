@@ -73,7 +73,7 @@ def test_an_error_says_what_failed_why_and_what_to_do() -> None:
 def test_a_deferred_failure_names_what_failed(op: int, kernel: str, words: str) -> None:
     failure = Failure(Status.SYNC_FAILED, "bad", failed_request_id=7, failed_op=op, kernel=kernel)
     message = str(error_of(failure, "mem_alloc"))
-    assert message.startswith(f"mem_alloc: {words}: bad; this mem_alloc was not done")
+    assert message.startswith(f"mem_alloc: {words}: bad; this mem_alloc was not executed")
 
 
 def test_errors_travel_between_processes() -> None:

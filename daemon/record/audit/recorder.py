@@ -236,10 +236,10 @@ class LogRecorder(FactRecorder):
         if problem := self.problem():
             return not_noted(problem)
         if self._notes_waiting >= MAX_NOTES_WAITING:
-            return too_many_notes(f"{MAX_NOTES_WAITING} wait for the disk")
+            return too_many_notes(f"{MAX_NOTES_WAITING} are waiting to be written")
         cost_bytes = size_bytes + NOTE_FRAME_BYTES
         if self._note_budgets.spend(tenant, time.monotonic_ns(), cost_bytes) is None:
-            return too_many_notes(f"a tenant may write {NOTE_BYTES_PER_S} bytes a second")
+            return too_many_notes(f"a tenant may write {NOTE_BYTES_PER_S} bytes per second")
         return None
 
     def _put_note(self, data: dict[str, Any], on_noted: OnNoted) -> None:

@@ -331,9 +331,9 @@ class FileJournal(Journal):
             case SessionParkDone(request, lease):
                 return RequestDenied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} is parked", problem))
             case RegionCancelSet(request):
-                return RequestDenied(request, done_but_not_kept("The region's launches are as requested", problem))
+                return RequestDenied(request, done_but_not_kept("The region was cancelled or resumed", problem))
             case DrainSet(request):
-                return RequestDenied(request, done_but_not_kept("The drain is set as requested", problem))
+                return RequestDenied(request, done_but_not_kept("The drain was set", problem))
             case SubmitReady(request) | Checked(request):
                 return RequestDenied(request, not_kept(problem))
             case RequestDenied():

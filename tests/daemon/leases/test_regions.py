@@ -138,7 +138,7 @@ def test_an_operator_opens_a_region_for_a_tenant(s: Scenario) -> None:
 
 def test_the_regions_of_a_lease_share_its_slice(s: Scenario) -> None:
     s.region(2, 15)
-    assert "leave 5 bytes" in denied(s.do(asking(3, size_bytes=6))).message
+    assert "has only 5 bytes left" in denied(s.do(asking(3, size_bytes=6))).message
     s.region(3, 5)
 
 

@@ -164,7 +164,7 @@ def test_a_refused_growth_is_charged_until_the_card_shows_that_nothing_of_it_is_
     assert one(s.do(SliceResized(1, 20, "no")), ProveRegion).allowed_bytes == 30
     assert s.card().held_bytes == 60
     out = s.do(RegionProved(1))
-    assert "no. It has 20 bytes" in denied(out).message
+    assert "no; its size is now 20 bytes" in denied(out).message
     assert s.card().held_bytes == 30
 
 
