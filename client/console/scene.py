@@ -83,7 +83,7 @@ class Scene:
         until = time.monotonic() + POOL_S
         while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
             if time.monotonic() > until:
-                raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} contexts made ahead are there")
+                raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} pre-created contexts are there")
             time.sleep(_LOOK_S)
 
     def lease_ids(self) -> set[int]:

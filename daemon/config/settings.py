@@ -261,7 +261,7 @@ class Config:
             example='"0660"',
         ),
     ] = 0o660
-    # --- contexts made ahead, and the choice of a card ---
+    # --- pre-created contexts, and the choice of a card ---
     warm_contexts: Annotated[
         int,
         Setting(
@@ -602,7 +602,7 @@ def _check(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if config.recycle != "off" and not config.warm_contexts:
-        raise ConfigError("recycle needs warm_contexts: only contexts that were made ahead serve again")
+        raise ConfigError("recycle needs warm_contexts: only pre-created contexts are reused")
 
 
 def _check_driver(config: Config) -> None:

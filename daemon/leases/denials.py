@@ -479,7 +479,7 @@ def not_its_tenant(region_id: int) -> Denial:
     """Deny the tenant of the surrounding lease what only the region's own tenant may do."""
     return Denial(
         DenialReason.NOT_ALLOWED,
-        f"Lease {region_id:032x} is a region of another tenant; only that tenant may renew and free it.",
+        f"Lease {region_id:032x} is a region of another tenant; only that tenant may free it.",
         "To end it, revoke it.",
     )
 

@@ -309,7 +309,7 @@ class CoreLimits:
     spawn_timeout_s: Annotated[int, Setting("Seconds in which a new worker must be ready.", least=1)] = 60
     # Longest time a hung warm context holds up the lease that takes it; the lease then gets a new one.
     adopt_timeout_s: Annotated[
-        int, Setting("Seconds in which a context made ahead must take over its lease.", least=1)
+        int, Setting("Seconds in which a pre-created context must take over its lease.", least=1)
     ] = 2
     # A process that can't be reaped, or bytes that do not come back, then become visible as a fence.
     reclaim_timeout_s: Annotated[

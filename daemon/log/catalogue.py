@@ -201,11 +201,11 @@ class LogEvent(Enum):
     WORKER_UNMEASURED = LogKind(
         "worker.unmeasured", WARNING, "a session is ended: its card's memory can't be read", ("lease_id", "reason")
     )
-    WARM_GONE = LogKind("warm.gone", INFO, "a context made ahead is gone", ("card", "reason"))
+    WARM_GONE = LogKind("warm.gone", INFO, "a pre-created context is gone", ("card", "reason"))
     WARM_REFUSED = LogKind(
         "warm.refused", INFO, "the lease's context is not reused for its tenant's next lease", ("lease_id", "reason")
     )
-    WARM_FENCED = LogKind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
+    WARM_FENCED = LogKind("warm.fenced", WARNING, "a pre-created context is fenced", ("card", "reason"))
     # --- the daemon: its sockets, start and stop ---
     DAEMON_LISTENING = LogKind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
     DAEMON_SEEN = LogKind("daemon.seen", INFO, "gpuleased serves its web page", ("url", "version"))

@@ -250,10 +250,12 @@ CARD_BUSY_RATIO: Final = _gauge(
     "gpu_card_busy_ratio", "The part of the last second in which sessions had work outstanding on the card, 0 to 1."
 )
 WARM_CONTEXTS: Final = _gauge(
-    "gpulease_warm_contexts", "Contexts made ahead, and recycled ones that wait for their tenant.", ("UUID", "state")
+    "gpulease_warm_contexts", "Pre-created contexts, and recycled ones that wait for their tenant.", ("UUID", "state")
 )
 WARM_WANTED: Final = _gauge("gpulease_warm_contexts_wanted", "Contexts that the daemon keeps ready.")
-WARM_TAKEN: Final = _counter("gpulease_warm_contexts_taken", "Contexts made ahead that a lease or a submit took.", CARD)
+WARM_TAKEN: Final = _counter(
+    "gpulease_warm_contexts_taken", "Pre-created contexts that a lease or a submit took.", CARD
+)
 WARM_LOST: Final = _counter("gpulease_warm_contexts_lost", "Contexts that ended while they waited for a lease.", CARD)
 WARM_RECYCLED: Final = _counter(
     "gpulease_warm_contexts_recycled", "Times that a context was kept for its tenant's next lease.", CARD

@@ -90,7 +90,7 @@ function piecesOf(card, leased) {
     rest("overhead", overhead, "contexts' own"),
     ...fenced.map(piece),
     rest("fenced", stuck, "fenced"),
-    rest("warm", card.warm_bytes, `${card.warm_contexts} made ahead`),
+    rest("warm", card.warm_bytes, `${card.warm_contexts} pre-created`),
     rest("free", free, "free"),
   ].filter((one) => one.bytes > 0);
 }
