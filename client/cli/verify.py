@@ -22,7 +22,7 @@ EXIT_BREACH: Final = 1
 def verify(driver: str, only: str, as_json: bool) -> None:
     """Try to violate every lease guarantee on this host's first card.
 
-        A second tenant runs meanwhile, and the command checks that this tenant isn't affected.
+    A second tenant runs meanwhile, and the command checks that this tenant isn't affected.
 
     Starts a private daemon, so a running daemon's leases are not touched, but the card is busy meanwhile. The exit
     status is 1 if any guarantee of leases does not hold.

@@ -401,8 +401,8 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
 def has_session(lease_id: int) -> Denial:
     """Deny a submit because the lease reserves no memory for submits next to its session."""
     return invalid(
-        f"Lease {lease_id:032x} has no memory for one-shot submits: its open session holds all of it.",
-        "Use a lease that has no open session, or reserve memory when you acquire: GpuBuilder().submits(bytes).",
+        f"Lease {lease_id:032x} has no memory for one-shot submits: its session was opened, and holds all of it.",
+        "Use a lease whose session was never opened, or reserve memory when you acquire: GpuBuilder().submits(bytes).",
     )
 
 

@@ -181,7 +181,7 @@ def test_a_restarted_broker_keeps_the_horizon_and_the_epochs(lasting: LastingDae
     wait_until(lambda: claims_in(folder) == {}, "the claim is released")
     (folder / "epoch").write_text("0")
     lasting.restart(Faults(names_in=folder))
-    with pytest.raises(Exception, match="has served epoch 1"):
+    with pytest.raises(Exception, match="has already served epoch 1"):
         named(lasting.now).acquire()
     wait_until(lambda: claims_in(folder) == {}, "the claim that could not be used is released")
     assert named(lasting.now).acquire().epoch == 2

@@ -152,7 +152,7 @@ def test_a_failed_launch_is_reported_by_the_next_operation(run: Run, peer: Scrip
             with pytest.raises(SyncFailed) as caught:
                 await any_operation(session, buffer, module, op)
             words = f"{op.lower()}: earlier launch {number} of kernel 'nothing' failed: illegal address"
-            assert str(caught.value).startswith(f"{words}; this {op.lower()} was not done")
+            assert str(caught.value).startswith(f"{words}; this {op.lower()} was not executed")
             assert caught.value.kernel == "nothing"
             assert caught.value.failure.failed_request_id == number
             assert buffer.is_alive
