@@ -26,15 +26,17 @@ from typing import IO, Final
 import click
 
 from gpulease.client.console.exit_status import MissingPrerequisite, failures_as_sentences
-from gpulease.client.console.reports import Report, cards_of
+from gpulease.client.console.reports import Report, cards_of, leases_of
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.integrations.other_user import RefusedForUser
 from gpulease.client.integrations.proved_end import free_and_prove, report_of
 from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
 from gpulease.client.integrations.slurm.job_usage import GIB
+from gpulease.client.integrations.slurm.node_memory import bytes_without_job, countable_mib, lacks_room_by_others
 from gpulease.client.integrations.slurm.other_users import as_user
 from gpulease.client.integrations.slurm.slurm_jobs import (
+    MIB,
     JobRequest,
     JobState,
     admin_comment,
@@ -79,6 +81,11 @@ USAGE_KEPT_S: Final = 86400.0
 SERVICE_LOCK: Final = "service"
 """The file that the service locks while it runs."""
 
+SERVICE_WAIT_S: Final = 10.0
+"""Seconds for which a prolog waits for the service, which systemd starts again two seconds after it ended."""
+
+COUNTED_TOO_MUCH: Final = "Slurm counts more vram than the node's cards can lease: see gpulease-slurm count"
+
 _NODE_FAULTS: Final = frozenset(
     {Status.INTERNAL, Status.DRAINED, Status.FENCED, Status.SESSION_FAILED, Status.UNSUPPORTED}
 )
@@ -122,9 +129,12 @@ def prolog(folder: Path, address: str) -> None:
         except RefusedForUser as refusal:
             # The node's fault fails the prolog. Otherwise the job is to fail: the task prolog finds the refusal in the
             # record.
-            if _is_fault_of_node(refusal, request, address):
+            cause = _cause_in_job(refusal, request, address, records)
+            if cause is None:
                 raise MissingPrerequisite(str(refusal)) from None
-            records.write(job, replace(without_leases, refusal=str(refusal)))
+            # For the operator, in slurmd's log: the node continues, so nothing else shows it.
+            click.echo(f"gpulease-slurm: job {job} has no lease: {cause}", err=True)
+            records.write(job, replace(without_leases, refusal=cause))
 
 
 @main.command("task-prolog")
@@ -168,6 +178,22 @@ def service(folder: Path) -> None:
         asked_at_s: dict[tuple[str, str], float] = {}
         while True:
             _serve_round(records, asked_at_s)
+
+
+@main.command()
+@click.option("--jobs-per-card", type=click.IntRange(1, 1024), required=True, help="Most jobs that share a card.")
+@_daemon
+def count(jobs_per_card: int, address: str) -> None:
+    """Print the counts of this node for slurm.conf and gres.conf. Its cards must be idle.
+
+    Each job's lease also costs its card one CUDA context, which Slurm does not count. So the count of vram is what the
+    cards can lease less the contexts of the jobs that share them.
+    """
+    cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
+    counts = [countable_mib(card, jobs_per_card) for card in cards]
+    for card, counted_mib in zip(cards, counts, strict=True):
+        click.echo(f"# {card['name']}: {counted_mib} MiB, at most {card['available_bytes'] // MIB} in one job")
+    click.echo(f"Name=vram Count={sum(counts)}\nName=vram_cards Count={len(cards)}")
 
 
 def _serve_round(records: JobRecords, asked_at_s: dict[tuple[str, str], float]) -> None:
@@ -372,25 +398,30 @@ def _report_usage(records: JobRecords, job: str) -> None:
         set_admin_comment(job, f"{others} {mark}".strip())
 
 
-def _is_fault_of_node(refusal: RefusedForUser, request: JobRequest, address: str) -> bool:
-    """Return whether the node is at fault: it refused a request that is within the job's and its user's limits."""
+def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, records: JobRecords) -> str | None:
+    """Return why the job is to fail; None if the node is at fault, so that another node might run the job."""
     if refusal.status not in {Status.DISCONNECTED, Status.CAPACITY_EXCEEDED}:
-        return refusal.status in _NODE_FAULTS
+        return None if refusal.status in _NODE_FAULTS else str(refusal)
     # Ask as root. If the daemon answers root, it did not answer the user because of the socket's permissions.
     try:
+        leases = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), address).report)
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     except GpuLeaseError:
-        return True
+        return None
     if refusal.status is not Status.CAPACITY_EXCEEDED:
-        return False
+        return str(refusal)
     fitting = [card for card in cards if request.fits(card["name"])]
-    # Too few cards are large enough: no start of this job can have its leases here.
-    if sum(card["capacity_bytes"] >= request.size_bytes for card in fitting) < request.cards:
-        return False
-    # As much as the job wants is free, but in pieces on several cards: Slurm counts the sum, so it could not know. With
-    # less than that, Slurm's count of the node's memory differs from the daemon's, and every job would meet it.
-    free_bytes = sum(int(card["available_bytes"]) for card in fitting)
-    return free_bytes < request.size_bytes * request.cards
+    # After the leases, so that a lease that another prolog has just acquired is in its record by now.
+    recorded = [record for record in map(records.read, records.jobs()) if record is not None]
+    of_jobs = {lease_id for record in recorded for lease_id in record.lease_ids}
+    if lacks_room_by_others(fitting, bytes_without_job(leases, of_jobs), request):
+        return None
+    # Enough is free, in pieces on several cards: Slurm counts the sum, so it could not know.
+    if sum(int(card["available_bytes"]) for card in fitting) >= request.size_bytes * request.cards:
+        return str(refusal)
+    # The job wants more than a card can ever give, or leases of jobs fill the cards: the count in gres.conf, or
+    # LARGEST_CARD_MIB, leaves out the contexts. Nothing is wrong with the node, which its jobs may use.
+    return f"{refusal} {COUNTED_TOO_MUCH}"
 
 
 def request_id(environment: Mapping[str, str], job: str, restarts: int, number: int, card: str) -> bytes:
@@ -404,19 +435,28 @@ def request_id(environment: Mapping[str, str], job: str, restarts: int, number: 
 # --- the service's lock ---
 
 
-def _lock(file: IO[bytes]) -> bool:
+def _lock(file: IO[bytes], mode: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
 def _check_service(folder: Path) -> None:
-    """Raise MissingPrerequisite unless the service runs: without it a lease would end in the middle of its job."""
-    with (folder / SERVICE_LOCK).open("ab") as file:
-        if _lock(file):
+    """Wait until the service runs: without it a lease would end in the middle of its job.
+
+    Raises MissingPrerequisite if it does not run within SERVICE_WAIT_S.
+    """
+    until_s = time.monotonic() + SERVICE_WAIT_S
+    while True:
+        # A shared lock, so that prologs that check at the same time do not take each other for the service.
+        with (folder / SERVICE_LOCK).open("ab") as file:
+            if not _lock(file, fcntl.LOCK_SH):
+                return
+        if time.monotonic() >= until_s:
             raise MissingPrerequisite("the service does not run on this node: systemctl enable --now gpulease-slurm")
+        time.sleep(POLL_S)
 
 
 def run() -> None:

@@ -5,7 +5,10 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Final
+
+import click
 
 from gpulease.client.console.exit_status import MissingPrerequisite
 
@@ -133,6 +136,9 @@ def _run(*command: str) -> str | JobState:
     """Return the output of a command of Slurm; OVER if it no longer knows the job, else UNKNOWN if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
+    except FileNotFoundError:
+        _log_missing(command[0])
+        return JobState.UNKNOWN
     except (OSError, subprocess.SubprocessError):
         return JobState.UNKNOWN
     if done.returncode:
@@ -140,3 +146,13 @@ def _run(*command: str) -> str | JobState:
         is_over = any(text in done.stderr for text in (_UNKNOWN_JOB, _NO_ACCOUNTING))
         return JobState.OVER if is_over else JobState.UNKNOWN
     return done.stdout.decode("utf-8", errors="replace")
+
+
+@cache
+def _log_missing(command: str) -> None:
+    """Log that a command of Slurm is missing, once in the life of this process."""
+    click.echo(
+        f"gpulease-slurm: {command} is not in PATH, so the service can't see that a job is over: add the folder of"
+        " Slurm's commands with Environment=PATH=... in a drop-in (systemctl edit gpulease-slurm)",
+        err=True,
+    )

@@ -1,15 +1,18 @@
 """Slurm's scripts in Slurm itself, on a real daemon."""
 
+import fcntl
 import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from gpulease.client import GpuBuilder
 from gpulease.client.console.exit_status import MissingPrerequisite
@@ -20,6 +23,7 @@ from gpulease.client.integrations.slurm import __main__ as slurm
 from gpulease.client.integrations.slurm import slurm_jobs
 from gpulease.client.integrations.slurm.job_records import JobRecord, JobRecords
 from gpulease.client.integrations.slurm.job_usage import JobUsage
+from gpulease.client.integrations.slurm.node_memory import bytes_without_job, countable_mib, lacks_room_by_others
 from gpulease.client.integrations.slurm.other_users import as_user
 from gpulease.client.integrations.slurm.slurm_jobs import JobRequest, JobState, request_of_job, state_of_job
 from gpulease.protocol.opcodes import Status
@@ -128,6 +132,115 @@ def test_a_job_s_usage_is_the_sum_over_its_starts(tmp_path: Path) -> None:
         records.usage("7")
     records.forget_usage("7")
     assert records.used() == []
+
+
+def card_of(available_gib: float, **more: Any) -> dict[str, Any]:
+    """A card of 80 GiB of which a context takes half a GiB."""
+    sizes = {"capacity_bytes": 80 << 30, "available_bytes": int(available_gib * (1 << 30))}
+    other = {"index": 0, "name": "H100", "uuid": "GPU-1", "leases": 0, "fenced_bytes": 0, "exclusive": False}
+    return other | sizes | more
+
+
+def test_the_count_of_an_idle_card_leaves_room_for_the_contexts_of_its_jobs() -> None:
+    assert countable_mib(card_of(79.5), 1) == 79.5 * 1024
+    assert countable_mib(card_of(79.5), 16) == 72 * 1024
+    for busy in (card_of(79.5, leases=1), card_of(79.5, fenced_bytes=1), card_of(0), card_of(79.5, exclusive=True)):
+        with pytest.raises(MissingPrerequisite, match=r"card 0 .* must be idle"):
+            countable_mib(busy, 1)
+    with pytest.raises(MissingPrerequisite, match="no memory left for jobs beside 160 contexts"):
+        countable_mib(card_of(79.5), 160)
+
+
+@pytest.mark.parametrize(
+    ("cards", "without_job_gib", "request_", "is_by_others"),
+    [
+        # An empty card, and more than it can ever give; a card that leases of jobs fill.
+        ([card_of(79.5)], 0, JobRequest(80 << 30), False),
+        ([card_of(3.5)], 0, JobRequest(4 << 30), False),
+        # A lease without a job, fenced memory, another program, and a card that such a lease has to itself.
+        ([card_of(3.5)], 40, JobRequest(4 << 30), True),
+        ([card_of(3.5, fenced_bytes=4 << 30)], 0, JobRequest(4 << 30), True),
+        ([card_of(3.5, outside_bytes=4 << 30)], 0, JobRequest(4 << 30), True),
+        ([card_of(3.5, unowned_bytes=4 << 30)], 0, JobRequest(4 << 30), True),
+        ([card_of(0, exclusive=True)], 0, JobRequest(4 << 30), True),
+        # Without them it would not fit either. Or it is free in pieces.
+        ([card_of(3.5)], 4, JobRequest(80 << 30), False),
+        ([card_of(3.5), card_of(3.5, uuid="GPU-2")], 40, JobRequest(4 << 30), False),
+        # Two cards: the second one alone has room without the others' memory.
+        ([card_of(1), card_of(1, uuid="GPU-2", fenced_bytes=8 << 30)], 0, JobRequest(4 << 30, 2), False),
+        ([card_of(1), card_of(1, uuid="GPU-2", fenced_bytes=8 << 30)], 8, JobRequest(4 << 30, 2), True),
+    ],
+)
+def test_a_node_is_at_fault_only_if_something_else_than_jobs_holds_its_memory(
+    cards: list[dict[str, Any]], without_job_gib: int, request_: JobRequest, *, is_by_others: bool
+) -> None:
+    without_job = Counter({"GPU-1": without_job_gib << 30})
+    assert lacks_room_by_others(cards, without_job, request_) is is_by_others
+
+
+def test_leases_without_a_job_are_those_that_no_record_names() -> None:
+    one = {"card_uuid": "GPU-1", "size_bytes": 1, "state": "active"}
+    leases = [one | {"lease_id": "a"}, one | {"lease_id": "b"}, one | {"lease_id": "c", "state": "fenced"}]
+    leases += [one | {"lease_id": "d", "parent": "b"}, one | {"lease_id": "e", "card_uuid": "GPU-2", "size_bytes": 4}]
+    assert bytes_without_job(leases, {"a"}) == {"GPU-1": 1, "GPU-2": 4}
+
+
+def test_a_job_without_room_fails_alone_unless_the_memory_is_held_outside_jobs(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, records = start_daemon(vram=["64MiB"]), JobRecords(tmp_path)
+    monkeypatch.setattr(slurm, "WAIT_S", 0.1)
+
+    def run(*command: str, job: str = "1", vram_mib: int = 40) -> Any:
+        environment = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": str(os.geteuid())}
+        environment |= {"SLURM_JOB_COMMENT": f"[vram_mib={vram_mib}]"}
+        arguments = [*command, "--daemon", daemon.address]
+        return CliRunner().invoke(slurm.main, arguments, env=environment)
+
+    def refusal(job: str) -> str:
+        record = records.read(job)
+        assert record is not None
+        return record.refusal
+
+    prolog = ("prolog", "--folder", str(tmp_path))
+    with (tmp_path / slurm.SERVICE_LOCK).open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "Name=vram Count=64\nName=vram_cards Count=1\n" in run("count", "--jobs-per-card", "2").output
+        # Slurm would have to count correctly to keep these away: the empty card can't hold the first, and a lease of a
+        # job leaves no room for the third.
+        for job, vram_mib in (("1", 70), ("2", 40), ("3", 40)):
+            done = run(*prolog, job=job, vram_mib=vram_mib)
+            assert done.exit_code == 0, done.output
+        for job in ("1", "3"):
+            assert slurm.COUNTED_TOO_MUCH in refusal(job)
+        assert refusal("2") == ""
+        with pytest.raises(MissingPrerequisite, match="must be idle"):
+            raise run("count", "--jobs-per-card", "2").exception
+        # The same lease, but no job has it.
+        records.forget("2")
+        with pytest.raises(MissingPrerequisite, match="were requested"):
+            raise run(*prolog, job="4").exception
+        assert records.read("4") is None
+
+
+def test_a_prolog_waits_for_a_service_that_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ClockOfTest()
+    monkeypatch.setattr(slurm, "time", clock)
+    with pytest.raises(MissingPrerequisite, match="the service does not run"):
+        slurm._check_service(tmp_path)
+    assert clock.now_s >= 1000.0 + slurm.SERVICE_WAIT_S
+    with (tmp_path / slurm.SERVICE_LOCK).open("ab") as held:
+        monkeypatch.setattr(clock, "sleep", lambda seconds: fcntl.flock(held, fcntl.LOCK_EX))
+        slurm._check_service(tmp_path)
+
+
+def test_a_missing_command_of_slurm_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    slurm_jobs._log_missing.cache_clear()
+    assert {state_of_job(job, "gpu1") for job in ("7", "8")} == {JobState.UNKNOWN}
+    assert capsys.readouterr().err.count("squeue is not in PATH") == 1
 
 
 @pytest.fixture
