@@ -108,7 +108,7 @@ class Revoked(GpuLeaseError):
     """An operator took the lease back; its context and its memory are gone."""
 
     host_code = -6
-    default_hint = "Ask the operator of the node why, then acquire a new lease"
+    default_hint = "Ask the node's operator why, then acquire a new lease"
 
 
 @answers(Status.FENCED)
@@ -116,7 +116,7 @@ class Fenced(GpuLeaseError):
     """The card's memory could not be proved free, so the daemon does not grant it again."""
 
     host_code = -3
-    default_hint = "Use another card, or ask the operator of the node to clear the fence"
+    default_hint = "Use another card, or ask the node's operator to clear the fence"
 
 
 @answers(Status.CAPACITY_EXCEEDED)
@@ -159,7 +159,7 @@ class Disconnected(GpuLeaseError):
 class Untrusted(Disconnected):
     """The peer at a tls: address could not prove that it is the intended daemon; nothing was sent to it."""
 
-    default_hint = "Ask the operator of the node for its name and its CA's certificate"
+    default_hint = "Ask the node's operator for the node's name and its CA's certificate"
 
 
 @answers(Status.UNSUPPORTED)
