@@ -55,10 +55,13 @@ RUN: Final = {"python", "sh"}
 NODE: Final = "gpuleased --listen unix:/tmp/gpulease.sock"
 """How the block begins that starts the daemon which all documents' programs use."""
 
+VENV: Final = "python3 -m venv /opt/gpulease && /opt/gpulease/bin/pip install '.[daemon,cuda]'\n"
+"""How the blocks begin that install the daemon."""
+
 NOT_RUN: Final = {
     "pip install '.[daemon,test]'": "Run the tests",
-    "pip install '.[daemon,cuda]'": "As root, where there is a GPU",
-    "python3 -m venv /opt/gpulease": "As root",
+    f"{VENV}/opt/gpulease/bin/gpuleased": "As root, where there is a GPU",
+    f"{VENV}/opt/gpulease/bin/gpulease install-service": "As root",
     "/opt/gpulease/bin/pip install --upgrade": "as root",
     "gpulease drain --within 10m --wait": "as root",
     "gpuleased --http": "as root",
@@ -77,7 +80,20 @@ NOT_RUN: Final = {
 NEEDED: Final = {"client/kernels/README.md": ("triton", "cuda.bindings", "numba.cuda")}
 """Compilers that a document's programs use, and that the tests' own extras do not install."""
 
-PROGRAMS: Final = {"curl", "etcd", "etcdctl", "od", "pip", "printf", "pytest", "python", "python3", "rm", "systemctl"}
+PROGRAMS: Final = {
+    "curl",
+    "etcd",
+    "etcdctl",
+    "ln",
+    "od",
+    "pip",
+    "printf",
+    "pytest",
+    "python",
+    "python3",
+    "rm",
+    "systemctl",
+}
 """What shell blocks run besides our own commands."""
 
 
