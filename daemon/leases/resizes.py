@@ -116,7 +116,8 @@ class Resizes:
         # The new slice is what the worker reports, but never more than the lease is charged for.
         resize.least_bytes = min(max(size_bytes, resize.least_bytes), lease.terms.size_bytes)
         less_bytes = lease.terms.size_bytes - resize.least_bytes
-        if not less_bytes:
+        # The worker of a restored lease may have grown before, by an order whose row was lost.
+        if not less_bytes and not lease.is_restored:
             self._finish(lease, resize, out)
             return
         # The worker's own report does not prove that the card has the bytes back. Poll until it shows them.
