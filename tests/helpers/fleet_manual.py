@@ -21,7 +21,7 @@ def restore_commands(tool: str = "etcdctl") -> tuple[str, str]:
         dedent(block) for block in re.findall(r"^ *```sh\n(.*?)^ *```$", section, re.MULTILINE | re.DOTALL)
     )
     if tool == "etcdutl":
-        (more,) = re.findall(r"`etcdutl` takes the place of `etcdctl`, and more: `(.+?)`", section)
+        (more,) = re.findall(r"run `etcdutl` instead of `etcdctl`, and add `(.+?)`", section)
         restore = f"{restore.rstrip()} {more}".replace("etcdctl", "etcdutl")
         asked = ["etcdutl", "snapshot", "restore", "--help"]
         if not shutil.which(tool) or "--bump-revision" not in subprocess.check_output(asked, text=True):

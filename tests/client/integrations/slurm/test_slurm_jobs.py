@@ -218,7 +218,7 @@ def test_a_job_without_room_fails_alone_unless_the_memory_is_held_outside_jobs(
             raise run("count", "--jobs-per-card", "2").exception
         # The same lease, but no job has it.
         records.forget("2")
-        with pytest.raises(MissingPrerequisite, match="were requested"):
+        with pytest.raises(MissingPrerequisite, match="was requested"):
             raise run(*prolog, job="4").exception
         assert records.read("4") is None
 
