@@ -1,25 +1,22 @@
 """`gpulease move`: a parkable lease's session goes on on another card, or all sessions of a card do."""
 
 import json
-import sys
 import time
 from typing import Final
 
 import click
 
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.cli.session_moves import ENDED, print_outcomes
 from gpulease.client.console.reports import Report, cards_of, leases_of
-from gpulease.client.console.tables import fitted, output_width, seconds_text, shown, size_text
+from gpulease.client.console.tables import seconds_text, shown, size_text
 from gpulease.client.errors import (
     Busy,
     CapacityExceeded,
     Denied,
     GpuLeaseError,
     InvalidRequest,
-    LeaseExpired,
     NotFound,
-    Revoked,
     Unsupported,
 )
 from gpulease.client.sync.driver import ask
@@ -33,8 +30,6 @@ RETRY_S: Final = 0.05
 
 PATIENCE_S: Final = 10.0
 """How long to try a session of a card that is emptied while it is busy, in seconds."""
-
-_ENDED: Final = (LeaseExpired, Revoked, NotFound)
 
 
 @click.command()
@@ -79,19 +74,14 @@ def _empty(source: str, device: str | None, as_json: bool) -> None:
     on_card = [lease for lease in found if lease["card_uuid"] == uuid and not lease.get("parent")]
     active = sorted((lease for lease in on_card if lease["state"] == "active"), key=_size_of, reverse=True)
     outcomes = [_leave(lease, uuid, target) for lease in active]
-    stays = sum(outcome["outcome"] == "stays" for outcome in outcomes)
-    if as_json:
-        click.echo(json.dumps(outcomes, indent=2))
-    elif not outcomes:
-        click.echo(shown(f"Card {uuid} has no lease."))
-    else:
-        rows = [[one["lease_id"], one["tenant"], _text(one)] for one in outcomes]
-        head = ["lease", "tenant", "outcome"]
-        click.echo(fitted(head, rows, output_width(), texts=("lease", "tenant"), is_text_last=True))
-        if stays:
-            click.echo(shown(f"{counted(stays, 'lease')} stayed on card {uuid}."))
-    if stays:
-        sys.exit(EXIT_FAILED)
+    print_outcomes(
+        outcomes,
+        {"lease": "lease_id", "tenant": "tenant"},
+        _text,
+        as_json=as_json,
+        if_none=f"Card {uuid} has no lease.",
+        if_stays=lambda stays: f"{counted(stays, 'lease')} stayed on card {uuid}.",
+    )
 
 
 def _uuid_of(named: str, option: str) -> str:
@@ -120,7 +110,7 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
             return outcome | {"outcome": "stays", "reason": "no other card has room for it"}
         try:
             moved = ask(Opcode.LEASE_MOVE, LeaseMove(number, card))
-        except _ENDED:
+        except ENDED:
             return outcome | {"outcome": "ended"}
         except Busy as error:
             if time.monotonic() < until and _is_on(number, uuid):

@@ -1,30 +1,24 @@
 """`gpulease upgrade-workers`: sessions leave the workers of an earlier daemon, one after the other."""
 
-import sys
 import time
 from typing import Final
 
 import click
 
 from gpulease.client.cli.drain import milliseconds_of
-from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.cli.session_moves import ENDED, print_outcomes
 from gpulease.client.console.reports import Report, leases_of
-from gpulease.client.console.tables import fitted, output_width
 from gpulease.client.errors import (
     Busy,
     CapacityExceeded,
     Denied,
     InvalidRequest,
-    LeaseExpired,
-    NotFound,
-    Revoked,
     Unsupported,
 )
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.counts import counted
-from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.messages import Empty, LeaseMove
 from gpulease.protocol.time_units import US_PER_MS
 
@@ -32,8 +26,6 @@ RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 0.5
 """First and longest pause before a session that was busy is tried again, in seconds. Each try is a park, and the node's
 `parks_per_minute` (240 by default) bounds those."""
-
-_ENDED: Final = (LeaseExpired, Revoked, NotFound)
 
 
 @click.command()
@@ -73,19 +65,16 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
         outcomes.append(_upgrade(lease, patience_ms / 1000))
         if not as_json and len(found) > 1:
             click.echo(f"{number + 1} of {len(found)}", err=True)
-    stays = sum(outcome["outcome"] == "stays" for outcome in outcomes)
-    if as_json:
-        click.echo(indented_json(outcomes))
-    elif not found:
-        click.echo("No worker runs the code of an earlier daemon.")
-    else:
-        rows = [[one["lease_id"], one["tenant"], one["from_version"], _text(one)] for one in outcomes]
-        head = ["lease", "tenant", "version", "outcome"]
-        click.echo(fitted(head, rows, output_width(), texts=("lease", "tenant", "version"), is_text_last=True))
-        if stays:
-            click.echo(f"{counted(stays, 'session')} stayed in {'its' if stays == 1 else 'their'} earlier worker.")
-    if stays:
-        sys.exit(EXIT_FAILED)
+    print_outcomes(
+        outcomes,
+        {"lease": "lease_id", "tenant": "tenant", "version": "from_version"},
+        _text,
+        as_json=as_json,
+        if_none="No worker runs the code of an earlier daemon.",
+        if_stays=lambda stays: (
+            f"{counted(stays, 'session')} stayed in {'its' if stays == 1 else 'their'} earlier worker."
+        ),
+    )
 
 
 def _upgrade(lease: Report, patience_s: float) -> Report:
@@ -95,7 +84,7 @@ def _upgrade(lease: Report, patience_s: float) -> Report:
     while True:
         try:
             moved = ask(Opcode.LEASE_MOVE, LeaseMove(int(lease["lease_id"], 16), lease["card_uuid"]))
-        except _ENDED:
+        except ENDED:
             return outcome | {"outcome": "ended"}
         except Busy as error:
             if time.monotonic() < until:
