@@ -17,6 +17,7 @@ from gpulease.client.errors import GpuLeaseError
 if TYPE_CHECKING:
     # Needs the extra `serve`, without which the command says what to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
+    from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
     from gpulease.client.decode.supervisor.model_pool import ModelPool
     from gpulease.protocol.http_origin import KnownHosts
 
@@ -52,6 +53,7 @@ async def serve_models(
     from gpulease.client.decode.openai.pool_metrics import PoolMetrics
     from gpulease.client.decode.openai.served_models import ManyModels
     from gpulease.client.decode.page.decode_page import DecodePage
+    from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
     from gpulease.client.decode.supervisor.model_pool import ModelPool
     from gpulease.client.http.uvicorn_server import serve_within
 
@@ -101,34 +103,30 @@ async def serve_models(
                 await asyncio.sleep(STOP_POLL_S)
             pool.drain()
 
-        draining = asyncio.create_task(drain_with_server())
-        reloading = _Reload(pool, path, settings)
+        tasks = BackgroundTasks()
+        stack.push_async_callback(tasks.stop)
+        tasks.start(drain_with_server())
+        reloading = _Reload(pool, path, settings, tasks)
         stack.callback(reloading.close)
-        stack.callback(draining.cancel)
         await serve_within(app, sock, known=known, stop_s=stop_s, began=servers.append)
         # Streams that fronts have open would otherwise wait for models until their own limit.
         pool.drain()
 
 
 class _Reload:
-    """Applies the models of a settings file to a pool on SIGHUP."""
+    """Applies the models of a settings file to a pool on SIGHUP, in tasks of the server's."""
 
-    def __init__(self, pool: "ModelPool", path: Path, settings: "DecodeSettings") -> None:
-        self._pool, self._path, self._settings = pool, path, settings
+    def __init__(self, pool: "ModelPool", path: Path, settings: "DecodeSettings", tasks: "BackgroundTasks") -> None:
+        self._pool, self._path, self._settings, self._tasks = pool, path, settings, tasks
         self._one_at_a_time = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGHUP, self._start)
 
     def close(self) -> None:
         self._loop.remove_signal_handler(signal.SIGHUP)
-        for task in self._tasks:
-            task.cancel()
 
     def _start(self) -> None:
-        task = asyncio.create_task(self._reload())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._reload())
 
     async def _reload(self) -> None:
         from gpulease.client.decode.openai.decode_settings import load_decode_settings

@@ -283,10 +283,6 @@ class ModelResidency:
         self._tickets[ticket] = model
         return self._advance(now)
 
-    def withdraw(self, ticket: int, now: float) -> list[Effect]:
-        """A request's caller is gone while it waits, or after it was admitted."""
-        return self.release(ticket, now)
-
     def release(self, ticket: int, now: float) -> list[Effect]:
         """A request uses its model no more, or does not wait for it any more. Ignored if it was refused."""
         found = self.models.get(self._tickets.pop(ticket, ""))

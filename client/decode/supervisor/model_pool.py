@@ -12,8 +12,8 @@ and processes for texts, so loading one delays no step of another.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -178,10 +178,8 @@ class ModelPool:
         Raises InvalidRequest for a model that is larger than the card's memory for models.
         """
         terms = await self._terms_of(self._specs)
-        try:
+        with _refusing_large_models():
             self.residency = ModelResidency(self._limits, terms)
-        except ValueError as error:
-            raise InvalidRequest(str(error), "Raise pool.memory, or give the model smaller limits") from None
         self._apply(self.residency.start(self._clock()))
         try:
             yield self
@@ -310,10 +308,8 @@ class ModelPool:
         Raises InvalidRequest for a model that is larger than the card's memory for models: nothing changes then.
         """
         terms = await self._terms_of(specs)
-        try:
+        with _refusing_large_models():
             effects = self.residency.change(terms, self._clock())
-        except ValueError as error:
-            raise InvalidRequest(str(error), "Raise pool.memory, or give the model smaller limits") from None
         self._specs = dict(specs)
         paths = {spec.path for spec in specs.values()}
         self._tokenizers = {path: known for path, known in self._tokenizers.items() if path in paths}
@@ -505,6 +501,14 @@ def _state_of(path: Path, *, has_weights: bool = False) -> object:
         files = [file for file in files if file.suffix != ".safetensors"]
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
     return [(name, stat.st_mtime_ns, stat.st_size) for name, stat in stats]
+
+
+@contextmanager
+def _refusing_large_models() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidRequest(str(error), "Raise pool.memory, or give the model smaller limits") from None
 
 
 def unknown_model(model: str) -> UnknownModel:

@@ -15,6 +15,7 @@ import pytest
 from gpulease.client.cli.serve_models import _Reload
 from gpulease.client.decode import TINY_MODEL
 from gpulease.client.decode.openai.decode_settings import load_decode_settings
+from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
 from gpulease.client.decode.supervisor.model_pool import ModelPool
 from gpulease.client.errors import InvalidRequest
 from helpers.daemon import Daemon, python_environment
@@ -43,7 +44,8 @@ def test_a_reload_serves_the_file_s_models_and_a_mistake_changes_nothing(
         # No model is loaded, so it needs no daemon.
         pool = ModelPool(settings.models, settings.pool.limits(), address="unix:/nowhere")
         async with pool.serving():
-            with contextlib.closing(_Reload(pool, path, settings)):
+            tasks = BackgroundTasks()
+            with contextlib.closing(_Reload(pool, path, settings, tasks)):
                 for models, served in ((("b", "c"), ["b", "c"]), ((), ["b", "c"]), (("d",), ["d"])):
                     path.write_text(text(*models) if models else "[pool]\nmemory = 5\n")
                     caplog.clear()
@@ -53,6 +55,7 @@ def test_a_reload_serves_the_file_s_models_and_a_mistake_changes_nothing(
                             await asyncio.sleep(0.01)
                     assert list(pool.specs) == list(pool.residency.models) == served
                     assert ("not reloaded" in caplog.text) is (models == ())
+            await tasks.stop()
 
     with caplog.at_level("INFO", "gpulease.decode"):
         asyncio.run(part())

@@ -100,7 +100,7 @@ def test_a_model_that_yielded_for_nothing_admits_its_requests() -> None:
     models.loaded("a", 0.0)
     assert models.request(2, "b", 6.0, LATE) == []
     assert models.request(3, "a", 6.5, LATE) == []
-    assert models.withdraw(2, 7.0) == [Admit(3)]
+    assert models.release(2, 7.0) == [Admit(3)]
 
 
 def test_nothing_overtakes_the_first_model_that_waits() -> None:
@@ -391,7 +391,7 @@ class AnyOrder(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.wants)))
         del self.wants[ticket]
-        self.apply(self.models.withdraw(ticket, self.now))
+        self.apply(self.models.release(ticket, self.now))
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), outcome=st.sampled_from(["", "", "", "fails", "no room"]))
