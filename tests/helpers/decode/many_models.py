@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
 from gpulease.client.decode.supervisor.decoder import engine_bytes
 from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
 from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
+from helpers.decode.server_thread import served_in_thread
 
 PARKING: Final = """
 [limits]
@@ -35,7 +35,6 @@ parks_per_minute = 10000
 
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=4, positions=96, text_processes=1)
 ANN, BOB = TenantConfig("ann", 2, 12), TenantConfig("bob", 2, 12)
-START_LIMIT_S: Final = 120.0
 
 
 def model_bytes(path: Path = TINY_MODEL, tenants: Sequence[TenantConfig] = (ANN, BOB)) -> int:
@@ -104,12 +103,9 @@ def pool_rig(
     *,
     is_audited: bool = False,
 ) -> Iterator[PoolRig]:
-    servers: list[uvicorn.Server] = []
     rigs: list[PoolRig] = []
-    failures: list[BaseException] = []
-    begun = threading.Event()
 
-    async def run() -> None:
+    async def run(began: Callable[[uvicorn.Server], None]) -> None:
         keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in (ANN, BOB)})
         serving: list[ModelPool] = []
         metrics = PoolMetrics(["ann", "bob"], lambda: next(iter(serving), None))
@@ -130,37 +126,14 @@ def pool_rig(
                 app = make_pool_application(pool, models, keys, routes=page.routes(), metrics=metrics.text)
                 rigs.append(PoolRig(url, pool, models, asyncio.get_running_loop()))
 
-                def began(server: uvicorn.Server) -> None:
-                    servers.append(server)
-                    begun.set()
-
                 known = known_hosts(sock, ())
                 if http_processes:
                     welcome = Welcome("", keys.digests, (), (), 5.0)
                     sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
                 await serve_within(app, sock, known=known, stop_s=5, began=began)
 
-    def body() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            begun.set()
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    try:
-        assert begun.wait(START_LIMIT_S)
-        if failures:
-            raise failures[0]
+    with served_in_thread(run, stop_limit_s=100):
         yield rigs[0]
-    finally:
-        for server in servers:
-            server.should_exit = True
-        thread.join(100)
-    assert not thread.is_alive()
-    assert failures == []
 
 
 def events_of(lines: Iterator[str]) -> tuple[list[dict[str, Any]], list[str]]:

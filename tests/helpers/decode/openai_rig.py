@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from gpulease.client.decode.openai.openai_server import make_openai_application
 from gpulease.client.decode.openai.served_models import OneModel
 from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
 from helpers.daemon import Daemon
+from helpers.decode.server_thread import served_in_thread
 
 if TYPE_CHECKING:
     import openai
@@ -29,7 +29,6 @@ MODEL: Final = "tiny"
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=8, positions=160)
 TENANTS: Final = (TenantConfig("ann", 4, 32), TenantConfig("bob", 1, 10, max_waiting=0), TenantConfig("eve", 1, 4))
 CHAT_TOKENS: Final = 40
-START_LIMIT_S: Final = 120.0
 
 
 class OpenAiRig:
@@ -80,12 +79,9 @@ def openai_rig(
     settings: DecoderSettings = SETTINGS,
     tenants: Sequence[TenantConfig] = TENANTS,
 ) -> Iterator[OpenAiRig]:
-    servers: list[uvicorn.Server] = []
     rigs: list[OpenAiRig] = []
-    failures: list[BaseException] = []
-    begun = threading.Event()
 
-    async def run() -> None:
+    async def run(began: Callable[[uvicorn.Server], None]) -> None:
         keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in tenants})
         with listening("tcp:127.0.0.1:0") as (sock, url):
             async with Decoder.open(model, tenants, settings, address=daemon.address, observers=observers) as decoder:
@@ -101,10 +97,6 @@ def openai_rig(
                 await decoder.prompts.start()
                 rigs.append(OpenAiRig(url, decoder, asyncio.get_running_loop()))
 
-                def began(server: uvicorn.Server) -> None:
-                    servers.append(server)
-                    begun.set()
-
                 async with AsyncExitStack() as stack:
                     known = known_hosts(sock, (), cors)
                     if http_processes:
@@ -114,24 +106,5 @@ def openai_rig(
                         sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
                     await serve_within(app, sock, known=known, stop_s=5, began=began)
 
-    def body() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            begun.set()
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    try:
-        assert begun.wait(START_LIMIT_S)
-        if failures:
-            raise failures[0]
+    with served_in_thread(run, stop_limit_s=60):
         yield rigs[0]
-    finally:
-        for server in servers:
-            server.should_exit = True
-        thread.join(60)
-    assert not thread.is_alive()
-    assert failures == []
