@@ -37,7 +37,7 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3's scaling of rotary embeddings ("rope_type": "llama3"); `rotary.divisors_of` has the rule."""
+    """Llama 3's scaling of rotary embeddings ("rope_type": "llama3"); `rotary.rotation_of` has the rule."""
 
     factor: float
     low_frequency_factor: float
@@ -50,6 +50,47 @@ class LinearScaling:
     """Scaling of rotary embeddings that divides every frequency by the factor ("rope_type": "linear")."""
 
     factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN's scaling of rotary embeddings ("rope_type": "yarn"); `rotary.rotation_of` has the rule.
+
+    Attributes:
+        factor: What the slow frequencies are divided by.
+        beta_fast: Frequencies that turn more often than this within the original context stay as they are.
+        beta_slow: Those that turn less often than this are divided by the whole factor.
+        original_context: Positions that the model was trained for before the scaling.
+        attention_factor: What cosines and sines are multiplied by.
+        is_truncated: Whether the range of frequencies between the two is widened to whole pairs.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_context: int
+    attention_factor: float
+    is_truncated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """LongRoPE's scaling of rotary embeddings ("rope_type": "longrope"): a divisor of its own for each frequency.
+
+    Attributes:
+        short: Divisors for sequences of up to `original_context` positions.
+        long: Divisors for longer ones.
+        original_context: Positions that the model was trained for before the scaling.
+        attention_factor: What cosines and sines are multiplied by.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+
+
+AnyScaling = RopeScaling | LinearScaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +130,7 @@ class ModelConfig:
     rope_theta: float
     norm_epsilon: float
     is_tied: bool
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: AnyScaling | None = None
     has_bias: bool = False
     has_head_norm: bool = False
     begin_token: int | None = None

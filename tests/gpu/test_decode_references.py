@@ -13,7 +13,7 @@ from helpers.decode.agreement import Scorer, compare_scorers
 from helpers.decode.engine_rig import running
 from helpers.decode.engine_scorer import EngineScorer
 from helpers.decode.hugging_face import IS_INSTALLED, write_folder
-from helpers.decode.made_models import F32, SMALL_MODELS, TINY_FOLDER, random_tensors, tiny_model
+from helpers.decode.made_models import F32, SCALED_MODELS, SMALL_MODELS, TINY_FOLDER, random_tensors, tiny_model
 from helpers.decode.prompts import prompts
 from helpers.decode.recorded import Recorded, recorded
 from helpers.decode.reference import Reference
@@ -35,6 +35,9 @@ MAX_SMOLLM2_ERROR = 1.0
 """Of the engine's logits: two to three times what bf16 between linears makes of numpy's: 0.11, 0.04, 0.31."""
 
 LIMITS = StepLimits(max_rows=64, tables=64, positions=256)
+SHORT_LIMITS = StepLimits(max_rows=64, tables=64, positions=128)
+"""Positions within the models' original context, where LongRoPE's divisors are transformers' for every length."""
+
 LEASE_BYTES = 2 << 30
 
 
@@ -45,19 +48,27 @@ def check(reference: Recorded, other: Scorer, asked: list[list[int]], max_error:
     assert logits.decided_differing == greedy.wrong == 0
 
 
-def check_engine(daemon: Daemon, model: Path, reference: Recorded, asked: list[list[int]], max_error: float) -> None:
-    with running(daemon.address, open_model(model), LIMITS, size_bytes=LEASE_BYTES) as rig:
+def check_engine(
+    daemon: Daemon,
+    model: Path,
+    reference: Recorded,
+    asked: list[list[int]],
+    max_error: float,
+    limits: StepLimits = LIMITS,
+) -> None:
+    with running(daemon.address, open_model(model), limits, size_bytes=LEASE_BYTES) as rig:
         check(reference, EngineScorer(rig), asked, max_error)
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *SCALED_MODELS])
 def test_every_family_is_computed_as_transformers_does(daemon: Daemon, name: str, tmp_path: Path) -> None:
-    config, tensors = SMALL_MODELS[name], random_tensors(SMALL_MODELS[name])
+    config = (SMALL_MODELS | SCALED_MODELS)[name]
+    tensors = random_tensors(config)
     write_folder(tmp_path / "model", config, tensors)
     asked = [[7], [*range(1, 90)], [5, 300, 5]]
     reference = recorded("hugging_face", tmp_path / "model", asked, NEW_TOKENS, tmp_path / "found")
     check(reference, Reference(config, tensors), asked, MAX_ERROR)
-    check_engine(daemon, tmp_path / "model", reference, asked, MAX_SMALL_ERROR)
+    check_engine(daemon, tmp_path / "model", reference, asked, MAX_SMALL_ERROR, SHORT_LIMITS)
 
 
 def test_the_tiny_model_is_computed_as_transformers_does(daemon: Daemon, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gpulease.client.decode.checkpoint.rotary import Rotation
 from gpulease.client.decode.checkpoint.tensors import Tensor
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.decode.pooling import Pooling
@@ -35,8 +33,8 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model, by its name in Hugging Face's checkpoints."""
 
-    def rotary_divisors(self) -> NDArray[np.float64]:
-        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies; ones if they are not scaled."""
+    def rotation(self, positions: int) -> Rotation:
+        """Return how positions turn heads, in an engine with sequences of up to `positions` positions."""
 
     def sha256(self) -> str:
         """Return the digest of the weights' files and the config, in hexadecimal.

@@ -21,6 +21,7 @@ from gpulease.client.decode.checkpoint.model_tensors import (
     model_tensors,
 )
 from gpulease.client.decode.checkpoint.pooling import gguf_pooling
+from gpulease.client.decode.checkpoint.rotary import Rotation
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import RowReader, Tensor, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -73,15 +74,15 @@ class GgufFile:
         divisors = entries.pop(ROTARY_DIVISORS, None)
         check_names(self.config, entries, self.name)
         self._tensors = {name: self._tensor(name, entries[name], shape) for name, shape in model_tensors(self.config)}
-        self._divisors = self._divisors_of(divisors)
+        self._rotation = Rotation(self._divisors_of(divisors))
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model. Raises KeyError for a name that it does not have."""
         return self._tensors[name]
 
-    def rotary_divisors(self) -> NDArray[np.float64]:
-        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies: the file's, or ones."""
-        return self._divisors
+    def rotation(self, positions: int) -> Rotation:
+        """Return how positions turn heads: by the file's divisors, whatever the `positions`, or by ones."""
+        return self._rotation
 
     def sha256(self) -> str:
         """Return the file's SHA-256 in hexadecimal. Reads the whole file."""

@@ -3,10 +3,11 @@
 from typing import Final
 
 from gpulease.client.decode.checked_file import Members
-from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
+from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS
+from gpulease.client.decode.checkpoint.hugging_face_rotary import rotary_scaling
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
-from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig, RopeScaling, check_config
+from gpulease.client.decode.model_config import Family, ModelConfig, check_config
 from gpulease.client.texts import quoted
 
 MISTRAL: Final = "mistral"
@@ -20,7 +21,6 @@ TYPES: Final[dict[str, tuple[Family, str]]] = {
 }
 """The family of each `model_type`, and the class that config.json names for it."""
 
-DEFAULT_ROPE_THETA: Final = 10_000.0
 DEFAULT_NORM_EPSILON: Final = 1e-6
 QWEN3_HEAD_WIDTH: Final = 128
 KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL: 8}
@@ -51,7 +51,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     # A missing member has a default in some classes. null means as many as query heads, in every one.
     is_left_out = kind in KEY_HEADS and "num_key_value_heads" not in said.values
     key_heads = KEY_HEADS[kind] if is_left_out else said.whole("num_key_value_heads", heads)
-    theta, scaling = _rotary(said)
+    theta, scaling = rotary_scaling(said, head_width)
     # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
     ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
     ends = ends or said.tokens("eos_token_id")
@@ -101,54 +101,3 @@ def _model_type(said: Members) -> str:
     if architectures is not None and architectures != [TYPES[name][1]]:
         raise ModelRejected(f"{said.where}: architectures {quoted(str(architectures))} is not [{TYPES[name][1]}]")
     return name
-
-
-def _rotary(said: Members) -> tuple[float, RopeScaling | LinearScaling | None]:
-    """Return the base of the rotary embeddings, and their scaling; None if they are not scaled.
-
-    The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
-    `rope_parameters`, which takes precedence over members next to it.
-    """
-    # An empty object counts as missing.
-    scaling = said.object("rope_scaling")
-    if scaling is None or not scaling.values:
-        scaling = said.object("rope_parameters")
-    theta = said.number("rope_theta", DEFAULT_ROPE_THETA)
-    if scaling is None:
-        return theta, None
-    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
-        raise ModelRejected(
-            f"{scaling.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
-        )
-    scaling = judged(scaling, ROPE_KEYS)
-    theta = scaling.number("rope_theta", theta)
-    # `type` is the older name of `rope_type`.
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        # Below 1 it would shorten wavelengths, which no model is trained for.
-        if not (factor := scaling.number("factor")) >= 1:
-            raise ModelRejected(f"{scaling.where}: factor must be at least 1, not {factor}")
-        return theta, LinearScaling(factor)
-    if kind != "llama3":
-        raise ModelRejected(f"{scaling.where}: rope_type must be default, linear or llama3, not {quoted(kind)}")
-    found = RopeScaling(
-        scaling.number("factor"),
-        scaling.number("low_freq_factor"),
-        scaling.number("high_freq_factor"),
-        # For this one the outer member takes precedence, as in transformers. Without either, it is the context.
-        said.whole(
-            "original_max_position_embeddings",
-            scaling.whole("original_max_position_embeddings", said.whole("max_position_embeddings")),
-        ),
-    )
-    # Other values would make the rule (`rotary.divisors_of`) divide by zero, or scale in the wrong direction.
-    if not (found.factor >= 1 and 0 < found.low_frequency_factor < found.high_frequency_factor):
-        raise ModelRejected(
-            f"{scaling.where}: factor {found.factor}, from {found.low_frequency_factor} to"
-            f" {found.high_frequency_factor}, scales nothing"
-        )
-    if found.original_context < 1:
-        raise ModelRejected(f"{scaling.where}: original_max_position_embeddings is {found.original_context}")
-    return theta, found

@@ -244,10 +244,6 @@ ROPE_KEYS: Final[KeyTable] = {
         "low_freq_factor",
         "high_freq_factor",
         "original_max_position_embeddings",
-    ),
-    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
-    # For types of scaling that are refused; the accepted types ignore them.
-    **no_effect(
         "attention_factor",
         "beta_fast",
         "beta_slow",
@@ -256,6 +252,9 @@ ROPE_KEYS: Final[KeyTable] = {
         "mscale",
         "mscale_all_dim",
         "truncate",
+    ),
+    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
+    **no_effect(
         "finetuned",
         # Parts of a head for the axes of an image. A text's position is the same on each axis.
         "mrope_section",

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
-from gpulease.client.decode.checkpoint.rotary import divisors_of
+from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of
 from gpulease.client.decode.checkpoint.tensors import RowReader, Tensor, TensorType, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig, check_config
@@ -57,9 +57,9 @@ class RandomCheckpoint:
         start = zlib.crc32(f"{self._seed} {name}".encode())
         return Tensor(name, shape, TensorType.BF16, _reader(self._scaled[mean, spread], start, shape[-1]))
 
-    def rotary_divisors(self) -> NDArray[np.float64]:
-        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies."""
-        return divisors_of(self.config)
+    def rotation(self, positions: int) -> Rotation:
+        """Return how positions turn heads, in an engine with sequences of up to `positions` positions."""
+        return rotation_of(self.config, positions)
 
     def sha256(self) -> str:
         """Return the digest of the config and the seed, which determine the weights."""

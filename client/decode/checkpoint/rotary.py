@@ -1,17 +1,18 @@
-"""Rotary embeddings: frequencies, their scaling (linear, or Llama 3's), and the tables of cosines and sines.
+"""Rotary embeddings: frequencies, their scaling, and the tables of cosines and sines.
 
 The tables have the same bits on every host, because only decimal arithmetic and IEEE sums and products compute them.
 Hosts' own powers and cosines differ in their last bits, which shows in f32 at position 8,192.
 """
 
 import math
+from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.decode.model_config import LinearScaling, ModelConfig
+from gpulease.client.decode.model_config import LinearScaling, LongScaling, ModelConfig, YarnScaling
 
 DIGITS: Final = Context(prec=50)
 HALF_PI: Final = Decimal("1.5707963267948966192313216916397514420985846996875529")
@@ -26,25 +27,94 @@ COSINE: Final = [(-1) ** k / math.factorial(2 * k) for k in range(10)]
 Floats = NDArray[np.float64]
 
 
-def divisors_of(config: ModelConfig) -> Floats:
-    """Return the divisors of the head_width / 2 frequencies; ones if the config has no scaling.
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """How positions turn heads, in sequences of an engine.
 
-    A linear scaling divides all frequencies by its factor. Llama 3's rule, as in transformers'
-    _compute_llama3_parameters: wavelengths above original_context / low_frequency_factor are scaled by the factor,
-    those below original_context / high_frequency_factor are not, and those in between are scaled partly.
+    Attributes:
+        divisors: Divisors of the head_width / 2 frequencies; ones if they are not scaled.
+        attention_factor: What cosines and sines are multiplied by.
+    """
+
+    divisors: Floats
+    attention_factor: float = 1.0
+
+
+def rotation_of(config: ModelConfig, positions: int) -> Rotation:
+    """Return the rotation for an engine with sequences of up to `positions` positions.
+
+    The rules are those of transformers' modeling_rope_utils. A linear scaling divides all frequencies by its factor.
+    Llama 3's scales wavelengths above original_context / low_frequency_factor by the factor, those below
+    original_context / high_frequency_factor not at all, and those in between partly. YaRN does that by pairs of a
+    head's values, between the two pairs that turn beta_fast and beta_slow times within the original context.
+
+    LongRoPE has two lists of divisors. In transformers a sequence's length decides: when it exceeds the original
+    context, all of its keys are computed again. Here `positions` decides, for all sequences, because keys that are in
+    memory can't change.
     """
     scaling = config.rope_scaling
     frequencies = frequencies_of(config)
     if scaling is None:
-        return np.ones_like(frequencies)
+        return Rotation(np.ones_like(frequencies))
     if isinstance(scaling, LinearScaling):
-        return np.full_like(frequencies, scaling.factor)
+        return Rotation(np.full_like(frequencies, scaling.factor))
+    if isinstance(scaling, LongScaling):
+        divisors = scaling.long if positions > scaling.original_context else scaling.short
+        return Rotation(np.array(divisors, np.float64), scaling.attention_factor)
+    if isinstance(scaling, YarnScaling):
+        low, high = _yarn_range(config, scaling)
+        # 1 for the pairs before the range, 0 for those after it.
+        share = 1.0 - np.clip((np.arange(len(frequencies)) - low) / (high - low), 0.0, 1.0)
+        return Rotation(_partly_divided(share, scaling.factor), scaling.attention_factor)
     # How often each frequency turns within the original context.
     turns = scaling.original_context * frequencies / (2 * math.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    # 1 where a frequency stays as it is, 0 where it is divided by the whole factor.
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - share) / scaling.factor + share))
+    slow, fast = scaling.low_frequency_factor, scaling.high_frequency_factor
+    return Rotation(_partly_divided(np.clip((turns - slow) / (fast - slow), 0.0, 1.0), scaling.factor))
+
+
+def _partly_divided(share: Floats, factor: float) -> Floats:
+    """Return divisors: 1 where a frequency's share is 1, the factor where it is 0."""
+    return np.asarray(1.0 / ((1.0 - share) / factor + share))
+
+
+def _yarn_range(config: ModelConfig, scaling: YarnScaling) -> tuple[float, float]:
+    """Return the pairs of a head's values between which YaRN's ramp goes from 1 to 0 (find_correction_range)."""
+    width, base = config.head_width, Decimal(config.rope_theta)
+    with localcontext(DIGITS):
+
+        def pair(turns: float) -> Decimal:
+            # The pair, a fraction, with a frequency that turns this often within the original context.
+            wavelengths = Decimal(scaling.original_context) / (Decimal(turns) * 4 * HALF_PI)
+            return width * wavelengths.ln() / (2 * base.ln())
+
+        low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+        if scaling.is_truncated:
+            low, high = Decimal(math.floor(low)), Decimal(math.ceil(high))
+        low, high = max(low, Decimal(0)), min(high, Decimal(width - 1))
+        # As transformers does, so that the ramp has a slope.
+        return float(low), float(high + Decimal("0.001") if low == high else high)
+
+
+def yarn_attention_factor(factor: float, mscale: float, mscale_all: float) -> float:
+    """Return YaRN's attention factor where a file has none; 0 for an mscale that it does not have, or both."""
+    if mscale and mscale_all:
+        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
+    return _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    if factor <= 1:
+        return 1.0
+    with localcontext(DIGITS):
+        return float(Decimal("0.1") * Decimal(scale) * Decimal(factor).ln() + 1)
+
+
+def long_attention_factor(factor: float, original_context: int) -> float:
+    """Return LongRoPE's attention factor where a file has none. `original_context` is 2 or more."""
+    if factor <= 1:
+        return 1.0
+    with localcontext(DIGITS):
+        return float((1 + Decimal(factor).ln() / Decimal(original_context).ln()).sqrt())
 
 
 def frequencies_of(config: ModelConfig) -> Floats:
@@ -56,10 +126,13 @@ def frequencies_of(config: ModelConfig) -> Floats:
 
 
 def rotary_tables(
-    config: ModelConfig, divisors: Floats, begin: int, end: int
+    config: ModelConfig, rotation: Rotation, begin: int, end: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64."""
-    angles = np.outer(np.arange(begin, end), frequencies_of(config) / divisors)
+    """Return cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64.
+
+    Both are multiplied by the rotation's attention factor.
+    """
+    angles = np.outer(np.arange(begin, end), frequencies_of(config) / rotation.divisors)
     # Cody and Waite's reduction: subtract the nearest number of quarter turns, in parts of pi / 2 with exact products,
     # exact, so that the rest keeps its precision at large positions.
     quarters = np.rint(angles * (2 / math.pi))
@@ -73,7 +146,8 @@ def rotary_tables(
     quarter = quarters.astype(np.int64) & 3
     cosines = np.choose(quarter, [cosine, -sine, -cosine, sine])
     sines = np.choose(quarter, [sine, cosine, -sine, -cosine])
-    return cosines.astype(np.float32), sines.astype(np.float32)
+    factor = rotation.attention_factor
+    return (cosines * factor).astype(np.float32), (sines * factor).astype(np.float32)
 
 
 def _parts_of(value: Decimal) -> list[float]:

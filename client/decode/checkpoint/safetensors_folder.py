@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors import safe_open
 
 from gpulease.client.decode.checked_file import (
@@ -23,7 +21,7 @@ from gpulease.client.decode.checked_file import (
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
 from gpulease.client.decode.checkpoint.pooling import folder_pooling
-from gpulease.client.decode.checkpoint.rotary import divisors_of
+from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -77,9 +75,9 @@ class SafetensorsFolder:
         """Return a tensor of the model. Raises KeyError for a name that it does not have."""
         return self._tensors[name]
 
-    def rotary_divisors(self) -> NDArray[np.float64]:
-        """Return the divisors [head_width / 2] of the rotary embeddings' frequencies."""
-        return divisors_of(self.config)
+    def rotation(self, positions: int) -> Rotation:
+        """Return how positions turn heads, in an engine with sequences of up to `positions` positions."""
+        return rotation_of(self.config, positions)
 
     def sha256(self) -> str:
         """Return the digest of config.json, generation_config.json and the weights' files, by their sorted names."""

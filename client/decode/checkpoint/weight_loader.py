@@ -294,11 +294,11 @@ class _Loader:
             self._windows.append(made.window)
 
     async def _write_tables(self, checkpoint: Checkpoint, positions: int, cosines: Buffer, sines: Buffer) -> None:
-        divisors = checkpoint.rotary_divisors()
+        rotation = checkpoint.rotation(positions)
         # In chunks: the f64 intermediates of a long context would take several times the tables' memory.
         step = max(1, CHUNK_BYTES // (checkpoint.config.head_width // 2 * 8))
         for begin in range(0, positions, step):
-            tables = rotary_tables(checkpoint.config, divisors, begin, min(begin + step, positions))
+            tables = rotary_tables(checkpoint.config, rotation, begin, min(begin + step, positions))
             for buffer, table in zip((cosines, sines), tables, strict=True):
                 await self._copy(buffer, begin * table.shape[1] * 4, table)
 

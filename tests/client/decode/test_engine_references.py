@@ -1,6 +1,7 @@
 """The engine against the numpy reference on the same numbers: logits within bf16's error, the same greedy tokens."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from helpers.decode.gguf_files import kept_tensors, write_gguf
 from helpers.decode.hugging_face import write_folder
 from helpers.decode.made_models import (
     F32,
-    SMALL_LINEAR,
+    SCALED_MODELS,
     SMALL_LLAMA,
     SMALL_MODELS,
     TINY_FOLDER,
@@ -44,8 +45,9 @@ def check(
     asked: list[list[int]],
     count: int,
     max_error: float,
+    limits: StepLimits = LIMITS,
 ) -> None:
-    with running(daemon.address, checkpoint, LIMITS) as rig:
+    with running(daemon.address, checkpoint, limits) as rig:
         logits, greedy = compare_scorers(reference, EngineScorer(rig), asked, count)
     print(logits, greedy, sep="\n")
     assert logits.worst_error < max_error
@@ -66,16 +68,26 @@ def test_the_tiny_model_is_the_reference_s(daemon: Daemon) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["linear scaling", "mistral"])
-def test_relatives_of_llama_are_the_reference_s(kind: str, daemon: Daemon, tmp_path: Path) -> None:
-    config = SMALL_LLAMA if kind == "mistral" else SMALL_LINEAR
-    tensors, reference = small(config)
-    write_folder(tmp_path, config, tensors)
-    if kind == "mistral":
-        said = json.loads((tmp_path / "config.json").read_text())
-        said |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128}
-        (tmp_path / "config.json").write_text(json.dumps(said))
+def test_a_mistral_is_the_reference_s(daemon: Daemon, tmp_path: Path) -> None:
+    tensors, reference = small(SMALL_LLAMA)
+    write_folder(tmp_path, SMALL_LLAMA, tensors)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128}
+    (tmp_path / "config.json").write_text(json.dumps(said))
     check(daemon, open_model(tmp_path), reference, [[7], [*range(1, 40)], [5, 300, 5]], 6, MAX_SMALL_ERROR)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "positions"), [("linear", 128), ("yarn", 128), ("longrope", 128), ("longrope", 144)])
+def test_scaled_rotary_embeddings_are_the_reference_s(
+    name: str, positions: int, daemon: Daemon, tmp_path: Path
+) -> None:
+    config = SCALED_MODELS[name]
+    tensors, reference = small(config)
+    reference.is_long = positions > 128
+    write_folder(tmp_path, config, tensors)
+    limits = replace(LIMITS, positions=positions)
+    check(daemon, open_model(tmp_path), reference, [[7], [*range(1, 40)]], 6, MAX_SMALL_ERROR, limits)
 
 
 @pytest.mark.exhaustive

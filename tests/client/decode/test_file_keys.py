@@ -42,6 +42,8 @@ STRETCHED: Final = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN: Final = {"rope_type": "yarn"}
+LONG: Final = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 TEXTS: Final = ("ab  é ABC", "AB", "a<end>b", " 12ab")
 
 
@@ -124,12 +126,20 @@ def load_rope(said: Said) -> Any:
 
 ROPE_CHANGES: Final = {
     "rope_theta": after(rope_theta=1e6),
-    "rope_type": after(rope_type="yarn"),
+    "rope_type": after(rope_type="odd"),
     "type": ({"rope_type": None}, {"rope_type": None, "type": "llama3"}),
     "factor": after(factor=4.0),
     "low_freq_factor": after(low_freq_factor=2.0),
     "high_freq_factor": after(high_freq_factor=8.0),
     "original_max_position_embeddings": after(original_max_position_embeddings=32),
+    "attention_factor": (YARN, YARN | {"attention_factor": 1.5}),
+    "beta_fast": (YARN, YARN | {"beta_fast": 8.0}),
+    "beta_slow": (YARN, YARN | {"beta_slow": 2.0}),
+    "mscale": (YARN | {"mscale_all_dim": 0.5}, YARN | {"mscale_all_dim": 0.5, "mscale": 1.0}),
+    "mscale_all_dim": (YARN | {"mscale": 0.5}, YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}),
+    "truncate": (YARN, YARN | {"truncate": False}),
+    "short_factor": (LONG, LONG | {"short_factor": [3.0] * 32}),
+    "long_factor": (LONG, LONG | {"long_factor": [3.0] * 32}),
 }
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig
+from gpulease.client.decode.model_config import Family, LinearScaling, LongScaling, ModelConfig, YarnScaling
 from helpers.decode.agreement import Logits
 from helpers.decode.made_models import F32, write_bf16_tensors
 from helpers.decode.recorded import record
@@ -39,6 +39,24 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
     if isinstance(scaling := config.rope_scaling, LinearScaling):
         told["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, YarnScaling):
+        told["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "original_max_position_embeddings": scaling.original_context,
+            "attention_factor": scaling.attention_factor,
+            "truncate": scaling.is_truncated,
+        }
+    elif isinstance(scaling, LongScaling):
+        told["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short),
+            "long_factor": list(scaling.long),
+            "original_max_position_embeddings": scaling.original_context,
+            "attention_factor": scaling.attention_factor,
+        }
     elif scaling is not None:
         told["rope_scaling"] = {
             "rope_type": "llama3",

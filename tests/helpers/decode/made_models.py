@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 import gpulease.client.decode
-from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig, RopeScaling
+from gpulease.client.decode.model_config import (
+    Family,
+    LinearScaling,
+    LongScaling,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from helpers.decode.reference import shapes_of
 
 TINY_FOLDER = Path(gpulease.client.decode.__path__[0]) / "tiny"
@@ -106,8 +113,17 @@ SMALL_MODELS = {
 }
 """A small shape of every family, and of Llama 3's stretched embeddings."""
 
-SMALL_LINEAR = replace(SMALL_LLAMA, rope_scaling=LinearScaling(4.0))
-"""A shape with linear scaling, of safetensors alone."""
+SCALED_MODELS = {
+    "linear": replace(SMALL_LLAMA, rope_scaling=LinearScaling(4.0)),
+    "yarn": replace(SMALL_LLAMA, rope_scaling=YarnScaling(4.0, 8.0, 1.0, 64, 1.25, is_truncated=False)),
+    "longrope": replace(
+        SMALL_LLAMA,
+        rope_scaling=LongScaling(
+            tuple(1 + place / 64 for place in range(32)), tuple(1 + place / 4 for place in range(32)), 128, 1.125
+        ),
+    ),
+}
+"""Shapes with scaled rotary embeddings, of safetensors alone; longrope's is long in engines of over 128 positions."""
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, F32]:

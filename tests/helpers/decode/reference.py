@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpulease.client.decode.model_config import LinearScaling, ModelConfig
+from gpulease.client.decode.model_config import LinearScaling, LongScaling, ModelConfig, YarnScaling
 
 Array = npt.NDArray[np.floating[Any]]
 Tensors = Mapping[str, npt.NDArray[np.float32]]
@@ -52,14 +52,34 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def frequencies(config: ModelConfig) -> npt.NDArray[np.float64]:
-    """Angles a position of each pair of a head's values, in radians; Llama 3's stretching included."""
-    plain = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+def frequencies(config: ModelConfig, *, is_long: bool = False) -> npt.NDArray[np.float64]:
+    """Angles a position of each pair of a head's values, in radians, stretching included.
+
+    Args:
+        config: The model.
+        is_long: Whether LongRoPE's divisors for long sequences count.
+    """
+    plain: npt.NDArray[np.float64] = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
     scaling = config.rope_scaling
     if scaling is None:
         return plain
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
+    if isinstance(scaling, LongScaling):
+        stretches: npt.NDArray[np.float64] = np.array(scaling.long if is_long else scaling.short)
+        return plain / stretches
+    if isinstance(scaling, YarnScaling):
+        ends = [
+            config.head_width
+            * math.log(scaling.original_context / (turns * 2 * math.pi))
+            / (2 * math.log(config.rope_theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        ]
+        first, last = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.is_truncated else ends
+        first, last = max(first, 0), min(last, config.head_width - 1)
+        ramp = np.clip((np.arange(len(plain)) - first) / max(last - first, 0.001), 0, 1)
+        ramped: npt.NDArray[np.float64] = plain / scaling.factor * ramp + plain * (1 - ramp)
+        return ramped
     turns = scaling.original_context * plain / (2 * np.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -72,9 +92,11 @@ def _normed(values: Array, weight: Array, epsilon: float) -> Array:
     return normed
 
 
-def _turned(heads: Array, config: ModelConfig) -> Array:
-    angles = np.outer(np.arange(len(heads)), frequencies(config))[:, None]
-    cosines, sines = np.cos(angles).astype(heads.dtype), np.sin(angles).astype(heads.dtype)
+def _turned(heads: Array, config: ModelConfig, *, is_long: bool) -> Array:
+    angles = np.outer(np.arange(len(heads)), frequencies(config, is_long=is_long))[:, None]
+    scaling = config.rope_scaling
+    factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
+    cosines, sines = (factor * table(angles).astype(heads.dtype) for table in (np.cos, np.sin))
     low, high = np.split(heads, 2, -1)
     return np.concatenate([low * cosines - high * sines, high * cosines + low * sines], -1)
 
@@ -84,6 +106,7 @@ class Reference:
 
     Attributes:
         kept: What becomes of values that an engine keeps in fewer bits: what goes into linears, q, k and v.
+        is_long: Whether sequences are computed with LongRoPE's divisors for long ones.
     """
 
     def __init__(
@@ -92,8 +115,11 @@ class Reference:
         tensors: Tensors,
         dtype: type[np.floating[Any]] = np.float32,
         kept: Callable[[Array], Array] = lambda values: values,
+        *,
+        is_long: bool = False,
     ) -> None:
         self.kept = kept
+        self.is_long = is_long
         self._config = config
         self._tensors: dict[str, Array] = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
 
@@ -142,8 +168,10 @@ class Reference:
 
     def _attended(self, layer: str, values: Array) -> Array:
         count, group = len(values), self._config.heads // self._config.key_heads
-        q = self.kept(_turned(self._heads(layer, "q", values), self._config))
-        k = self.kept(_turned(self._heads(layer, "k", values), self._config)).repeat(group, 1)
+        q, k = (
+            self.kept(_turned(self._heads(layer, name, values), self._config, is_long=self.is_long)) for name in "qk"
+        )
+        k = k.repeat(group, 1)
         v = self.kept(self._heads(layer, "v", values)).repeat(group, 1)
         scores = np.einsum("ihd,jhd->hij", q, k) / values.dtype.type(math.sqrt(self._config.head_width))
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf

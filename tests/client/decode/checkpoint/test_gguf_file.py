@@ -76,8 +76,8 @@ def test_values_are_those_that_were_quantised(tmp_path: Path, kind: TensorType) 
 def test_rotary_divisors_are_the_file_s(tmp_path: Path) -> None:
     divisors = np.linspace(1, 8, LLAMA.head_width // 2).astype(np.float32)
     path = write_gguf(tmp_path / "a.gguf", LLAMA, random_weights(LLAMA), more=[("rope_freqs.weight", divisors)])
-    assert (open_model(path).rotary_divisors() == divisors).all()
-    assert (open_model(write_gguf(tmp_path / "b.gguf", LLAMA, random_weights(LLAMA))).rotary_divisors() == 1).all()
+    assert (open_model(path).rotation(128).divisors == divisors).all()
+    assert (open_model(write_gguf(tmp_path / "b.gguf", LLAMA, random_weights(LLAMA))).rotation(128).divisors == 1).all()
 
 
 def test_tokens_that_begin_and_end_are_read(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import math
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Final
@@ -7,7 +8,14 @@ import pytest
 from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig, RopeScaling
+from gpulease.client.decode.model_config import (
+    Family,
+    LinearScaling,
+    LongScaling,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from helpers.made_models import LLAMA, MODELS, QWEN2, QWEN3, config_json
 
 STRETCHED: Final = {
@@ -16,6 +24,13 @@ STRETCHED: Final = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+YARN: Final = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG: Final = {
+    "type": "longrope",
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 64,
 }
 OLDER: Final = {"type" if key == "rope_type" else key: value for key, value in STRETCHED.items()}
 
@@ -151,14 +166,32 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"attention_bias": True}, "attention_bias is 'True'"),
         ({"mlp_bias": True}, "mlp_bias is 'True'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*attends to all positions"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type must be default, linear or llama3, not 'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "default, linear or llama3, not 'dynamic'"),
-        ({"rope_scaling": {"type": "longrope"}}, "default, linear or llama3, not 'longrope'"),
+        ({"rope_scaling": {"type": "su"}}, "rope_type must be one of default, .*, not 'su'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor must be at least 1, not 0.5"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": YARN | {"beta_slow": 33.0}}, "beta_slow must be above 0, and at most beta_fast, not 33.0"),
+        ({"rope_scaling": YARN | {"beta_fast": "32"}}, "beta_fast must be a number, not '32'"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor must be above 0, not '0.0'"),
+        ({"rope_scaling": YARN | {"mscale": -1.0}}, "mscale and mscale_all_dim must not be negative"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate must be true or false, not 'no'"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "must be at least 1, not 0"),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta must be above 1 for yarn, not 1.0"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor must have 16 numbers, half the width of a head, not 0"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 15}}, "long_factor must have 16 numbers, .*, not 15"),
+        ({"rope_scaling": LONG | {"long_factor": 2.0}}, "long_factor must be a list, not '2.0'"),
+        ({"rope_scaling": LONG | {"long_factor": ["2"] * 16}}, "long_factor must be a number, not '2'"),
+        ({"rope_scaling": LONG | {"short_factor": [0.0] * 16}}, "short_factor must have numbers above 0, not 0.0"),
+        ({"rope_scaling": LONG | {"original_max_position_embeddings": 1}}, "must be at least 2, not 1"),
+        ({"rope_scaling": LONG | {"factor": 0.5}}, "factor must be at least 1, not 0.5"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, not 0.5"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": STRETCHED | {"factor": 0.5}}, "factor 0.5"),
-        ({"rope_scaling": STRETCHED | {"high_freq_factor": 1.0}}, "from 1.0 to 1.0"),
-        ({"rope_scaling": STRETCHED | {"original_max_position_embeddings": 0}}, "embeddings is 0"),
+        ({"rope_scaling": STRETCHED | {"factor": 0.5}}, "factor must be at least 1, not 0.5"),
+        (
+            {"rope_scaling": STRETCHED | {"high_freq_factor": 1.0}},
+            "low_freq_factor must be above 0 and below high_freq_factor, not 1.0 and 1.0",
+        ),
+        ({"rope_scaling": STRETCHED | {"original_max_position_embeddings": 0}}, "embeddings must be at least 1, not 0"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": "llama3"}, "rope_scaling must be an object, not 'llama3'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is '0.5'"),
@@ -229,6 +262,33 @@ def test_what_a_mistral_may_not_say(says: dict[str, Any], sentence: str) -> None
 def test_a_linear_scaling_is_read() -> None:
     says = {"rope_scaling": {"rope_type": "linear", "factor": 4}}
     assert read(config_json(LLAMA) | says) == replace(LLAMA, rope_scaling=LinearScaling(4.0))
+
+
+def test_a_dynamic_scaling_begins_where_sequences_end() -> None:
+    """It counts beyond max_position_embeddings alone, the most that a sequence may have."""
+    assert read(config_json(LLAMA) | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}) == LLAMA
+
+
+@pytest.mark.parametrize(
+    ("says", "scaling"),
+    [
+        (YARN, YarnScaling(4.0, 32.0, 1.0, 32, 0.1 * math.log(4) + 1)),
+        (YARN | {"beta_fast": 0, "mscale": 1.0}, YarnScaling(4.0, 32.0, 1.0, 32, 0.1 * math.log(4) + 1)),
+        (YARN | {"beta_fast": 8, "beta_slow": 2, "attention_factor": 1.5}, YarnScaling(4.0, 8.0, 2.0, 32, 1.5)),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, YarnScaling(4.0, 32.0, 1.0, 32, 1.0)),
+        (YARN | {"truncate": False, "attention_factor": 1.0}, YarnScaling(4.0, 32.0, 1.0, 32, 1.0, False)),
+        (YARN | {"truncate": None, "attention_factor": 1.0}, YarnScaling(4.0, 32.0, 1.0, 32, 1.0, False)),
+        ({"type": "yarn", "factor": 1.0}, YarnScaling(1.0, 32.0, 1.0, 128, 1.0)),
+        (LONG, LongScaling((1.0,) * 16, (2.0,) * 16, 64, math.sqrt(1 + math.log(2) / math.log(64)))),
+        (LONG | {"factor": 64.0}, LongScaling((1.0,) * 16, (2.0,) * 16, 64, math.sqrt(2))),
+        (LONG | {"attention_factor": 1.25}, LongScaling((1.0,) * 16, (2.0,) * 16, 64, 1.25)),
+    ],
+)
+def test_a_scaling_is_read_with_its_attention_factor(says: dict[str, Any], scaling: YarnScaling | LongScaling) -> None:
+    found = read(config_json(LLAMA) | {"rope_scaling": says}).rope_scaling
+    assert isinstance(found, YarnScaling | LongScaling)
+    assert math.isclose(found.attention_factor, scaling.attention_factor)
+    assert replace(found, attention_factor=scaling.attention_factor) == scaling
 
 
 def test_a_qwen_s_sliding_window_is_refused() -> None:

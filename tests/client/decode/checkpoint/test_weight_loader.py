@@ -103,7 +103,7 @@ async def check_loaded(
         assert weights.head == Linear(Layout.BF16, config.vocabulary, config.width, (weights.embedding,))
     else:
         await check_linear(session, weights.head, checkpoint, ["lm_head.weight"], of["head"])
-    tables = rotary_tables(config, checkpoint.rotary_divisors(), 0, POSITIONS)
+    tables = rotary_tables(config, checkpoint.rotation(POSITIONS), 0, POSITIONS)
     for buffer, table in zip((weights.cosines, weights.sines), tables, strict=True):
         assert (await values_of(session, buffer, np.float32) == table.ravel()).all()
 

@@ -1,0 +1,136 @@
+"""The base and the scaling of rotary embeddings from config.json, as transformers 5 reads them."""
+
+from typing import Final
+
+from gpulease.client.decode.checked_file import Members, quoted_value
+from gpulease.client.decode.checkpoint.hugging_face_keys import ROPE_KEYS
+from gpulease.client.decode.checkpoint.rotary import long_attention_factor, yarn_attention_factor
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.model_config import AnyScaling, LinearScaling, LongScaling, RopeScaling, YarnScaling
+from gpulease.client.texts import quoted
+
+DEFAULT_ROPE_THETA: Final = 10_000.0
+DEFAULT_BETA_FAST: Final = 32.0
+DEFAULT_BETA_SLOW: Final = 1.0
+
+KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+"""Values of `rope_type`."""
+
+
+def rotary_scaling(said: Members, head_width: int) -> tuple[float, AnyScaling | None]:
+    """Return the base of the rotary embeddings, and their scaling; None if they are not scaled.
+
+    The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
+    `rope_parameters`, which takes precedence over members next to it. Raises ModelRejected for a scaling that is
+    unknown or wrong.
+    """
+    # An empty object counts as missing.
+    scaling = said.object("rope_scaling")
+    if scaling is None or not scaling.values:
+        scaling = said.object("rope_parameters")
+    theta = said.number("rope_theta", DEFAULT_ROPE_THETA)
+    if scaling is None:
+        return theta, None
+    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
+        raise ModelRejected(
+            f"{scaling.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
+        )
+    scaling = judged(scaling, ROPE_KEYS)
+    theta = scaling.number("rope_theta", theta)
+    # `type` is the older name of `rope_type`.
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind not in KINDS:
+        raise ModelRejected(f"{scaling.where}: rope_type must be one of {', '.join(KINDS)}, not {quoted(kind)}")
+    if kind == "default":
+        return theta, None
+    if kind in ("linear", "dynamic"):
+        factor = _factor(scaling)
+        # A dynamic scaling begins beyond max_position_embeddings, and no sequence gets there.
+        return theta, LinearScaling(factor) if kind == "linear" else None
+    # For this one the outer member takes precedence, as in transformers. Without either, it is the context.
+    context = said.whole("max_position_embeddings")
+    original = said.whole(
+        "original_max_position_embeddings", scaling.whole("original_max_position_embeddings", context)
+    )
+    # LongRoPE divides by its logarithm.
+    if original < (least := 2 if kind == "longrope" else 1):
+        raise ModelRejected(
+            f"{scaling.where}: original_max_position_embeddings must be at least {least}, not {original}"
+        )
+    if kind == "llama3":
+        return theta, _llama3(scaling, original)
+    if kind == "yarn":
+        return theta, _yarn(scaling, original, theta)
+    return theta, _longrope(scaling, original, context, head_width // 2)
+
+
+def _llama3(scaling: Members, original: int) -> RopeScaling:
+    factor = _factor(scaling)
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    # Other values would make the rule (`rotary.rotation_of`) divide by zero, or scale in the wrong direction.
+    if not 0 < low < high:
+        raise ModelRejected(
+            f"{scaling.where}: low_freq_factor must be above 0 and below high_freq_factor, not {low} and {high}"
+        )
+    return RopeScaling(factor, low, high, original)
+
+
+def _yarn(scaling: Members, original: int, theta: float) -> YarnScaling:
+    factor = _factor(scaling)
+    # 0 counts as missing, as in transformers.
+    fast = scaling.number("beta_fast", DEFAULT_BETA_FAST) or DEFAULT_BETA_FAST
+    slow = scaling.number("beta_slow", DEFAULT_BETA_SLOW) or DEFAULT_BETA_SLOW
+    if not 0 < slow <= fast:
+        raise ModelRejected(f"{scaling.where}: beta_slow must be above 0, and at most beta_fast, not {slow} and {fast}")
+    if theta <= 1:
+        raise ModelRejected(f"{scaling.where}: rope_theta must be above 1 for yarn, not {theta}")
+    # Both are there, or neither counts.
+    magnitudes = [scaling.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if min(magnitudes) < 0:
+        raise ModelRejected(f"{scaling.where}: mscale and mscale_all_dim must not be negative")
+    return YarnScaling(
+        factor,
+        fast,
+        slow,
+        original,
+        _attention_factor(scaling, yarn_attention_factor(factor, *magnitudes)),
+        # null is false, and a missing member true.
+        scaling.flag("truncate", "truncate" not in scaling.values),
+    )
+
+
+def _longrope(scaling: Members, original: int, context: int, pairs: int) -> LongScaling:
+    factor = _factor(scaling) if scaling.values.get("factor") is not None else context / original
+    return LongScaling(
+        _divisors(scaling, "short_factor", pairs),
+        _divisors(scaling, "long_factor", pairs),
+        original,
+        _attention_factor(scaling, long_attention_factor(factor, original)),
+    )
+
+
+def _divisors(scaling: Members, key: str, pairs: int) -> tuple[float, ...]:
+    """Return a list of divisors, one for each pair of a head's values."""
+    values = scaling.items(key)
+    if len(values) != pairs:
+        raise ModelRejected(
+            f"{scaling.where}: {key} must have {pairs} numbers, half the width of a head, not {len(values)}"
+        )
+    divisors = tuple(Members({key: value}, scaling.where).number(key) for value in values)
+    if wrong := [divisor for divisor in divisors if divisor <= 0]:
+        raise ModelRejected(f"{scaling.where}: {key} must have numbers above 0, not {wrong[0]}")
+    return divisors
+
+
+def _factor(scaling: Members) -> float:
+    # Below 1 it would shorten wavelengths, which no model is trained for.
+    if not (factor := scaling.number("factor")) >= 1:
+        raise ModelRejected(f"{scaling.where}: factor must be at least 1, not {factor}")
+    return factor
+
+
+def _attention_factor(scaling: Members, default: float) -> float:
+    if not (factor := scaling.number("attention_factor", default)) > 0:
+        raise ModelRejected(f"{scaling.where}: attention_factor must be above 0, not {quoted_value(factor)}")
+    return factor
