@@ -29,11 +29,11 @@ from typing import Final, Protocol
 
 from gpulease.daemon.host.compact_json import compact_encoder
 from gpulease.daemon.host.processes import start_thread
-from gpulease.daemon.host.utc_time import utc_text
+from gpulease.daemon.host.utc_time import utc_bytes, utc_text
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.protocol.foreign_text import printable, shortened
 from gpulease.protocol.lease_ids import lease_text
-from gpulease.protocol.time_units import US_PER_S
+from gpulease.protocol.time_units import NS_PER_US, US_PER_S
 
 Value = str | int | float | bool | list[str] | None
 
@@ -155,7 +155,7 @@ class JsonShape:
     def __init__(self, process: str, *, for_journal: bool = False) -> None:
         self._process = process
         self._for_journal = for_journal
-        self._constant: dict[tuple[LogEvent, int, int], tuple[bytes, bytes]] = {}
+        self._constant: dict[tuple[LogEvent, int], tuple[bytes, bytes]] = {}
 
     def line(self, record: logging.LogRecord) -> bytes:
         # Most records need no cutting or escaping; their lines are made the fast way.
@@ -163,18 +163,20 @@ class JsonShape:
         return self._plain_line(record, event, fields) or self._cut_line(record, event, fields)
 
     def plain_line(self, event: LogEvent, fields: dict[str, Value], level: int) -> bytes:
-        """Return the line of an event's record if no text of it is to be cut or escaped; else nothing."""
+        """Return the line of an event's record if no text of it is to be cut or escaped; else nothing.
+
+        For a process that does not fork: the members that all lines of an event share are encoded once, and the process
+        id is one of them.
+        """
         if isinstance(number := fields.get("lease_id"), int):
             fields["lease_id"] = lease_text(number) if number else None
-        pid = os.getpid()
-        # The members that all lines of an event and a level share are encoded once.
-        constant = self._constant.get((event, level, pid))
+        constant = self._constant.get((event, level))
         if constant is None:
             kind, name = event.kind, logging.getLevelName(level)
             prefix = _prefix(level).encode() if self._for_journal else b""
-            constant = prefix, _constant_part(name, kind.name, kind.message, self._process, pid)
-            self._constant[event, level, pid] = constant
-        return self._joined(*constant, time.time(), fields)
+            constant = prefix, _constant_part(name, kind.name, kind.message, self._process, os.getpid())
+            self._constant[event, level] = constant
+        return _joined(*constant, time.time_ns() // NS_PER_US, fields)
 
     def _plain_line(self, record: logging.LogRecord, event: str, fields: dict[str, Value]) -> bytes:
         """Return the line if no text of it is to be cut or escaped, as of most records; else nothing."""
@@ -183,24 +185,7 @@ class JsonShape:
             return b""
         prefix = _prefix(record.levelno).encode() if self._for_journal else b""
         constant = _constant_part(record.levelname, event, message, self._process, record.process)
-        return self._joined(prefix, constant, record.created, fields)
-
-    def _joined(self, prefix: bytes, constant: bytes, created_s: float, fields: dict[str, Value]) -> bytes:
-        try:
-            members = _encode_plain({name: value for name, value in fields.items() if value is not None})
-        except ValueError:  # Half of a surrogate pair.
-            return b""
-        if not _is_plain(members):
-            return b""
-        line = b'%b{"time":"%b","monotonic_ns":%d,%b%b%b\n' % (
-            prefix,
-            utc_text(round(created_s * US_PER_S)).encode(),
-            time.monotonic_ns(),
-            constant,
-            b"," if len(members) > len(b"{}") else b"",
-            members[1:],
-        )
-        return line if len(line) <= MAX_LINE_BYTES else b""
+        return _joined(prefix, constant, round(record.created * US_PER_S), fields)
 
     def _cut_line(self, record: logging.LogRecord, event: str, fields: dict[str, Value]) -> bytes:
         members: dict[str, object] = {
@@ -227,11 +212,30 @@ class JsonShape:
         return text.encode()
 
 
-def _is_plain(members: bytes) -> bool:
-    """Return whether `shown` leaves each text of these encoded fields as it is, and JSON escapes none of them."""
+def _joined(prefix: bytes, constant: bytes, created_us: int, fields: dict[str, Value]) -> bytes:
+    """Return a line with these members and fields if no text of it is to be cut or escaped; else nothing."""
+    try:
+        members = _encode_plain(fields)
+        # Fields without a value are left out. Looking for one in the result is faster than looking at each field.
+        if b":null" in members:
+            fields = {name: value for name, value in fields.items() if value is not None}
+            members = _encode_plain(fields)
+    except ValueError:  # Half of a surrogate pair.
+        return b""
+    # `shown` leaves each of these texts as it is, and JSON escapes none of them.
     if len(members) > TEXT_LIMITS[0] or not members.isascii():
-        return False
-    return b"\\" not in members and b"[" not in members and b"\x7f" not in members
+        return b""
+    if b"\\" in members or b"[" in members or b"\x7f" in members:
+        return b""
+    line = b'%b{"time":"%b","monotonic_ns":%d,%b%b%b\n' % (
+        prefix,
+        utc_bytes(created_us),
+        time.monotonic_ns(),
+        constant,
+        b"," if fields else b"",
+        members[1:],
+    )
+    return line if len(line) <= MAX_LINE_BYTES else b""
 
 
 @lru_cache(maxsize=MAX_CONSTANT_PARTS)

@@ -21,14 +21,14 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import WARNING, LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields
-from gpulease.daemon.record.audit.projector import Entry, Particulars, bounded, entry_of, use_entry
+from gpulease.daemon.record.audit.projector import EXCLUSIVITY_NAMES, Entry, Particulars, bounded, entry_of, use_entry
 from gpulease.daemon.record.audit.recorder import Budgets, FactRecorder, Grant, OnNoted, OnOutcome
 from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.lease_facts import Fact, FactKind
 from gpulease.daemon.record.lease_history import Lookup, end_under_earlier_daemon
 from gpulease.protocol.capabilities import names_of
 from gpulease.protocol.lease_ids import lease_text
-from gpulease.protocol.opcodes import Exclusivity, Status
+from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_US, US_PER_MS
 
 _SAME_NAMES: Final = frozenset(
@@ -209,13 +209,14 @@ class LeaseLog(FactRecorder):
         """Log requests and workers first, then what is recorded, then the rest."""
         # First pass: what led to the result. `lines` is shorter than `facts` if making one of them failed.
         for number, fact in enumerate(facts):
-            if fact.kind is FactKind.REQUESTED:
+            kind = fact.kind
+            if kind in _RECORDED:
+                self._log_entry(fact, lines[number] if number < len(lines) else None)
+            elif kind is FactKind.REQUESTED:
                 self._log_request(fact)
                 self._log_queued(fact, facts)
-            elif (first := _FIRST.get(fact.kind)) is not None:
+            elif (first := _FIRST.get(kind)) is not None:
                 first(self, fact)
-            elif fact.kind in _RECORDED:
-                self._log_entry(fact, lines[number] if number < len(lines) else None)
         # Second pass: consequences. A lease that has ended needs its worker's process id no longer.
         for fact in facts:
             if fact.kind in (FactKind.ENDED, FactKind.FENCED):
@@ -231,7 +232,7 @@ class LeaseLog(FactRecorder):
             "size_bytes": bounded(asked.terms.size_bytes),
             "ttl_ms": bounded(asked.terms.ttl_ms),
             "wait_ms": bounded(asked.wait_ms) or None,
-            "exclusivity": _NAMES[asked.terms.exclusivity],
+            "exclusivity": EXCLUSIVITY_NAMES[asked.terms.exclusivity],
             "wanted_card": asked.selector,
         }
         self._limited.log(LogEvent.LEASE_REQUESTED, asked.tenant, asked.lease_id, fields)
@@ -374,8 +375,6 @@ if {*_RECORDED, *_LOGGED_BY_METHODS} != {kind for kind in FactKind if kind.row.l
     raise TypeError("exactly the facts with a log event in their row must have an audit record or a method that logs")
 
 
-_NAMES: Final = {one: one.name.lower() for one in Exclusivity}
-
 COUNT_EVERY_S: Final = 10.0
 """Time until the log reports how many of a tenant's events were left out."""
 
@@ -386,6 +385,8 @@ _UNLIMITED: Final = frozenset(
     {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
 )
 """Events that no tenant can cause as often as it likes."""
+
+_WITH_TENANT: Final = frozenset(event for event in LogEvent if "tenant" in event.kind.fields)
 
 
 class _LimitedLog:
@@ -411,11 +412,10 @@ class _LimitedLog:
             # This line fits again; those left out before it are reported with the next timer.
             if omitted:
                 self._omitted[event.kind.name, tenant] += omitted
-        first: dict[str, Any] = {"lease_id": lease_id}
-        if "tenant" in event.kind.fields:
-            first["tenant"] = tenant
-        first |= fields
-        log_fields(event, first, level)
+        about: dict[str, Any] = (
+            {"lease_id": lease_id, "tenant": tenant} if event in _WITH_TENANT else {"lease_id": lease_id}
+        )
+        log_fields(event, about | fields, level)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -23,10 +23,15 @@ from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.audit.records import MAX_INTEGER, RecordKind, clean_text
 from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Asked, Fact, FactKind
 from gpulease.protocol.lease_ids import lease_text
+from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.time_units import NS_PER_US
 
 Particulars = dict[str, Any]
 Entry = tuple[RecordKind, Particulars]
+
+
+EXCLUSIVITY_NAMES: Final = {one: one.name.lower() for one in Exclusivity}
+"""Names in records and log lines. Made once, because `name` is computed at each use."""
 
 
 def entry_of(fact: Fact) -> Entry | None:
@@ -51,14 +56,18 @@ def bounded(number: int) -> int:
 
 def _grant(fact: Fact) -> Particulars:
     lease = fact.source.lease
-    particulars = {"exclusivity": lease.exclusivity.name.lower(), "ttl_ms": lease.ttl_ms}
-    return _lease(lease) | particulars | {"generation": lease.generation, "waited_us": _waited_us(fact)}
+    particulars = _lease(lease)
+    particulars["exclusivity"], particulars["ttl_ms"] = EXCLUSIVITY_NAMES[lease.exclusivity], lease.ttl_ms
+    particulars["generation"], particulars["waited_us"] = lease.generation, _waited_us(fact)
+    return particulars
 
 
 def _renew(fact: Fact) -> Particulars:
     lease = fact.source.lease
-    particulars = {"generation": lease.generation, "ttl_ms": lease.ttl_ms, "by": _asked(fact).by}
-    return _lease(lease) | particulars
+    particulars = _lease(lease)
+    particulars["generation"], particulars["ttl_ms"] = lease.generation, lease.ttl_ms
+    particulars["by"] = _asked(fact).by
+    return particulars
 
 
 def _resize(fact: Fact) -> Particulars:
@@ -280,18 +289,18 @@ def _lease_of(fact: Fact) -> Particulars:
 
 
 def _lease(lease: LeaseSnapshot) -> Particulars:
-    parent = {"parent": lease_text(lease.parent_id)} if lease.parent_id else {}
-    claim = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
-    return (
-        {
-            "lease": lease_text(lease.lease_id),
-            "tenant": lease.tenant,
-            "card": lease.card_uuid,
-            "size_bytes": lease.size_bytes,
-        }
-        | parent
-        | claim
-    )
+    """Return which lease a record is about, in a dict of its own, to which the caller may add."""
+    particulars: Particulars = {
+        "lease": lease_text(lease.lease_id),
+        "tenant": lease.tenant,
+        "card": lease.card_uuid,
+        "size_bytes": lease.size_bytes,
+    }
+    if lease.parent_id:
+        particulars["parent"] = lease_text(lease.parent_id)
+    if lease.name:
+        particulars["name"], particulars["epoch"] = lease.name, lease.epoch
+    return particulars
 
 
 def use_entry(lease: LeaseSnapshot, use: LeaseTimeUse) -> Entry:

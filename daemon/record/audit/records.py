@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Final, NamedTuple, Self
 
 from gpulease.daemon.host.compact_json import compact_encoder
-from gpulease.daemon.host.utc_time import utc_text
+from gpulease.daemon.host.utc_time import utc_bytes
 from gpulease.protocol.foreign_text import printable, shortened
 
 MAX_INTEGER: Final = 2**53 - 1
@@ -255,7 +255,7 @@ def seal(draft: Draft, after: ChainEnd, boot: str) -> tuple[bytes, ChainEnd]:
 def _line(draft: Draft, data: bytes, after: ChainEnd, boot: str) -> bytes:
     """Write the members in canonical form: in the order of their names. No text but `data` needs escaping."""
     return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
-        utc_text(draft.wall_us).encode(),
+        utc_bytes(draft.wall_us),
         boot.encode(),
         data,
         draft.kind.value.encode(),

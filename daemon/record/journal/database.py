@@ -33,7 +33,7 @@ from typing import Final
 
 from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.record.journal.rows import SCHEMA as ENTRY_SCHEMA
-from gpulease.daemon.record.journal.rows import Change, digest_of, put
+from gpulease.daemon.record.journal.rows import Change, RowDigests, digest_of, put
 
 MOVE_ASIDE: Final = (
     "Restore it from where it was, or move the folder's journal files aside: then the daemon ends sessions that run,"
@@ -260,6 +260,8 @@ class Store:
         self._connection: sqlite3.Connection | None = None
         self._head: HeadFile | None = None
         self._places: tuple[Place, ...] | None = None
+        # Digests of rows that this connection has committed.
+        self._known = RowDigests()
         try:
             # The head first: without the number of commits, nothing in the database can be judged.
             self._head = HeadFile(folder)
@@ -307,7 +309,8 @@ class Store:
         try:
             # The rows and the state that describes them are in one transaction: both are durable, or neither.
             connection.execute("BEGIN IMMEDIATE")
-            state.total = (state.total + put(connection, changes)) % _MODULUS
+            done = put(connection, changes, self._known)
+            state.total = (state.total + done.more) % _MODULUS
             _write_state(connection, state)
             connection.execute("COMMIT")
         except BaseException:
@@ -315,6 +318,9 @@ class Store:
             self._disconnect()
             raise
         self._state = state
+        self._known |= done.known
+        for row in done.gone:
+            del self._known[row]
         # The head follows the commit, never the other way round.
         self._head.write(state.commits)
         # The first commit has created the log (WAL). From now on no file may change its place.
@@ -356,6 +362,8 @@ class Store:
     def _disconnect(self) -> None:
         # The next connection makes a new log, so the places are noted again after its first commit.
         self._places = None
+        # The rows may be those before or after a commit that failed.
+        self._known.clear()
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()

@@ -7,7 +7,7 @@ import json
 import sqlite3
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from functools import cache, lru_cache
@@ -310,14 +310,39 @@ SCHEMA: Final = (
 MAX_ROWS: Final = 256
 """Rows in one statement, a power of two. Any SQLite takes 999 parameters (sqlite.org/limits.html); these need 768."""
 
+_COLUMNS: Final = 3
+"""Values of a row: kind, key and value."""
+
 _Part = TypeVar("_Part")
 
 
-def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
-    """Write changes within a transaction, only the last of each row. Return the change of the sum over all rows.
+_REWRITTEN: Final = frozenset({RowKind.LEASE, RowKind.REGION})
+"""Kinds of rows that are written again and again while they live, of which live leases bound the number."""
+
+RowDigests = dict[tuple[RowKind, bytes], int]
+"""The digests of rows by kind and key."""
+
+
+class Put(NamedTuple):
+    """What a `put` changed.
+
+    Attributes:
+        more: The change of the sum over all rows.
+        known: The digests of all rows of _REWRITTEN that were written.
+        gone: Rows of the earlier digests that do not exist any more.
+    """
+
+    more: int
+    known: RowDigests
+    gone: list[tuple[RowKind, bytes]]
+
+
+def put(connection: sqlite3.Connection, changes: Iterable[Change], known: RowDigests) -> Put:
+    """Write changes within a transaction, only the last of each row. `known`: digests of rows as they are now.
 
     sqlite3 releases the interpreter at each step of a statement, and gets it back when the broker's thread pauses. So
-    hundreds of statements would last as long as the broker is busy: each takes many rows, and returns at most one.
+    hundreds of statements would last as long as the broker is busy: each takes many rows, and returns at most one. A
+    row whose digest is known is not read.
 
     Raises sqlite3.Error, or ValueError if an existing row was not written by this code.
     """
@@ -325,30 +350,40 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change]) -> int:
     latest = {(change.kind, change.key): change for change in changes}
     keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
     gone: defaultdict[RowKind, list[bytes]] = defaultdict(list)
-    there: list[tuple[int, bytes, bytes]] = []
-    # Sort by what to do: delete or write. Both replace the row's old value, so both are in `keys`.
-    for (kind, key), change in latest.items():
-        keys[kind].append(key)
+    there: list[int | bytes] = []
+    more, written, dropped = 0, RowDigests(), []
+    # Sort by what to do: delete or write. Both replace the row's old value, which leaves the sum.
+    for row, change in latest.items():
+        kind, key = row
+        if (digest := known.get(row)) is None:
+            keys[kind].append(key)
+        else:
+            more -= digest
         if (value := change.value()) is None:
             gone[kind].append(key)
+            if digest is not None:
+                dropped.append(row)
         else:
-            there.append((int(kind), key, value))
-    # The rows that are replaced leave the sum first, then the new ones join it.
-    more = -sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
+            there += (int(kind), key, value)
+            digest = digest_of(kind, key, value)
+            more += digest
+            if kind in _REWRITTEN:
+                written[row] = digest
+    more -= sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
     # One statement for many rows of a kind, because each costs a switch between threads.
     for kind, some in gone.items():
-        for part in _parts(some):
+        for part in _parts(some, 1):
             connection.execute(_delete(len(part)), (int(kind), *part))
-    for rows in _parts(there):
-        connection.execute(_insert(len(rows)), [value for row in rows for value in row])
-    return more + sum(digest_of(*row) for row in there)
+    for rows in _parts(there, _COLUMNS):
+        connection.execute(_insert(len(rows) // _COLUMNS), rows)
+    return Put(more, written, dropped)
 
 
 def _present(
     connection: sqlite3.Connection, keys: defaultdict[RowKind, list[bytes]]
 ) -> Iterator[tuple[int, bytes, bytes]]:
     for kind, some in keys.items():
-        for part in _parts(some):
+        for part in _parts(some, 1):
             # One row of text instead of many rows: sqlite3 would release the interpreter for each row.
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
             found = [bytes.fromhex(piece) for piece in text.split(" ")] if text is not None else []
@@ -356,16 +391,17 @@ def _present(
                 yield int(kind), key, value
 
 
-def _parts(rows: Sequence[_Part]) -> Iterator[Sequence[_Part]]:
-    """Split rows into powers of two, so that only few statements are ever compiled.
+def _parts(rows: list[_Part], width: int) -> Iterator[list[_Part]]:
+    """Split rows of `width` values each into powers of two, so that only few statements are ever compiled.
 
     The last row is repeated to fill up.
     """
-    for start in range(0, len(rows), MAX_ROWS):
-        part = rows[start : start + MAX_ROWS]
+    for start in range(0, len(rows), MAX_ROWS * width):
+        part = rows[start : start + MAX_ROWS * width]
+        count = len(part) // width
         # The size is rounded up to a power of two; repeated parameters do not change a statement's result.
-        missing = (1 << (len(part) - 1).bit_length()) - len(part)
-        yield [*part, *[part[-1]] * missing]
+        part += part[-width:] * ((1 << (count - 1).bit_length()) - count)
+        yield part
 
 
 @cache
