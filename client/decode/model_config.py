@@ -8,7 +8,7 @@ from typing import Final
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.errors import InvalidRequest
 
-HEAD_WIDTHS: Final = (32, 64, 128)
+HEAD_WIDTHS: Final = (32, 64, 80, 96, 128, 256)
 """The widths of heads that attention kernels are compiled for."""
 
 MAX_SHARE: Final = 16

@@ -24,13 +24,20 @@ only cards of compute capability 9.0 run, with the same bits as mma."""
 PTX_VERSION: Final = 88
 """PTX ISA 8.8, which drivers of CUDA 12.9 and later accept."""
 
-HEAD_WIDTHS: Final = (32, 64, 128)
+HEAD_WIDTHS: Final = (32, 64, 80, 96, 128, 256)
 """Widths of attention heads that have kernels."""
 
 HEADS: Final = 16
 """The most query heads per key head: the rows of one matrix instruction."""
 
-ATTEND_TILES: Final = {32: (32, 1, 2, None), 64: (128, 4, 2, 96), 128: (64, 4, 3, 112)}
+ATTEND_TILES: Final = {
+    32: (32, 1, 2, None),
+    64: (128, 4, 2, 96),
+    80: (64, 4, 3, 112),
+    96: (64, 4, 3, 112),
+    128: (64, 4, 3, 112),
+    256: (32, 4, 2, None),
+}
 """By the width of heads: the positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
 registers per thread, None for no limit."""
 
@@ -73,6 +80,8 @@ _POINTERS: Final = {"b": "*bf16", "f": "*fp32", "h": "*fp16", "w": "*i32", "c": 
 @dataclass(frozen=True)
 class Job:
     """A kernel to compile: its function, its parameters' types by name, its constants, warps, stages.
+
+    A parameter of the function with neither a type nor a constant is None, and no parameter of the kernel.
 
     `registers` is the limit per thread. Without one, the driver's linker gives attention 1.5 times what it needs.
     """
@@ -167,20 +176,28 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     s, cache, places = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
     norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
     splits, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
-    return {
+    found = {
         f"rope_append_{width}": Job(
             s.rope_append,
             _types(f"q:b parts:f {norms} rows:w splits stride {cache} H G has_bias has_norm eps:fp32"),
             {"HALF": width // 2, "HEADS": ROPE_HEADS},
-            warps=min(4, width // 16),
+            warps=min(4, 1 << (width // 16).bit_length() - 1),
             divisible=places,
         ),
-        f"attend_{width}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32")),
-        f"attend_whole_{width}": _attend(s.attend_whole, width, _types(f"x:b {read} scale:fp32")),
-        f"combine_{width}": Job(
-            s.combine, _types(f"x:b {splits} rows:w H splits"), {"DH": width, "SPLIT": SPLIT}, warps=1
-        ),
     }
+    # Each kernel twice: without a window, and with one.
+    for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
+        found |= {
+            f"attend_{name}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32{window}")),
+            f"attend_whole_{name}": _attend(s.attend_whole, width, _types(f"x:b {read} scale:fp32{window}")),
+            f"combine_{name}": Job(
+                s.combine,
+                _types(f"x:b {splits} rows:w H splits{window}"),
+                {"DH": width, "SPLIT": SPLIT},
+                warps=1,
+            ),
+        }
+    return found
 
 
 def _attend(function: Any, width: int, types: dict[str, str]) -> Job:
@@ -205,7 +222,7 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
     source = ASTSource(
         fn=job.function,
         signature={n: job.types.get(n, "constexpr") for n in names},
-        constexprs={(names.index(n),): value for n, value in job.constants.items()},
+        constexprs={(names.index(n),): job.constants.get(n) for n in names if n not in job.types},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     # No fused multiply-add: a fused sum rounds once where the embedded driver rounds twice.

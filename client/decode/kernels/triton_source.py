@@ -13,6 +13,8 @@ embedded driver adds as a card does. `exp2`, division and the square root are bu
 embedded driver give the same bits.
 
 Shapes: R rows of a step, D width, H query heads, G key heads, DH head width, F the inner width, V the vocabulary.
+
+A tile's sides are powers of two. Where DH is none, the lanes beyond it are masked, and zero in every sum.
 """
 
 import triton
@@ -291,7 +293,7 @@ def rope_append(
     """
     row = tl.program_id(0)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    i = tl.arange(0, HALF)[None, :]
+    i = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     valid = (head < H + 2 * G) & (i < HALF)
     record = rows + row * WORDS
     position = tl.load(record + POSITION)
@@ -316,8 +318,12 @@ def rope_append(
         high = tl.where(turned, high_norm, high)
     # A padded row reads the table at position 0, and its result is not stored in any region.
     place = tl.maximum(position, 0) * HALF + i
-    c = tl.load(cosines + place)
-    s = tl.load(sines + place)
+    if triton.next_power_of_2(HALF) == HALF:
+        c = tl.load(cosines + place)
+        s = tl.load(sines + place)
+    else:
+        c = tl.load(cosines + place, mask=i < HALF, other=0.0)
+        s = tl.load(sines + place, mask=i < HALF, other=0.0)
     first = tl.where(turned, low * c - high * s, low)
     second = tl.where(turned, high * c + low * s, high)
     # Step 3: store. q goes to a buffer of the step; k and v, numbered after q, go to the row's block of its region.
@@ -330,37 +336,47 @@ def rope_append(
 
 
 @triton.jit
+def within(mask, d, DH: tl.constexpr):
+    """Return a mask without the lanes beyond DH, if there are any."""
+    if triton.next_power_of_2(DH) != DH:
+        mask = mask & (d < DH)
+    return mask
+
+
+@triton.jit
 def query_tile(q, row, H, G, g, DH: tl.constexpr, HEADS: tl.constexpr):
     """Load the query heads [HEADS, DH] of a row that share the key head g; those beyond its share are 0."""
     heads = tl.arange(0, HEADS)
     share = H // G
-    d = tl.arange(0, DH)
+    d = tl.arange(0, triton.next_power_of_2(DH))
     # Rows of the tile without a head are 0, so they cost a matrix instruction's rows but no memory.
     at = row * H * DH + (g * share + heads)[:, None] * DH + d[None, :]
-    return tl.load(q + at, mask=(heads < share)[:, None], other=0.0)
+    return tl.load(q + at, mask=within((heads < share)[:, None], d[None, :], DH), other=0.0)
 
 
 @triton.jit
 def attend_tile(
-    total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale,
+    total, top, weights, query, table, base, blocks, j, first, length, layer_bytes, block_bytes, g, G, scale,
     DH: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Add what BT positions from j on give the heads: totals [HEADS, DH], the highest scores, the sums of weights.
 
-    An entry of the block table outside of the row's region reads as nothing.
+    An entry of the block table outside of the row's region reads as nothing, and so does a position before `first`.
     """
-    d = tl.arange(0, DH)
+    d = tl.arange(0, triton.next_power_of_2(DH))
     p = j + tl.arange(0, BT)
     # The guard between tenants: an entry that is not inside the row's own region reads as nothing, and has no weight.
     block = tl.load(table + p // PAGE, mask=p < length, other=-1)
     seen = (block >= 0) & (block < blocks)
+    if first is not None:
+        seen = seen & (p >= first)
     place = base + block.to(tl.int64) * block_bytes + layer_bytes
     place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
     # Keys [DH, BT] and values [BT, DH] of the same positions; values lie G * PAGE * DH behind the keys.
     keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
-    k = tl.load(keys[None, :] + d[:, None], mask=seen[None, :], other=0.0)
+    k = tl.load(keys[None, :] + d[:, None], mask=within(seen[None, :], d[:, None], DH), other=0.0)
     values = keys + G * PAGE * DH
-    v = tl.load(values[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    v = tl.load(values[:, None] + d[None, :], mask=within(seen[:, None], d[None, :], DH), other=0.0)
     # Online softmax (flash attention): keep the highest score so far, and rescale what was added before by the
     # difference. -1e30 instead of -infinity keeps infinity minus infinity, a NaN, from arising.
     score = tl.where(seen[None, :], tl.dot(query, k) * scale, -1e30)
@@ -375,71 +391,87 @@ def attend_tile(
 
 @triton.jit
 def attend(
-    totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale,
+    totals, tops, sums, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, splits, scale, window,
     DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's heads that share a key head, split by split of its sequence (flash-decoding).
 
     Splits begin at multiples of SPLIT positions, so where they begin depends on nothing but the sequence. The programs
-    of a row and key head take turns at its splits.
+    of a row and key head take turns at its splits. With a `window` (not None), a row sees the last `window` positions,
+    its own included, and splits without any of them are skipped.
     """
     row = tl.program_id(0)
     g = tl.program_id(1)
     record = rows + row * WORDS
     length = tl.load(record + POSITION) + 1
     heads = tl.arange(0, HEADS)
-    d = tl.arange(0, DH)
+    d = tl.arange(0, triton.next_power_of_2(DH))
     valid = heads < H // G
     base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
     blocks = tl.load(record + BLOCKS)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
+    first = None
+    begin = tl.program_id(2)
+    if window is not None:
+        # The row's position alone decides what it sees, so its bits do not depend on other rows.
+        first = tl.maximum(length - window, 0)
+        begin += first // SPLIT
     # Which program computes a split does not change its bits; only its positions do.
-    for split in range(tl.program_id(2), tl.cdiv(length, SPLIT), tl.num_programs(2)):
-        total = tl.zeros((HEADS, DH), tl.float32)
+    for split in range(begin, tl.cdiv(length, SPLIT), tl.num_programs(2)):
+        total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
         top = tl.full((HEADS,), -1e30, tl.float32)
         weights = tl.zeros((HEADS,), tl.float32)
         # Tiles of BT positions in ascending order. BT divides SPLIT, so a tile never crosses into the next split.
         for j in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length), BT):
             total, top, weights = attend_tile(
-                total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale,
-                DH, BT,
+                total, top, weights, query, table, base, blocks, j, first, length, layer_bytes, block_bytes, g, G,
+                scale, DH, BT,
             )  # fmt: skip
         # A split's unnormalised sum, its highest score and its sum of weights: what `combine` needs to rescale it.
         at = (row * H + g * (H // G) + heads) * splits + split
-        tl.store(totals + at[:, None] * DH + d[None, :], total, mask=valid[:, None])
+        tl.store(totals + at[:, None] * DH + d[None, :], total, mask=within(valid[:, None], d[None, :], DH))
         tl.store(tops + at, top, mask=valid)
         tl.store(sums + at, weights, mask=valid)
 
 
 @triton.jit
-def combine(x, totals, tops, sums, rows, H, splits, DH: tl.constexpr, SPLIT: tl.constexpr):
-    """Add a head's splits in ascending order: x [R, H, DH] bf16."""
+def combine(x, totals, tops, sums, rows, H, splits, window, DH: tl.constexpr, SPLIT: tl.constexpr):
+    """Add a head's splits in ascending order: x [R, H, DH] bf16. With a `window` (not None), those that it reaches."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    d = tl.arange(0, DH)
+    d = tl.arange(0, triton.next_power_of_2(DH))
     length = tl.load(rows + row * WORDS + POSITION) + 1
     at = (row * H + head) * splits
     top = tl.full((), -1e30, tl.float32)
     weights = tl.zeros((), tl.float32)
-    total = tl.zeros((DH,), tl.float32)
-    for s in range(tl.cdiv(length, SPLIT)):
+    total = tl.zeros((triton.next_power_of_2(DH),), tl.float32)
+    begin = 0
+    if window is not None:
+        begin = tl.maximum(length - window, 0) // SPLIT
+    for s in range(begin, tl.cdiv(length, SPLIT)):
         # The same rescaling as within a split, in ascending order of splits.
         its_top = tl.load(tops + at + s)
         higher = tl.maximum(top, its_top)
         shrink = exp2(top - higher)
         its = exp2(its_top - higher)
-        total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
+        if triton.next_power_of_2(DH) == DH:
+            total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
+        else:
+            total = total * shrink + tl.load(totals + (at + s) * DH + d, mask=d < DH, other=0.0) * its
         weights = weights * shrink + tl.load(sums + at + s) * its
         top = higher
     # A padded row has no weights at all: divide its zeros by 1.
     result = tl.div_rn(total, tl.where(weights > 0.0, weights, 1.0))
-    tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16))
+    if triton.next_power_of_2(DH) == DH:
+        tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16))
+    else:
+        tl.store(x + (row * H + head) * DH + d, result.to(tl.bfloat16), mask=d < DH)
 
 
 @triton.jit
 def attend_whole(
-    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale,
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale, window,
     DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Compute what `attend` and `combine` do, to the bit, in one program for all splits: x [R, H, DH] bf16.
@@ -451,20 +483,26 @@ def attend_whole(
     record = rows + row * WORDS
     length = tl.load(record + POSITION) + 1
     heads = tl.arange(0, HEADS)
-    d = tl.arange(0, DH)
+    d = tl.arange(0, triton.next_power_of_2(DH))
     base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
     blocks = tl.load(record + BLOCKS)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
     # Two levels of sums, as in `attend` and `combine`: one within the current split, one over all splits.
-    all_total = tl.zeros((HEADS, DH), tl.float32)
+    all_total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
     all_top = tl.full((HEADS,), -1e30, tl.float32)
     all_weights = tl.zeros((HEADS,), tl.float32)
     total, top, weights = all_total, all_top, all_weights
-    for j in range(0, length, BT):
+    first = None
+    begin = 0
+    if window is not None:
+        first = tl.maximum(length - window, 0)
+        begin = first // SPLIT * SPLIT
+    for j in range(begin, length, BT):
         total, top, weights = attend_tile(
-            total, top, weights, query, table, base, blocks, j, length, layer_bytes, block_bytes, g, G, scale, DH, BT
-        )
+            total, top, weights, query, table, base, blocks, j, first, length, layer_bytes, block_bytes, g, G, scale,
+            DH, BT,
+        )  # fmt: skip
         # The end of a split, or of the sequence: add the split to the whole like `combine` does, and begin the next
         # one.
         if ((j + BT) % SPLIT == 0) | (j + BT >= length):
@@ -475,12 +513,12 @@ def attend_whole(
             all_total = all_total * shrink[:, None] + total * its[:, None]
             all_weights = all_weights * shrink + weights * its
             all_top = higher
-            total = tl.zeros((HEADS, DH), tl.float32)
+            total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
             top = tl.full((HEADS,), -1e30, tl.float32)
             weights = tl.zeros((HEADS,), tl.float32)
     result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[:, None])
     at = (row * H + g * (H // G) + heads)[:, None] * DH + d[None, :]
-    tl.store(x + at, result.to(tl.bfloat16), mask=(heads < H // G)[:, None])
+    tl.store(x + at, result.to(tl.bfloat16), mask=within((heads < H // G)[:, None], d[None, :], DH))
 
 
 @triton.jit

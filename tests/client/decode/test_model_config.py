@@ -17,7 +17,7 @@ def test_a_model_that_the_engine_computes_is_taken(config: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"head_width": 80}, "heads must be 32, 64, 128 wide, not 80"),
+        ({"head_width": 112}, "heads must be 32, 64, 80, 96, 128, 256 wide, not 112"),
         ({"heads": 34, "key_heads": 2}, "34 query heads on 2 key heads"),
         ({"heads": 9, "key_heads": 2}, "9 query heads on 2 key heads"),
         ({"width": 255}, "hidden size must be a multiple of 32, not 255"),

@@ -204,7 +204,7 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"hidden_size": True}, "hidden_size must be an integer, not 'True'"),
         ({"num_attention_heads": 0, "head_dim": None}, "must be a multiple of 0 heads"),
         ({"num_attention_heads": 7, "head_dim": None}, "must be a multiple of 7 heads"),
-        ({"head_dim": 80}, "heads must be .* wide, not 80"),
+        ({"head_dim": 112}, "heads must be .* wide, not 112"),
         ({"num_hidden_layers": 10**9}, "layers must be 1 to 1024, not 1000000000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, not 'nan'"),
         ({"rope_theta": 10**400}, "rope_theta must be a number, not '1000"),

@@ -17,7 +17,12 @@ LAYERS = 2
 """Of a block; the kernels are tried on the second."""
 
 LENGTHS = (1, 15, 16, 17, 127, 128, 129, 300)
-EVERY_WIDTH = [32, pytest.param(64, marks=pytest.mark.exhaustive), pytest.param(128, marks=pytest.mark.slow)]
+EVERY_WIDTH = [
+    32,
+    pytest.param(80, marks=pytest.mark.exhaustive),
+    *(pytest.param(width, marks=pytest.mark.exhaustive) for width in (64, 96)),
+    *(pytest.param(width, marks=pytest.mark.slow) for width in (128, 256)),
+]
 GROUPS = [3, *(pytest.param(group, marks=pytest.mark.exhaustive) for group in (1, 8, 16))]
 
 
@@ -100,10 +105,12 @@ def test_a_block_outside_of_the_region_is_not_written(rig: KernelRig, block: int
 # --- attend and combine ---
 
 
-def attended(rig: KernelRig, q: Array, region: Array, rows: Array, tables: Array, splits: int) -> Array:
+def attended(
+    rig: KernelRig, q: Array, region: Array, rows: Array, tables: Array, splits: int, window: int | None = None
+) -> Array:
     """The attention's output [R, H, width] of bf16 queries: of `attend`, by two programs a row, and `combine`.
 
-    `attend_whole` gives the same bits.
+    `attend_whole` gives the same bits. With a `window`, all three are the kernels that have one.
     """
     count, heads, width = q.shape
     key_heads = region.shape[3]
@@ -117,14 +124,17 @@ def attended(rig: KernelRig, q: Array, region: Array, rows: Array, tables: Array
         "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
     }  # fmt: skip
     programs = min(splits, 2)
+    kind = f"{width}" if window is None else f"window_{width}"
+    seen: dict[str, Any] = {} if window is None else {"window": window}
     rig.launch(
-        f"attend_{width}", (count, key_heads, programs), totals=totals, tops=tops, sums=sums, splits=splits, **read
-    )
-    rig.launch(f"attend_whole_{width}", (count, key_heads), x=whole, **read)
+        f"attend_{kind}", (count, key_heads, programs), totals=totals, tops=tops, sums=sums, splits=splits, **read,
+        **seen,
+    )  # fmt: skip
+    rig.launch(f"attend_whole_{kind}", (count, key_heads), x=whole, **read, **seen)
     rig.release(address)
     rig.launch(
-        f"combine_{width}", (count, heads), x=x, totals=totals, tops=tops, sums=sums, rows=rows, H=heads,
-        splits=splits,
+        f"combine_{kind}", (count, heads), x=x, totals=totals, tops=tops, sums=sums, rows=rows, H=heads,
+        splits=splits, **seen,
     )  # fmt: skip
     assert whole.tobytes() == x.tobytes()
     return x
@@ -146,9 +156,10 @@ def check_attention(found: Array, exact: Array, sizes: Array) -> None:
     assert (abs(floats(found) - exact) <= 2 * HALF_PLACE * sizes).all()
 
 
+@pytest.mark.parametrize("window", [None, 40, 128])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("width", EVERY_WIDTH)
-def test_attention_of_every_length(rig: KernelRig, width: int, group: int) -> None:
+def test_attention_of_every_length(rig: KernelRig, width: int, group: int, window: int | None) -> None:
     rng = np.random.default_rng(group)
     key_heads, blocks = 2, 60
     region = region_of(rng, blocks, key_heads, width)
@@ -156,9 +167,10 @@ def test_attention_of_every_length(rig: KernelRig, width: int, group: int) -> No
     tables = np.stack([rng.permutation(blocks)[:20] for _ in LENGTHS]).astype(np.int32)
     order = rng.permutation(len(LENGTHS))
     rows = step_rows(len(LENGTHS), position=np.array(LENGTHS) - 1, table=order, blocks=blocks)
-    found = attended(rig, q, region, rows, tables, -(-320 // manifest().split))
+    found = attended(rig, q, region, rows, tables, -(-320 // manifest().split), window)
     for row, length in enumerate(LENGTHS):
-        exact, sizes = exact_attention(q[row], region, tables[order[row]], np.arange(length))
+        seen = np.arange(max(0, length - window) if window else 0, length)
+        exact, sizes = exact_attention(q[row], region, tables[order[row]], seen)
         check_attention(found[row], exact, sizes)
 
 
@@ -194,6 +206,32 @@ def test_a_row_s_bits_depend_neither_on_its_neighbours_nor_on_its_pages(rig: Ker
     elsewhere = np.ascontiguousarray(region[np.argsort(moved)])
     alone = attended(rig, q[:1], elsewhere, rows[:1], moved.astype(np.int32)[None], 7)
     assert alone[0].tobytes() == together[0].tobytes()
+
+
+@pytest.mark.parametrize("window", [1, 33, 200])
+def test_a_window_s_bits_depend_on_the_row_s_position_alone(rig: KernelRig, window: int) -> None:
+    """Rows alone, in company, behind other splits: the same bits; before the window's end, those without a window."""
+    rng = np.random.default_rng(window)
+    region = region_of(rng, 24, 1, 32)
+    q = bf16(rng.normal(0, 2, (3, 4, 32)))
+    tables = np.arange(24, dtype=np.int32)[None].repeat(3, 0)
+    rows = step_rows(3, position=[380, window - 1, 129], table=[0, 1, 2], blocks=24)
+    together = attended(rig, q, region, rows, tables, 3, window)
+    for row in range(3):
+        alone = attended(rig, q[row : row + 1], region, rows[row : row + 1], tables, 7, window)
+        assert alone[0].tobytes() == together[row].tobytes()
+    assert attended(rig, q[1:2], region, rows[1:2], tables, 3)[0].tobytes() == together[1].tobytes()
+
+
+def test_what_is_before_a_window_is_not_read(rig: KernelRig) -> None:
+    """NaNs there would show in every sum."""
+    region = region_of(np.random.default_rng(5), 12, 1, 32)
+    q = bf16(np.ones((1, 2, 32)))
+    rows = step_rows(1, position=180, blocks=12)
+    table = np.arange(12, dtype=np.int32)[None]
+    found = attended(rig, q, region, rows, table, 2, 20)
+    region[:10] = 0x7FC0
+    assert attended(rig, q, region, rows, table, 2, 20).tobytes() == found.tobytes()
 
 
 def test_a_score_far_below_the_others_counts_for_nothing_and_one_far_above_for_all(rig: KernelRig) -> None:

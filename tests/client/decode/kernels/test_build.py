@@ -51,9 +51,10 @@ def test_a_file_has_the_kernel_that_the_manifest_says(name: str) -> None:
 
 def test_kernels_are_there_for_every_width_and_share_that_a_model_may_have() -> None:
     for width in HEAD_WIDTHS:
-        assert {f"{name}_{width}" for name in ("rope_append", "attend", "combine")} <= set(NAMES)
-        assert manifest().kernels[f"attend_{width}"].constants["SPLIT"] == manifest().split
-        assert manifest().kernels[f"combine_{width}"].constants["SPLIT"] == manifest().split
+        assert f"rope_append_{width}" in NAMES
+        for kind in (f"{width}", f"window_{width}"):
+            for name in (f"attend_{kind}", f"attend_whole_{kind}", f"combine_{kind}"):
+                assert manifest().kernels[name].constants["SPLIT"] == manifest().split
     assert manifest().heads >= MAX_SHARE
 
 
