@@ -28,7 +28,7 @@ SPACED: Final = 10
 """Number of requests that each find the pool full."""
 
 
-class _Load:
+class _GatewayLoad:
     """Threads that send one new request after the other."""
 
     def __init__(self, store: SqliteStore, address: str) -> None:
@@ -74,7 +74,7 @@ def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(f"{folder}/store")
         try:
-            load = _Load(store, address)
+            load = _GatewayLoad(store, address)
             load.ask()  # compiles the kernel
             figures = {f"{count} at a time": load_figures(load.ask, count, seconds) for count in AT_A_TIME}
             if has_pool:

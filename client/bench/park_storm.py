@@ -186,7 +186,7 @@ class _Work:
         _patient(self._data.begin)
 
     def park(self) -> None:
-        """Park the session, if the daemon can now."""
+        """Park the session, and count whether the daemon did, could not, or was gone."""
         try:
             self._lease.park()
             self._counts.did["parked"] += 1

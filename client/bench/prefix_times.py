@@ -54,7 +54,7 @@ async def measure(
         tenants = [TenantConfig("bench", SEQUENCES, blocks, max_waiting=sequences)]
         settings = _settings(prefix, reuses=reuses)
         async with Decoder.open(checkpoint, tenants, settings, address=address) as decoder:
-            load = _Load(decoder, prefix)
+            load = _PrefixLoad(decoder, prefix)
             figures.append(await load.first_tokens(rounds) | {"reuses_prefixes": reuses})
             figures.append(await load.at_once(sequences) | {"reuses_prefixes": reuses})
             found[reuses] = load.outputs
@@ -63,7 +63,7 @@ async def measure(
     return [*figures, {"figure": "outputs", "compared": len(found[True]), "wrong": wrong}]
 
 
-class _Load:
+class _PrefixLoad:
     """Requests with a common prefix.
 
     Attributes:

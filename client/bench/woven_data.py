@@ -78,7 +78,7 @@ class WovenData:
 
     @property
     def mask(self) -> int:
-        """Return the number of its words less one."""
+        """The number of words less one, which selects a word: the number is a power of two."""
         return self.size_bytes // WORD_BYTES - 1
 
     def begin(self) -> None:

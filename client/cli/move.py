@@ -1,13 +1,12 @@
-"""`gpulease move`: a parkable lease's session goes on on another card, or all sessions of a card do."""
+"""`gpulease move`: moves a parkable lease's session to another card, or all sessions of a card to other cards."""
 
 import json
-import time
 from typing import Final
 
 import click
 
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.cli.session_moves import ENDED, print_outcomes
+from gpulease.client.cli.session_moves import ENDED, BusyRetries, print_outcomes
 from gpulease.client.console.reports import Report, cards_of, leases_of
 from gpulease.client.console.tables import seconds_text, shown, size_text
 from gpulease.client.errors import (
@@ -24,9 +23,6 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.counts import counted
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef
-
-RETRY_S: Final = 0.05
-"""Pause before a session that was busy is tried again, in seconds."""
 
 PATIENCE_S: Final = 10.0
 """How long to try a session of a card that is emptied while it is busy, in seconds."""
@@ -101,7 +97,7 @@ def _size_of(lease: Report) -> int:
 def _leave(lease: Report, uuid: str, target: str | None) -> Report:
     """Move one session to a card with room, and report it."""
     outcome = {key: lease[key] for key in ("lease_id", "tenant")}
-    number, until = int(lease["lease_id"], 16), time.monotonic() + PATIENCE_S
+    number, retries = int(lease["lease_id"], 16), BusyRetries(PATIENCE_S)
     if not lease.get("park"):
         return outcome | {"outcome": "stays", "reason": "it is not parkable"}
     while True:
@@ -113,12 +109,12 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
         except ENDED:
             return outcome | {"outcome": "ended"}
         except Busy as error:
-            if time.monotonic() < until and _is_on(number, uuid):
-                time.sleep(RETRY_S)
+            left = _not_moved(number, uuid, error)
+            if left["outcome"] == "stays" and retries.pause():
                 continue
-            return outcome | _not_back(number, uuid, error)
+            return outcome | left
         except (Unsupported, CapacityExceeded, Denied, InvalidRequest) as error:
-            return outcome | _not_back(number, uuid, error)
+            return outcome | _not_moved(number, uuid, error)
         report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
         return outcome | {"outcome": "moved"} | report
 
@@ -130,14 +126,10 @@ def _card_with_room(size_bytes: int, uuid: str, target: str | None) -> str | Non
     return max(able, key=lambda card: card["available_bytes"])["uuid"] if able else None
 
 
-def _is_on(number: int, uuid: str) -> bool:
-    return bool(ask(Opcode.LEASE_QUERY, LeaseRef(number)).report["card_uuid"] == uuid)
-
-
-def _not_back(number: int, uuid: str, error: GpuLeaseError) -> Report:
-    """Report a session whose move was refused: on its card, or in the host's memory on its way to the other one."""
+def _not_moved(number: int, uuid: str, error: GpuLeaseError) -> Report:
+    """Report a session after the daemon refused its move: it is on its card, or parked on its way to the other one."""
     try:
-        is_on_card = _is_on(number, uuid)
+        is_on_card = ask(Opcode.LEASE_QUERY, LeaseRef(number)).report["card_uuid"] == uuid
     except NotFound:
         return {"outcome": "ended"}
     return {"outcome": "stays" if is_on_card else "in host memory", "reason": error.message}

@@ -135,12 +135,12 @@ def leases(tenant: str | None, as_json: bool) -> None:
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU", "GPU time")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
-    # Whose worker an upgrade of the daemon has left behind.
+    # Leases whose worker still runs the code of an earlier daemon.
     if earlier := [_earlier(lease) for lease in listed if lease.get("earlier_version")]:
         head = ["lease", "version of its worker", "stays there because"]
         click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))
         click.echo(wrapped_text("`gpulease upgrade-workers` gives them workers of this version.", output_width()))
-    # Who holds the buffers, for sessions of several programs.
+    # The holders of buffers, for sessions that several programs use.
     if held := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
         click.echo(
             "\n" + fitted(["lease", "buffers are held by"], held, output_width(), texts=("lease",), is_text_last=True)

@@ -1,6 +1,7 @@
-"""What commands that move several sessions share: the list of outcomes, and refusals of ended leases."""
+"""What commands that move several sessions share: retries, the list of outcomes, and refusals of ended leases."""
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -10,10 +11,35 @@ from gpulease.client.console.exit_status import EXIT_FAILED
 from gpulease.client.console.reports import Report
 from gpulease.client.console.tables import fitted, output_width, shown
 from gpulease.client.errors import LeaseExpired, NotFound, Revoked
+from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.json_text import indented_json
 
 ENDED: Final = (LeaseExpired, Revoked, NotFound)
 """Refusals of a lease that has ended meanwhile."""
+
+RETRY_S: Final = 0.05
+MOST_RETRY_S: Final = 0.5
+"""First and longest pause before a session that was busy is tried again, in seconds. Each try is a park, and the node's
+`parks_per_minute` (240 by default) bounds those."""
+
+
+class BusyRetries:
+    """The pauses between the tries of one busy session.
+
+    Args:
+        patience_s: Seconds from now after which the session is not tried again.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._until, self._tries = time.monotonic() + patience_s, 0
+
+    def pause(self) -> bool:
+        """Sleep before the next try, each time longer. Returns False at once if the patience is exhausted."""
+        if time.monotonic() >= self._until:
+            return False
+        time.sleep(back_off_s(self._tries, RETRY_S, MOST_RETRY_S))
+        self._tries += 1
+        return True
 
 
 def print_outcomes(

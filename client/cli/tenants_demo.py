@@ -125,14 +125,14 @@ class Ann:
         self._looked_s = now_s
 
     def watch(
-        self, is_over: Callable[[], bool], wait: Callable[[float], Any] = time.sleep, beside: Callable[[], str] = str
+        self, is_over: Callable[[], bool], wait: Callable[[float], Any] = time.sleep, note: Callable[[], str] = str
     ) -> None:
         """Show her work until something is over.
 
         Args:
             is_over: Whether it is over.
             wait: Waits for a number of seconds; may return early, when it is over.
-            beside: Returns the text to show after her work.
+            note: Returns the text to show after her work.
         """
         while not is_over():
             wait(LOOK_S)
@@ -140,7 +140,7 @@ class Ann:
             # The totals of all phases, with the present phase's rate.
             launches, errors = (sum(getattr(phase, name) for phase in self.phases) for name in ("launches", "errors"))
             rate = f"{self.phases[-1].per_s:,.0f} a second"
-            self._lines.show(f"       ann: {launches:,} launches checked, {errors} errors, {rate}{beside()}")
+            self._lines.show(f"       ann: {launches:,} launches checked, {errors} errors, {rate}{note()}")
         self._lines.settle()
 
     def watch_for(self, seconds: float) -> None:

@@ -1,12 +1,11 @@
 """`gpulease upgrade-workers`: sessions leave the workers of an earlier daemon, one after the other."""
 
 import time
-from typing import Final
 
 import click
 
 from gpulease.client.cli.drain import milliseconds_of
-from gpulease.client.cli.session_moves import ENDED, print_outcomes
+from gpulease.client.cli.session_moves import ENDED, BusyRetries, print_outcomes
 from gpulease.client.console.reports import Report, leases_of
 from gpulease.client.errors import (
     Busy,
@@ -17,15 +16,9 @@ from gpulease.client.errors import (
 )
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
-from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.counts import counted
 from gpulease.protocol.messages import Empty, LeaseMove
 from gpulease.protocol.time_units import US_PER_MS
-
-RETRY_S: Final = 0.05
-MOST_RETRY_S: Final = 0.5
-"""First and longest pause before a session that was busy is tried again, in seconds. Each try is a park, and the node's
-`parks_per_minute` (240 by default) bounds those."""
 
 
 @click.command()
@@ -80,16 +73,14 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
 def _upgrade(lease: Report, patience_s: float) -> Report:
     """Give one session another worker, and report it."""
     outcome = {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]}
-    until, tries = time.monotonic() + patience_s, 0
+    retries = BusyRetries(patience_s)
     while True:
         try:
             moved = ask(Opcode.LEASE_MOVE, LeaseMove(int(lease["lease_id"], 16), lease["card_uuid"]))
         except ENDED:
             return outcome | {"outcome": "ended"}
         except Busy as error:
-            if time.monotonic() < until:
-                time.sleep(back_off_s(tries, RETRY_S, MOST_RETRY_S))
-                tries += 1
+            if retries.pause():
                 continue
             return outcome | {"outcome": "stays", "reason": error.message}
         except (Unsupported, CapacityExceeded, Denied) as error:

@@ -26,8 +26,8 @@ _LAUNCH: Final = "launch of a graph"
 
 
 @dataclass(frozen=True, slots=True)
-class GraphRecord:
-    """A finished recording.
+class GraphContents:
+    """What a finished recording holds.
 
     Attributes:
         body: The message that makes the graph.
@@ -59,7 +59,7 @@ class GraphHandle(Handle):
         self.owner = None
         self.handle = 0
         self._graphs: Graphs
-        self._record: GraphRecord | None = None
+        self._record: GraphContents | None = None
         self._args = b""
         self._why_not = "is being recorded"
 
@@ -68,7 +68,7 @@ class GraphHandle(Handle):
         """The names of the parameters that `launch` accepts."""
         return () if self._record is None else tuple(self._record.parameters)
 
-    def made(self, graphs: "Graphs", handle: int, record: GraphRecord) -> Self:
+    def made(self, graphs: "Graphs", handle: int, record: GraphContents) -> Self:
         """Store the worker's handle of the graph, and prepare its launch frame; it has no owner yet."""
         # The arguments' recorded values, in the parameters' order, are what a launch without values sends.
         self._graphs = graphs
@@ -126,7 +126,7 @@ class GraphHandle(Handle):
         number = attachment.connection.next_request_id()
         return number, b"".join((head, number.to_bytes(8, "big"), self._middle, args, trailer)), are_active
 
-    def _bound(self, attachment: Attachment, record: GraphRecord, values: Mapping[str, Any]) -> bytes:
+    def _bound(self, attachment: Attachment, record: GraphContents, values: Mapping[str, Any]) -> bytes:
         unknown = values.keys() - record.parameters.keys()
         if unknown:
             known = ", ".join(record.parameters) or "none"
@@ -183,7 +183,7 @@ class Graphs:
         self._operations = operations
         self._streams = streams
 
-    def make(self, graph: GraphHandle, record: GraphRecord) -> Procedure[None]:
+    def make(self, graph: GraphHandle, record: GraphContents) -> Procedure[None]:
         """Send a recording to the worker, which checks and keeps it. Raises InvalidRequest if it is too large."""
         payload = build_body(record.body)
         # Both the protocol and this daemon limit it; refuse it before it is sent.

@@ -121,7 +121,7 @@ class ParkReport(TypedDict):
         depth: How much of a parked session has left the card: warm (its process keeps a context there), leaving, cold
             (nothing is left, and it has no process), arriving or adopting (a new process takes it). Absent like the
             next two with an older daemon.
-        stays_here: Why a parked session can't leave its process; "" if it can, or nobody has tried.
+        stays_here: Why a parked session can't leave its process; "" if it can, or if that was never tried.
         is_moving: It is being moved to another card.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from gpulease.client.core.copies import CopyCommands, check_range
-from gpulease.client.core.graphs import GraphRecord
+from gpulease.client.core.graphs import GraphContents
 from gpulease.client.core.launch import KernelArguments, LaunchAttributes, LaunchCommands, in_order
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionCore
@@ -79,7 +79,7 @@ class Recording(LaunchCommands, CopyCommands):
         self._check_caller(doing)
         return not_recorded(doing)
 
-    def record(self) -> GraphRecord:
+    def record(self) -> GraphContents:
         """The finished recording. Raises InvalidRequest if it can't become a graph."""
         # Limits of the whole graph. Each node was checked when it was recorded.
         if not self._nodes:
@@ -102,7 +102,7 @@ class Recording(LaunchCommands, CopyCommands):
         # The graph holds buffers and modules as long as it lives; `kernel` names it in errors if it has only one.
         handles = (*self._buffers.values(), *self._modules.values())
         kernel = self._kernels[0] if len(self._kernels) == 1 else ""
-        return GraphRecord(body, self._parameters, handles, tuple(self._arrays), kernel)
+        return GraphContents(body, self._parameters, handles, tuple(self._arrays), kernel)
 
     # --- launches and copies ---
 

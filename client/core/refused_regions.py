@@ -1,9 +1,9 @@
-"""Refusals in the client: a launch or copy that names an ended region is refused by a load, before a frame is made.
+"""Refusals in the client: one memory load refuses a launch or copy that names an ended region, before it is sent.
 
 The broker writes the words of a session's regions to a page that the client maps (`protocol.session_words`). The page's
 epoch is raised after every change, so a launch compares two numbers; only when they differ are the words of its regions
-read. The worker checks every launch by itself: a client that does not look, or whose page is of an earlier broker,
-learns of an end from the worker.
+read. The worker checks every launch by itself: a client that does not read the page, or that has an earlier
+broker's page, learns of an end from the worker.
 
 The client refuses only what comes first after a wait. Otherwise the worker may have refused an earlier launch, and
 skipped what is behind that one, also in other regions. So the launch is sent, and the worker is asked at once instead

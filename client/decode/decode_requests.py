@@ -237,7 +237,7 @@ class PromptRequest:
 
     @property
     def has_guidance(self) -> bool:
-        """Whether its rows need a guided step."""
+        """Whether its rows need a guided step: a grammar, ranked logits or scores of the prompt."""
         return self.guide is not None or self.ranks > 0 or self.scores_prompt
 
     @property
@@ -247,7 +247,7 @@ class PromptRequest:
 
     @property
     def blocks(self) -> int:
-        """The most blocks that it can need."""
+        """The most blocks that it can need: those of all its `positions`, PAGE in each."""
         return -(-self.positions // PAGE)
 
     @property

@@ -92,7 +92,7 @@ class TokenGuide:
 
     @property
     def entries(self) -> Rows:
-        """ENTRY records for the next token."""
+        """ENTRY records for the next token: the logits that are changed, each once."""
         return self._entries[: len(self._places)]
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:

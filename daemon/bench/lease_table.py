@@ -113,7 +113,7 @@ class SimulatedWorkers(Workers):
             self._changed.set()
 
 
-class Load:
+class LeaseLoad:
     """Requests of many tenants to one runtime.
 
     Attributes:
@@ -186,7 +186,7 @@ async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
     figures: dict[str, float] = {}
     async with _runtime(leases, kept) as (runtime, workers):
         # Each load starts from the leases that the one before it left.
-        load = Load(runtime, leases)
+        load = LeaseLoad(runtime, leases)
         grants = (load.acquire(LONG_MS) for _ in range(leases))
         figures |= await _rate("grants", load, grants, None)
         figures |= await _rate("renewals", load, _over_and_over(load), ROUNDS_S)
@@ -198,7 +198,7 @@ async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
 
 
 async def _rate(
-    name: str, load: Load, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
+    name: str, load: LeaseLoad, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
 ) -> dict[str, float]:
     """Return the requests a second, and the CPU time that each costs the broker's thread."""
     # The thread's own time: on a busy host the wall clock alone would measure the other processes.
@@ -210,13 +210,13 @@ async def _rate(
     return {f"{name}_per_s": asked / taken_s, f"{name}_cpu_us": cpu_s * 1e6 / asked}
 
 
-def _over_and_over(load: Load) -> Iterator[Callable[[int], Event]]:
+def _over_and_over(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:
     while True:
         for lease in list(load.live):
             yield renewal(lease)
 
 
-def _churn(load: Load) -> Iterator[Callable[[int], Event]]:
+def _churn(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:
     """Yield grants, renewals, and as many frees as grants, so that the number of leases stays the same."""
     while True:
         # From the middle, so that old and young leases end.
@@ -226,7 +226,7 @@ def _churn(load: Load) -> Iterator[Callable[[int], Event]]:
             yield renewal(other)
 
 
-async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> list[float]:
+async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int) -> list[float]:
     """Have half of the leases expire one after the other while the others are renewed; returns the delays."""
     # Free half of the leases, then acquire as many again, with deadlines spread over EXPIRY_S.
     half = leases // 2
@@ -246,7 +246,7 @@ async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> 
     return list(workers.late_ms)
 
 
-async def _expire_at_once(load: Load, workers: SimulatedWorkers) -> list[float]:
+async def _expire_at_once(load: LeaseLoad, workers: SimulatedWorkers) -> list[float]:
     workers.late_ms.clear()
     # All deadlines at one moment: each time to live is what is left until then.
     until_ns = time.monotonic_ns() + NS_PER_S

@@ -114,7 +114,7 @@ MAX_UNSENT: Final = 4 * MAX_CLAIMS
 disconnect again, while a process hangs, from filling the broker's memory."""
 
 
-class _Waiting(NamedTuple):
+class _PendingClaim(NamedTuple):
     """A claim that is not answered yet.
 
     Attributes:
@@ -185,7 +185,7 @@ class FleetFrontend:
         self._quota_claims: Counter[str] = Counter()
         # Claims that wait for an answer, by number, and how many each tenant has.
         self._numbers = 0
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _PendingClaim] = {}
         self._waiting_of: Counter[str] = Counter()
         # What the process was sent last, so that only changes are sent.
         self._told: RecordChanged | None = None
@@ -301,18 +301,18 @@ class FleetFrontend:
     def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that cancels the claim."""
         what = f"the name {want.name!r} can't be claimed"
-        waiting = _Waiting(on_answer, want.tenant, ClaimDropped, self._placements, what)
+        waiting = _PendingClaim(on_answer, want.tenant, ClaimDropped, self._placements, what)
         lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
         return self._ask(waiting, lambda number: ClaimWanted(number, want.name, lease, want.tenant, until_ns))
 
     def claim_quota(self, want: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
         """Claim bytes of a tenant's quota, in the way of `claim_name`."""
         what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
-        waiting = _Waiting(on_answer, want.tenant, QuotaDropped, self._quota_claims, what)
+        waiting = _PendingClaim(on_answer, want.tenant, QuotaDropped, self._quota_claims, what)
         lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
         return self._ask(waiting, lambda number: QuotaWanted(number, want.tenant, want.size_bytes, lease, until_ns))
 
-    def _ask(self, waiting: _Waiting, request: Callable[[int], ClaimWanted | QuotaWanted]) -> Callable[[], None]:
+    def _ask(self, waiting: _PendingClaim, request: Callable[[int], ClaimWanted | QuotaWanted]) -> Callable[[], None]:
         # Refuse what exceeds the bounds without asking. Answer in the next turn, because callers expect no answer
         # before this method returns.
         if (excess := self._excess(waiting.tenant)) is not None:
@@ -360,7 +360,7 @@ class FleetFrontend:
         if (waiting := self._take(number)) is not None:
             self._tell(waiting.drop(number))
 
-    def _take(self, number: int) -> _Waiting | None:
+    def _take(self, number: int) -> _PendingClaim | None:
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             self._waiting_of[waiting.tenant] -= 1

@@ -4,7 +4,7 @@ A worker packs it, the broker keeps it unread, and another worker of the same le
 equal in the other process: addresses, numbers and handles that the tenant's data may contain. What the image does not
 have can't leave a process: such a session is parked warm only (`LeaveRefusedReport`).
 
-Holders are numbered: NOBODY, LEASE, then one for each connection, from FIRST_CONNECTION on.
+Holders are numbered: UNHELD, LEASE, then one for each connection, from FIRST_CONNECTION on.
 """
 
 from typing import Any, Final, NamedTuple, Self
@@ -21,7 +21,7 @@ version that has all of its session, for workers of an earlier daemon.
 MAX_IMAGE_BYTES: Final = 320 << 20
 """Largest image. Most of it are the modules' images, of which a session may have 256 MiB, and graphs."""
 
-NOBODY: Final = 0
+UNHELD: Final = 0
 LEASE: Final = 1
 FIRST_CONNECTION: Final = 2
 

@@ -191,7 +191,7 @@ def keep_waiting() -> None:
     """Never end the wait: the `Poll` of callers that have nothing to check."""
 
 
-class Admit(Protocol):
+class AdmitModule(Protocol):
     """Called by a driver before it loads an image; raises ImageRejected if there is no room."""
 
     def __call__(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
@@ -199,7 +199,7 @@ class Admit(Protocol):
 
 
 def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-    """An `Admit` without a bound of its own: only the card refuses."""
+    """An `AdmitModule` without a bound of its own: only the card refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,7 +650,7 @@ class Context(Protocol):
 
     # --- modules and launches ---
 
-    def module_load(self, image: bytes, admit: Admit = admit_all) -> DriverModule:
+    def module_load(self, image: bytes, admit: AdmitModule = admit_all) -> DriverModule:
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
     def compile_kernel(self, kernel: DriverKernel) -> bool:

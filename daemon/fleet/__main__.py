@@ -101,7 +101,7 @@ def needs_of(endpoints: Sequence[str]) -> SandboxNeeds:
 
 
 async def _serve(start: FleetStart, files: SentFiles, channel: socket.socket, readings: MachineReadings) -> None:
-    """Raises ChannelClosed."""
+    """Serve the broker until its channel closes; then raises ChannelClosed."""
     # gRPC's threads start here, inside the sandbox.
     client = EtcdClient(EtcdSettings(start.etcd, timeout_s=start.timeout_s), files.read)
     try:

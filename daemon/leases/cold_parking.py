@@ -43,7 +43,7 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.horizon_events import SetHorizon
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS, may_take
-from gpulease.daemon.leases.park_state import Move, ParkDepth, ParkPhase, ParkState
+from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.worker_upgrades import HeldWorkers, WorkerUpgrades
 from gpulease.protocol.time_units import NS_PER_S
@@ -346,7 +346,7 @@ class ColdParking:
             card_uuid = selected[0].card.uuid
         from_version = event.from_version if card_uuid == lease.card_uuid else ""
         was_parked = state.phase is ParkPhase.PARKED and not state.is_awaited
-        state.move = Move(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked)
+        state.move = SessionMove(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked)
         match state.phase, state.depth:
             case ParkPhase.RESIDENT, _:
                 return self._park(lease, now_ns, out)
@@ -372,7 +372,7 @@ class ColdParking:
     def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
         """Let a session that is parked next go on to another card, for another lease's need."""
         if lease.park is not None:
-            lease.park.move = Move(None, card_uuid, lease.card_uuid, now_ns)
+            lease.park.move = SessionMove(None, card_uuid, lease.card_uuid, now_ns)
             lease.park.need_move_ns = now_ns + MOVED_STAY_NS
 
     def arriving(self) -> dict[str, int]:
@@ -414,7 +414,7 @@ class ColdParking:
         if move.request is not None:
             out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, now_ns - move.since_ns))
 
-    def _record_move(self, lease: Lease, state: ParkState, move: Move, now_ns: int, out: list[Effect]) -> None:
+    def _record_move(self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, out: list[Effect]) -> None:
         out.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, now_ns - move.since_ns))
 
     def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, out: list[Effect]) -> None:

@@ -23,7 +23,7 @@ Moves = tuple[tuple[Lease, str], ...]
 
 
 class NeedMoves(NamedTuple):
-    """Moves that make room on a card."""
+    """The moves that make room on one card for an acquire that fits on none."""
 
     from_uuid: str
     moves: Moves

@@ -38,7 +38,7 @@ class ParkDepth(Enum):
     ADOPTING = "adopting"
 
 
-class Move(NamedTuple):
+class SessionMove(NamedTuple):
     """A request to move a session, to have it leave its process, or to give it a worker of this version.
 
     Attributes:
@@ -144,7 +144,7 @@ class ParkState:
     is_repeated: bool = False
     depth: ParkDepth = ParkDepth.WARM
     stays_here: str = ""
-    move: Move | None = None
+    move: SessionMove | None = None
     need_move_ns: int = 0
     is_on_warm: bool = False
     misfit: bool | None = None

@@ -167,7 +167,7 @@ class RoundTimes:
         self.more_busy_ns = 0.0
 
     def add(self, account: TimeAccount) -> None:
-        """Add the account's last sample."""
+        """Add the busy time that the account charged in its last sample."""
         self.more_ns += account.more_ns
         self.more_busy_ns += account.more_busy_ns
         for session in account.active:

@@ -392,7 +392,7 @@ def _forgive(owed: dict[Key, float], some: Sequence[Key]) -> None:
 
 
 def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:
-    """Return limits with a session's turns."""
+    """Return the limits of a session that takes turns with others: a short queue, and work only in its turn."""
     return limits._replace(
         queue_bound_ns=min(limits.queue_bound_ns or TURN_QUEUE_NS, TURN_QUEUE_NS),
         until_ns=now_ns + LAPSE_NS,

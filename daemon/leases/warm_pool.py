@@ -266,7 +266,7 @@ class WarmPool:
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
         context.state = WarmState.HELD
-        # Unlike a dropped one's, its bytes do not come back soon: nobody may wait for them.
+        # Unlike a dropped context's bytes, these do not come back soon: no acquire may wait for them.
         self._account(lease.card_uuid).stuck_bytes += charge_bytes
         out.append(RenameWorker(lease.lease_id, context.warm_id))
         return context.warm_id

@@ -18,7 +18,7 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import Effect, SetDeadline, StaySession, WorkerReplaced
 from gpulease.daemon.leases.horizon_events import SetHorizon
 from gpulease.daemon.leases.model import Lease
-from gpulease.daemon.leases.park_state import Move, ParkDepth, ParkState
+from gpulease.daemon.leases.park_state import ParkDepth, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
 
 
@@ -93,7 +93,7 @@ class WorkerUpgrades:
         self._await_return(lease, state, now_ns, out)
         return True
 
-    def on_done(self, lease: Lease, state: ParkState, move: Move, now_ns: int, out: list[Effect]) -> None:
+    def on_done(self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, out: list[Effect]) -> None:
         """End the former worker of a session that is whole in the new one."""
         took_ns = now_ns - move.since_ns
         out.append(WorkerReplaced(lease.snapshot(), move.from_version, state.moved_bytes, took_ns))

@@ -399,7 +399,7 @@ class QueueingHandler(logging.Handler):
             self._dropped += 1
 
     def _queue(self, line: bytes) -> None:
-        """Queue a line. The caller holds the lock."""
+        """Queue a line, or count it as dropped if the queue is full. The caller holds the lock."""
         if self._is_closed or self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
             self._dropped += 1
             return

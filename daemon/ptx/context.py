@@ -13,8 +13,8 @@ from typing import Final
 
 from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
-    Admit,
     AdmitGraph,
+    AdmitModule,
     CardProgress,
     DataStep,
     Dim3,
@@ -42,7 +42,7 @@ from gpulease.daemon.drivers.interface import (
 )
 from gpulease.daemon.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, AdoptedEvent, StampedEvent
-from gpulease.daemon.ptx.image import CpuKernel, CpuModule, Place, drop_oldest_code, load, release
+from gpulease.daemon.ptx.image import CpuKernel, CpuModule, ModulePlace, drop_oldest_code, load, release
 from gpulease.daemon.ptx.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
@@ -88,14 +88,14 @@ _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
 def describe(
-    fault: Fault, text_at: Callable[[int], str], beside: Callable[[int, int], str], *, kernel: str, tag: int
+    fault: Fault, text_at: Callable[[int], str], miss_text: Callable[[int, int], str], *, kernel: str, tag: int
 ) -> KernelFault:
     """Word a fault record as the error that a tenant reads.
 
     Args:
         fault: The record.
         text_at: Reads the null-terminated text at a device address; an assertion's record holds such addresses.
-        beside: Names the allocation that an access of `size` bytes at an address just misses, or "".
+        miss_text: Names the allocation that an access of `size` bytes at an address just misses, or "".
         kernel: The kernel's name.
         tag: The launch's tag.
     """
@@ -115,7 +115,7 @@ def describe(
     kind = what if space in _UNNAMED else f"{what} {space.value}"
     access = Access(fault.access).name.lower()
     # Only global memory has allocations to name; shared and local windows have none.
-    missed = beside(fault.address, fault.size) if what == "illegal" and space in _UNNAMED else ""
+    missed = miss_text(fault.address, fault.size) if what == "illegal" and space in _UNNAMED else ""
     return KernelFault(
         f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}{missed and ': '}{missed}",
         tag=tag,
@@ -400,7 +400,7 @@ class CpuContext:
     def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CpuModule:
         """Load a module; `adopt_parked` has brought its variables (`Context.adopt_module`)."""
         try:
-            wanted = Place.from_numbers(place)
+            wanted = ModulePlace.from_numbers(place)
             # Numbers of kernels that were unloaded meanwhile stay unused, as in the other context.
             self._next_number = wanted.first_number
             return self._load(image, admit_all, wanted)
@@ -523,11 +523,11 @@ class CpuContext:
 
     # --- Modules -----------------------------------------------------------------------------------------------
 
-    def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
+    def module_load(self, image: bytes, admit: AdmitModule = admit_all) -> CpuModule:
         """Load PTX text (`Context.module_load`); this driver takes no cubins."""
         return self._load(image, admit)
 
-    def _load(self, image: bytes, admit: Admit, place: Place | None = None) -> CpuModule:
+    def _load(self, image: bytes, admit: AdmitModule, place: ModulePlace | None = None) -> CpuModule:
         module = load(
             image,
             self._arena,
@@ -710,7 +710,7 @@ class CpuContext:
         error = describe(
             Fault.from_address(state.fault),
             self._text_at,
-            self._arena.beside,
+            self._arena.miss_text,
             kernel=self._kernel_names[state.kernel],
             tag=state.tag,
         )

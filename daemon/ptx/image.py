@@ -18,7 +18,7 @@ import msgpack
 
 from gpulease.daemon import ptx
 from gpulease.daemon.drivers.interface import (
-    Admit,
+    AdmitModule,
     Dim3,
     Figures,
     ImageRejected,
@@ -317,7 +317,7 @@ class _Handles:
 _HANDLES = _Handles()
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """What the tenant's data may contain of a module: addresses of variables, and handles of functions.
 
     Attributes:
@@ -332,7 +332,7 @@ class Place(NamedTuple):
         return (self.first_number, len(self.addresses), *self.addresses, *self.handles)
 
     @classmethod
-    def from_numbers(cls, numbers: tuple[int, ...]) -> "Place":
+    def from_numbers(cls, numbers: tuple[int, ...]) -> "ModulePlace":
         first_number, count, *rest = numbers
         return cls(tuple(rest[:count]), tuple(rest[count:]), first_number)
 
@@ -394,7 +394,7 @@ class CpuModule:
     device_bytes: int
     code: LoadedCode
     variable_addresses: tuple[int, ...]
-    place: Place
+    place: ModulePlace
     # Owns the memory of the variables' table and of the kernels' paces, which native code reads.
     tables: tuple[Any, Any]
     shared_bytes: int = 0
@@ -414,10 +414,10 @@ def load(
     *,
     slice_bytes: int,
     first_number: int,
-    admit: Admit = admit_all,
+    admit: AdmitModule = admit_all,
     architecture: Architecture = SM_90,
     shuffle: int | None = None,
-    place: Place | None = None,
+    place: ModulePlace | None = None,
 ) -> CpuModule:
     """Translate an image and place its variables. Raises ImageRejected, and keeps no memory then.
 
@@ -450,11 +450,11 @@ def load(
         )
         for offset, facts in enumerate(code.image.kernels)
     }
-    found = Place(addresses, tuple(handles.values()), first_number)
+    found = ModulePlace(addresses, tuple(handles.values()), first_number)
     return CpuModule(kernels, device_bytes, code, addresses, found, (table, paces))
 
 
-def _handles_of(code: LoadedCode, place: Place | None) -> dict[str, int]:
+def _handles_of(code: LoadedCode, place: ModulePlace | None) -> dict[str, int]:
     """Return the handle of each function that kernels point to. Raises ImageRejected if `place` has others."""
     if place is None:
         return {name: _HANDLES.take() for name in code.image.addressed}

@@ -343,7 +343,7 @@ class MemoryArena:
                 return self.memory.view[offset : offset + size]
         raise DriverError(f"{size} bytes at {address:#x} are not within one allocation")
 
-    def beside(self, address: int, size: int) -> str:
+    def miss_text(self, address: int, size: int) -> str:
         """Say in words which allocation an access just misses; "" if there is none on either side."""
         offset = address - self.memory.address
         if not 0 <= offset < self._classes[-1].end:

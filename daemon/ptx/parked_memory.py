@@ -35,7 +35,7 @@ class ParkedMemory:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that parking moves, or has moved."""
+        """Bytes that a park moves to host memory: those of allocations and of mapped regions."""
         return self._arena.allocated_bytes + self._regions.taken_bytes
 
     def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> PageMove:

@@ -83,7 +83,7 @@ class EndedConnections(OperationHandler):
         planner: Its plans; none may launch a kernel of a module that goes.
 
     Attributes:
-        nobody: Holds what connections make if their clients do not ask for its end.
+        unheld: Holds the objects of connections whose clients did not ask for objects to end with them.
         unheld_users: Number of these connections that are attached.
     """
 
@@ -96,7 +96,7 @@ class EndedConnections(OperationHandler):
         super().__init__(resources)
         self._keeper, self._modules, self._graphs, self._regions = parts
         self._planner = planner
-        self.nobody = Holder(resources.counters, Counter.UNHELD_BYTES)
+        self.unheld = Holder(resources.counters, Counter.UNHELD_BYTES)
         self.unheld_users = 0
         self._ended: list[_Ended] = []
         self._looks_in_vain = 0
@@ -263,9 +263,9 @@ class EndedConnections(OperationHandler):
         self._give_back_all(self._keeper.holder)
         # A connection of an older client may be attached: what has no holder may be its own.
         if not self.unheld_users:
-            self._graphs.give_back(self.nobody)
-            self._regions.give_back(self.nobody)
-            self._give_back_all(self.nobody)
+            self._graphs.give_back(self.unheld)
+            self._regions.give_back(self.unheld)
+            self._give_back_all(self.unheld)
         self._regions.release_ended()
         self._record_usage()
         return done(frame, Freed(before_bytes - ledger.used_bytes))

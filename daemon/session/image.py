@@ -12,7 +12,7 @@ from gpulease.daemon.contract.control_page import SESSION_TOTALS, Counter
 from gpulease.daemon.contract.session_image import (
     FIRST_CONNECTION,
     LEASE,
-    NOBODY,
+    UNHELD,
     AllocationState,
     ConnectionState,
     GraphState,
@@ -80,7 +80,7 @@ class SessionParts:
         """Return the image of a session that `check` allows to leave. Raises CantLeave."""
         resources, context = self.resources, self.resources.context
         ledger = resources.ledger
-        holders = {self.ended.nobody: NOBODY, self.keeper.holder: LEASE}
+        holders = {self.ended.unheld: UNHELD, self.keeper.holder: LEASE}
         for at, (_, holder) in enumerate(connections, FIRST_CONNECTION):
             holders.setdefault(holder, at)
         try:
@@ -131,7 +131,7 @@ class SessionParts:
         """
         resources = self.resources
         ledger = resources.ledger
-        holders = [self.ended.nobody, self.keeper.holder, *(holder for _, _, holder in connections)]
+        holders = [self.ended.unheld, self.keeper.holder, *(holder for _, _, holder in connections)]
         try:
             # Step 1: modules, in the order in which they were loaded: the driver then puts them where they were.
             for module in image.modules:
@@ -152,7 +152,7 @@ class SessionParts:
         except (DriverError, Refused, IndexError, KeyError) as error:
             raise ImageMismatch(str(error)) from None
         finally:
-            ledger.holder = self.ended.nobody
+            ledger.holder = self.ended.unheld
         # Step 4: what was counted and printed.
         self.printed.put_back(image.printed[0], is_lost=image.printed[1])
         for counter, value in image.counters:
@@ -162,7 +162,7 @@ class SessionParts:
     def restore_graphs(self, image: SessionImage, connections: Sequence[Holder]) -> None:
         """Make the image's graphs again, once the session's bytes are back. Raises ImageMismatch."""
         ledger = self.resources.ledger
-        holders = [self.ended.nobody, self.keeper.holder, *connections]
+        holders = [self.ended.unheld, self.keeper.holder, *connections]
         try:
             for number, payload, holder in image.graphs:
                 ledger.holder = holders[holder]
@@ -171,4 +171,4 @@ class SessionParts:
         except IndexError:
             raise ImageMismatch("a graph belongs to no connection") from None
         finally:
-            ledger.holder = self.ended.nobody
+            ledger.holder = self.ended.unheld

@@ -180,7 +180,7 @@ class HostMemory:
 
 
 class _Refused(Exception):
-    """The session can't be parked now."""
+    """The session can't be parked now; `why` and the reason go into the report to the broker."""
 
     def __init__(self, why: ParkRefusal, reason: str) -> None:
         super().__init__(reason)
@@ -264,7 +264,7 @@ class SessionParking:
     # --- park and return ---
 
     def park(self, order: ParkOrder) -> None:
-        """Park the session, or report why not."""
+        """Park the session, and report to the broker that it is parked, or why it can't be."""
         if self.is_parked and self._report is not None:
             # A broker that repeats its order, or that took over: the same park, under its number.
             self._enter(ParkedReport(order.number, self._report.moved_bytes, 0, 0, 0, 0, self._report.kept_bytes))

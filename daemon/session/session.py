@@ -169,7 +169,7 @@ class Session:
         parts = (self._keeper, self._modules, self._graphs, self._region_sets)
         # Connections that have ended hold what they made, until nothing uses it.
         self.ended = EndedConnections(resources, parts, planner)
-        ledger.holder = self.ended.nobody
+        ledger.holder = self.ended.unheld
         self.parts = SessionParts(
             resources,
             self._modules,
@@ -558,7 +558,7 @@ class Session:
         self._last_connection += 1
         if not owns:
             self.ended.unheld_users += 1
-            return self.ended.nobody
+            return self.ended.unheld
         return Holder(self._counters, self._page.show_connection(self._last_connection, pid))
 
     def switch_to(self, streams: ConnectionStreams, holder: Holder) -> None:
@@ -574,7 +574,7 @@ class Session:
             holder: The holder of what it made.
             is_last: No other connection is attached.
         """
-        owns = holder is not self.ended.nobody
+        owns = holder is not self.ended.unheld
         is_over = self.lost is not None or self._page.refusal() is not None
         if not owns:
             self.ended.unheld_users -= 1

@@ -78,7 +78,7 @@ async def _rehearse(start: WebStart, page: Page) -> None:
 async def _serve(
     start: WebStart, page: Page, channel: socket.socket, broker: socket.socket, listeners: list[socket.socket]
 ) -> None:
-    """Raises BrokerSilent or ChannelClosed."""
+    """Serve until the broker is gone, or until the feed or the server fails. Raises BrokerSilent or ChannelClosed."""
     loop = asyncio.get_running_loop()
     feed = Feed(start.node)
     # The connection first: a page without the broker has nothing to show.

@@ -70,7 +70,7 @@ class BrokerLink(asyncio.Protocol):
         self._waiting: dict[int, asyncio.Future[Body | Failure]] = {}
 
     async def greet(self) -> None:
-        """Send HELLO. Raises BrokerSilent."""
+        """Send HELLO and store the daemon's version. Raises BrokerSilent."""
         reply = await self.ask(Opcode.HELLO, Hello(0, f"{AGENT} web", ()))
         assert isinstance(reply, HelloReply)
         self.agent = reply.agent

@@ -51,7 +51,7 @@ class _Image:
         connections: Each connection's message, and its descriptors, the socket first.
         is_kept: The session has no worker any more.
         is_lent: A new worker is adopting it.
-        is_awaited: Its last worker had received requests that wait for its return; nobody sends them again.
+        is_awaited: Its last worker had received requests that wait for its return; clients do not send them again.
         link: The page with the words of the lease, which clients map.
         counted: The counters that its last worker reported.
         held: New connections, each with its socket.
@@ -101,7 +101,7 @@ class SessionImages:
     def on_imaged(self, lease_id: int, report: ImagedReport) -> bool:
         """Take the image that a worker reports out of its channel.
 
-        Returns False if there is none: the worker, which serves nobody since it sent it, must serve the session again.
+        Returns False if there is none. Then the worker must serve the session again: it stopped when it sent the image.
         """
         image = self._images.get(lease_id)
         # The leave was given up.

@@ -212,7 +212,7 @@ class ForwardPass:
 
     @property
     def entries(self) -> Buffer:
-        """A guided step's ENTRY records."""
+        """A guided step's ENTRY records: changes of single logits, to which the guides refer."""
         return self._buffers["entries"]
 
     @property

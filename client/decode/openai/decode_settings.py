@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -80,9 +81,10 @@ def _read_digest(value: Any) -> bytes:
     return bytes.fromhex(value)
 
 
-def _read_model_tables(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict) or not 0 < len(value) <= MAX_MODELS:
-        raise BadSetting(f"{{}} must be 1 to {MAX_MODELS} tables [models.NAME]")
+def _read_tables(value: Any, *, kind: str, most: int) -> Mapping[str, Any]:
+    """Return the tables `[kind.NAME]` by their names. Raises BadSetting for none, or for more than `most`."""
+    if not isinstance(value, dict) or not 0 < len(value) <= most:
+        raise BadSetting(f"{{}} must be 1 to {most} tables [{kind}.NAME]")
     return value
 
 
@@ -90,12 +92,6 @@ def _read_names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise must_be(_NAMES_TEXT, value)
     return tuple(value)
-
-
-def _read_tables(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict) or not 0 < len(value) <= MAX_TENANTS:
-        raise BadSetting(f"{{}} must be 1 to {MAX_TENANTS} tables [tenants.NAME]")
-    return value
 
 
 def _read_engine(value: Any) -> Mapping[str, Any]:
@@ -367,9 +363,20 @@ class ServerTable:
     pool: Annotated[PoolTable | None, Setting("The memory of many models, and their times.")] = None
     models: Annotated[
         Mapping[str, Any] | None,
-        Setting("Many models, by their names in requests.", what="tables", read=_read_model_tables),
+        Setting(
+            "Many models, by their names in requests.",
+            what="tables",
+            read=partial(_read_tables, kind="models", most=MAX_MODELS),
+        ),
     ] = None
-    tenants: Annotated[Mapping[str, Any], Setting("The tenants, by their names.", what="tables", read=_read_tables)]
+    tenants: Annotated[
+        Mapping[str, Any],
+        Setting(
+            "The tenants, by their names.",
+            what="tables",
+            read=partial(_read_tables, kind="tenants", most=MAX_TENANTS),
+        ),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import gpulease
 from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.openai.answer_text import AnswerPiece
 from gpulease.client.decode.openai.answers import CompletionAnswer, best_of, together
 from gpulease.client.decode.openai.api_errors import (
@@ -431,11 +432,11 @@ class _EngineEndpoint(ABC):
 
     @abstractmethod
     async def _serve(self, request: Request, reply: "_Reply") -> None:
-        """Answer one request. Failures are raised."""
+        """Answer one request. Raises whatever fails; the caller turns it into an error reply."""
 
 
 class _Responses(_EngineEndpoint):
-    """The endpoint of responses."""
+    """POST /v1/responses, whole or as a stream of events."""
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
@@ -484,7 +485,7 @@ class _Responses(_EngineEndpoint):
 
 
 class _Embeddings(_EngineEndpoint):
-    """The endpoint of vectors."""
+    """POST /v1/embeddings: a vector for each input, in the order of the inputs."""
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
@@ -658,17 +659,12 @@ class _Reply:
 
 
 async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Return what some work returns. Raises ClientDisconnect, and cancels it, if the caller disconnects before."""
-    working, gone = asyncio.ensure_future(work), asyncio.create_task(disconnected(receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+    """Return the result of `work`. If the caller disconnects first, cancels it and raises ClientDisconnect."""
+    working, _ = await first_ended(work, disconnected(receive))
+    if working is None:
+        raise ClientDisconnect
+    result: T = working.result()
+    return result
 
 
 @contextmanager

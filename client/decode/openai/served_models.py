@@ -112,7 +112,7 @@ class _OnlyPlace:
         return self._source
 
     def hold(self, generations: Sequence[Generation]) -> None:
-        """The model is always there."""
+        """Do nothing: the only model is loaded for as long as the server runs."""
 
     def path(self) -> str:
         return self._path

@@ -252,7 +252,7 @@ class ModelResidency:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of parked models, likewise."""
+        """Host memory of models that are parked, or on their way there or from there."""
         return sum(model.host_bytes for model in self.models.values())
 
     # --- requests ---
@@ -298,7 +298,7 @@ class ModelResidency:
     # --- how effects ended ---
 
     def loaded(self, model: str, now: float) -> list[Effect]:
-        """A load is complete."""
+        """Take in that a load is complete: requests that waited for the model are admitted."""
         found = self.models[model]
         found.failures, found.reason, found.can_park = 0, "", True
         self._arrive(found, now)
@@ -337,7 +337,7 @@ class ModelResidency:
         return [self._unload(found, leaves_card=True), *self._advance(now)]
 
     def parked(self, model: str, now: float) -> list[Effect]:
-        """A model's memory has left the card."""
+        """Take in that a model's memory has left the card, which gives its room to others."""
         if (found := self._in(model, ModelState.PARKING)) is not None:
             found.state = ModelState.PARKED
         return self._advance(now)

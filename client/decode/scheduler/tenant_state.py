@@ -108,7 +108,6 @@ class LiveSequence:
         self.is_ended = False
 
     def set_acts_at(self) -> None:
-        """Set `acts_at` after a block was added."""
         self.acts_at = min(len(self.blocks) * PAGE - 1, self.last + 1)
 
     @property

@@ -109,7 +109,6 @@ class Generation:
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing more is emitted."""
         return self.reason is not None or self.error is not None
 
     # --- for the decoder ---

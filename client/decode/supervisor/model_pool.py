@@ -12,7 +12,7 @@ and processes for texts, so loading one delays no step of another.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -24,6 +24,7 @@ from gpulease.client.decode.decode_errors import ModelRefusal, ModelRejected, Mo
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver, EngineRebuilt, FinishedRequest
 from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.scheduler.model_residency import (
     Admit,
     Effect,
@@ -287,7 +288,6 @@ class ModelPool:
                 self.release(model, ticket)
 
     def release(self, model: str, ticket: int) -> None:
-        """End a request's use of its model."""
         if (opened := self._opened.get(model)) is not None:
             opened.uses.pop(ticket, None)
         self._apply(self.residency.release(ticket, self._clock()))
@@ -418,7 +418,7 @@ class ModelPool:
                 self.counts[model, "load"] += 1
                 self.log.info("model_loaded", model=model, took_s=self.seconds[model])
                 self._apply(self.residency.loaded(model, self._clock()))
-                await _first_of(opened.stopping.wait(), decoder.wait_ended())
+                await first_ended(opened.stopping.wait(), decoder.wait_ended())
                 if not opened.stopping.is_set():
                     # A fault of its own: its requests have the error already.
                     self._apply(self.residency.ended(model, "EngineDecodeFailed", self._clock()))
@@ -529,14 +529,3 @@ def _error_of(refusal: Refuse) -> GpuLeaseError:
         case ModelRefusal.STOPPING:
             text = "The server stops. Send the request again."
     return ModelUnavailable(text, refusal.reason, refusal.retry_after_s)
-
-
-async def _first_of(*works: Awaitable[Any]) -> None:
-    """Wait until one of several has ended, and cancel the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

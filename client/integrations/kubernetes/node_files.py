@@ -110,7 +110,6 @@ class PreparedClaim:
 
     @property
     def leases(self) -> tuple[HeldDevice, ...]:
-        """The devices that have a lease."""
         return tuple(device for device in self.devices if device.lease_id)
 
 

@@ -34,8 +34,8 @@ from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
 from gpulease.daemon.drivers.cuda.streams import CudaStreams, Markers, StreamTicket, TimedEvent, streams_bytes
 from gpulease.daemon.drivers.interface import (
     MAX_MARKS,
-    Admit,
     AdmitGraph,
+    AdmitModule,
     CardProgress,
     Dim3,
     DriverError,
@@ -607,7 +607,7 @@ class CudaContext:
             elif self._yields:
                 os.sched_yield()
 
-    def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
+    def module_load(self, image: bytes, admit: AdmitModule = admit_all) -> CudaModule:
         """Load PTX or a cubin, measured before the driver gets it."""
         # A lost context reports its fault again, instead of a load that failed.
         if self._fault is not None:

@@ -20,7 +20,7 @@ from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.launch_code import DynamicSharedMemory
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
 from gpulease.daemon.drivers.interface import (
-    Admit,
+    AdmitModule,
     DriverError,
     Figures,
     ImageRejected,
@@ -118,7 +118,7 @@ class CudaModule:
 
 
 def load_image(
-    image: bytes, admit: Admit, local: LocalMemory, compiled: Compiled, on_weighed: Callable[[Weight], None]
+    image: bytes, admit: AdmitModule, local: LocalMemory, compiled: Compiled, on_weighed: Callable[[Weight], None]
 ) -> CudaModule:
     """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log.
 

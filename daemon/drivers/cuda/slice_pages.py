@@ -177,7 +177,7 @@ class SlicePages:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The address and the size of the range."""
+        """The first address of the reserved range, and its size in bytes."""
         return self._address, self._range_bytes
 
     def adopt(self, pieces: Iterable[Piece], blocks: Mapping[int, int]) -> dict[int, SliceAllocation]:

@@ -101,7 +101,7 @@ class CudaStreams:
 
     @property
     def handles(self) -> list[int]:
-        """The CUstreams by their numbers."""
+        """The CUstream of each stream; the index is the stream's number."""
         return [stream.handle for stream in self._streams]
 
     def create(self, *, has_zeroed: bool = False) -> int:

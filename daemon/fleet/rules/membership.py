@@ -122,7 +122,7 @@ class Membership:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether every question has its answer."""
+        """Whether no request to etcd is unanswered."""
         return not self._asked
 
     def is_member(self, now_ns: int) -> bool:

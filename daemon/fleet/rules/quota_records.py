@@ -152,7 +152,7 @@ def _read_shard(item: KeyValue) -> Shard:
 
 
 def read_default(found: tuple[KeyValue, ...]) -> DefaultQuota | None:
-    """Read the default; None if absent."""
+    """Read the quota of tenants without one of their own; None if etcd has no such record."""
     if not found:
         return None
     record = read_record(DefaultRecord, found[0].value)

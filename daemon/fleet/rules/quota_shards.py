@@ -167,7 +167,11 @@ class QuotaShards:
         self.live = dict(quotas)
 
     def lose(self, *, forgets: bool) -> None:
-        """Drop all bytes, like `NodeClaims.lose`."""
+        """Drop all bytes because the membership was lost.
+
+        Args:
+            forgets: Whether the earlier entries may belong to another daemon, or to another store.
+        """
         # As long as this daemon knows them, their bytes can return without a wait.
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}

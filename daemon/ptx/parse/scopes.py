@@ -10,7 +10,7 @@ _RANGE_DIGITS = 7
 
 
 class NameTaken(Exception):
-    """A name was declared twice in one block."""
+    """A name was declared twice in the same block of a function, or of the module."""
 
 
 class TooManyRegisters(Exception):

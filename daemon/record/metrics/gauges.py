@@ -172,7 +172,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
 
 
 POOL_STATES: Final = tuple(state.value for state in WarmState if state is not WarmState.HELD)
-"""The states of contexts that the metrics tell apart, besides RECYCLED."""
+"""The states of contexts for which the metrics have a series each; RECYCLED has one too."""
 
 
 def _state_of(context: WarmSnapshot) -> str:

@@ -201,7 +201,7 @@ class Pacer:
         return max(to_turn_ns - TURN_SPIN_NS // 2, MIN_HELD_SLEEP_NS) / NS_PER_S
 
     def looked(self, now_ns: int) -> None:
-        """Record that a wait saw work outstanding."""
+        """Record when a wait last saw work outstanding."""
         self._looked_ns = now_ns
 
     def begin_wait(self) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from gpulease.daemon.contract.session_image import (
     IMAGE_VERSIONS,
-    NOBODY,
+    UNHELD,
     AllocationState,
     ConnectionState,
     GraphState,
@@ -28,7 +28,7 @@ def image(unread: bytes = b"", events: tuple[tuple[int, int], ...] = ()) -> Sess
         moved_bytes=9,
         modules=(ModuleState(1, b"ptx", (1, 2), 2, ((4096, 8),)),),
         last_module=1,
-        allocations=(AllocationState(4096, 8, NOBODY),),
+        allocations=(AllocationState(4096, 8, UNHELD),),
         kept=(("weights", 4096),),
         graphs=(GraphState(1, b"graph", 2),),
         last_graph=1,

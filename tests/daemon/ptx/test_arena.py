@@ -146,9 +146,9 @@ def test_two_slices_of_one_size_find_a_place(arena: MemoryArena, size: int) -> N
 def test_an_access_beside_an_allocation_is_nobodys_and_named(arena: MemoryArena, size: int) -> None:
     first, second = (arena.allocate(size) for _ in range(2))
     end = first + size
-    assert arena.beside(second - 4, 4) == f"4 bytes before the start of the {size} allocated at {second:#x}"
-    assert arena.beside(end, 4) == f"4 bytes past the end of the {size} allocated at {first:#x}"
-    assert arena.beside(end - 1, 4) == f"3 bytes past the end of the {size} allocated at {first:#x}"
+    assert arena.miss_text(second - 4, 4) == f"4 bytes before the start of the {size} allocated at {second:#x}"
+    assert arena.miss_text(end, 4) == f"4 bytes past the end of the {size} allocated at {first:#x}"
+    assert arena.miss_text(end - 1, 4) == f"3 bytes past the end of the {size} allocated at {first:#x}"
     assert allowed(arena, second - 1) == allowed(arena, first - 1) == 0
     assert allowed(arena, end) == size % 256
 
@@ -156,4 +156,4 @@ def test_an_access_beside_an_allocation_is_nobodys_and_named(arena: MemoryArena,
 def test_an_access_beside_nothing_has_no_name(arena: MemoryArena) -> None:
     address = arena.allocate(1000)
     arena.free(address)
-    assert {arena.beside(at, 4) for at in (address, 0, 1 << 63, arena.regions_start)} == {""}
+    assert {arena.miss_text(at, 4) for at in (address, 0, 1 << 63, arena.regions_start)} == {""}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpulease.daemon.drivers.interface import Admit, ImageRejected, Poll, admit_all, keep_waiting
+from gpulease.daemon.drivers.interface import AdmitModule, ImageRejected, Poll, admit_all, keep_waiting
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.image import CpuModule
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
@@ -17,7 +17,7 @@ from gpulease.protocol.operations import Trait, having
 class Deaf(CpuContext):
     """A context that loads nothing."""
 
-    def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
+    def module_load(self, image: bytes, admit: AdmitModule = admit_all) -> CpuModule:
         raise ImageRejected("the driver is too old")
 
 

@@ -102,7 +102,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):
-    """The request may read its body."""
+    """The request has a place among its tenant's requests, so the front may read its body."""
 
     number: int
 

@@ -8,6 +8,7 @@ import h11
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 
@@ -31,17 +32,12 @@ class InnerProxy:
         """Send the request over a connection of its own, and pass the reply on as it comes."""
         body = await read_body(Request(scope, receive), MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
         reader, writer = await asyncio.open_unix_connection(self._path)
-        answering = asyncio.create_task(self._answer(scope, body, reader, writer, send))
-        gone = asyncio.create_task(disconnected(receive))
         try:
-            # A stream, as of the page's events, lasts until either side ends it.
-            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
+            # A stream, such as that of the page's events, lasts until either side ends it.
+            answering, _ = await first_ended(self._answer(scope, body, reader, writer, send), disconnected(receive))
+            if answering is not None:
                 answering.result()
         finally:
-            for task in (answering, gone):
-                task.cancel()
-            await asyncio.gather(answering, gone, return_exceptions=True)
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()

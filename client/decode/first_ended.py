@@ -1,0 +1,20 @@
+"""Waits for the first of several awaitables, such as a request's work and its caller's disconnection."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+
+async def first_ended(*works: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
+    """Wait until at least one has ended; then cancel the others and wait for their end.
+
+    Returns for each its future if it ended by itself, with its result or exception, and None if it was cancelled.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [task if task in ended else None for task in tasks]
