@@ -813,7 +813,9 @@ def _mistakes() -> Iterator[str]:
     # The table must have each opcode once, in the opcodes' order: generated tables follow it.
     if [spec.op for spec in _ALL] != list(Opcode):
         missing = ", ".join(op.name for op in Opcode if op not in {spec.op for spec in _ALL})
-        yield f"every opcode must have one specification, in the opcodes' order; missing: {missing or 'none'}"
+        displaced = next((spec.op.name for spec, op in zip(_ALL, Opcode, strict=False) if spec.op is not op), "the last")
+        found = f"missing: {missing}" if missing else f"the first in the wrong place: {displaced}"
+        yield f"every opcode must have one specification, in the opcodes' order; {found}"
     for spec in _ALL:
         # Peers of any version find out from the number alone whether the broker or a worker serves an operation.
         if (0x0600 <= spec.op < 0x0700) != spec.is_session:

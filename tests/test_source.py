@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulease.protocol.operations import SESSION_OPCODES
 from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, name_of, tree_of
 
 # Who may import what is slow to load, needs hardware, or would be a second definition of the wire format.
@@ -130,6 +131,27 @@ def test_nothing_says_to_install_a_published_package() -> None:
     tell = [name_of(path) for path in texts if path != Path(__file__) and told.search(path.read_text("utf-8"))]
     # The extra for tests names others of the same package, which pip takes from the folder it installs.
     assert tell == [name for name in ["pyproject.toml"] if (ROOT / name) in texts]
+
+
+def test_each_session_operation_has_a_client_and_each_generator_a_caller() -> None:
+    texts = {path: path.read_text("utf-8") for path in SOURCES if name_of(path).startswith("client/")}
+    everything = "\n".join(texts.values())
+    library = "\n".join(
+        text for path, text in texts.items() if name_of(path).startswith(("client/core/", "client/aio/"))
+    )
+    assert [op.name for op in SESSION_OPCODES if not re.search(rf"\bOpcode\.{op.name}\b", library)] == []
+    # An operation's generator that neither API calls is out of reach; that both have it, another test compares.
+    generators = {
+        method.name
+        for path in texts
+        if name_of(path).startswith("client/core/")
+        for kind in ast.walk(tree_of(path))
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef) and "Procedure" in ast.dump(method.returns or ast.Constant(None))
+    }
+    assert len(generators) > 50
+    assert {name for name in generators if not re.search(rf"\.{name}\b", everything)} == set()
 
 
 def exports_of(path: Path) -> list[str] | None:
