@@ -357,7 +357,7 @@ class LeaseResize(Body):
 
 @dataclass(frozen=True, slots=True)
 class ParkedSession(Body):
-    """A parked lease's session: so many bytes of it are in the host's memory."""
+    """A parked lease's session, with the number of its bytes that are in the host's memory."""
 
     lease_id: int = wire(U128)
     moved_bytes: int = wire(U64)

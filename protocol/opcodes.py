@@ -148,7 +148,7 @@ class Waiting(IntEnum):
 class HelloRequestOption(IntEnum):
     """The types of the options in HELLO.
 
-    LINE_END, the bytes 0D 0A 0D 0A: a daemon skips it. To a server of HTTP a request ends there, so it answers at once.
+    LINE_END, the bytes 0D 0A 0D 0A: a daemon skips it. An HTTP server takes it for the end of a request, and answers.
     """
 
     LINE_END = 1
@@ -158,7 +158,7 @@ class HelloOption(IntEnum):
     """The types of the options in HELLO's reply.
 
     KEEPS_LEASES, without a value: leases outlive the daemon's process, so a client that loses the daemon reconnects.
-    WARNING, a text: what whoever gets a lease here should know, such as that the cards are pretended.
+    WARNING, a text for whoever gets a lease here, for example that the cards are emulated.
     """
 
     KEEPS_LEASES = 1
@@ -178,11 +178,11 @@ class SubmitOption(IntEnum):
 class SessionOption(IntEnum):
     """The types of the options in ATTACH's reply that name the session's abilities.
 
-    `operations.py` says which operations an ability announces. Options are without a value but two. REGIONS, a u32:
-    regions begin and end at multiples of so many bytes. CARD, a u16 and a u32: the card's compute capability, 90 for
+    `operations.py` says which operations an ability announces. All have an empty value except two. REGIONS, a u32:
+    regions begin and end at multiples of this many bytes. CARD, a u16 and a u32: the card's compute capability, 90 for
     9.0, and the version of CUDA that its driver has, 13000 for 13.0; 0 for no CUDA driver.
     SYNC_WORD: the ring has the words by which a sync needs no frame, and the connection is the only one that can launch
-    in the session. OWN_MEMORY, where ATTACH asked for it: what this connection makes ends with it, unless it is kept.
+    in the session. OWN_MEMORY, if ATTACH requested it: the connection's objects end with it, unless they are kept.
     """
 
     PARAMETER_TYPES = 33
@@ -276,8 +276,8 @@ class ParameterKind(IntEnum):
 class ArgumentKind(IntEnum):
     """The kind of a submit's argument; one byte, others are refused.
 
-    VALUE: the kernel gets the bytes themselves. For the other kinds it gets a pointer to so many bytes on the card.
-    INPUT: they hold the sent bytes. OUTPUT: they begin as zeros and come back in the reply. INOUT: both.
+    VALUE: the kernel gets the bytes themselves. For the other kinds it gets a pointer to memory on the card.
+    INPUT: the memory holds the sent bytes. OUTPUT: it begins as zeros, and the reply returns it. INOUT: both.
     """
 
     VALUE = 0
@@ -291,7 +291,7 @@ TYPED_VALUE: Final = 0x20
 
 
 class InventoryFlag(IntFlag):
-    """The flag bits of an inventory entry. FENCED: some of its bytes are fenced. No daemon of ours sets DEGRADED."""
+    """The flag bits of an inventory entry. FENCED: some of its bytes are fenced. The daemon never sets DEGRADED."""
 
     FENCED = 0x0001
     DEGRADED = 0x0002

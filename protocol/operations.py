@@ -813,7 +813,9 @@ def _mistakes() -> Iterator[str]:
     # The table must have each opcode once, in the opcodes' order: generated tables follow it.
     if [spec.op for spec in _ALL] != list(Opcode):
         missing = ", ".join(op.name for op in Opcode if op not in {spec.op for spec in _ALL})
-        displaced = next((spec.op.name for spec, op in zip(_ALL, Opcode, strict=False) if spec.op is not op), "the last")
+        displaced = next(
+            (spec.op.name for spec, op in zip(_ALL, Opcode, strict=False) if spec.op is not op), "the last"
+        )
         found = f"missing: {missing}" if missing else f"the first in the wrong place: {displaced}"
         yield f"every opcode must have one specification, in the opcodes' order; {found}"
     for spec in _ALL:

@@ -60,7 +60,7 @@ VENV: Final = "python3 -m venv /opt/gpulease && /opt/gpulease/bin/pip install '.
 
 NOT_RUN: Final = {
     "pip install '.[daemon,test]'": "Run the tests",
-    f"{VENV}/opt/gpulease/bin/gpuleased": "As root, where there is a GPU",
+    f"{VENV}/opt/gpulease/bin/gpuleased": "As root, on a host with a GPU",
     f"{VENV}/opt/gpulease/bin/gpulease install-service": "As root",
     "/opt/gpulease/bin/pip install --upgrade": "as root",
     "gpulease drain --within 10m --wait": "as root",

@@ -35,7 +35,7 @@ EXTRA_BYTES: Final = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
 def woven_bytes(most_bytes: int) -> int:
-    """Return the size of the largest block of woven data within so many bytes: a power of two."""
+    """Return the size of the largest block of woven data within a number of bytes: a power of two."""
     return 1 << (most_bytes.bit_length() - 1)
 
 

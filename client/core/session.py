@@ -159,7 +159,7 @@ class SessionView:
             handle: Its `handle` there.
             size_bytes: Its size there.
         """
-        # Nothing is asked: the worker checks the handle with each operation.
+        # No request is sent: the worker checks the handle with each operation.
         at = whole(handle, "buffer: handle", least=0, most=MAX_WIRE_BYTES)
         return BorrowedBuffer(
             self._session.attachment, at, whole(size_bytes, "buffer: size_bytes", least=1, most=MAX_WIRE_BYTES)
@@ -205,7 +205,7 @@ class SessionView:
     def on_printed(self, callback: PrintedCallback | None) -> None:
         """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
 
-        None stops this. The sync itself calls it, and only if something was printed. What it raises, the sync raises.
+        None stops this. The sync itself calls it, and only if something was printed. Its exceptions leave the sync.
         Raises Unsupported if the session's daemon is too old.
         """
         self._session.attachment.require(Opcode.PRINTED, "on_printed")
@@ -220,7 +220,7 @@ class SessionView:
 
     @property
     def owns_memory(self) -> bool:
-        """True if what this session makes ends with it; False with an older daemon, where it stays in the lease."""
+        """True if this session's objects end with it; False with an older daemon, which keeps them in the lease."""
         return self._session.attachment.option_value(SessionOption.OWN_MEMORY) is not None
 
     @property
@@ -230,7 +230,7 @@ class SessionView:
 
     @property
     def region_granule_bytes(self) -> int:
-        """Sizes of the lease's regions are multiples of this many bytes; 0 if its session is too old for regions."""
+        """Sizes of the lease's regions are multiples of this many bytes; 0 without regions."""
         return self._session.region_sets.granule_bytes
 
     @property

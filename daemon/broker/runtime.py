@@ -115,8 +115,8 @@ from gpulease.protocol.opcodes import Exclusivity, Status
 _TIMER_KINDS: Final = tuple(TimerKind)
 
 USE_RECORDS_S: Final = 600.0
-"""Seconds between two audit records of what a lease has used of its card's time. After a crash without a following
-daemon, that much may be missing from the log."""
+"""Seconds between two audit records of what a lease has used of its card's time. If the daemon
+crashes and no other one follows, the log may lack that much."""
 
 USE_RECORDS_AT_ONCE: Final = 64
 """Records that are made before the event loop runs again: about a millisecond's."""

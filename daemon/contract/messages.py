@@ -707,7 +707,7 @@ class ReturnFailedReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class ImagedReport(Message):
-    """The session's image, of so many bytes and with so many connections, is in the channel of LeaveOrder.
+    """The session's image is in the channel of LeaveOrder; with its size in bytes and the number of its connections.
 
     `is_awaited`: requests wait for the session's return.
     """

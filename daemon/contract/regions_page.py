@@ -27,7 +27,7 @@ from gpulease.protocol.session_words import (
 MAX_NUMBER: Final = (1 << 32) - 1
 
 REGION_GRANULE_BYTES: Final = 2 << 20
-"""Regions begin and end at multiples of so many bytes: a card's page tables map no smaller units (CUDA Driver API,
+"""Regions begin and end at multiples of this many bytes: a card's page tables map no smaller units (CUDA Driver API,
 cuMemGetAllocationGranularity)."""
 
 

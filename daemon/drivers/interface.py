@@ -300,7 +300,7 @@ takes some 2 us to queue a segment, whatever it contains, so longer segments gai
 
 
 PARK_STEP_BYTES: Final = 64 << 20
-"""Host memory for a parked session is prepared and copied in steps of so many bytes. A card copies a step in some
+"""Host memory for a parked session is prepared and copied in steps of this many bytes. A card copies a step in some
 1.2 ms, and the host pins one in about twice that time."""
 
 

@@ -370,7 +370,7 @@ class ColdParking:
         return denials.is_returning(lease.lease_id)
 
     def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
-        """Let a session that is parked next go on to another card, for another lease's need."""
+        """Move a session that is parked next to another card, to make room for another lease."""
         if lease.park is not None:
             lease.park.move = SessionMove(None, card_uuid, lease.card_uuid, now_ns)
             lease.park.need_move_ns = now_ns + MOVED_STAY_NS

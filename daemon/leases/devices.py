@@ -21,10 +21,10 @@ from gpulease.protocol.opcodes import Exclusivity
 GPU_PREFIX: Final = "gpu-"
 
 TABLE_BYTES: Final = 2 << 20
-"""What a card gives at least for page tables."""
+"""The smallest amount of memory that a card takes for page tables."""
 
 PINNED_BYTES_PER_TABLE: Final = 1 << 30
-"""Pinned host memory that the tables of so many bytes map."""
+"""Pinned host memory that TABLE_BYTES of page tables map."""
 
 
 class PlacementOrder(Enum):

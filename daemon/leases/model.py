@@ -30,8 +30,8 @@ FIRST_WARM_ID: Final = 1 << 128
 """Ids of warm contexts begin here, above every lease id, which is a u128."""
 
 FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
-"""Ids of what leases of an earlier daemon left behind, held as warm contexts, begin here: above the ids that an earlier
-daemon's own warm contexts can have."""
+"""Ids of the leftovers of an earlier daemon's leases, which are held as warm contexts, begin here: above the ids that
+the earlier daemon's own warm contexts can have."""
 
 FIRST_SUBMIT_ID: Final = 1 << 129
 """Ids of submits begin here, above those of warm contexts."""

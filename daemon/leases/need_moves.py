@@ -36,7 +36,7 @@ class NeedMoves(NamedTuple):
 def plan_moves(
     movable: Iterable[Lease], missing_bytes: int, targets: Iterable[CardAccount], arriving: Mapping[str, int]
 ) -> Moves | None:
-    """Return the moves that free so many bytes of a card; None if there are none.
+    """Return the moves that free the bytes that a card lacks; None if no moves can.
 
     Args:
         movable: Sessions of the card that may be moved now.

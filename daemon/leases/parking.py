@@ -763,5 +763,5 @@ def _used_ns(lease: Lease) -> int:
 
 
 def host_bytes_of(size_bytes: int) -> int:
-    """Return the host memory for so many bytes of a session, in whole granules."""
+    """Return the host memory for a number of bytes of a session, in whole granules."""
     return -(-size_bytes // PARK_GRANULE_BYTES) * PARK_GRANULE_BYTES

@@ -53,7 +53,7 @@ class _Scrubbed:
     Attributes:
         page_fds: The control pages of the next lease.
         opening: Makes the context again, once the next lease's slice is known.
-        held_bytes: What the session's ledger still counts.
+        held_bytes: Bytes that the session's ledger still counts.
     """
 
     page_fds: PageFds

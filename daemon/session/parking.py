@@ -104,7 +104,7 @@ class HostMemory:
     # --- preparation ---
 
     def want(self, size_bytes: int) -> None:
-        """Prepare at least so many bytes, in the background."""
+        """Prepare host memory of at least this size in the background."""
         steps = -(-min(size_bytes, len(self.view)) // PARK_STEP_BYTES)
         if steps <= self._wanted:
             return

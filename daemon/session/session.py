@@ -69,7 +69,7 @@ _DOING: Final = int(Counter.DOING)
 
 _SYNC_OPERATIONS: Final = frozenset({Opcode.SYNC, Opcode.STREAM_SYNC})
 _WAITS: Final = _SYNC_OPERATIONS | {Opcode.SUBMIT_RUN}
-# What puts work in a stream of the card. SUBMIT_RUN does, too, once its image is loaded.
+# Operations that put work into a stream of the card. SUBMIT_RUN also does, once its image is loaded.
 _CARD_WORK: Final = frozenset(
     int(op) for op, spec in SPECS.items() if Trait.IN_STREAM in spec.traits or op is Opcode.MEM_REUSE
 )
@@ -100,13 +100,13 @@ class Session:
         arena: The session's arena, and the copies from and to it.
         pinned_buffers: Pinned memory that connections may receive large writes into.
         streams: The streams of all connections.
-        ended: What ended connections made.
+        ended: The objects that ended connections created.
         watch: The kernels' run times.
         submit: The operations of a submit.
         regions: The memory of its regions, on the broker's orders.
         parking: Its way to host memory and back, on the broker's orders.
         pacer: The account of the card's time, and the limits on it.
-        parts: What a session takes along that leaves its process.
+        parts: The state that a session takes along when it leaves its process.
         on_wait: Called about every millisecond while the session waits for launches.
     """
 
@@ -127,7 +127,7 @@ class Session:
         self.lease_id = lease_id
         self.lost: Failure | None = None
         self._has_faulted = False
-        # What a quiet request left to report, and the connection it came from; None for a kernel's fault.
+        # The failure of a quiet request, not yet reported, and that request's connection; None for a kernel's fault.
         self._pending_failure: Failure | None = None
         self._pending_from: ConnectionStreams | None = None
         # A kernel's fault that was met while there was another failure to report: the next one.
@@ -549,11 +549,12 @@ class Session:
             self._context.forget_earlier()
 
     def begin_connection(self, pid: int, *, owns: bool) -> Holder:
-        """Record that a connection is attached; return the holder of what it makes.
+        """Record that a connection is attached; return the holder of the objects that it creates.
 
         Args:
             pid: The client's process, 0 if that is not known.
-            owns: What it makes ends with it. An older client does not ask for that, so what it makes has no own holder.
+            owns: Whether these objects end with it. Clients of earlier versions do not request that: all of their
+                connections share one holder.
         """
         self._last_connection += 1
         if not owns:
@@ -567,11 +568,11 @@ class Session:
         self.streams.switch_to(streams)
 
     def end_connection(self, streams: ConnectionStreams, holder: Holder, *, is_last: bool) -> None:
-        """Record that a connection has ended: destroy its streams, and release what it holds once nothing uses that.
+        """Record that a connection has ended: destroy its streams, and free its other objects once nothing uses them.
 
         Args:
             streams: Its streams.
-            holder: The holder of what it made.
+            holder: The holder of the objects that it created.
             is_last: No other connection is attached.
         """
         owns = holder is not self.ended.unheld

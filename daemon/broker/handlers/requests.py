@@ -53,7 +53,7 @@ class RequestDispatcher:
             Opcode.LEASE_NOTE: leases.lease_note,
             Opcode.ATTACH: self.attaching.attach,
             Opcode.GPU_SUBMIT: self.attaching.gpu_submit,
-            # Anybody: what there is, and what changes.
+            # Every peer: cards, reports and subscriptions.
             Opcode.PING: queries.ping,
             Opcode.GET_INVENTORY: queries.get_inventory,
             Opcode.LEASE_QUERY: queries.lease_query,

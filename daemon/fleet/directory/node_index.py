@@ -126,7 +126,7 @@ class NodeIndex:
             self._list(node_id, ())
 
     def with_room(self, room: Room, size_bytes: int) -> list[tuple[int, str]]:
-        """Return the largest slice and the id of each node with room for so many bytes, the fullest first."""
+        """Return the largest slice and the id of each node with room for a slice of a given size, the fullest first."""
         nodes = self._by_room[room]
         return nodes[bisect_left(nodes, (size_bytes, "")) :]
 
