@@ -12,7 +12,7 @@
     │   └── Untrusted       the peer at that address could not prove that it is the daemon
     ├── Unsupported         the daemon knows the request and can't serve it
     ├── Denied              the daemon does not let this tenant do that
-    ├── InvalidRequest      the request makes no sense
+    ├── InvalidRequest      the request is invalid
     │   ├── LeaseFreed      the lease was already freed
     │   └── NotFound        the daemon knows no such lease
     ├── GpuSessionFailed    the session is lost: its process or its context failed, and its lease is over
@@ -124,7 +124,7 @@ class CapacityExceeded(GpuLeaseError):
     """No card has enough free memory now, or none became free within the time that the request waited."""
 
     host_code = -4
-    default_hint = "Ask for less, or wait for room with GpuBuilder.timeout(seconds)"
+    default_hint = "Request less memory, or wait for room with GpuBuilder.timeout(seconds)"
 
 
 @answers(Status.BUSY)
@@ -179,7 +179,7 @@ class Denied(GpuLeaseError):
 
 @answers(Status.INVALID_REQUEST)
 class InvalidRequest(GpuLeaseError):
-    """The request makes no sense, whichever tenant sends it."""
+    """The request is invalid, whichever tenant sends it."""
 
 
 @answers(Status.LEASE_FREED)

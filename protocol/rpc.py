@@ -84,7 +84,7 @@ class CallErrorCode(IntEnum):
     INTERNAL = 1
     """The server is at fault."""
     INVALID_REQUEST = 2
-    """The request makes no sense; nothing was done."""
+    """The request is invalid; nothing was done."""
     NO_SUCH_METHOD = 3
     """No model has that number."""
     QUEUE_FULL = 4

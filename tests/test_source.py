@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from gpulease.protocol.lease_options import LeaseOptions
 from gpulease.protocol.operations import SESSION_OPCODES
 from helpers.source_files import PARTS, ROOT, SOURCES, TESTS, imports_of, name_of, tree_of
 
@@ -152,6 +154,29 @@ def test_each_session_operation_has_a_client_and_each_generator_a_caller() -> No
     }
     assert len(generators) > 50
     assert {name for name in generators if not re.search(rf"\.{name}\b", everything)} == set()
+
+
+def test_each_setting_is_read_and_each_lease_option_is_obeyed() -> None:
+    """A declaration alone is documented, parsed and recorded: only its reader gives it a meaning."""
+    texts = {name_of(path): path.read_text("utf-8") for path in SOURCES}
+    everything = "\n".join(texts.values())
+    settings = {
+        item.target.id
+        for path in SOURCES
+        if "Setting(" in texts[name_of(path)]
+        for kind in ast.walk(tree_of(path))
+        if isinstance(kind, ast.ClassDef)
+        for item in kind.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        if "Setting(" in ast.unparse(item.annotation)
+    }
+    assert len(settings) > 100
+    assert {name for name in settings if not re.search(rf"\.{name}\b", everything)} == set()
+    # The journal's rows and the reports copy every option; neither obeys it.
+    copies = ("daemon/record/journal/rows.py", "daemon/broker/reports.py")
+    obeying = "\n".join(text for name, text in texts.items() if name.startswith("daemon/") and name not in copies)
+    options = {item.name for item in fields(LeaseOptions)}
+    assert {name for name in options if not re.search(rf"\.{name}\b", obeying)} == set()
 
 
 def exports_of(path: Path) -> list[str] | None:

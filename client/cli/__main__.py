@@ -40,7 +40,7 @@ COMMANDS: Final = {
     "submit": ("submit:submit", "Run one kernel of a file, and write its outputs."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "upgrade-workers": ("upgrade_workers:upgrade_workers", "Move sessions out of the workers of an earlier daemon."),
-    "verify": ("verify:verify", "Try to break every rule on this host's card, next to another tenant."),
+    "verify": ("verify:verify", "Try to break every rule on this host's card while another tenant works."),
 }
 """Every command by name: its module below this package and its function, and its line in the help text."""
 

@@ -79,7 +79,13 @@ class _Answer:
     type=click.Path(path_type=Path),
     help="A folder with config.json and safetensors, or a .gguf file. By default, an installed model.",
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), default=DEFAULT_MAX_TOKENS, show_default=True)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=DEFAULT_MAX_TOKENS,
+    show_default=True,
+    help="Maximum number of tokens to add.",
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0: always the likeliest token.")
 @click.option(
     "--top-p",

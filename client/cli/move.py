@@ -36,9 +36,9 @@ PATIENCE_S: Final = 10.0
 def move(lease_id: LeaseId | None, device: str | None, source: str | None, as_json: bool) -> None:
     """Move the session of a parkable lease to another card of this node, or with --from all sessions of a card.
 
-    Their connections, handles and device addresses stay valid, and their programs may be at work. Waits until each move
-    is complete. With --from, sessions that stay are listed with the reason, and the exit status is 1 if there is
-    any. New leases may still be granted on that card.
+    Connections, handles and device addresses stay valid, and programs may be at work. Waits until each move is
+    complete. With --from, sessions that stay are listed with the reason, and the exit status is 1 if any session stays;
+    new leases may still be granted on the card that is emptied.
     """
     if (lease_id is None) == (source is None):
         raise click.UsageError("give either LEASE_ID or --from")

@@ -325,7 +325,7 @@ def fence() -> None:
 @click.argument("card", required=False, callback=lambda ctx, param, text: None if text is None else _sendable(text))
 @_words_or_json
 def fence_clear(card: str | None, as_json: bool) -> None:
-    """Allow fenced memory to be granted again; make sure that it is free.
+    """Allow fenced memory to be granted again. First make sure that it is free.
 
     CARD is a UUID or an index; by default, every card.
     """

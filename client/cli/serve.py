@@ -37,7 +37,7 @@ DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def directory(words: tuple[str, ...]) -> None:
-    """Serve the list of a fleet's nodes to its tenants. See `gpulease serve directory -h`."""
+    """Run a fleet's directory, which names nodes with room to tenants. See `gpulease serve directory -h`."""
     become_module(DIRECTORY_MODULE, words, FLEET)
 
 

@@ -1,4 +1,4 @@
-"""`gpulease upgrade-workers`: sessions leave the workers of an earlier daemon, one after the other."""
+"""`gpulease upgrade-workers`: moves sessions out of the workers of an earlier daemon, one after the other."""
 
 import time
 
@@ -36,15 +36,15 @@ from gpulease.protocol.time_units import US_PER_MS
     callback=milliseconds_of,
     default="10s",
     show_default=True,
-    help="How long to try a session that is busy.",
+    help="How long to retry a busy session.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
-    """Have sessions leave the workers of an earlier daemon for workers of the one that runs, one after the other.
+    """Move sessions out of the workers of an earlier daemon into workers of the running one, one after the other.
 
-    For the time after an upgrade. Each session is parked and continued in another process, with its connections,
-    handles and device addresses; its tenant sees one long operation. What can't leave its worker stays there, with the
-    reason, until its lease ends. The exit status is 1 if any stays.
+    Use it after an upgrade of the daemon. Each session is parked and continued in another process, with its
+    connections, handles and device addresses; its tenant sees one long operation. A session that can't leave its worker
+    stays there until its lease ends, and is listed with the reason. The exit status is 1 if any session stays.
     """
     found = [
         lease

@@ -11,7 +11,7 @@ import click
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
-"""The command line makes no sense; click uses this status, too."""
+"""The command line is invalid; click uses this status, too."""
 
 EXIT_NO_DAEMON: Final = 69
 """EX_UNAVAILABLE of sysexits(3): no daemon answers."""

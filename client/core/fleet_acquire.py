@@ -132,7 +132,7 @@ Make: TypeAlias = Callable[[Channel, HelloReply, LeaseGrant], T]
 def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     """Ask the directories in random order until one answers; returns the reply's body.
 
-    Raises InvalidRequest if the request makes no sense; if no directory answered, the only directory's error, or one
+    Raises InvalidRequest if the request is invalid; if no directory answered, the only directory's error, or one
     that names what each said.
     """
     directories = list(fleet.directories)

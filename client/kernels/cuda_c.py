@@ -27,7 +27,7 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
 
     Raises:
         LoadFailed: The source does not compile; `log` is the compiler's log, `line` the line of the first error.
-        InvalidRequest: An argument makes no sense.
+        InvalidRequest: An argument is invalid.
         Unsupported: NVRTC is not installed.
     """
     given = _checked(source, options, arch)

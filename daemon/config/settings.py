@@ -301,11 +301,19 @@ class Config:
     # --- bounds of control connections; tenants' own bounds are in [tenants] ---
     max_connections: Annotated[
         int,
-        Setting("Most control connections at a time: each costs memory and a descriptor.", least=1, is_reloaded=True),
+        Setting(
+            "Maximum number of control connections at a time: each costs memory and a descriptor.",
+            least=1,
+            is_reloaded=True,
+        ),
     ] = 1024
     max_connections_per_tenant: Annotated[
         int,
-        Setting("Most control connections of one tenant at a time, operators excepted.", least=1, is_reloaded=True),
+        Setting(
+            "Maximum number of control connections of one tenant at a time, operators excepted.",
+            least=1,
+            is_reloaded=True,
+        ),
     ] = 512
     # --- what outlives the daemon ---
     state: Annotated[

@@ -155,8 +155,8 @@ def _size(context: click.Context, option: click.Parameter, value: str | None) ->
 def main(tenant: str, size: int | None, etcd: EtcdSettings) -> None:
     """Set TENANT's quota of VRAM over all nodes of the fleet to SIZE, such as 256GiB; without SIZE show it.
 
-    The tenant `default` stands for all that have none of their own. A quota holds for tenants whom the settings of the
-    nodes give `fleet_quota = true`.
+    The tenant `default` stands for all tenants without a quota of their own. A quota applies to the tenants that have
+    `fleet_quota = true` in the nodes' settings.
     """
     try:
         told = asyncio.run(run(etcd, tenant, size))

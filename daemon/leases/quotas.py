@@ -71,7 +71,7 @@ class TenantLimits:
     max_leases: Annotated[
         int | None,
         Setting(
-            "Most leases that the tenant may have or wait for; replaces the node's max_leases_per_tenant.",
+            "Maximum number of leases that the tenant may have or wait for; replaces the node's max_leases_per_tenant.",
             least=1,
             example="8",
         ),
@@ -79,16 +79,23 @@ class TenantLimits:
     max_ttl_s: Annotated[
         int | None,
         Setting(
-            "Most seconds for which a lease may be granted or renewed at once; never more than the node's limit.",
+            "Longest time in seconds for which a lease may be granted or renewed at once; never more than the"
+            " node's limit.",
             least=1,
             example="3600",
         ),
     ] = None
     acquires_per_minute: Annotated[
         int | None,
-        Setting("Most acquires and submits per minute on average, refused ones included.", least=1, example="60"),
+        Setting(
+            "Maximum number of acquires and submits per minute on average, refused ones included.",
+            least=1,
+            example="60",
+        ),
     ] = None
-    acquire_burst: Annotated[int, Setting("Most acquires and submits that may come at once.", least=1)] = 10
+    acquire_burst: Annotated[int, Setting("Maximum number of acquires and submits that may come at once.", least=1)] = (
+        10
+    )
     devices: Annotated[
         tuple[str, ...] | None,
         Setting(
@@ -101,7 +108,7 @@ class TenantLimits:
     max_parked_bytes: Annotated[
         int | None,
         Setting(
-            "Most bytes of the tenant's leases that may be parked in host memory at a time.",
+            "Maximum bytes of the tenant's leases that may be parked in host memory at a time.",
             key="parked_bytes",
             what="a size",
             read=read_size,
@@ -261,8 +268,8 @@ class CoreLimits:
     max_ttl_s: Annotated[
         int,
         Setting(
-            "Most seconds for which a lease may be granted or renewed at once. Without a limit, a tenant that"
-            " confused seconds and milliseconds would hold the card for weeks.",
+            "Longest time in seconds for which a lease may be granted or renewed at once. Without a limit, a"
+            " tenant that confused seconds and milliseconds would hold the card for weeks.",
             least=1,
         ),
     ] = 86_400
@@ -270,26 +277,28 @@ class CoreLimits:
         int, Setting("The smallest lease in bytes. Even an empty lease costs a process and a context.", least=1)
     ] = 1
     # Bounds process ids, file descriptors and the broker's memory.
-    max_leases: Annotated[int, Setting("Most active leases. Each has a process.", least=1)] = 4096
+    max_leases: Annotated[int, Setting("Maximum number of active leases. Each has a process.", least=1)] = 4096
     # Stops one tenant in a loop from using up max_leases for all others.
     max_leases_per_tenant: Annotated[
-        int, Setting("Most active leases of a tenant whose table does not set max_leases.", least=1)
+        int, Setting("Maximum number of active leases of a tenant whose table does not set max_leases.", least=1)
     ] = 256
     # Each return of bytes walks the queue once. Bounds that walk, and the queue's memory.
-    max_waiting: Annotated[int, Setting("Most requests that wait for room.", least=1)] = 256
+    max_waiting: Annotated[int, Setting("Maximum number of requests that wait for room.", least=1)] = 256
     # Stops one tenant from filling the queue for all others.
-    max_waiting_per_tenant: Annotated[int, Setting("Most requests of one tenant that wait for room.", least=1)] = 64
+    max_waiting_per_tenant: Annotated[
+        int, Setting("Maximum number of requests of one tenant that wait for room.", least=1)
+    ] = 64
     # A tenant that waits for a whole card, and queues again after each refusal, would keep others off free bytes.
     max_hold_back_s: Annotated[
         int,
         Setting(
-            "Most seconds that a tenant's waiting requests may together keep other tenants from free memory, within"
-            " any period ten times as long.",
+            "Longest time in seconds that a tenant's waiting requests may together keep other tenants from"
+            " free memory, within any period ten times as long.",
             least=1,
         ),
     ] = 10
     # A wait without end keeps a connection and a place in the queue for a client that may have forgotten both.
-    max_wait_s: Annotated[int, Setting("Most seconds that a request may wait for room.", least=1)] = 3600
+    max_wait_s: Annotated[int, Setting("Longest time in seconds that a request may wait for room.", least=1)] = 3600
     # Bounds that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
     # A killed client would hold its slice to the end of its time.
@@ -354,7 +363,7 @@ class CoreLimits:
     overcommit: Annotated[
         float,
         Setting(
-            "Most bytes of parkable leases on a card, as a multiple of the card's capacity. Slices of other leases"
+            "Maximum bytes of parkable leases on a card, as a multiple of the card's capacity. Slices of other leases"
             " are never overcommitted.",
             least=1,
             most=64,
@@ -384,7 +393,11 @@ class CoreLimits:
     # Each park and return copies the whole session over the link that all sessions of the card share.
     parks_per_minute: Annotated[
         int,
-        Setting("Most parks per minute on one card; further parks are refused until later.", least=1, is_later=True),
+        Setting(
+            "Maximum number of parks per minute on one card; further parks are refused until later.",
+            least=1,
+            is_later=True,
+        ),
     ] = 240
     # Moving costs a park and a return at once; parking alone returns only sessions that are used.
     moves_for_need: Annotated[

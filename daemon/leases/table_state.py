@@ -238,7 +238,7 @@ class LeaseStore:
             "max_vram",
             f"{size_text(more_bytes)} was requested; this tenant has or awaits {size_text(mine)} and may have "
             f"{size_text(bound)}",
-            "Ask for less, or free a lease you no longer need.",
+            "Request less, or free a lease you no longer need.",
         )
 
     def charge_bytes(self, number: int) -> int:

@@ -88,10 +88,13 @@ class TlsSettings:
         ),
     ] = frozenset()
     max_connections: Annotated[
-        int, Setting("Most TLS connections at a time, those of sessions included. Each has a process.", least=1)
+        int,
+        Setting(
+            "Maximum number of TLS connections at a time, those of sessions included. Each has a process.", least=1
+        ),
     ] = 512
     max_connections_per_tenant: Annotated[
-        int, Setting("Most TLS connections of one tenant at a time, operators included.", least=1)
+        int, Setting("Maximum number of TLS connections of one tenant at a time, operators included.", least=1)
     ] = 128
 
 

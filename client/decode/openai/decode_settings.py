@@ -192,7 +192,8 @@ class EngineTable(DecoderSettings):
     chat_tokens: Annotated[
         int,
         Setting(
-            "Most tokens of a chat's answer if its request sets no limit; fewer if the prompt leaves less room.",
+            "Maximum number of tokens of a chat's answer if its request sets no limit; fewer if the prompt"
+            " leaves less room.",
             least=1,
             most=MAX_POSITIONS,
         ),

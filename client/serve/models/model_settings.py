@@ -107,7 +107,7 @@ class ModelSettings:
         float,
         Setting("Seconds that a batch may take; a batch that takes longer ends its lease.", least=0.01, most=3600),
     ] = 10.0
-    max_batch: Annotated[int, Setting("Most items in one launch.", least=1, most=4096)] = 1
+    max_batch: Annotated[int, Setting("Maximum number of items in one launch.", least=1, most=4096)] = 1
     max_delay_ms: Annotated[
         float,
         Setting(
@@ -116,7 +116,7 @@ class ModelSettings:
             most=10_000,
         ),
     ] = 0.0
-    max_queue: Annotated[int, Setting("Most items that wait.", least=1, most=2**20)] = 256
+    max_queue: Annotated[int, Setting("Maximum number of items that wait.", least=1, most=2**20)] = 256
     deadline_ms: Annotated[
         float,
         Setting(

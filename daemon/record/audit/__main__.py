@@ -89,6 +89,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
+    """Show records, oldest first."""
     # A first pass finds the full id, so that a prefix of two leases is an error and not a mixture of their records.
     wanted = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
