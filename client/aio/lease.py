@@ -240,7 +240,7 @@ class GpuLease(LeaseView):
         Returns:
             How many bytes were moved.
 
-        Raises InvalidRequest if there is no such card or the lease is on it, Unsupported if something of the session
+        Raises InvalidRequest if the card is unknown or the lease is on it, Unsupported if something of the session
         can't leave its process, CapacityExceeded if the card can't take the lease, Busy if it has no room in time.
         """
         return await self._run(self._state.move(device))

@@ -192,7 +192,7 @@ def keep_waiting() -> None:
 
 
 class AdmitModule(Protocol):
-    """Called by a driver before it loads an image; raises ImageRejected if there is no room."""
+    """Called by a driver before it loads an image; raises ImageRejected without room."""
 
     def __call__(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
         """Admit a module with these bytes, which are those of `DriverModule`."""
@@ -336,7 +336,7 @@ Step = KernelStep | DataStep | CopyStep
 
 
 class AdmitGraph(Protocol):
-    """Called by a driver before it makes a graph; raises if there is no room."""
+    """Called by a driver before it makes a graph; raises without room."""
 
     def __call__(self, device_bytes: int) -> None:
         """Admit a graph with these bytes, which are `DriverGraph.device_bytes`."""

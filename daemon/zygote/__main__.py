@@ -159,7 +159,7 @@ def _serve(zygote: "Zygote", channel: socket.socket, listener: socket.socket | N
 
 
 class Zygote:
-    """Forks workers on request, reaps them, and ends leases while there is no broker.
+    """Forks workers on request, reaps them, and ends leases while no broker runs.
 
     Args:
         driver: The driver, preloaded.
@@ -250,7 +250,7 @@ class Zygote:
         return self._is_retired and self._workers.is_empty()
 
     def _end_due(self, now_ns: int) -> int:
-        """End leases while there is no broker. Returns when to call again, or a past time if the zygote must end."""
+        """End leases while no broker runs. Returns when to call again, or a past time if the zygote must end."""
         due_ns = self._workers.end_due(now_ns)
         if self._workers.living():
             self._empty_since_ns = now_ns

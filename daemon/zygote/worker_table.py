@@ -4,7 +4,7 @@ For each worker the table has its specification from the broker, its process and
 outlives its broker also has the broker's end of the worker's channel. So the worker does not notice that its broker
 died: the channel stays open, and the worker's messages meanwhile wait in it for the next broker.
 
-While there is no broker, the zygote ends leases: by the deadline, the membership deadline or the revocation word on the
+While no broker runs, the zygote ends leases: by the deadline, the membership deadline or the revocation word on the
 lease's page, or because a kernel has run for too long. No worker can write the lease's page. The kernel's times are the
 worker's own claims, so a compromised worker can hide a kernel, and lives to its deadline.
 
@@ -55,7 +55,7 @@ class WorkerEntry:
         channel_fd: The broker's end of the worker's channel; -1 if the zygote dies with its broker.
         reason: How the worker ended; None while it lives.
         last_page: The state of the lease's page when the worker was reaped.
-        deadline_ns: When the lease ends, as the last broker wrote it. Set while there is no broker.
+        deadline_ns: When the lease ends, as the last broker wrote it. Set while no broker runs.
         kill_due_ns: When the zygote kills the worker; None while nothing has ended its lease.
         is_killed: Whether the zygote has killed it.
         overran: The kernel for which the zygote ended the lease, in words; "" if it did not.
@@ -195,7 +195,7 @@ class WorkerTable:
             self._look_ns = min((_end_if_overdue(worker, now_ns) for worker in self.living()), default=NEVER_NS)
         return None if self._look_ns == NEVER_NS else self._look_ns
 
-    # --- while there is no broker ---
+    # --- while no broker runs ---
 
     def lose_broker(self, now_ns: int) -> None:
         """Take over the ending of leases: from now on no broker ends them or writes deadlines."""
@@ -307,7 +307,7 @@ def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
     worker.kill()
 
 
-# --- due while there is no broker ---
+# --- due while no broker runs ---
 
 GRACE_NS: Final = 20_000_000
 """From the end of a lease to the kill of its worker: the default of a broker's settings."""

@@ -29,7 +29,7 @@ def countable_mib(card: Report, jobs_per_card: int) -> int:
     context_bytes = card["capacity_bytes"] - card["available_bytes"]
     counted_mib = int(card["available_bytes"] - (jobs_per_card - 1) * context_bytes) // MIB
     if counted_mib <= 0:
-        raise MissingPrerequisite(f"{name} has no memory left for jobs beside {jobs_per_card} contexts")
+        raise MissingPrerequisite(f"{name} has no memory left for jobs next to {jobs_per_card} contexts")
     return counted_mib
 
 
