@@ -164,7 +164,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
     if config is None and not demo:
         raise click.UsageError("give the models with CONFIG, or try --demo")
     if rpc and not rpc.startswith("unix:"):
-        raise InvalidRequest(f"--rpc {rpc}: memory is shared on one host alone", "Say unix:PATH")
+        raise InvalidRequest(f"--rpc {rpc}: memory can only be shared on one host", "Use unix:PATH")
     served = load_settings(config or EXAMPLE)
     with contextlib.ExitStack() as stack:
         address = _daemon_address(stack, is_demo=demo)

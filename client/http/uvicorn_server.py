@@ -50,14 +50,15 @@ could hold all MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn'
 def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
     """Listen at `tcp:127.0.0.1:PORT` or `unix:PATH`. Yields the socket and its URL. Raises InvalidRequest.
 
-    Only addresses that other hosts can't reach are accepted, because clients are not authenticated.
+    Only addresses that other hosts can't reach are accepted, because HTTP here is not encrypted, and because the
+    gateway and the model server do not authenticate their clients.
     """
     try:
         where = parse_address(address)
     except ValueError as error:
         raise InvalidRequest(f"--listen: {error}") from None
     if isinstance(where, TlsAddress):
-        raise InvalidRequest(f"--listen {where}: a gateway speaks plain HTTP", "Write tcp:127.0.0.1:PORT or unix:PATH")
+        raise InvalidRequest(f"--listen {where}: the server uses plain HTTP", "Write tcp:127.0.0.1:PORT or unix:PATH")
     sock = _bound(where)
     try:
         yield sock, _url(sock, where)
@@ -95,8 +96,9 @@ def _check_loopback(where: TcpAddress) -> None:
         is_loopback = False
     if not is_loopback:
         raise InvalidRequest(
-            f"{where}: a gateway does not authenticate its callers, so it must listen where only this host can connect",
-            "Write tcp:127.0.0.1:PORT or unix:PATH, and put a proxy in front of it that authenticates callers",
+            f"{where}: the server uses plain HTTP, so it must listen where only this host can connect",
+            "Write tcp:127.0.0.1:PORT or unix:PATH, and put a proxy in front of it that uses TLS and authenticates"
+            " callers",
         )
 
 

@@ -100,7 +100,7 @@ class ClaimLeases:
             shares_users: Whether claims of several namespaces may have the same user on this node.
         """
         if not address.startswith("unix:/"):
-            raise InvalidRequest(f"the daemon's address {address}: pods reach it by a Unix socket", "Say unix:/PATH")
+            raise InvalidRequest(f"the daemon's address {address}: pods reach it by a Unix socket", "Use unix:/PATH")
         self._address, self._socket = address, Path(address.removeprefix("unix:"))
         self._node, self._files, self._cluster = node, files, cluster
         self._lease_s, self._on_message, self._shares_users = lease_s, on_message, shares_users

@@ -193,7 +193,7 @@ def _checked(given: Mapping[str, Any], request: str, *, is_admin: bool) -> tuple
     if not isinstance(user, int) or isinstance(user, bool) or not least <= user <= MAX_USER:
         raise UnusableClaim(
             f"the claim's parameters say {user!r} for the user that the containers of request {request[:64]!r} run as",
-            "Say `user: 1000`, and runAsUser in the pod likewise; root can't be held apart from other root pods",
+            "Write `user: 1000`, and the same in runAsUser of the pod; root can't be held apart from other root pods",
         )
     if lease_s is not None and (not isinstance(lease_s, int) or isinstance(lease_s, bool) or lease_s < 1):
         raise UnusableClaim(f"leaseSeconds must be a number of seconds, not {lease_s!r}")

@@ -15,7 +15,7 @@ from gpulease.client.serve.models.model_settings import EXAMPLE
         ([], 2, "give the models"),
         (["nowhere.toml"], 1, "nowhere.toml"),
         ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where only this host can connect"),
-        ([str(EXAMPLE), "--rpc", "tcp:127.0.0.1:0"], 1, "memory is shared on one host alone"),
+        ([str(EXAMPLE), "--rpc", "tcp:127.0.0.1:0"], 1, "memory can only be shared on one host"),
     ],
 )
 def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
