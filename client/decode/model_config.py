@@ -33,6 +33,7 @@ class Family(StrEnum):
     LLAMA = "llama"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    PHI3 = "phi3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ class ModelConfig:
         has_head_norm: Whether q and k are normalised by head (Qwen3).
         begin_token: The token that every prompt begins with; None if there is none.
         end_tokens: Tokens that end a sequence.
+        windows: Each layer's window: the positions that a row sees, counted back from its own, which is included; None
+            for all of them. Empty if no layer has one.
     """
 
     family: Family
@@ -135,6 +138,12 @@ class ModelConfig:
     has_head_norm: bool = False
     begin_token: int | None = None
     end_tokens: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int, positions: int) -> int | None:
+        """Return a layer's window; None if sequences of `positions` positions do not exceed it."""
+        window = self.windows[layer] if self.windows else None
+        return None if window is None or window >= positions else window
 
 
 def check_config(config: ModelConfig, where: str) -> None:
@@ -167,6 +176,10 @@ def check_config(config: ModelConfig, where: str) -> None:
     for name, columns in {"hidden size": config.width, "inner size": config.inner_width}.items():
         if columns % COLUMNS_STEP:
             raise ModelRejected(f"{where}: {name} must be a multiple of {COLUMNS_STEP}, not {columns}")
+    if config.windows and len(config.windows) != config.layers:
+        raise ModelRejected(f"{where}: {len(config.windows)} windows must be as many as the {config.layers} layers")
+    if wrong := [window for window in config.windows if window is not None and window < 1]:
+        raise ModelRejected(f"{where}: sliding_window must be at least 1, not {wrong[0]}")
     if not 0 < config.rope_theta < math.inf:
         raise ModelRejected(
             f"{where}: the rotary embeddings' base must be positive and finite, not {config.rope_theta}"

@@ -13,7 +13,7 @@ from helpers.decode.agreement import Scorer, compare_scorers
 from helpers.decode.engine_rig import running
 from helpers.decode.engine_scorer import EngineScorer
 from helpers.decode.hugging_face import IS_INSTALLED, write_folder
-from helpers.decode.made_models import F32, SCALED_MODELS, SMALL_MODELS, TINY_FOLDER, random_tensors, tiny_model
+from helpers.decode.made_models import F32, FOLDER_MODELS, SCALED_MODELS, TINY_FOLDER, random_tensors, tiny_model
 from helpers.decode.prompts import prompts
 from helpers.decode.recorded import Recorded, recorded
 from helpers.decode.reference import Reference
@@ -60,9 +60,9 @@ def check_engine(
         check(reference, EngineScorer(rig), asked, max_error)
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *SCALED_MODELS])
+@pytest.mark.parametrize("name", [*FOLDER_MODELS, *SCALED_MODELS])
 def test_every_family_is_computed_as_transformers_does(daemon: Daemon, name: str, tmp_path: Path) -> None:
-    config = (SMALL_MODELS | SCALED_MODELS)[name]
+    config = (FOLDER_MODELS | SCALED_MODELS)[name]
     tensors = random_tensors(config)
     write_folder(tmp_path / "model", config, tensors)
     asked = [[7], [*range(1, 90)], [5, 300, 5]]

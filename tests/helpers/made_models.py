@@ -32,7 +32,10 @@ LLAMA: Final = ModelConfig(
 )
 QWEN2: Final = replace(LLAMA, family=Family.QWEN2, is_tied=True, has_bias=True)
 QWEN3: Final = replace(LLAMA, family=Family.QWEN3, head_width=64, has_head_norm=True)
+PHI3: Final = replace(LLAMA, family=Family.PHI3)
 MODELS: Final = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+FOLDER_MODELS: Final = MODELS | {"phi3": PHI3}
+"""Families, and those among them that folders may have."""
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -50,9 +53,26 @@ def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
 # --- Folders. ---
 
 
+def fused(config: ModelConfig, weights: Mapping[str, NDArray[np.float32]]) -> Weights:
+    """The tensors as Phi-3's files have them: q, k and v in one, gate and up in one; of other families as they are."""
+    if config.family is not Family.PHI3:
+        return dict(weights)
+    made: Weights = {}
+    for name, values in weights.items():
+        for ours, theirs in (("qkv", "qkv"), (("gate", "up"), "gate_up")):
+            place = next((one for one in ours if f".{one}_proj.weight" in name), None)
+            if place is not None:
+                told = name.replace(f".{place}_proj.", f".{theirs}_proj.")
+                made[told] = np.concatenate([made[told], values]) if told in made else values
+                break
+        else:
+            made[name] = values
+    return made
+
+
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """A model's shape in the terms of config.json."""
-    kinds = {Family.LLAMA: "Llama", Family.QWEN2: "Qwen2", Family.QWEN3: "Qwen3"}
+    kinds = {Family.LLAMA: "Llama", Family.QWEN2: "Qwen2", Family.QWEN3: "Qwen3", Family.PHI3: "Phi3"}
     return {
         "architectures": [f"{kinds[config.family]}ForCausalLM"],
         "model_type": str(config.family),
@@ -101,6 +121,7 @@ def write_folder(
 ) -> Path:
     """Write a model as transformers does; `says` changes config.json, a None takes a member away."""
     folder.mkdir(exist_ok=True)
+    weights = fused(config, weights)
     said = config_json(config) | dict(says or {})
     (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
     if files == 1:

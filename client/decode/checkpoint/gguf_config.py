@@ -3,7 +3,7 @@
 from typing import Final
 
 from gpulease.client.decode.checked_file import Members
-from gpulease.client.decode.checkpoint.gguf_keys import GGUF_KEYS
+from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES, GGUF_KEYS
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
 from gpulease.client.decode.model_config import Family, ModelConfig, check_config
@@ -23,11 +23,10 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
     """
     # The architecture comes first: it is also the prefix of the model's other keys.
     name = said.text("general.architecture")
-    try:
-        family = Family(name)
-    except ValueError:
-        must = f"general.architecture must be one of {', '.join(Family)}"
-        raise ModelRejected(f"{said.where}: {must}, not {quoted(name)}") from None
+    if name not in GGUF_FAMILIES:
+        must = f"general.architecture must be one of {', '.join(GGUF_FAMILIES)}"
+        raise ModelRejected(f"{said.where}: {must}, not {quoted(name)}")
+    family = Family(name)
     # From here on only keys that the table declares as used are visible.
     said = judged(said, GGUF_KEYS[family])
     at = f"{family}."

@@ -156,8 +156,11 @@ _ARCHITECTURE: Final[KeyTable] = {
 }
 """Keys that come after the architecture's name and a dot."""
 
+GGUF_FAMILIES: Final = (Family.LLAMA, Family.QWEN2, Family.QWEN3)
+"""The families that are read from GGUF files."""
+
 GGUF_KEYS: Final[dict[Family, KeyTable]] = {
     family: {**_GENERAL, **_TOKENIZER, **{f"{family}.{name}": key for name, key in _ARCHITECTURE.items()}}
-    for family in Family
+    for family in GGUF_FAMILIES
 }
 """All keys of metadata with their effects, by family."""

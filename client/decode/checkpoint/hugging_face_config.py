@@ -1,31 +1,37 @@
-"""The shape of a model from its config.json, as transformers' configs of Llama, Mistral, Qwen2 and Qwen3 read it."""
+"""The shape of a model from its config.json, as transformers' configs of its families read it."""
 
 from typing import Final
 
-from gpulease.client.decode.checked_file import Members
+from gpulease.client.decode.checked_file import Members, quoted_value
 from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS
 from gpulease.client.decode.checkpoint.hugging_face_rotary import rotary_scaling
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
-from gpulease.client.decode.model_config import Family, ModelConfig, check_config
+from gpulease.client.decode.model_config import MAX_LAYERS, Family, ModelConfig, check_config
 from gpulease.client.texts import quoted
 
 MISTRAL: Final = "mistral"
-"""A `model_type` of its own. Within its sliding window, it computes what Llama does."""
+"""A `model_type` of its own: a Llama with a sliding window."""
 
 TYPES: Final[dict[str, tuple[Family, str]]] = {
     Family.LLAMA: (Family.LLAMA, "LlamaForCausalLM"),
     Family.QWEN2: (Family.QWEN2, "Qwen2ForCausalLM"),
     Family.QWEN3: (Family.QWEN3, "Qwen3ForCausalLM"),
     MISTRAL: (Family.LLAMA, "MistralForCausalLM"),
+    Family.PHI3: (Family.PHI3, "Phi3ForCausalLM"),
 }
 """The family of each `model_type`, and the class that config.json names for it."""
 
 DEFAULT_NORM_EPSILON: Final = 1e-6
+PHI3_NORM_EPSILON: Final = 1e-5
 QWEN3_HEAD_WIDTH: Final = 128
 KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL: 8}
-MISTRAL_WINDOW: Final = 4096
+DEFAULT_WINDOW: Final = 4096
+DEFAULT_FULL_LAYERS: Final = 28
 """The classes' defaults for members that a file leaves out."""
+
+SLIDING: Final = "sliding_attention"
+LAYER_TYPES: Final = ("full_attention", SLIDING)
 
 
 def hugging_face_config(said: Members, generation: Members | None, begin_token: int | None) -> ModelConfig:
@@ -51,45 +57,59 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     # A missing member has a default in some classes. null means as many as query heads, in every one.
     is_left_out = kind in KEY_HEADS and "num_key_value_heads" not in said.values
     key_heads = KEY_HEADS[kind] if is_left_out else said.whole("num_key_value_heads", heads)
-    theta, scaling = rotary_scaling(said, head_width)
+    theta, scaling = rotary_scaling(said, head_width, is_phi3=family is Family.PHI3)
+    layers = said.whole("num_hidden_layers")
     # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
     ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
     ends = ends or said.tokens("eos_token_id")
     config = ModelConfig(
         family=family,
-        layers=said.whole("num_hidden_layers"),
+        layers=layers,
         width=width,
         heads=heads,
         key_heads=key_heads,
         head_width=head_width,
         inner_width=said.whole("intermediate_size"),
         vocabulary=said.whole("vocab_size"),
-        context=_context(said, kind),
+        context=said.whole("max_position_embeddings"),
         rope_theta=theta,
-        norm_epsilon=said.number("rms_norm_eps", DEFAULT_NORM_EPSILON),
+        norm_epsilon=said.number("rms_norm_eps", PHI3_NORM_EPSILON if family is Family.PHI3 else DEFAULT_NORM_EPSILON),
         is_tied=said.flag("tie_word_embeddings", False),
         rope_scaling=scaling,
         has_bias=family is Family.QWEN2,
         has_head_norm=family is Family.QWEN3,
         begin_token=begin_token,
         end_tokens=tuple(dict.fromkeys(ends)),
+        windows=_windows(said, kind, layers),
     )
     check_config(config, said.where)
     return config
 
 
-def _context(said: Members, kind: str) -> int:
-    context = said.whole("max_position_embeddings")
-    if kind != MISTRAL:
-        return context
-    # A row sees the window's positions up to its own. A sequence that is not longer has all of its positions in that,
-    # so it is computed exactly; a longer one would need masks. null means no window, and a missing member the class's
-    # default.
-    is_left_out = "sliding_window" not in said.values
-    window = MISTRAL_WINDOW if is_left_out else said.whole("sliding_window", context)
-    if window < 1:
-        raise ModelRejected(f"{said.where}: sliding_window must be at least 1, not {window}")
-    return min(context, window)
+def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
+    """Return each layer's window; () if none has one."""
+    if kind == Family.LLAMA or not 1 <= layers <= MAX_LAYERS:
+        return ()
+    # A Qwen has windows if a flag says so, by a list of its layers, or else in those from max_window_layers on.
+    is_qwen = kind not in (MISTRAL, Family.PHI3)
+    named = said.items("layer_types") if is_qwen else []
+    if named and (len(named) != layers or not all(isinstance(name, str) and name in LAYER_TYPES for name in named)):
+        raise ModelRejected(
+            f"{said.where}: layer_types must be {layers} of {' and '.join(LAYER_TYPES)}, not {quoted_value(named)}"
+        )
+    if is_qwen and not said.flag("use_sliding_window", False):
+        if SLIDING in named:
+            raise ModelRejected(f"{said.where}: layer_types must be without {SLIDING} if use_sliding_window is false")
+        return ()
+    # null means no window. A missing member has a default in some classes.
+    if said.values.get("sliding_window") is None and (kind == Family.PHI3 or "sliding_window" in said.values):
+        return ()
+    window = said.whole("sliding_window", DEFAULT_WINDOW)
+    if not is_qwen:
+        return (window,) * layers
+    full = said.whole("max_window_layers", DEFAULT_FULL_LAYERS)
+    has_window = [name == SLIDING for name in named] or [layer >= full for layer in range(layers)]
+    return tuple(window if found else None for found in has_window) if any(has_window) else ()
 
 
 def _model_type(said: Members) -> str:

@@ -1,8 +1,8 @@
 """The keys of config.json and generation_config.json, and the effect of each.
 
 The lists are those of transformers 5 and of 4.57, which wrote most of the existing files: PreTrainedConfig,
-LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys that make close
-relatives of these families compute differently.
+LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys that
+make close relatives of these families compute differently.
 """
 
 from typing import Final
@@ -130,7 +130,7 @@ _COMMON: Final[KeyTable] = {
     ),
     **refused("the engine's activation is SiLU", {"hidden_act": ("silu", "swish")}),
     **refused("the engine computes no such biases", {"mlp_bias": (False,)}),
-    **refused("the engine attends to all positions in all layers", {"layer_types": ("full_attention",)}),
+    **refused("layers of this family attend alike", {"layer_types": ("full_attention",)}),
     **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
     **refused(
         "of packed weights the engine reads GGUF's",
@@ -217,9 +217,8 @@ _COMMON: Final[KeyTable] = {
 _WINDOW: Final = ("sliding_window", "max_window_layers")
 
 _QWEN: Final[KeyTable] = {
-    # Without this flag, transformers' Qwen2Config and Qwen3Config ignore the other two.
-    **refused("the engine attends to all positions", {"use_sliding_window": (False,)}),
-    **no_effect(*_WINDOW),
+    # Without this flag, transformers' Qwen2Config and Qwen3Config ignore the other three.
+    **used("use_sliding_window", "layer_types", *_WINDOW),
 }
 
 _WITH_BIASES: Final = refused("the engine computes no such biases", {"attention_bias": (False,)})
@@ -232,6 +231,8 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     Family.QWEN3: {**_COMMON, **_QWEN, **_WITH_BIASES},
     # MistralConfig has a window without a switch, and its class no biases, whatever the file says.
     "mistral": {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
+    # So has Phi3Config.
+    Family.PHI3: {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
 }
 """Keys of config.json, by the `model_type` that reads them."""
 

@@ -17,13 +17,20 @@ DEFAULT_BETA_SLOW: Final = 1.0
 KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of `rope_type`."""
 
+PHI3_KINDS: Final = ("default", "longrope")
+PHI3_NAMES: Final = ("su", "yarn")
+"""Values of `rope_type` in a Phi-3, and older names of longrope there."""
 
-def rotary_scaling(said: Members, head_width: int) -> tuple[float, AnyScaling | None]:
+PHI3_ORIGINAL_CONTEXT: Final = 4096
+"""Phi3Config's default, which it has whatever rope_scaling says."""
+
+
+def rotary_scaling(said: Members, head_width: int, *, is_phi3: bool) -> tuple[float, AnyScaling | None]:
     """Return the base of the rotary embeddings, and their scaling; None if they are not scaled.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
-    `rope_parameters`, which takes precedence over members next to it. Raises ModelRejected for a scaling that is
-    unknown or wrong.
+    `rope_parameters`, which takes precedence over members next to it. Phi3Config has LongRoPE alone, and two older
+    names of it. Raises ModelRejected for a scaling that is unknown or wrong.
     """
     # An empty object counts as missing.
     scaling = said.object("rope_scaling")
@@ -40,8 +47,10 @@ def rotary_scaling(said: Members, head_width: int) -> tuple[float, AnyScaling | 
     theta = scaling.number("rope_theta", theta)
     # `type` is the older name of `rope_type`.
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind not in KINDS:
-        raise ModelRejected(f"{scaling.where}: rope_type must be one of {', '.join(KINDS)}, not {quoted(kind)}")
+    if is_phi3 and kind in PHI3_NAMES:
+        kind = "longrope"
+    if kind not in (kinds := PHI3_KINDS if is_phi3 else KINDS):
+        raise ModelRejected(f"{scaling.where}: rope_type must be one of {', '.join(kinds)}, not {quoted(kind)}")
     if kind == "default":
         return theta, None
     if kind in ("linear", "dynamic"):
@@ -50,9 +59,8 @@ def rotary_scaling(said: Members, head_width: int) -> tuple[float, AnyScaling | 
         return theta, LinearScaling(factor) if kind == "linear" else None
     # For this one the outer member takes precedence, as in transformers. Without either, it is the context.
     context = said.whole("max_position_embeddings")
-    original = said.whole(
-        "original_max_position_embeddings", scaling.whole("original_max_position_embeddings", context)
-    )
+    inner = PHI3_ORIGINAL_CONTEXT if is_phi3 else scaling.whole("original_max_position_embeddings", context)
+    original = said.whole("original_max_position_embeddings", inner)
     # LongRoPE divides by its logarithm.
     if original < (least := 2 if kind == "longrope" else 1):
         raise ModelRejected(

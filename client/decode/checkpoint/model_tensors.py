@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import Family, ModelConfig
 from gpulease.client.texts import quoted
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -45,6 +45,22 @@ def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     # A tied head is the embedding, so the file need not have one.
     if not config.is_tied:
         yield HEAD, (config.vocabulary, width)
+
+
+def fused_tensors(config: ModelConfig) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the name of each tensor that has several of the model's, and the rows of each of these, in order.
+
+    Files of Phi-3 have q, k and v in one tensor, and gate and up.
+    """
+    if config.family is not Family.PHI3:
+        return
+    queries, keys = config.heads * config.head_width, config.key_heads * config.head_width
+    for layer in range(config.layers):
+        at = layer_prefix(layer)
+        rows = zip("qkv", (queries, keys, keys), strict=True)
+        yield f"{at}self_attn.qkv_proj.weight", {f"{at}self_attn.{name}_proj.weight": count for name, count in rows}
+        inner = dict.fromkeys((f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight"), config.inner_width)
+        yield f"{at}mlp.gate_up_proj.weight", inner
 
 
 def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:

@@ -19,12 +19,13 @@ from gpulease.client.decode.checked_file import (
     rejected,
 )
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
-from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, model_tensors
+from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, fused_tensors, model_tensors
 from gpulease.client.decode.checkpoint.pooling import folder_pooling
 from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
 from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.texts import quoted
@@ -37,6 +38,10 @@ MAX_FILES: Final = 512
 
 TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
 """The types that are read, by safetensors' names."""
+
+
+_Entry = tuple[TensorFile, tuple[int, ...], str, int]
+"""A tensor's file, shape, type and offset."""
 
 
 class SafetensorsFolder:
@@ -52,24 +57,21 @@ class SafetensorsFolder:
         self.config = hugging_face_config(said, generation, folder_begin_token(folder))
         self.pooling = folder_pooling(folder)
         # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
-        found: dict[str, tuple[TensorFile, tuple[int, ...], str, int]] = {}
+        found: dict[str, _Entry] = {}
         for path in self._files():
             file = TensorFile(path)
             for name, shape, kind, offset in _entries(file):
                 if name in found:
                     raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name][0].path.name} too")
                 found[name] = (file, shape, kind, offset)
+        _unfuse(self.config, found, self.name)
         # Step 2: compare names, shapes and types with what a model of this config has.
         check_names(self.config, found, self.name)
         self._tensors = {}
         for name, wanted in model_tensors(self.config):
             file, shape, kind, offset = found[name]
             check_shape(self.config, name, shape, wanted, str(file.path))
-            if kind not in TYPES:
-                raise ModelRejected(
-                    f"{file.path}: tensor {name} is of type {kind}; the engine reads {', '.join(TYPES)}"
-                )
-            self._tensors[name] = _tensor(name, shape, TYPES[kind], file, offset)
+            self._tensors[name] = _tensor(name, shape, _type(name, kind, file), file, offset)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model. Raises KeyError for a name that it does not have."""
@@ -126,6 +128,27 @@ def _entries(file: TensorFile) -> Iterator[tuple[str, tuple[int, ...], str, int]
     for name, entry in json_object(mapped[8:begin], path).items():
         if name != "__metadata__":
             yield name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]
+
+
+def _unfuse(config: ModelConfig, found: dict[str, _Entry], where: str) -> None:
+    """Replace each fused tensor by the model's tensors in it, which are runs of its rows."""
+    for name, parts in fused_tensors(config):
+        if name not in found:
+            raise ModelRejected(f"{where}: tensor {name} is missing")
+        file, shape, kind, offset = found.pop(name)
+        check_shape(config, name, shape, (sum(parts.values()), config.width), str(file.path))
+        size_bytes = row_bytes(_type(name, kind, file), config.width, f"{file.path}: tensor {name}")
+        for part, rows in parts.items():
+            if part in found:
+                raise ModelRejected(f"{where}: tensor {part} is there twice, by itself and in {name}")
+            found[part] = (file, (rows, config.width), kind, offset)
+            offset += rows * size_bytes
+
+
+def _type(name: str, kind: str, file: TensorFile) -> TensorType:
+    if kind not in TYPES:
+        raise ModelRejected(f"{file.path}: tensor {name} is of type {kind}; the engine reads {', '.join(TYPES)}")
+    return TYPES[kind]
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: TensorType, file: TensorFile, offset: int) -> Tensor:

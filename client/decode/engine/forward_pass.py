@@ -345,17 +345,22 @@ class ForwardPass:
             "q": b["q"], "rows": b["rows"], "tables": b["tables"], **place, "table_blocks": limits.table_blocks,
             "H": heads, "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
         }  # fmt: skip
+        # Sequences within the window need no mask, and give the same bits without it.
+        window = config.window(index, limits.positions)
+        kind, seen = f"{width}", dict[str, Value]()
+        if window is not None:
+            kind, seen = f"window_{width}", {"window": window}
         # One program per row and key head if the sequences are short or the rows many; otherwise cut each sequence, so
         # that few rows still fill the card. Both give the same bits.
         if limits.splits == 1 or rows > _split_rows(rows, config):
-            yield KernelLaunch(f"attend_whole_{width}", (rows, key_heads), x=b["x"], **read)
+            yield KernelLaunch(f"attend_whole_{kind}", (rows, key_heads), x=b["x"], **read, **seen)
             return
         # The parts of a sequence's attention, which `combine` adds in ascending order.
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         parts["splits"] = limits.splits
         programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
-        yield KernelLaunch(f"attend_{width}", (rows, key_heads, programs), **parts, **read)
-        yield KernelLaunch(f"combine_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads)
+        yield KernelLaunch(f"attend_{kind}", (rows, key_heads, programs), **parts, **read, **seen)
+        yield KernelLaunch(f"combine_{kind}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **seen)
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
         """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""

@@ -15,7 +15,7 @@ from gpulease.client.decode.model_config import ModelConfig
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
 from helpers.decode.mixed_schedules import schedules
-from helpers.decode.random_models import BIASED, HEAD_NORMS, SHARED_KEYS, TINY, WIDE
+from helpers.decode.random_models import BIASED, HEAD_NORMS, SHARED_KEYS, TINY, WIDE, WINDOWS
 
 TABLES = 6
 NUCLEUS = SamplingParameters(temperature=0.8, top_p=0.9, top_k=50, seed=7)
@@ -102,10 +102,11 @@ def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: M
     "config",
     [
         pytest.param(SHARED_KEYS, id="64 wide, 3 a key"),
+        pytest.param(WINDOWS, id="windows"),
         pytest.param(HEAD_NORMS, id="128 wide, norms of heads", marks=pytest.mark.slow),
     ],
 )
-def test_wider_heads_have_the_bits_that_they_have_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
+def test_other_attention_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
     try_model(shared_daemon, config)
 
 

@@ -1,6 +1,5 @@
 """The engine against the numpy reference on the same numbers: logits within bf16's error, the same greedy tokens."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from helpers.decode.gguf_files import kept_tensors, write_gguf
 from helpers.decode.hugging_face import write_folder
 from helpers.decode.made_models import (
     F32,
+    FOLDER_MODELS,
     SCALED_MODELS,
     SMALL_LLAMA,
-    SMALL_MODELS,
     TINY_FOLDER,
     random_tensors,
     rounded_to_bf16,
@@ -68,16 +67,6 @@ def test_the_tiny_model_is_the_reference_s(daemon: Daemon) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_mistral_is_the_reference_s(daemon: Daemon, tmp_path: Path) -> None:
-    tensors, reference = small(SMALL_LLAMA)
-    write_folder(tmp_path, SMALL_LLAMA, tensors)
-    said = json.loads((tmp_path / "config.json").read_text())
-    said |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128}
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    check(daemon, open_model(tmp_path), reference, [[7], [*range(1, 40)], [5, 300, 5]], 6, MAX_SMALL_ERROR)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "positions"), [("linear", 128), ("yarn", 128), ("longrope", 128), ("longrope", 144)])
 def test_scaled_rotary_embeddings_are_the_reference_s(
     name: str, positions: int, daemon: Daemon, tmp_path: Path
@@ -91,9 +80,9 @@ def test_scaled_rotary_embeddings_are_the_reference_s(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", FOLDER_MODELS)
 def test_every_family_is_the_reference_s(name: str, daemon: Daemon, tmp_path: Path) -> None:
-    config = SMALL_MODELS[name]
+    config = FOLDER_MODELS[name]
     tensors, reference = small(config)
     write_folder(tmp_path, config, tensors)
     check(daemon, open_model(tmp_path), reference, [[7], [*range(1, 40)], [5, 300, 5]], 6, MAX_SMALL_ERROR)

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.gguf_config import gguf_config
-from gpulease.client.decode.checkpoint.gguf_keys import GGUF_KEYS
+from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES, GGUF_KEYS
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -27,7 +27,7 @@ from gpulease.client.decode.text.hugging_face_text import folder_begin_token, fo
 from gpulease.client.decode.text.letters import LETTERS
 from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.decode.text.tokenizer_keys import MODEL_KEYS, SETTINGS_KEYS, TOKENIZER_KEYS
-from helpers.made_models import MODELS, QWEN3, config_json, gguf_metadata
+from helpers.made_models import FOLDER_MODELS, QWEN3, config_json, gguf_metadata
 
 Said = dict[str, Any]
 
@@ -108,10 +108,30 @@ CONFIG_CHANGES: Final = {
 }
 
 
+WINDOW: Final = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+QWEN_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
+    "use_sliding_window": (WINDOW | {"use_sliding_window": False}, WINDOW),
+    "sliding_window": (WINDOW, WINDOW | {"sliding_window": 17}),
+    "max_window_layers": (WINDOW, WINDOW | {"max_window_layers": 0}),
+    "layer_types": (WINDOW, WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
+}
+PHI3_ROPE: Final = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+PHI3_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
+    "sliding_window": after(sliding_window=16),
+    "rope_scaling": after(rope_scaling=PHI3_ROPE),
+    "rope_parameters": after(rope_parameters=PHI3_ROPE),
+    "original_max_position_embeddings": (
+        {"rope_scaling": PHI3_ROPE},
+        {"rope_scaling": PHI3_ROPE, "original_max_position_embeddings": 32},
+    ),
+}
+
+
 def config_kind(family: Family) -> Kind:
-    base = config_json(MODELS[family])
+    base = config_json(FOLDER_MODELS[family])
+    more = {Family.LLAMA: {}, Family.QWEN2: QWEN_CHANGES, Family.QWEN3: QWEN_CHANGES, Family.PHI3: PHI3_CHANGES}
     tied = {"tie_word_embeddings": after(tie_word_embeddings=not base["tie_word_embeddings"])}
-    return Kind(CONFIG_KEYS[family], load_config, base, CONFIG_CHANGES | tied)
+    return Kind(CONFIG_KEYS[family], load_config, base, CONFIG_CHANGES | tied | more[family])
 
 
 def load_generation(said: Said) -> Any:
@@ -408,7 +428,7 @@ def test_a_file_of_many_unknown_keys_makes_one_short_line(caplog: pytest.LogCapt
     assert record.getMessage().endswith(" and 480 more")
 
 
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 @pytest.mark.parametrize("group", ["General", "Tokenizer", "Rope", "Split"])
 def test_the_keys_of_the_gguf_library_are_known(family: Family, group: str) -> None:
     names = [value for name, value in vars(getattr(gguf.Keys, group)).items() if name.isupper() and name[0] != "_"]
@@ -421,7 +441,7 @@ def test_the_keys_of_the_gguf_library_are_known(family: Family, group: str) -> N
 @pytest.mark.parametrize("family", Family)
 def test_the_keys_of_transformers_are_known(family: Family) -> None:
     transformers = pytest.importorskip("transformers")
-    kind = {Family.LLAMA: "LlamaConfig", Family.QWEN2: "Qwen2Config", Family.QWEN3: "Qwen3Config"}[family]
+    kind = f"{family.capitalize()}Config"
     for name in (*getattr(transformers, kind)().to_dict(), "rope_scaling", "rope_theta"):
         assert name in CONFIG_KEYS[family], name
     for name in transformers.GenerationConfig().to_dict():

@@ -6,10 +6,10 @@ import pytest
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import MAX_LAYERS, check_config, check_positions
 from gpulease.client.errors import InvalidRequest
-from helpers.made_models import LLAMA, MODELS
+from helpers.made_models import FOLDER_MODELS, LLAMA
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", FOLDER_MODELS.values(), ids=FOLDER_MODELS)
 def test_a_model_that_the_engine_computes_is_taken(config: Any) -> None:
     check_config(config, "a file")
 
@@ -29,6 +29,8 @@ def test_a_model_that_the_engine_computes_is_taken(config: Any) -> None:
         ({"rope_theta": 0.0}, "base must be positive and finite, not 0.0"),
         ({"norm_epsilon": -1.0}, "epsilon must be between 0 and 1, not -1.0"),
         ({"end_tokens": (3, 64)}, "token 64 is not in the vocabulary of 64"),
+        ({"windows": (None, 0)}, "sliding_window must be at least 1, not 0"),
+        ({"windows": (5,)}, "1 windows must be as many as the 2 layers"),
         ({"begin_token": -1}, "token -1 is not in the vocabulary"),
     ],
 )
@@ -41,3 +43,9 @@ def test_positions_beyond_the_model_s_context_are_refused() -> None:
     check_positions(LLAMA, LLAMA.context)
     with pytest.raises(InvalidRequest, match="positions is 129; the model's own context has 128"):
         check_positions(LLAMA, LLAMA.context + 1)
+
+
+def test_a_window_counts_in_its_layer_if_sequences_exceed_it() -> None:
+    config = replace(LLAMA, windows=(None, 48))
+    assert [config.window(layer, 49) for layer in range(2)] == [None, 48]
+    assert config.window(1, 48) is LLAMA.window(1, 49) is None

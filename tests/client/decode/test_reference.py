@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpulease.client.decode.model_config import RopeScaling
 from helpers.decode.agreement import compare
-from helpers.decode.made_models import SMALL_LLAMA, SMALL_MODELS, random_tensors
+from helpers.decode.made_models import FOLDER_MODELS, SMALL_LLAMA, SMALL_MODELS, random_tensors
 from helpers.decode.reference import Reference, frequencies
 
 MAX_F32_ERROR = 1e-4
@@ -22,17 +22,17 @@ PROMPT = [int(token) for token in np.random.default_rng(1).integers(0, SMALL_LLA
 made = cache(random_tensors)
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", FOLDER_MODELS)
 def test_f32_is_near_f64(name: str) -> None:
-    config = SMALL_MODELS[name]
+    config = FOLDER_MODELS[name]
     tensors = made(config)
     found = compare(Reference(config, tensors, np.float64).logits(PROMPT), Reference(config, tensors).logits(PROMPT))
     assert found.worst_error < MAX_F32_ERROR
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", FOLDER_MODELS)
 def test_later_tokens_change_no_earlier_logits(name: str) -> None:
-    config = SMALL_MODELS[name]
+    config = FOLDER_MODELS[name]
     model = Reference(config, made(config), np.float64)
     np.testing.assert_allclose(model.logits(PROMPT)[:10], model.logits(PROMPT[:10]), atol=1e-12)
 
@@ -50,6 +50,16 @@ def test_biases_and_head_norms_matter(name: str) -> None:
     changed = {key: -tensor if key.endswith(name) else tensor for key, tensor in tensors.items()}
     one, other = Reference(config, tensors).logits(PROMPT[:8]), Reference(config, changed).logits(PROMPT[:8])
     assert np.abs(one - other).max() > 0.01
+
+
+def test_a_window_hides_what_is_before_it() -> None:
+    """Through two layers of windows of 20, a row's logits depend on the last 39 tokens alone."""
+    config = FOLDER_MODELS["mistral"]
+    model = Reference(config, made(config))
+    one, other = [*PROMPT, *PROMPT], [9, *PROMPT[1:], *PROMPT]
+    difference = np.abs(model.logits(one) - model.logits(other)).max(-1)
+    assert (difference[:39] > 0).all()
+    assert not difference[39:].any()
 
 
 def test_greedy_is_the_argmax_of_each_prefix() -> None:

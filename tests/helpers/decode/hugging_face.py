@@ -10,16 +10,24 @@ from gpulease.client.decode.model_config import Family, LinearScaling, LongScali
 from helpers.decode.agreement import Logits
 from helpers.decode.made_models import F32, write_bf16_tensors
 from helpers.decode.recorded import record
+from helpers.made_models import fused
 
-CLASSES = {Family.LLAMA: "LlamaForCausalLM", Family.QWEN2: "Qwen2ForCausalLM", Family.QWEN3: "Qwen3ForCausalLM"}
+CLASSES = {
+    Family.LLAMA: "LlamaForCausalLM",
+    Family.QWEN2: "Qwen2ForCausalLM",
+    Family.QWEN3: "Qwen3ForCausalLM",
+    Family.PHI3: "Phi3ForCausalLM",
+}
 MAX_BATCH = 64
 IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
+    # A Llama with windows is a Mistral.
+    is_mistral = config.family is Family.LLAMA and bool(config.windows)
     told: dict[str, Any] = {
-        "architectures": [CLASSES[config.family]],
-        "model_type": str(config.family),
+        "architectures": ["MistralForCausalLM" if is_mistral else CLASSES[config.family]],
+        "model_type": "mistral" if is_mistral else str(config.family),
         "attention_bias": False,
         "bos_token_id": config.begin_token,
         "eos_token_id": config.end_tokens[0],
@@ -37,6 +45,14 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "vocab_size": config.vocabulary,
     }
+    if config.family is Family.PHI3:
+        # Its class's default is another token, beyond these vocabularies.
+        told["pad_token_id"] = config.end_tokens[0]
+    if config.windows:
+        told["sliding_window"] = next(window for window in config.windows if window is not None)
+        # Qwen's classes alone read these two.
+        told["use_sliding_window"] = True
+        told["max_window_layers"] = config.windows.count(None)
     if isinstance(scaling := config.rope_scaling, LinearScaling):
         told["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
     elif isinstance(scaling, YarnScaling):
@@ -57,6 +73,8 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_context,
             "attention_factor": scaling.attention_factor,
         }
+        # Where Phi-3's class reads it.
+        told["original_max_position_embeddings"] = scaling.original_context
     elif scaling is not None:
         told["rope_scaling"] = {
             "rope_type": "llama3",
@@ -72,7 +90,7 @@ def write_folder(folder: Path, config: ModelConfig, tensors: dict[str, F32]) -> 
     """Write config.json and model.safetensors; values are bf16's already, and kept so."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(config)))
-    write_bf16_tensors(folder / "model.safetensors", tensors)
+    write_bf16_tensors(folder / "model.safetensors", fused(config, tensors))
 
 
 class Transformers:

@@ -140,3 +140,30 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
             values /= math.sqrt(shape[1])
         tensors[name] = rounded_to_bf16(values.astype(np.float32))
     return tensors
+
+
+_HALF_WIDTH = 48
+FOLDER_MODELS = SMALL_MODELS | {
+    "phi3": replace(
+        SMALL_LLAMA,
+        family=Family.PHI3,
+        width=288,
+        heads=3,
+        key_heads=1,
+        head_width=96,
+        is_tied=False,
+        windows=(33, 33),
+        rope_scaling=LongScaling(
+            tuple(1 + place / 96 for place in range(_HALF_WIDTH)),
+            tuple(1 + place / 6 for place in range(_HALF_WIDTH)),
+            128,
+            1.125,
+        ),
+    ),
+    "mistral": replace(SMALL_LLAMA, windows=(20, 20)),
+    "qwen2 with windows": replace(
+        SMALL_MODELS["qwen2"], width=160, heads=2, key_heads=2, head_width=80, windows=(None, 17)
+    ),
+    "256 wide": replace(SMALL_LLAMA, layers=1, heads=2, key_heads=1, head_width=256),
+}
+"""Shapes of every family and kind of attention that folders may have; a Llama with windows is a Mistral."""

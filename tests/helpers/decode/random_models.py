@@ -32,6 +32,9 @@ SMALL: Final = replace(TINY, layers=1, width=64, heads=2, key_heads=1, inner_wid
 BIASED: Final = replace(SMALL, family=Family.QWEN2, has_bias=True)
 HEAD_NORMS: Final = replace(SMALL, family=Family.QWEN3, head_width=128, has_head_norm=True)
 
+WINDOWS: Final = replace(SMALL, layers=2, windows=(None, 5))
+"""A layer that sees all positions, and one that sees five."""
+
 MIDDLING: Final = replace(
     TINY, layers=4, width=576, heads=9, key_heads=3, head_width=64, inner_width=1536, vocabulary=4096
 )

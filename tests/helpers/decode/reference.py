@@ -127,7 +127,8 @@ class Reference:
         """The rows [tokens, width] behind the last norm, of every position."""
         values = self._tensors[EMBEDDING][np.asarray(token_ids)]
         for number in range(self._config.layers):
-            values = self._layer(f"model.layers.{number}", values)
+            windows = self._config.windows
+            values = self._layer(f"model.layers.{number}", values, windows[number] if windows else None)
         return _normed(values, self._tensors[NORM], self._config.norm_epsilon)
 
     def logits(self, token_ids: Sequence[int]) -> Array:
@@ -146,10 +147,10 @@ class Reference:
             outputs.append(tokens[len(prompt) :])
         return outputs
 
-    def _layer(self, layer: str, values: Array) -> Array:
+    def _layer(self, layer: str, values: Array, window: int | None) -> Array:
         epsilon = self._config.norm_epsilon
         normed = _normed(values, self._tensors[f"{layer}.input_layernorm.weight"], epsilon)
-        values = values + self._attended(layer, normed)
+        values = values + self._attended(layer, normed, window)
         normed = _normed(values, self._tensors[f"{layer}.post_attention_layernorm.weight"], epsilon)
         gate, up = self._linear(f"{layer}.mlp.gate_proj", normed), self._linear(f"{layer}.mlp.up_proj", normed)
         return values + self._linear(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
@@ -166,7 +167,7 @@ class Reference:
         norm = self._tensors.get(f"{layer}.self_attn.{name}_norm.weight")
         return heads if norm is None else _normed(heads, norm, self._config.norm_epsilon)
 
-    def _attended(self, layer: str, values: Array) -> Array:
+    def _attended(self, layer: str, values: Array, window: int | None) -> Array:
         count, group = len(values), self._config.heads // self._config.key_heads
         q, k = (
             self.kept(_turned(self._heads(layer, name, values), self._config, is_long=self.is_long)) for name in "qk"
@@ -175,6 +176,8 @@ class Reference:
         v = self.kept(self._heads(layer, "v", values)).repeat(group, 1)
         scores = np.einsum("ihd,jhd->hij", q, k) / values.dtype.type(math.sqrt(self._config.head_width))
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
+        if window is not None:
+            scores[:, np.tril(np.ones((count, count), bool), -window)] = -np.inf
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hij,jhd->ihd", shares, v).reshape(count, -1)

@@ -16,7 +16,7 @@ from gpulease.client.decode.model_config import (
     RopeScaling,
     YarnScaling,
 )
-from helpers.made_models import LLAMA, MODELS, QWEN2, QWEN3, config_json
+from helpers.made_models import FOLDER_MODELS, LLAMA, PHI3, QWEN2, QWEN3, config_json
 
 STRETCHED: Final = {
     "rope_type": "llama3",
@@ -40,7 +40,7 @@ def read(said: dict[str, Any], generation: dict[str, Any] | None = None) -> Mode
     return hugging_face_config(Members(said, "config.json"), more, None)
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", FOLDER_MODELS.values(), ids=FOLDER_MODELS)
 def test_a_config_is_read_back(config: ModelConfig) -> None:
     assert read(config_json(config)) == config
 
@@ -156,16 +156,15 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"model_type": "gemma2"}, "model_type must be one of llama, qwen2, qwen3, mistral, not 'gemma2'"),
+        ({"model_type": "gemma2"}, "model_type must be one of llama, qwen2, qwen3, mistral, phi3, not 'gemma2'"),
         ({"model_type": "gemma3_text"}, "model_type must be .* not 'gemma3_text'"),
         ({"model_type": "qwen3_moe"}, "model_type must be .* not 'qwen3_moe'"),
-        ({"model_type": "phi3"}, "model_type must be .* not 'phi3'"),
         ({"model_type": None}, "model_type must be one of .*, not ''"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .*Classification"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the engine's activation is SiLU"),
         ({"attention_bias": True}, "attention_bias is 'True'"),
         ({"mlp_bias": True}, "mlp_bias is 'True'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*attends to all positions"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*attend alike"),
         ({"rope_scaling": {"type": "su"}}, "rope_type must be one of default, .*, not 'su'"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor must be at least 1, not 0.5"),
@@ -222,19 +221,89 @@ MISTRAL_SAYS: Final = config_json(LLAMA) | {"model_type": "mistral", "architectu
 
 
 @pytest.mark.parametrize(
-    ("says", "context"),
+    ("says", "window"),
     [
-        ({"sliding_window": None}, LLAMA.context),
-        ({"sliding_window": 10**6}, LLAMA.context),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 10**6}, 10**6),
         ({"sliding_window": 48}, 48),
-        ({}, LLAMA.context),
-        ({"max_position_embeddings": 32768}, 4096),
-        ({"max_position_embeddings": 32768, "sliding_window": None}, 32768),
+        ({}, 4096),
     ],
 )
-def test_a_mistral_is_a_llama_of_its_window(says: dict[str, Any], context: int) -> None:
-    """Within the window, every position is seen, so no mask is needed."""
-    assert read(MISTRAL_SAYS | says) == replace(LLAMA, context=context)
+def test_a_mistral_is_a_llama_with_its_window(says: dict[str, Any], window: int | None) -> None:
+    assert read(MISTRAL_SAYS | says) == replace(LLAMA, windows=() if window is None else (window, window))
+
+
+WINDOWED: Final = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("says", "windows"),
+    [
+        ({"sliding_window": 48, "max_window_layers": 0}, ()),
+        (WINDOWED, (None, 48)),
+        (WINDOWED | {"max_window_layers": 2}, ()),
+        (WINDOWED | {"max_window_layers": None}, ()),
+        (WINDOWED | {"sliding_window": None}, ()),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (4096, 4096)),
+        (WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}, (48, None)),
+        (WINDOWED | {"layer_types": ["full_attention", "full_attention"]}, ()),
+    ],
+)
+@pytest.mark.parametrize("config", [QWEN2, QWEN3])
+def test_a_qwen_s_windows_are_those_of_some_layers(
+    config: ModelConfig, says: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert read(config_json(config) | says) == replace(config, windows=windows)
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "must be without sliding_attention if use_sliding"),
+        (WINDOWED | {"layer_types": ["full_attention"]}, "layer_types must be 2 of full_attention and sliding_attent"),
+        (WINDOWED | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must be 2 of full_attent"),
+        (WINDOWED | {"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+    ],
+)
+def test_what_a_qwen_may_not_say_of_windows(says: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=sentence):
+        read(config_json(QWEN3) | says)
+
+
+PHI3_LONG: Final = {"type": "su", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+def test_what_a_phi_3_leaves_out_is_as_in_transformers() -> None:
+    left_out = ("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_theta")
+    said = {key: value for key, value in config_json(PHI3).items() if key not in left_out}
+    assert read(said) == replace(PHI3, norm_epsilon=1e-5, key_heads=8)
+
+
+def test_a_phi_3_s_original_context_is_next_to_its_scaling() -> None:
+    said = config_json(PHI3) | {"max_position_embeddings": 8192, "rope_scaling": PHI3_LONG | {"factor": 2.0}}
+    for original, told in (({}, 4096), ({"original_max_position_embeddings": 2048}, 2048)):
+        for kind in ("su", "yarn", "longrope"):
+            scaling = read(said | original | {"rope_scaling": PHI3_LONG | {"type": kind}}).rope_scaling
+            assert isinstance(scaling, LongScaling)
+            assert scaling.original_context == told
+            assert math.isclose(scaling.attention_factor, math.sqrt(1 + math.log(8192 / told) / math.log(told)))
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type must be one of default, longrope, not 'linear",
+        ),
+        ({"rope_scaling": {"type": "su"}}, "short_factor must have 16 numbers"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor is '0.75'"),
+    ],
+)
+def test_what_a_phi_3_may_not_say(says: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=sentence):
+        read(config_json(PHI3) | says)
 
 
 def test_what_a_mistral_leaves_out_is_as_in_transformers() -> None:
@@ -251,7 +320,7 @@ def test_what_a_mistral_leaves_out_is_as_in_transformers() -> None:
         ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
         ({"sliding_window": "4096"}, "sliding_window must be an integer"),
         ({"architectures": ["LlamaForCausalLM"]}, "is not .MistralForCausalLM."),
-        ({"layer_types": ["sliding_attention"]}, "attends to all positions"),
+        ({"layer_types": ["sliding_attention"]}, "layers of this family attend alike"),
     ],
 )
 def test_what_a_mistral_may_not_say(says: dict[str, Any], sentence: str) -> None:
@@ -289,11 +358,6 @@ def test_a_scaling_is_read_with_its_attention_factor(says: dict[str, Any], scali
     assert isinstance(found, YarnScaling | LongScaling)
     assert math.isclose(found.attention_factor, scaling.attention_factor)
     assert replace(found, attention_factor=scaling.attention_factor) == scaling
-
-
-def test_a_qwen_s_sliding_window_is_refused() -> None:
-    with pytest.raises(ModelRejected, match="use_sliding_window is 'True'; the engine attends to all positions"):
-        read(config_json(QWEN2) | {"use_sliding_window": True, "sliding_window": 4096})
 
 
 def test_an_error_shows_a_file_s_own_text_cut() -> None:

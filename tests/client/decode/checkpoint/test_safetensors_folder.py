@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from gpulease.client.decode.checkpoint import Checkpoint, TensorType, open_model
@@ -14,7 +15,16 @@ from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig
-from helpers.made_models import MODELS, QWEN2, Weights, random_weights, write_folder, write_safetensors
+from helpers.made_models import (
+    FOLDER_MODELS,
+    PHI3,
+    QWEN2,
+    Weights,
+    fused,
+    random_weights,
+    write_folder,
+    write_safetensors,
+)
 
 SMALL: Final = replace(QWEN2, layers=1, width=32, heads=1, key_heads=1, inner_width=32, vocabulary=4)
 
@@ -26,7 +36,7 @@ def check_values(checkpoint: Checkpoint, config: ModelConfig, weights: Weights) 
         assert (tensor.bf16(0, tensor.rows).reshape(shape) == rounded_to_bf16(weights[name])).all(), name
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", FOLDER_MODELS.values(), ids=FOLDER_MODELS)
 @pytest.mark.parametrize("files", [1, 3])
 def test_a_folder_s_tensors_are_what_was_written(tmp_path: Path, config: ModelConfig, files: int) -> None:
     weights = random_weights(config)
@@ -55,6 +65,26 @@ def test_tensors_that_transformers_leaves_out_are_left_out(tmp_path: Path) -> No
     more = {"lm_head.weight": weights["model.embed_tokens.weight"]}
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(16, np.float32)
     check_values(open_model(write_folder(tmp_path, SMALL, weights | more)), SMALL, weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "sentence"),
+    [
+        ("self_attn.qkv_proj.weight", None, "qkv_proj.weight is missing"),
+        ("mlp.gate_up_proj.weight", np.zeros((1023, 256), np.float32), r"must have the shape \[1024, 256\]"),
+        ("self_attn.k_proj.weight", np.zeros((64, 256), np.float32), "k_proj.weight is there twice, by itself and in"),
+        ("self_attn.qkv_proj.bias", np.zeros(384, np.float32), "is not part of a phi3 model"),
+    ],
+)
+def test_a_fused_tensor_is_there_once_with_all_its_rows(
+    tmp_path: Path, name: str, values: NDArray[np.float32] | None, sentence: str
+) -> None:
+    weights = fused(PHI3, random_weights(PHI3)) | ({} if values is None else {f"model.layers.1.{name}": values})
+    if values is None:
+        del weights[f"model.layers.1.{name}"]
+    write_folder(tmp_path, PHI3, random_weights(PHI3))
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    refused(tmp_path, sentence)
 
 
 def refused(folder: Path, sentence: str) -> None:

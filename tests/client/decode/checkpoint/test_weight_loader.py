@@ -29,7 +29,7 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.handles import Buffer
 from helpers.daemon import Daemon, python_environment
-from helpers.made_models import LLAMA, MODELS, QWEN2, QWEN3, random_weights, write_folder, write_gguf
+from helpers.made_models import FOLDER_MODELS, LLAMA, MODELS, QWEN2, QWEN3, random_weights, write_folder, write_gguf
 
 POSITIONS: Final = 40
 MIXED: Final = {
@@ -121,7 +121,7 @@ def load_and_check(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", FOLDER_MODELS.values(), ids=FOLDER_MODELS)
 def test_a_folder_is_loaded_to_the_bit(daemon: Daemon, tmp_path: Path, config: ModelConfig) -> None:
     load_and_check(daemon, open_model(write_folder(tmp_path / "model", config, random_weights(config))))
 

@@ -156,7 +156,7 @@ def check_attention(found: Array, exact: Array, sizes: Array) -> None:
     assert (abs(floats(found) - exact) <= 2 * HALF_PLACE * sizes).all()
 
 
-@pytest.mark.parametrize("window", [None, 40, 128])
+@pytest.mark.parametrize("window", [None, 40, pytest.param(128, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("width", EVERY_WIDTH)
 def test_attention_of_every_length(rig: KernelRig, width: int, group: int, window: int | None) -> None:
