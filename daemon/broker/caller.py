@@ -1,5 +1,6 @@
 """The caller of a control request: its connection, with that connection's peer, tokens and leases."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -19,7 +20,7 @@ _OPERATORS: Final = having(Trait.OPERATORS)
 
 
 class ClientConnection(Protocol):
-    """A control connection, as far as the handlers of its requests use it."""
+    """A control connection, as far as the handlers of its requests use it. ATTACH and GPU_SUBMIT hand it over."""
 
     @property
     def peer(self) -> Peer: ...
@@ -34,6 +35,22 @@ class ClientConnection(Protocol):
     def send_event(self, subscription: int, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event to a subscriber. Returns False if the connection has no room for it."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the transport is gone, so that the request needs no answer."""
+
+    def resume_reading(self) -> None:
+        """Read from the socket, so that a disconnect of the peer is noticed."""
+
+    def when_written(self, action: Callable[[], None]) -> None:
+        """Stop reading. Call `action` once the peer has read every reply, or the connection is closed."""
+
+    def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
+        """Pass the socket to another process; see `ControlConnection.hand_over`."""
+
+    def serve_next(self) -> None:
+        """Serve the requests that the peer sent after one that was refused."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -41,6 +58,7 @@ class Caller:
 
     Attributes:
         tokens: The tokens that the peer has presented on this connection.
+        driver: The name of the driver of the node's cards.
         acquired: The leases granted on this connection.
     """
 
@@ -48,6 +66,7 @@ class Caller:
     connection: ClientConnection
     tokens: ConnectionTokens
     tracker: ConnectionTracker
+    driver: str
     acquired: set[int] = field(default_factory=set)
 
     @property

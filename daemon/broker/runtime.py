@@ -375,13 +375,6 @@ class Runtime:
         self.journal.on_event(event, effects)
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)
-            self.metrics.on_facts(facts)
-            for fact in facts:
-                if fact.kind in _NEW_SESSIONS:
-                    self.card_times.members_changed()
-                    break
-        if isinstance(event, TenantRulesChanged):
-            self.card_times.members_changed()
         # In order: a refusal comes before its kill, and a deadline before the grant that it is for.
         executors = self._executors
         for effect in effects:
@@ -391,6 +384,16 @@ class Runtime:
                 # A bug of ours. The remaining effects, perhaps another tenant's, must still be executed. The lease's
                 # timers end a lease that misses an effect.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
+        # Log and metrics after the effects, one of which may be a reply that a client waits for.
+        if facts:
+            self.recorder.log_facts()
+            self.metrics.on_facts(facts)
+            for fact in facts:
+                if fact.kind in _NEW_SESSIONS:
+                    self.card_times.members_changed()
+                    break
+        if isinstance(event, TenantRulesChanged):
+            self.card_times.members_changed()
         # Subscribers last: what they are sent has happened.
         self._publish(effects)
 

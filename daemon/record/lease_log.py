@@ -57,6 +57,8 @@ class LeaseLog(FactRecorder):
         self._limited = _LimitedLog()
         # Workers' process ids by lease, because a worker's end is logged after its process id is forgotten elsewhere.
         self._pids: dict[int, int] = {}
+        # The facts of the present event, and their lines, until `log_facts`.
+        self._unlogged: tuple[Sequence[Fact], Sequence[_Line | None]] | None = None
 
     # --- what happens ---
 
@@ -68,8 +70,11 @@ class LeaseLog(FactRecorder):
         return self._inner.keeps_records
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
-        """Record and log what an event brought about. Called before any effect is carried out; raises nothing."""
-        # Step 1: the audit log. It comes first, because grants wait for their records to be durable.
+        """Record what an event brought about, for the audit log. Called before any effect; raises nothing.
+
+        `log_facts` must follow, which may wait until the effects are carried out.
+        """
+        self.log_facts()
         lines: list[_Line | None] = []
         keeps_records = self._inner.keeps_records
         try:
@@ -83,9 +88,15 @@ class LeaseLog(FactRecorder):
                     self._inner.record(entry, fact.now_ns)
                 lines.append((event, level, *entry) if is_line and event and entry is not None else None)
         except Exception:
-            # A bug in either step must not stop the other, or the effects that follow.
+            # A bug here must not stop the log, or the effects that follow.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what happened to a lease")
-        # Step 2: the log.
+        self._unlogged = facts, lines
+
+    def log_facts(self) -> None:
+        """Log the facts of the last `on_facts`, unless they are logged. Every other line here comes after theirs."""
+        if self._unlogged is None:
+            return
+        (facts, lines), self._unlogged = self._unlogged, None
         try:
             self._log_facts(facts, lines)
         except Exception:
@@ -334,6 +345,7 @@ class LeaseLog(FactRecorder):
 
     def _log(self, event: LogEvent, tenant: str, lease_id: int | None = None, **fields: Any) -> None:
         if is_logged(event):
+            self.log_facts()
             self._limited.log(event, tenant, lease_id, fields)
 
 

@@ -9,9 +9,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from gpulease.daemon.broker.caller import Caller, ClientConnection
+from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.runtime import Result
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.guests import Guest
@@ -48,26 +48,6 @@ _SUBMIT_RUNS: Final = Failure(
 )
 
 
-class AttachingConnection(ClientConnection, Protocol):
-    """A control connection that can be handed over."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Return whether the transport is gone, so that the request needs no answer."""
-
-    def resume_reading(self) -> None:
-        """Read from the socket, so that a disconnect of the peer is noticed."""
-
-    def when_written(self, action: Callable[[], None]) -> None:
-        """Stop reading. Call `action` once the peer has read every reply, or the connection is closed."""
-
-    def hand_over(self, pass_on: Callable[[int, bytes], bool]) -> bool:
-        """Pass the socket to another process; see `ControlConnection.hand_over`."""
-
-    def serve_next(self) -> None:
-        """Serve the requests that the peer sent after one that was refused."""
-
-
 @dataclass(slots=True)
 class _Attempt:
     """A request that is being served.
@@ -92,12 +72,12 @@ class _Attempt:
 class AttachHandler:
     """Serves one caller's requests that take the connection away."""
 
-    def __init__(self, caller: Caller, connection: AttachingConnection) -> None:
+    def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._runtime = caller.runtime
         self._peer = caller.peer
         self._tokens = caller.tokens
-        self._connection = connection
+        self._connection = caller.connection
         self._open_submits: dict[int, Request] = {}
 
     def leave(self) -> None:

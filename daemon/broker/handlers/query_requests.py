@@ -4,8 +4,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from gpulease.daemon.broker.caller import Caller
-from gpulease.daemon.broker.health import Health
-from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.reports import MAX_LISTED_REGIONS, drain_left_ms, full_report, inventory
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, ConnectionSubscriptions, by_lease_id
 from gpulease.daemon.leases import LeaseSnapshot
@@ -23,12 +21,11 @@ _TO_QUERY: Final = SPECS[Opcode.LEASE_QUERY].needs.permissions
 class QueryHandler:
     """Serves one caller's requests about leases and cards. Every method may raise Refused."""
 
-    def __init__(self, caller: Caller, driver: str) -> None:
+    def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._runtime = caller.runtime
         self._peer = caller.peer
         self._tokens = caller.tokens
-        self._driver = driver
         connection = caller.connection
         self._subscriptions = ConnectionSubscriptions(
             caller.runtime.publisher, caller.peer.tenant, connection.send_event
@@ -43,7 +40,9 @@ class QueryHandler:
     def get_inventory(self, request: Request, body: messages.Empty) -> None:
         table, sandbox = self._runtime.table, self._runtime.workers.findings()
         host_bytes = table.parking.host_bytes()
-        self._caller.answer(request, inventory(table.cards(), self._driver, sandbox, drain_left_ms(table), host_bytes))
+        self._caller.answer(
+            request, inventory(table.cards(), self._caller.driver, sandbox, drain_left_ms(table), host_bytes)
+        )
 
     def lease_query(self, request: Request, body: messages.LeaseRef) -> None:
         """Serve LEASE_QUERY. If the lease's tenant asks, the lease counts as connected."""
@@ -126,10 +125,10 @@ class QueryHandler:
 class NodeHandler:
     """Serves one caller's requests about the node as a whole. Every method may raise Refused."""
 
-    def __init__(self, caller: Caller, metrics: NodeMetrics, health: Health) -> None:
+    def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self._metrics = metrics
-        self._health = health
+        self._metrics = caller.runtime.metrics
+        self._health = caller.runtime.health
         self._is_scraping = False
 
     def metrics(self, request: Request, body: messages.Empty) -> None:

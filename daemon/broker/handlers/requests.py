@@ -1,11 +1,11 @@
 """The dispatch table of control requests: which handler serves which operation."""
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
-from gpulease.daemon.broker.caller import Caller
+from gpulease.daemon.broker.caller import Caller, ClientConnection
 from gpulease.daemon.broker.handlers.admin_requests import AdminHandler
-from gpulease.daemon.broker.handlers.attach_requests import AttachHandler, AttachingConnection
+from gpulease.daemon.broker.handlers.attach_requests import AttachHandler
 from gpulease.daemon.broker.handlers.lease_requests import LeaseHandler
 from gpulease.daemon.broker.handlers.query_requests import NodeHandler, QueryHandler
 from gpulease.daemon.broker.handlers.region_requests import RegionHandler
@@ -21,78 +21,84 @@ NEEDS_MEMORY: Final = frozenset({Opcode.LEASE_SUBSCRIBE, Opcode.REGION_OPEN, Opc
 """Operations that the broker refuses when it is out of memory: they make it keep something, and they can wait.
 LEASE_ALLOC is another; its handler first checks whether the lease exists already."""
 
-Handle = Callable[[Request, Any], None]
-"""Serves a request with its parsed body: answers now, or when the lease table has an outcome. May raise Refused."""
+H = TypeVar("H")
+
+Serve = Callable[[Any, Request, Any], None]
+"""A method of a handler. It serves a request with its parsed body: answers now, or when the lease table has an outcome.
+May raise Refused."""
+
+HANDLERS: Final[Mapping[Opcode, tuple[Callable[[Caller], Any], Serve]]] = {
+    # Tenants: their leases and sessions.
+    Opcode.LEASE_ALLOC: (LeaseHandler, LeaseHandler.lease_alloc),
+    Opcode.LEASE_RENEW: (LeaseHandler, LeaseHandler.lease_renew),
+    Opcode.LEASE_FREE: (LeaseHandler, LeaseHandler.lease_free),
+    Opcode.LEASE_NOTE: (LeaseHandler, LeaseHandler.lease_note),
+    Opcode.ATTACH: (AttachHandler, AttachHandler.attach),
+    Opcode.GPU_SUBMIT: (AttachHandler, AttachHandler.gpu_submit),
+    # Every peer: cards, reports and subscriptions.
+    Opcode.PING: (QueryHandler, QueryHandler.ping),
+    Opcode.GET_INVENTORY: (QueryHandler, QueryHandler.get_inventory),
+    Opcode.LEASE_QUERY: (QueryHandler, QueryHandler.lease_query),
+    Opcode.LEASE_LIST_ACTIVE: (QueryHandler, QueryHandler.lease_list_active),
+    Opcode.LEASE_SUBSCRIBE: (QueryHandler, QueryHandler.lease_subscribe),
+    Opcode.LEASE_UNSUBSCRIBE: (QueryHandler, QueryHandler.lease_unsubscribe),
+    Opcode.REGION_OPEN: (RegionHandler, RegionHandler.region_open),
+    Opcode.REGION_CANCEL: (RegionHandler, RegionHandler.region_cancel),
+    Opcode.REGION_WATCH: (QueryHandler, QueryHandler.region_watch),
+    Opcode.LEASE_RESIZE: (RegionHandler, RegionHandler.lease_resize),
+    Opcode.LEASE_PARK: (LeaseHandler, LeaseHandler.lease_park),
+    Opcode.LEASE_MOVE: (LeaseHandler, LeaseHandler.lease_move),
+    Opcode.METRICS: (NodeHandler, NodeHandler.metrics),
+    Opcode.HEALTH: (NodeHandler, NodeHandler.health),
+    Opcode.PLACE: (NodeHandler, NodeHandler.refuse_as_node),
+    Opcode.FLEET_LIST: (NodeHandler, NodeHandler.refuse_as_node),
+    # Operators, and bearers of their tokens.
+    Opcode.LEASE_REVOKE: (AdminHandler, AdminHandler.lease_revoke),
+    Opcode.FENCE_CLEAR: (AdminHandler, AdminHandler.fence_clear),
+    Opcode.DRAIN: (AdminHandler, AdminHandler.drain),
+    Opcode.DRAIN_CANCEL: (AdminHandler, AdminHandler.drain_cancel),
+    Opcode.CAPABILITY_ISSUE: (TokenHandler, TokenHandler.capability_issue),
+    Opcode.CAPABILITY_PRESENT: (TokenHandler, TokenHandler.capability_present),
+    Opcode.CAPABILITY_REVOKE: (TokenHandler, TokenHandler.capability_revoke),
+    Opcode.CAPABILITY_AUDIENCE: (TokenHandler, TokenHandler.capability_audience),
+}
+"""The handler of each operation: its class, and its method."""
 
 
 class RequestDispatcher:
     """Passes each control request of one connection to its handler.
 
-    Attributes:
-        attaching: The handler of ATTACH and GPU_SUBMIT.
+    A handler is made at its first request: most connections carry one or two kinds of requests, and each connection
+    costs the broker's thread time.
     """
 
-    def __init__(self, runtime: Runtime, connection: AttachingConnection, driver: str) -> None:
+    def __init__(self, runtime: Runtime, connection: ClientConnection, driver: str) -> None:
         self._runtime = runtime
         self._connection = connection
         # One caller for all handlers: the peer, its tokens, and the leases that it holds.
         tokens = ConnectionTokens(runtime.tokens, connection.peer)
-        self._caller = caller = Caller(runtime, connection, tokens, runtime.connections)
-        self.attaching = AttachHandler(caller, connection)
-        self._leases = leases = LeaseHandler(caller)
-        self._queries = queries = QueryHandler(caller, driver)
-        node = NodeHandler(caller, runtime.metrics, runtime.health)
-        admin = AdminHandler(caller)
-        token = TokenHandler(caller)
-        regions = RegionHandler(caller)
-        self._handlers: dict[Opcode, Handle] = {
-            # Tenants: their leases and sessions.
-            Opcode.LEASE_ALLOC: leases.lease_alloc,
-            Opcode.LEASE_RENEW: leases.lease_renew,
-            Opcode.LEASE_FREE: leases.lease_free,
-            Opcode.LEASE_NOTE: leases.lease_note,
-            Opcode.ATTACH: self.attaching.attach,
-            Opcode.GPU_SUBMIT: self.attaching.gpu_submit,
-            # Every peer: cards, reports and subscriptions.
-            Opcode.PING: queries.ping,
-            Opcode.GET_INVENTORY: queries.get_inventory,
-            Opcode.LEASE_QUERY: queries.lease_query,
-            Opcode.LEASE_LIST_ACTIVE: queries.lease_list_active,
-            Opcode.LEASE_SUBSCRIBE: queries.lease_subscribe,
-            Opcode.LEASE_UNSUBSCRIBE: queries.lease_unsubscribe,
-            Opcode.REGION_OPEN: regions.region_open,
-            Opcode.REGION_CANCEL: regions.region_cancel,
-            Opcode.REGION_WATCH: queries.region_watch,
-            Opcode.LEASE_RESIZE: regions.lease_resize,
-            Opcode.LEASE_PARK: leases.lease_park,
-            Opcode.LEASE_MOVE: leases.lease_move,
-            Opcode.METRICS: node.metrics,
-            Opcode.HEALTH: node.health,
-            Opcode.PLACE: node.refuse_as_node,
-            Opcode.FLEET_LIST: node.refuse_as_node,
-            # Operators, and bearers of their tokens.
-            Opcode.LEASE_REVOKE: admin.lease_revoke,
-            Opcode.FENCE_CLEAR: admin.fence_clear,
-            Opcode.DRAIN: admin.drain,
-            Opcode.DRAIN_CANCEL: admin.drain_cancel,
-            Opcode.CAPABILITY_ISSUE: token.capability_issue,
-            Opcode.CAPABILITY_PRESENT: token.capability_present,
-            Opcode.CAPABILITY_REVOKE: token.capability_revoke,
-            Opcode.CAPABILITY_AUDIENCE: token.capability_audience,
-        }
+        self._caller = Caller(runtime, connection, tokens, runtime.connections, driver)
+        self._made: dict[Callable[[Caller], Any], Any] = {}
+
+    def handler(self, kind: Callable[[Caller], H]) -> H:
+        """Return the connection's handler of a kind."""
+        made: H | None = self._made.get(kind)
+        if made is None:
+            made = self._made[kind] = kind(self._caller)
+        return made
 
     def dispatch(self, request: Request) -> None:
         """Serve one request. A refusal is answered, logged and counted."""
-        handle = self._handlers[request.op]
+        kind, serve = HANDLERS[request.op]
         if request.op in HANDING_OVER:
             # Their handler checks and refuses them itself, because a check must be repeated after a wait.
-            handle(request, request.body)
+            serve(self.handler(kind), request, request.body)
             return
         try:
             self._caller.check_peer(request.op)
             if request.op in NEEDS_MEMORY:
                 self._caller.need_memory()
-            handle(request, request.body)
+            serve(self.handler(kind), request, request.body)
         # Refused before the table saw it, so the log, the audit log and the metrics learn of it here.
         except Refused as refused:
             lease_id = getattr(request.body, "lease_id", 0)
@@ -103,15 +109,16 @@ class RequestDispatcher:
 
     def give_up(self, failure: Failure) -> None:
         """Answer every request that waits with `failure`, and abandon it."""
-        self._leases.give_up(failure)
-        self.attaching.give_up(failure)
+        for kind in (LeaseHandler, AttachHandler):
+            if (made := self._made.get(kind)) is not None:
+                made.give_up(failure)
         self.leave()
 
     def leave(self) -> None:
         """Abandon what the client waits for and subscribes to, because it has disconnected."""
-        self._leases.leave()
-        self.attaching.leave()
-        self._queries.leave()
+        for kind in (LeaseHandler, AttachHandler, QueryHandler):
+            if (made := self._made.get(kind)) is not None:
+                made.leave()
 
     def close(self) -> None:
         """Leave, and stop counting the connection for any lease. No request may follow."""
@@ -119,4 +126,4 @@ class RequestDispatcher:
         self._runtime.connections.leave(self._connection)
         # Handlers refer to the connection and its read buffer. Without this, only Python's collector would free both,
         # perhaps thousands of connections later.
-        self._handlers.clear()
+        self._made.clear()

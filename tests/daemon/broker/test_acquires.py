@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
-from gpulease.daemon.broker.caller import Caller
+from gpulease.daemon.broker.caller import Caller, ClientConnection
 from gpulease.daemon.broker.handlers.lease_requests import LeaseHandler
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import TAKEN_OVER, Runtime
@@ -83,7 +84,13 @@ class Connection:
         self.answers: list[Body | Failure] = []
         self.is_open = True
         self._handler = LeaseHandler(
-            Caller(runtime, self, ConnectionTokens(runtime.tokens, self.peer), runtime.connections)
+            Caller(
+                runtime,
+                cast(ClientConnection, self),
+                ConnectionTokens(runtime.tokens, self.peer),
+                runtime.connections,
+                "cpu",
+            )
         )
 
     def ask(self, size_bytes: int = 100, wait_ms: int = 0, name: str = "", request_id: str = "") -> None:

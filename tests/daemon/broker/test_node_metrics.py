@@ -55,8 +55,9 @@ class Scene:
 
     def handler_for(self, peer: Peer) -> NodeHandler:
         """A handler whose caller is that peer; it answers into `answers`."""
-        caller = SimpleNamespace(peer=peer, answer=lambda _, result: self.answers.append(result))
-        return NodeHandler(cast(Caller, caller), self.metrics, self.health)
+        runtime = SimpleNamespace(metrics=self.metrics, health=self.health)
+        caller = SimpleNamespace(runtime=runtime, peer=peer, answer=lambda _, result: self.answers.append(result))
+        return NodeHandler(cast(Caller, caller))
 
     async def answered(self, count: int) -> list[Any]:
         for _ in range(10_000):

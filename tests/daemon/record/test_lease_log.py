@@ -57,6 +57,7 @@ class Scene:
 
     def follow(self, event: Event, effects: list[Effect]) -> None:
         self.log.on_facts(self.history.on_event(event, effects, self.now_ns))
+        self.log.log_facts()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
