@@ -1,7 +1,8 @@
 """The regions page of a session, which holds all of the session's words (`protocol.session_words`).
 
-The broker makes the page when it passes on a client that asks for the words, or when the session opens its first
-region, whichever comes first. It sends the worker a read-only descriptor, which the worker passes on to such clients.
+The broker makes the page when a warm worker takes the lease, else when it passes on a client that asks for the words,
+or when the session opens its first region. It sends the worker a read-only descriptor, which the worker passes on to
+such clients.
 """
 
 import mmap

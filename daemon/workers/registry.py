@@ -358,9 +358,12 @@ class Workers:
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
-        log_event(LogEvent.WORKER_NOT_STARTED, lease_id=spec.of_lease, reason=error.strerror)
-        ended = WorkerExited(spec.lease_id, f"could not be started: {error.strerror}", is_busy=True)
-        asyncio.get_running_loop().call_soon(self._post, ended)
+        # In a later turn: the caller carries out an effect, and the lines of its event come after it.
+        asyncio.get_running_loop().call_soon(self._post_not_started, spec, str(error.strerror))
+
+    def _post_not_started(self, spec: WorkerSpec, reason: str) -> None:
+        log_event(LogEvent.WORKER_NOT_STARTED, lease_id=spec.of_lease, reason=reason)
+        self._post(WorkerExited(spec.lease_id, f"could not be started: {reason}", is_busy=True))
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
         """Write a lease's deadline on its page, where the worker and the zygote read it."""

@@ -60,7 +60,8 @@ class Worker:
         is_stranger: The tenant who attaches next may be another than the lease's.
         has_faulted: It has reported in this lease why its context is lost.
         submit_ends_ns: When the submit's timeout is over, on the monotonic clock; None until it began, or for a lease.
-        regions: Its session's regions and words; None until a client asks for the words, or the first region.
+        regions: Its session's regions and words; None before a warm worker takes a lease, a client asks for the words,
+            or a region is opened.
         has_left: Its session's image was taken: it serves nothing, unless the session stays.
     """
 
@@ -125,8 +126,14 @@ class Worker:
 
     def _send_lease(self, spec: WorkerSpec) -> None:
         # The worker may have another lease by the time the zygote has read the message.
-        if self.spec is spec:
-            self._send_or_drop(spec)
+        if self.spec is not spec:
+            return
+        self._send_or_drop(spec)
+        if not spec.submit_of:
+            # Most clients ask for the session's words. The page is made while the worker opens its context, which
+            # takes longer; what fails here is tried again with the first such client.
+            with contextlib.suppress(OSError):
+                self.open_regions().show_page()
 
     def set_deadline(self, deadline_ns: int, generation: int, grace_ns: int) -> None:
         """Write the deadline on the page, for the worker and for its zygote, which enforces it too.
