@@ -230,7 +230,8 @@ class Admission:
             return denials.too_heavy(event.tenant, event.terms.weight, bounds.max_weight)
         if event.terms.latency and not bounds.may_latency:
             return denials.no_latency(event.tenant)
-        return check_parkable(event.terms) or check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
+        denial = check_parkable(event.terms) if event.terms.is_parkable else None
+        return denial or check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
     def _check_claim(self, event: AcquireRequested, now_ns: int) -> Denial | None:
         """Return the denial for a claim that this node can't serve; None if it can, or if nothing is claimed."""

@@ -224,10 +224,9 @@ class ColdParking:
         out.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
         arm_park_timer(lease, state.due_ns, out)
 
-    def on_worker_ready(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+    def on_worker_ready(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> bool:
         """Have a worker adopt the session that it was ordered for; return False for any other worker."""
-        state = lease.park
-        if state is None or state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
+        if state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
             return False
         if lease.deadline_ns is None:
             return False

@@ -515,8 +515,8 @@ class Parking(ParkingViews):
         return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
 
     def update(self, now_ns: int, out: list[Effect]) -> None:
-        """Park idle sessions for the first in line of each card. Called after every event."""
-        if not self._store.parkable or not len(self._store.queue):
+        """Park idle sessions for the first in line of each card. Called after every event if any can be parked."""
+        if not len(self._store.queue):
             return
         served: set[str] = set()
         again_ns: list[int] = []
@@ -634,12 +634,11 @@ class Parking(ParkingViews):
 
     # --- a lease's life ---
 
-    def on_granted(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        if lease.park is not None:
-            lease.park.used_ns = now_ns
-            lease.park.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
-            self._prepare_host(lease, out)
-            self._arm_idle(lease, out)
+    def on_granted(self, lease: Lease, park: ParkState, now_ns: int, out: list[Effect]) -> None:
+        park.used_ns = now_ns
+        park.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
+        self._prepare_host(lease, out)
+        self._arm_idle(lease, out)
 
     def on_generation(self, lease: Lease, out: list[Effect]) -> None:
         """Arm the timer again, with the number of the new generation."""
@@ -715,9 +714,7 @@ def _check_regions(lease: Lease) -> Denial | None:
 
 
 def check_parkable(terms: LeaseTerms) -> Denial | None:
-    """Return the denial for an acquire with terms that rule out parking; None if it can be parkable."""
-    if not terms.is_parkable:
-        return None
+    """Return the denial for a parkable acquire whose other terms rule that out; None if it can be parkable."""
     if terms.submit_bytes:
         return denials.invalid(
             "A parkable lease can't keep memory for submits.", "Ask for one of the two, or for two leases."

@@ -192,7 +192,8 @@ class LeaseTable:
         if self._store.has_freed_room:
             self._admission.serve_queue(now_ns, out)
         # Step 3: those that still wait may get room from idle sessions.
-        self.parking.update(now_ns, out)
+        if self._store.parkable:
+            self.parking.update(now_ns, out)
         # Step 4: the pool gets what is left, so that it never competes with leases.
         self._pool.update(now_ns, out)
         return out
@@ -561,7 +562,7 @@ class LeaseTable:
             self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, out)
 
     def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
-        if self._cold.on_worker_ready(lease, now_ns, out):
+        if lease.park is not None and self._cold.on_worker_ready(lease, lease.park, now_ns, out):
             return
         # A late answer for a lease that has ended, or one of a worker that was ordered before the lease had room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
@@ -573,7 +574,8 @@ class LeaseTable:
         lease.move(Trigger.WORKER_READY, now_ns)
         self._store.leave_pending(lease)
         self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
-        self.parking.on_granted(lease, now_ns, out)
+        if lease.park is not None:
+            self.parking.on_granted(lease, lease.park, now_ns, out)
         out.append(Granted(lease.request, lease.snapshot()))
 
     def _on_worker_failed(self, lease: Lease, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
