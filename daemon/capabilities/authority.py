@@ -129,6 +129,7 @@ class CapabilityAuthority:
         revoked: NonceStore | None = None,
     ) -> None:
         self._ring = ring
+        self._recent = tokens.RecentTokens()
         self._find_lease = find_lease
         self._clock_ns = clock_ns
         self._unix_s = unix_s
@@ -172,7 +173,7 @@ class CapabilityAuthority:
             self.rotate()
         # Step 4: sign. The wall clock is only for holders that narrow the token offline.
         key = self._ring.signing
-        token = tokens.mint(key, claims, now_ns // NS_PER_MS, int(self._unix_s() * 1000))
+        token = self._recent.mint(key, claims, now_ns // NS_PER_MS, int(self._unix_s() * 1000))
         return TokenGrant(token, claims, bytes(tokens.public_key(key).to_bytes()))
 
     def validate(self, token: bytes, audience: bytes, permission: Permission) -> Claims:
@@ -184,7 +185,7 @@ class CapabilityAuthority:
         now_ns = self._clock_ns()
         now_ms = now_ns // NS_PER_MS
         # The signatures first: nothing in an unsigned token means anything.
-        opened = tokens.open_token(token, self._ring, now_ns)
+        opened = self._recent.open(token, self._ring, now_ns)
         claims = opened.claims
         # The holder first: a stolen token reveals nothing about the lease to a thief.
         if not secrets.compare_digest(claims.audience, audience):
@@ -240,7 +241,7 @@ class CapabilityAuthority:
 
     def name(self, token: bytes) -> tuple[int, bytes]:
         """Return a token's lease and nonce, whether it is valid or not. Raises CapabilityDenied for a foreign token."""
-        claims = tokens.open_token(token, self._ring, self._clock_ns()).claims
+        claims = self._recent.open(token, self._ring, self._clock_ns()).claims
         return claims.lease_id, claims.nonce
 
     def revoke(self, lease_id: int, nonce: bytes) -> int | None:

@@ -5,6 +5,7 @@ three lists of facts runs for seconds, and the library checks its time limit bet
 evaluated unless `protocol.capabilities.narrowing_source` could have written it.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -49,13 +50,52 @@ _BROKEN: Final = "Get a new token; this one was damaged, or something was append
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A token with valid signatures, and its claims."""
+    """A token with valid signatures, its claims, and the key of its first signature."""
 
     claims: Claims
     biscuit: Biscuit
+    key: Key
 
 
-def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes:
+MAX_RECENT: Final = 256
+"""Tokens that `RecentTokens` keeps: 1 MiB at most."""
+
+
+class RecentTokens:
+    """The tokens that were minted or opened last, so that the signatures of each are checked once.
+
+    A signature stays valid for as long as the ring has its key, which `open` checks each time. Everything else about a
+    token is not kept: its caller checks the end, the lease and the use.
+    """
+
+    def __init__(self) -> None:
+        self._opened: OrderedDict[bytes, Opened] = OrderedDict()
+
+    def mint(self, key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes:
+        """Return a signed token with these claims, as `mint` makes it."""
+        biscuit = mint(key, claims, issued_ms, issued_unix_ms)
+        token = bytes(biscuit.to_bytes())
+        self._keep(token, Opened(claims, biscuit, key))
+        return token
+
+    def open(self, token: bytes, ring: KeyRing, now_ns: int) -> Opened:
+        """Return what `open_token` returns, and raise what it raises."""
+        opened = self._opened.get(token)
+        if opened is not None:
+            key = ring.get(opened.key.number, now_ns)
+            if key is not None and key.private == opened.key.private:
+                return opened
+        opened = open_token(token, ring, now_ns)
+        self._keep(token, opened)
+        return opened
+
+    def _keep(self, token: bytes, opened: Opened) -> None:
+        self._opened[token] = opened
+        if len(self._opened) > MAX_RECENT:
+            self._opened.popitem(last=False)
+
+
+def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> Biscuit:
     """Return a signed token with these claims. The times are its issue, by the monotonic and the wall clock."""
     source = _SOURCE + "".join(f'permit("{name}");' for name in names_of(claims.permissions))
     builder = BiscuitBuilder(
@@ -73,7 +113,7 @@ def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes
     )
     # The number lets a verifier choose the key after a rotation.
     builder.set_root_key_id(key.number)
-    return bytes(builder.build(_private(key)).to_bytes())
+    return builder.build(_private(key))
 
 
 def public_key(key: Key) -> PublicKey:
@@ -86,7 +126,8 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     # Before the library sees it: parsing costs time in proportion to the length.
     if len(token) > MAX_TOKEN_BYTES:
         raise _malformed(f"a token has at most {MAX_TOKEN_BYTES} bytes, this one {len(token)}")
-    # The library hides what the callback raised, so an unknown key is noted here.
+    # The library hides what the callback raised, so the key, or the number of an unknown one, is noted here.
+    found: list[Key] = []
     unknown: list[int | None] = []
 
     def verify_with(number: int | None = None) -> PublicKey:
@@ -94,11 +135,12 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
         if key is None:
             unknown.append(number)
             raise KeyError(number)
+        found.append(key)
         return public_key(key)
 
     try:
         biscuit = Biscuit.from_bytes(token, verify_with)
-        return Opened(_read(biscuit), biscuit)
+        return Opened(_read(biscuit), biscuit, found[-1])
     except CapabilityDenied:
         raise
     except (KeyboardInterrupt, SystemExit):

@@ -143,6 +143,12 @@ class Shape(Protocol):
     def line(self, record: logging.LogRecord) -> bytes:
         """Return a record's line, with its newline."""
 
+    def plain_line(self, event: LogEvent, fields: dict[str, Value], level: int) -> bytes:
+        """Return the line of an event's record if that can be made without the record; else nothing.
+
+        Only for a process that does not fork: its id may be remembered.
+        """
+
 
 class JsonShape:
     """Lines of one JSON object each (RFC 8259), in ASCII.
@@ -163,13 +169,9 @@ class JsonShape:
         return self._plain_line(record, event, fields) or self._cut_line(record, event, fields)
 
     def plain_line(self, event: LogEvent, fields: dict[str, Value], level: int) -> bytes:
-        """Return the line of an event's record if no text of it is to be cut or escaped; else nothing.
-
-        For a process that does not fork: the members that all lines of an event share are encoded once, and the process
-        id is one of them.
-        """
         if isinstance(number := fields.get("lease_id"), int):
             fields["lease_id"] = lease_text(number) if number else None
+        # The members that all lines of an event and a level share are encoded once.
         constant = self._constant.get((event, level))
         if constant is None:
             kind, name = event.kind, logging.getLevelName(level)
@@ -255,6 +257,9 @@ class HumanShape:
     def __init__(self, *, in_colour: bool = False, for_journal: bool = False) -> None:
         self._in_colour = in_colour
         self._for_journal = for_journal
+
+    def plain_line(self, event: LogEvent, fields: dict[str, Value], level: int) -> bytes:
+        return b""
 
     def line(self, record: logging.LogRecord) -> bytes:
         _, fields = _event_and_fields(record)
@@ -393,8 +398,7 @@ class QueueingHandler(logging.Handler):
         try:
             with self._lock:
                 shape = self._shape
-                line = shape.plain_line(event, fields, level) if isinstance(shape, JsonShape) else b""
-                self._queue(line or shape.line(_record(event, fields, level)))
+                self._queue(shape.plain_line(event, fields, level) or shape.line(_record(event, fields, level)))
         except Exception:
             self._dropped += 1
 

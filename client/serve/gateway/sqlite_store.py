@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -69,7 +70,13 @@ _FORGET: Final = "DELETE FROM operation WHERE changed_unix_s < ?"
 
 def host_clock() -> Moment:
     """Return the time of the clock that all processes of this host share until its next boot."""
-    return Moment(_BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME))
+    return Moment(_boot_id(), time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
+@cache
+def _boot_id() -> str:
+    # Read once, because no process outlives the boot of its host.
+    return _BOOT_ID.read_text().strip()
 
 
 class SqliteStore:

@@ -2,9 +2,11 @@
 
 import pytest
 
+from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import KEY_LIFE_S, MAX_NONCES_PER_LEASE
 from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S, CapabilityDenied, CapabilityRequest, TokenCheck
-from gpulease.daemon.capabilities.keys import KeyRing
+from gpulease.daemon.capabilities.keys import Key, KeyRing
+from gpulease.daemon.capabilities.tokens import public_key
 from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, Permission
 from helpers.token_scene import LEASE, OTHER, S, Scene
 
@@ -26,6 +28,42 @@ def test_a_token_says_what_was_asked_for(scene: Scene) -> None:
     assert claims.expires_ns == scene.now_ns + 30 * S
     for permission in set(Permission) - set(wanted):
         assert scene.refused(grant.token, permission) is TokenCheck.PERMISSION
+
+
+def test_its_signatures_are_checked_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = scene.token()
+    checked: list[Key] = []
+    monkeypatch.setattr(tokens, "public_key", lambda key: (checked.append(key), public_key(key))[1])
+    # The authority that minted it checks nothing; another one of this node checks it the first time.
+    minted = scene.authority.validate(token, scene.bob, Permission.MEM_READ)
+    assert not checked
+    after = scene.restarted()
+    for _ in range(2):
+        assert after.validate(token, scene.bob, Permission.MEM_READ) == minted
+        assert len(checked) == 1
+    # One changed byte makes another token.
+    with pytest.raises(CapabilityDenied):
+        after.validate(token[:-1] + bytes([token[-1] ^ 1]), scene.bob, Permission.MEM_READ)
+    assert len(checked) == 2
+
+
+def test_it_is_forgotten_with_its_key(scene: Scene) -> None:
+    token = scene.token()
+    scene.authority.validate(token, scene.bob, Permission.MEM_READ)
+    scene.authority.rotate()
+    assert scene.authority.validate(token, scene.bob, Permission.MEM_READ)
+    scene.ring.replace_all()
+    assert scene.refused(token) is TokenCheck.UNKNOWN_KEY
+
+
+def test_old_tokens_are_verified_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = scene.token()
+    monkeypatch.setattr(tokens, "MAX_RECENT", 1)
+    scene.token()
+    checked: list[Key] = []
+    monkeypatch.setattr(tokens, "public_key", lambda key: (checked.append(key), public_key(key))[1])
+    assert scene.authority.validate(token, scene.bob, Permission.MEM_READ)
+    assert len(checked) == 1
 
 
 def test_it_ends_on_the_dot(scene: Scene) -> None:
