@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from gpulease.client.core.tokens import Grant
 from gpulease.client.errors import Denied, GpuLeaseError, LeaseExpired
@@ -274,12 +274,12 @@ def _serve_on_lease(
     grant = authority.issue(lease, request.audience, request.lease_ttl_secs, request.token_nonce)
     authority.check(grant, lease, request.now_secs)
     # Step 3.
-    into, out_of = _copy_in(effects, request, kernel, lease)
+    memory = _copy_in(effects, request, kernel, lease)
     # Step 4. Everything that can fail without an effect, such as loading, comes before `start`.
     with effects.attach(grant, lease) as guest:
         # A module that can't be loaded is not an effect, so the request may be retried with the same id.
         module = guest.module_load(module_bytes)
-        args = _arguments(kernel, request, into, out_of)
+        args = _arguments(kernel, request, memory)
         # The point of no return: durable in the store before the launch. From here on any failure is the outcome.
         effects.store.start(held)
         with _recorded_on_failure(effects, held):
@@ -287,39 +287,51 @@ def _serve_on_lease(
             _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, held):
         # Step 5, and the record of step 6.
-        output = _copy_out(effects, request, lease, out_of)
+        output = _copy_out(effects, request, lease, memory)
         return _complete(effects, request, held, lease, grant, output)
 
 
-def _input_bytes(request: InferenceRequest, kernel: InferenceKernel) -> int:
-    """Return the size of the input's memory: at least 1, because a kernel gets an address even for an empty input."""
-    return max(1, len(request.input), request.output_len if kernel.is_in_place else 0)
+_ALIGNMENT_BYTES: Final = 256
+"""The alignment of every allocation (CUDA C++ Programming Guide, "Device Memory Accesses"), also of the output here."""
 
 
-def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease) -> tuple[int, int]:
-    """Copy the input in. Returns the device addresses of the input and of the output.
+class _Memory(NamedTuple):
+    """A request's memory, one kept buffer: the input, then the output, unless the kernel works in place.
 
-    The output is zeroed memory, or the input's own memory if the kernel works in place.
+    Attributes:
+        handle: The buffer's address, which is the input's.
+        size_bytes: The buffer's size.
+        output_at: Where the output begins in it.
     """
+
+    handle: int
+    size_bytes: int
+    output_at: int
+
+
+def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease) -> _Memory:
+    """Allocate a request's memory, and copy the input in."""
+    # At least 1 byte of input, because a kernel gets an address even for an empty one.
+    input_bytes = max(1, len(request.input))
+    output_at = 0 if kernel.is_in_place else -(-input_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    size_bytes = max(input_bytes, output_at + request.output_len)
     with effects.open(lease) as owner:
-        into = owner.mem_alloc(_input_bytes(request, kernel))
-        # New memory is zeroed by the daemon, so the output never shows another tenant's bytes.
-        out_of = into if kernel.is_in_place else owner.mem_alloc(request.output_len)
+        # New memory is zeroed by the daemon, so the output never shows another tenant's bytes. One buffer for both,
+        # because each is allocated and kept in a round trip of its own.
+        memory = owner.mem_alloc(size_bytes)
         if request.input:
-            owner.mem_write(into, 0, request.input)
+            owner.mem_write(memory, 0, request.input)
         if owner.owns_memory:
             # Memory ends with its session unless it is kept, and the grant's session needs it next.
-            owner.keep(into, "in")
-            if out_of is not into:
-                owner.keep(out_of, "out")
+            owner.keep(memory, "request")
         # The next session must see the copies, so wait for them before this one ends.
         owner.sync()
-        return into.handle, out_of.handle
+        return _Memory(memory.handle, size_bytes, output_at)
 
 
-def _arguments(kernel: InferenceKernel, request: InferenceRequest, into: int, out_of: int) -> KernelArgs:
+def _arguments(kernel: InferenceKernel, request: InferenceRequest, memory: _Memory) -> KernelArgs:
     # The settings list a kernel's arguments by these names.
-    values = {"in": into, "out": out_of, "inout": into}
+    values = {"in": memory.handle, "out": memory.handle + memory.output_at, "inout": memory.handle}
     values |= {"input_len": len(request.input), "output_len": request.output_len}
     args = KernelArgs()
     for argument in kernel.arguments:
@@ -342,11 +354,11 @@ def _run(
         raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error
 
 
-def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, out_of: int) -> bytes:
+def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, memory: _Memory) -> bytes:
     with effects.open(lease) as owner:
-        # The address is the one that `_copy_in` kept for the later sessions.
-        result = owner.buffer(out_of, request.output_len)
-        return bytes(owner.mem_read(result, 0, request.output_len))
+        # The buffer is the one that `_copy_in` kept for the later sessions.
+        kept = owner.buffer(memory.handle, memory.size_bytes)
+        return bytes(owner.mem_read(kept, memory.output_at, request.output_len))
 
 
 def _complete(
