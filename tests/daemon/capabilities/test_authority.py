@@ -1,6 +1,7 @@
 """What a token is good for, and for how long."""
 
 import pytest
+from biscuit_auth import PublicKey
 
 from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import KEY_LIFE_S, MAX_NONCES_PER_LEASE
@@ -30,10 +31,21 @@ def test_a_token_says_what_was_asked_for(scene: Scene) -> None:
         assert scene.refused(grant.token, permission) is TokenCheck.PERMISSION
 
 
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[Key]:
+    """The keys with which signatures are checked from now on."""
+    checked: list[Key] = []
+
+    def counted(key: Key) -> PublicKey:
+        checked.append(key)
+        return public_key(key)
+
+    monkeypatch.setattr(tokens, "public_key", counted)
+    return checked
+
+
 def test_its_signatures_are_checked_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     token = scene.token()
-    checked: list[Key] = []
-    monkeypatch.setattr(tokens, "public_key", lambda key: (checked.append(key), public_key(key))[1])
+    checked = count_checks(monkeypatch)
     # The authority that minted it checks nothing; another one of this node checks it the first time.
     minted = scene.authority.validate(token, scene.bob, Permission.MEM_READ)
     assert not checked
@@ -60,8 +72,7 @@ def test_old_tokens_are_verified_again(scene: Scene, monkeypatch: pytest.MonkeyP
     token = scene.token()
     monkeypatch.setattr(tokens, "MAX_RECENT", 1)
     scene.token()
-    checked: list[Key] = []
-    monkeypatch.setattr(tokens, "public_key", lambda key: (checked.append(key), public_key(key))[1])
+    checked = count_checks(monkeypatch)
     assert scene.authority.validate(token, scene.bob, Permission.MEM_READ)
     assert len(checked) == 1
 
