@@ -121,7 +121,7 @@ def _horizon_s(found: tuple[KeyValue, ...]) -> float:
     if not found:
         raise NotFenced(
             f"etcd has no {where}, so it is unknown how long the node's leases live: nothing was done. Start a node,"
-            " which writes it, and fence again; or pull the plug of this one and say so (--pulled-the-plug)"
+            " which writes it, and fence again; or cut this node's power and use --pulled-the-plug"
         )
     horizon_s = read_horizon_s(found[0].value)
     if isinstance(horizon_s, Unreadable):
@@ -155,15 +155,16 @@ async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) 
 @click.command("fence", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("node")
 @etcd_options
-@click.option("--pulled-the-plug", is_flag=True, help="Do not wait: the node surely has no power.")
+@click.option("--pulled-the-plug", is_flag=True, help="Do not wait: the node certainly has no power.")
 @click.option("--yes", is_flag=True, help="Do not ask whether the node has no power; for scripts.")
 def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> None:
-    """Take NODE out of the fleet and free its names, a horizon later.
+    """Remove NODE from the fleet. Its names become free one horizon later.
 
-    With --pulled-the-plug at once. If the node runs all the same, a name is then served twice: pull the plug first.
+    With --pulled-the-plug they are free at once. If the node still runs, its names are then served twice, so cut its
+    power first.
     """
     if pulled_the_plug and not yes:
-        click.confirm(f"If node {node} runs all the same, its names are served twice. Has it no power?", abort=True)
+        click.confirm(f"If node {node} still runs, its names will be served twice. Is its power off?", abort=True)
 
     async def run() -> list[str]:
         client = EtcdClient(etcd)
@@ -182,4 +183,4 @@ def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="gpulease fleet fence")

@@ -168,4 +168,4 @@ def main(tenant: str, size: int | None, etcd: EtcdSettings) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="gpulease fleet quota")

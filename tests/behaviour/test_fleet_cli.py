@@ -161,7 +161,7 @@ def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster
     words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster), "--pulled-the-plug")
     for typed in ("", "n\n"):
         kept = gpulease(*words, typed=typed)
-        assert (kept.returncode, "its names are served twice. Has it no power?" in kept.stdout) == (1, True)
+        assert (kept.returncode, "its names will be served twice. Is its power off?" in kept.stdout) == (1, True)
         assert keys(cluster, node_key("n1"))
     assert gpulease(*words, typed="y\n").stdout.splitlines()[-1] == "Free names: model-a."
     put_node(cluster, "n1", record_of("tls:gpu.example:7443"))

@@ -71,7 +71,7 @@ def main(
     http_address: str | None,
     http_hosts: tuple[str, ...],
 ) -> None:
-    """Answer the tenants of a fleet which nodes to ask. Two to five such processes serve a fleet."""
+    """Name nodes with room to the tenants of a fleet. Run two to five directories for a fleet."""
     try:
         # Step 1: check the whole command line before anything starts. A mistake is a usage error, with exit status 2.
         addresses = [parse_address(text) for text in listen]
@@ -175,4 +175,4 @@ def _raise_descriptor_limit() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="gpulease serve directory")

@@ -36,14 +36,14 @@ class _PkiGroup(click.Group):
 
 @click.group(cls=_PkiGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """A test authority in a folder DIR: certificates for nodes and for remote tenants."""
+    """Make a test authority in the folder DIR, and its certificates for nodes and remote tenants."""
 
 
 @main.command()
 @_FOLDER
 @click.option("--days", type=_DAYS, default=AUTHORITY_LIFE.days, show_default=True, help="How long it lasts.")
 def init(folder: Path, days: float) -> None:
-    """Make an authority."""
+    """Make the authority: its key, its certificate and an empty revocation list."""
     authority = PkiAuthority.create(folder, datetime.timedelta(days=days))
     click.echo(f"{authority.certificate_path}\n{authority.crl_path}")
 
