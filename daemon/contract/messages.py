@@ -52,6 +52,7 @@ from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import (
     BYTES,
     FLAG,
+    LEASE_NUMBER,
     TEXT,
     U64,
     FieldKind,
@@ -64,12 +65,15 @@ from gpulease.daemon.contract.message_fields import (
     converted,
     inline,
     integer,
+    listed,
     messages_of,
     nested,
     one_of,
+    row,
 )
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.protocol.fast_dataclass import dataclass
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 
 HANDOVER: Final = 3
@@ -706,10 +710,30 @@ class ReturnFailedReport(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedRegion:
+    """A region of a session that has left its process.
+
+    Attributes:
+        at: Its place in the session's host memory.
+        kept_bytes: Bytes that stay in its place when it ends.
+    """
+
+    region_id: int
+    at: int
+    size_bytes: int
+    kept_bytes: int
+
+
+PARKED_REGION: Final = row(ParkedRegion, region_id=LEASE_NUMBER, at=U64, size_bytes=U64, kept_bytes=U64)
+
+
+@dataclass(frozen=True, slots=True)
 class ImagedReport(Message):
     """The session's image is in the channel of LeaveOrder; with its size in bytes and the number of its connections.
 
-    `is_awaited`: requests wait for the session's return.
+    Attributes:
+        is_awaited: Requests wait for the session's return.
+        regions: Those that have not ended: the broker wipes the bytes of those that end while no worker has them.
     """
 
     OP: ClassVar[str] = "imaged"
@@ -717,6 +741,7 @@ class ImagedReport(Message):
     image_bytes: Annotated[int, U64.named("image")]
     connections: Annotated[int, integer(0, MAX_IMAGE_CONNECTIONS)]
     is_awaited: Annotated[bool, FLAG.named("awaited")] = False
+    regions: Annotated[tuple[ParkedRegion, ...], listed(PARKED_REGION, MAX_REGIONS)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple, Self
 
 import msgpack
 
-IMAGE_VERSIONS: Final = frozenset({1, 2})
+IMAGE_VERSIONS: Final = frozenset({1, 2, 3})
 """The versions that workers adopt. The broker refuses others, and the session then stays in its worker.
 
-2 has the events of connections, and what they have received and their worker has not served. A worker writes the lowest
-version that has all of its session, for workers of an earlier daemon.
+2 has the events of connections, and what they have received and their worker has not served; 3 has regions. A worker
+writes the lowest version that has all of its session, for workers of an earlier daemon.
 """
 
 MAX_IMAGE_BYTES: Final = 320 << 20
@@ -92,6 +92,51 @@ class ConnectionState(NamedTuple):
     events: tuple[tuple[int, int], ...] = ()
 
 
+class RegionState(NamedTuple):
+    """A region that the session has mapped, or that one of its region sets names.
+
+    Attributes:
+        region_id: Its id, big-endian.
+        kept_bytes: Bytes that stay in its place, once its memory was removed.
+        ended: The word for which it ended, and since when; None while it has not.
+        is_told: A refusal has reported how it ended.
+        is_removed: Its memory was removed.
+        is_released: So was its address: only sets name it.
+    """
+
+    region_id: bytes
+    slot: int
+    number: int
+    address: int
+    size_bytes: int
+    kept_bytes: int
+    ended: tuple[int, int] | None
+    is_told: bool
+    is_removed: bool
+    is_released: bool
+
+
+class RegionSetState(NamedTuple):
+    """A region set, with the position of each of its regions in `RegionStates.regions`."""
+
+    handle: int
+    members: tuple[int, ...]
+    holder: int
+
+
+class RegionStates(NamedTuple):
+    """The regions of a session that has had any.
+
+    Attributes:
+        launches_begun: Launches since the last wait that was answered: a refusal names its launch by that number.
+    """
+
+    regions: tuple[RegionState, ...]
+    sets: tuple[RegionSetState, ...]
+    last_set: int
+    launches_begun: int
+
+
 class SessionImage(NamedTuple):
     """A session.
 
@@ -105,6 +150,7 @@ class SessionImage(NamedTuple):
         printed: What kernels have printed and no client has asked for, and whether some of it was lost.
         counters: The control page's counters, by number.
         kept_bytes: Bytes that kernels' local memory was charged with.
+        regions: None if the session has never had a region.
     """
 
     lease_id: int
@@ -124,14 +170,20 @@ class SessionImage(NamedTuple):
     printed: tuple[bytes, bool]
     counters: tuple[tuple[int, int], ...]
     kept_bytes: int
+    regions: RegionStates | None = None
 
     @property
     def version(self) -> int:
         """The version in which the image is written."""
+        if self.regions is not None:
+            return 3
         return 2 if any(one.unread or one.events for one in self.connections) else 1
 
     def to_bytes(self) -> bytes:
         fields: list[Any] = list(self._replace(lease_id=0))
+        if self.version < 3:
+            # Such an image ends before the regions.
+            del fields[_REGIONS]
         if self.version == 1:
             # Its connections lack the last two members.
             fields[_CONNECTIONS] = [one[:-2] for one in self.connections]
@@ -159,10 +211,16 @@ class SessionImage(NamedTuple):
                 one._replace(ring=None if one.ring is None else RingState(*one.ring))
                 for one in _each(ConnectionState, self.connections)
             ),
+            regions=None if self.regions is None else _typed_regions(*self.regions),
         )
 
 
 _CONNECTIONS: Final = SessionImage._fields.index("connections")
+_REGIONS: Final = SessionImage._fields.index("regions")
+
+
+def _typed_regions(regions: Any, sets: Any, last_set: int, launches_begun: int) -> RegionStates:
+    return RegionStates(_each(RegionState, regions), _each(RegionSetState, sets), last_set, launches_begun)
 
 
 def _each(kind: Any, rows: Any) -> Any:

@@ -413,6 +413,17 @@ class MovableEvents(Protocol):
         """Return an event of another context, which is done, by its time."""
 
 
+@runtime_checkable
+class MovableRegions(Protocol):
+    """What a context has in addition if its regions can leave its process: `parked_state` and `adopt_parked` have them.
+
+    The regions of a context without these methods belong to it.
+    """
+
+    def parked_regions(self) -> dict[int, tuple[int, int]]:
+        """Return the place and the size in the host memory of each parked region that has not ended, by address."""
+
+
 @dataclass(frozen=True, slots=True)
 class RegionReturn:
     """The bytes of a region that has ended.

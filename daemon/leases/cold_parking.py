@@ -27,6 +27,7 @@ from gpulease.daemon.leases.events import (
     AdoptSession,
     ArmTimer,
     Effect,
+    EndRegion,
     LeaseLeft,
     LeaseMoved,
     LeaveSession,
@@ -41,7 +42,7 @@ from gpulease.daemon.leases.events import (
     WatchClients,
 )
 from gpulease.daemon.leases.horizon_events import SetHorizon
-from gpulease.daemon.leases.model import Cause, Lease, LeaseState
+from gpulease.daemon.leases.model import ENDED_REGIONS, Cause, Lease, LeaseState, RegionState
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS, may_take
 from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState, SessionMove
 from gpulease.daemon.leases.table_state import LeaseStore
@@ -50,8 +51,7 @@ from gpulease.protocol.time_units import NS_PER_S
 
 _LEAVES: Final = "send its image"
 
-HAS_REGIONS: Final = "it has regions, and their addresses belong to its process"
-
+_REGION_MOVES: Final = "one of its regions is being opened or ended"
 
 Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
 """Ends an active lease because its session broke a rule, for a cause and a reason."""
@@ -125,9 +125,9 @@ class ColdParking:
             arm_park_timer(lease, state.due_ns, out)
 
     def _leave(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        if lease.regions:
-            state.stays_here = HAS_REGIONS
-            self._give_up(lease, state, HAS_REGIONS, now_ns, out)
+        # The image has only regions that are whole; the worker knows whether its driver can take those along.
+        if any(region.state is not RegionState.ACTIVE for region in lease.slots.values()):
+            self._give_up(lease, state, _REGION_MOVES, now_ns, out, is_lasting=False)
             return
         state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
@@ -198,6 +198,10 @@ class ColdParking:
 
     def _note_cold(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
         self._store.has_freed_room = True
+        # A worker that ends may not have answered; from here on the broker wipes what ends.
+        for region in lease.slots.values():
+            if region.state in ENDED_REGIONS:
+                out.append(EndRegion(lease.lease_id, region.region_id, 0))
         # Parks that were asked for while it returned waited for that return.
         refuse_parks(state, denials.is_returning(lease.lease_id), out)
 
@@ -400,6 +404,8 @@ class ColdParking:
         lease.card_uuid, state.off_bytes = account.card.uuid, account.charge_bytes(lease.terms)
         account.restore(lease)
         account.parked_bytes += state.off_bytes
+        for region in lease.regions.values():
+            region.card_uuid = account.card.uuid
 
     def _end_move(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         move = state.move

@@ -611,7 +611,7 @@ class Parking(ParkingViews):
 
     def _may_move(self, lease: Lease, now_ns: int) -> bool:
         state = lease.park
-        if state is None or not _is_resident(lease) or lease.regions or state.move is not None or state.stays_here:
+        if state is None or not _is_resident(lease) or state.move is not None or state.stays_here:
             return False
         return max(self._free_ns(lease), state.need_move_ns) <= now_ns
 

@@ -11,7 +11,8 @@
 4. The lease's end ends all its regions, with its cause. Their bytes are proved free, or fenced, with the lease's own.
 5. The bytes kept in an ended region's place stay charged until the session releases the address.
 6. A slot is used again once its region is returned, with a number that no region of the lease had before.
-7. Regions are parked with their lease's session. The worker of a parked session wipes the host's copy of one that ends.
+7. Regions are parked with their lease's session, and move with it. The worker of a parked session wipes the host's copy
+   of one that ends; if the session has no worker, the broker does.
 """
 
 from collections.abc import Callable

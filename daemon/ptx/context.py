@@ -387,6 +387,10 @@ class CpuContext:
         # The events that leave take their times along, and the next one makes other stamps.
         return self._parked.state(self._stamps_at)
 
+    def parked_regions(self) -> dict[int, tuple[int, int]]:
+        """Return where the regions' bytes are (`MovableRegions.parked_regions`)."""
+        return self._parked.regions()
+
     def module_place(self, module: DriverModule) -> tuple[int, ...]:
         """Return addresses of variables and handles of functions (`Context.module_place`)."""
         if not isinstance(module, CpuModule):

@@ -68,18 +68,33 @@ class ParkedMemory:
         """Return the parked state, for `adopt` in another process; `without` the allocation at this address."""
         address = self._arena.memory.address
         saved = {offset: place for offset, place in self._saved.items() if address + offset != without}
-        packed: bytes = msgpack.packb((address, saved, self._arena.used_bytes()))
+        # A context of an earlier version adopts what has no regions.
+        regions = self._regions.state()
+        fields = (address, saved, self._arena.used_bytes(), *([] if regions is None else [regions]))
+        packed: bytes = msgpack.packb(fields)
         return packed
+
+    def regions(self) -> dict[int, tuple[int, int]]:
+        """Return where the bytes of each active region are, and how many, by address."""
+        start = self._arena.memory.address
+        return {address: self._saved[address - start] for address, _ in self._regions.active()}
 
     def adopt(self, state: bytes, host: memoryview) -> None:
         """Enter another context's parked state, with its bytes in `host`. Raises ImageMismatch."""
         try:
-            address, saved, used_bytes = msgpack.unpackb(state, use_list=False, strict_map_key=False)
+            address, saved, used_bytes, *regions = msgpack.unpackb(state, use_list=False, strict_map_key=False)
             if address != self._arena.memory.address:
                 raise DriverError(f"its memory would begin at {self._arena.memory.address:#x}, not {address:#x}")
             if any(at + size > len(host) for at, size in saved.values()):
                 raise DriverError("its host memory is too small")
-            self._arena.restore({offset: size for offset, (_, size) in saved.items()}, used_bytes)
+            sizes = {offset: size for offset, (_, size) in saved.items()}
+            if regions:
+                self._regions.restore(regions[0])
+            # What is not within the range of regions is an allocation.
+            allocations = {at: size for at, size in sizes.items() if not self._regions.covers(address + at)}
+            self._arena.restore(allocations, used_bytes)
+            if sizes.keys() - allocations.keys() != {at - address for at, _ in self._regions.active()}:
+                raise DriverError("the regions' bytes are not those of its regions")
         except (DriverError, ValueError, TypeError, msgpack.UnpackException) as error:
             raise ImageMismatch(str(error)) from None
         self._host, self._saved = host, saved

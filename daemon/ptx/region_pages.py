@@ -7,6 +7,7 @@ goes nowhere, an atomic operation gives zero, and each is counted.
 
 import ctypes
 from array import array
+from typing import Any
 
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, RegionReturn
 from gpulease.daemon.ptx.memory import Mapping, MemoryArena
@@ -101,6 +102,41 @@ class EmbeddedRegions:
     def active(self) -> list[tuple[int, int]]:
         """Return address and size of each active region, by address."""
         return sorted(self._active.items())
+
+    def state(self) -> tuple[object, ...] | None:
+        """Return all regions, for `restore` in another process; None if there never was one."""
+        if self._next == self._arena.regions_start:
+            return None
+        ended = [(address, size, self.stray_accesses(address)) for address, size in self._ended.items()]
+        where = (self._arena.regions_start, self._arena.regions_bytes)
+        return where, self._next, self.active(), ended, self._seen, sorted(self._named)
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Enter another context's `state`; nothing was opened here. Raises DriverError or ValueError."""
+        where, self._next, active, ended, self._seen, named = state
+        if where != (self._arena.regions_start, self._arena.regions_bytes):
+            raise DriverError(f"its regions would begin at {self._arena.regions_start:#x}")
+        for address, size_bytes in active:
+            self._check(address, size_bytes)
+            self._arena.allow(address, size_bytes)
+            self._active[address] = size_bytes
+            self.taken_bytes += size_bytes
+        for address, size_bytes, strays in ended:
+            self._check(address, size_bytes)
+            self._ended[address] = size_bytes
+            counter = self._counter_of(address)
+            self._words[counter] = strays
+            self._head.strays += strays
+            self._fill_table(address, size_bytes, self.address + counter * _WORD_BYTES)
+        self._named = set(named)
+
+    def _check(self, address: int, size_bytes: int) -> None:
+        """Raise DriverError for a region that this context can't have given out."""
+        offset = address - self._arena.regions_start
+        if offset < 0 or size_bytes <= 0 or (offset | size_bytes) % REGION_GRANULE_BYTES:
+            raise DriverError(f"no region of {size_bytes} bytes can be at {address:#x}")
+        if address + size_bytes > self._next or self._next > self._end:
+            raise DriverError(f"the region at {address:#x} was never given out")
 
     def stray_accesses(self, address: int) -> int:
         """Return how many accesses were made to a region, named by its address, since it ended."""

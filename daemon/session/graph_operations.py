@@ -4,6 +4,7 @@ A graph depends on modules and allocations, which the tenant may release. The le
 becomes void at once: it keeps nothing but the reason. So a replay checks nothing but its own parameters' values.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from struct import Struct
 from typing import Final
@@ -162,7 +163,7 @@ class GraphOperations(OperationHandler):
         if size_bytes > MAX_GRAPH_BYTES:
             raise BodyError(f"a GRAPH_CREATE of {size_bytes} bytes; at most {MAX_GRAPH_BYTES} are allowed")
         body = parse_body(GraphCreate, frame.payload)
-        part_count = len(body.nodes) + len(body.buffers) + len(body.parameters) + len(body.places)
+        part_count = _part_count(body)
         # Check everything before the driver makes anything, so that a refused graph leaves nothing behind.
         self._check_room(part_count, size_bytes)
         steps, parameters = self._checked(body)
@@ -260,10 +261,28 @@ class GraphOperations(OperationHandler):
     def restore(self, number: int, payload: bytes) -> None:
         """Make a graph again, for `ledger.holder`, that the session had in another process. Raises ImageMismatch."""
         self._last_number = number - 1
+        self._gate.is_restoring = True
         try:
-            self.create(Frame(Opcode.GRAPH_CREATE, 0, Status.OK, 1, 0, memoryview(payload)))
+            body = parse_body(GraphCreate, payload)
+            # A region of it has ended while the session was parked: it is as void as if that had been before.
+            if void := next(filter(None, map(self._gate.end_at, _handles_of(body))), ""):
+                self._restore_void(body, payload, void)
+            else:
+                self.create(Frame(Opcode.GRAPH_CREATE, 0, Status.OK, 1, 0, memoryview(payload)))
         except (Refused, BodyError, DriverError) as error:
             raise ImageMismatch(f"graph {number} can't be made again: {error}") from None
+        finally:
+            self._gate.is_restoring = False
+
+    def _restore_void(self, body: GraphCreate, payload: bytes, void: str) -> None:
+        graph = self._context.graph([], self._ledger.check_graph, self._check_lease)
+        graph.close()
+        self._last_number += 1
+        self._graphs[self._last_number] = made = _SessionGraph(
+            graph, _Steps(), [], _part_count(body), len(payload), void, holder=self._ledger.holder
+        )
+        self._part_count += made.part_count
+        self._payload_bytes += made.payload_bytes
 
     def restore_last_number(self, number: int) -> None:
         """Never give out a number that a graph of this session had in another process."""
@@ -440,6 +459,20 @@ class GraphOperations(OperationHandler):
         made.parameters = []
         self._ledger.remove_graph(made.graph.device_bytes)
         made.graph.close()
+
+
+def _part_count(body: GraphCreate) -> int:
+    return len(body.nodes) + len(body.buffers) + len(body.parameters) + len(body.places)
+
+
+def _handles_of(body: GraphCreate) -> Iterator[int]:
+    """Yield the handles of the allocations and regions that a graph names."""
+    yield from body.buffers
+    for node in body.nodes:
+        if node.op == Opcode.MEM_WRITE:
+            yield parse_mem_write(memoryview(node.body))[0]
+        elif node.op != Opcode.LAUNCH:
+            yield from HANDLE.unpack_from(node.body)
 
 
 def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:

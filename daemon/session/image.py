@@ -4,11 +4,12 @@ Nothing of the session changes by an export: until this process is killed it can
 not make again, exactly as it was, keeps the session here, and `check` says what that is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import SESSION_TOTALS, Counter
+from gpulease.daemon.contract.messages import ParkedRegion
 from gpulease.daemon.contract.session_image import (
     FIRST_CONNECTION,
     LEASE,
@@ -17,9 +18,11 @@ from gpulease.daemon.contract.session_image import (
     ConnectionState,
     GraphState,
     ModuleState,
+    RegionSetState,
+    RegionStates,
     SessionImage,
 )
-from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, MovableEvents
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, MovableEvents, MovableRegions
 from gpulease.daemon.session.ended_connections import EndedConnections
 from gpulease.daemon.session.graph_operations import GraphOperations
 from gpulease.daemon.session.holders import Holder
@@ -28,6 +31,8 @@ from gpulease.daemon.session.launches import PrintedOperations
 from gpulease.daemon.session.memory_operations import ArenaOperations
 from gpulease.daemon.session.modules import ModuleOperations
 from gpulease.daemon.session.operations import SessionResources
+from gpulease.daemon.session.region_memory import RegionMemory
+from gpulease.daemon.session.region_operations import RegionOperations
 from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
 from gpulease.protocol.failures import Refused
 
@@ -59,11 +64,17 @@ class SessionParts:
     ended: EndedConnections
     arena: ArenaOperations
     printed: PrintedOperations
+    regions: RegionMemory
+    region_sets: RegionOperations
 
     def check(self) -> None:
         """Raise CantLeave for what could not be made again in another process."""
         if self.ended.has_any:
             raise CantLeave("what an ended connection has made is not released yet", is_lasting=False)
+        if self.regions.had_any and not isinstance(self.resources.context, MovableRegions):
+            raise CantLeave("it has had regions, and their addresses belong to its process", is_lasting=True)
+        if self.regions.is_busy:
+            raise CantLeave("one of its regions is being opened or ended", is_lasting=False)
         if self.streams.has_events and not isinstance(self.resources.context, MovableEvents):
             raise CantLeave("it has events, and their times belong to its context", is_lasting=True)
         if self.graphs.recorded() is None:
@@ -120,6 +131,24 @@ class SessionParts:
             printed=printed,
             counters=tuple((int(counter), int(resources.counters[counter])) for counter in _COUNTERS),
             kept_bytes=ledger.kept_bytes,
+            regions=self._region_states(holders) if self.regions.had_any else None,
+        )
+
+    def _region_states(self, holders: Mapping[Holder, int]) -> RegionStates:
+        states, members = self.regions.states()
+        made = zip(self.region_sets.made(), members, strict=True)
+        sets = tuple(RegionSetState(one.handle, tuple(at), holders[one.holder]) for one, at in made)
+        return RegionStates(tuple(states), sets, self.region_sets.last_set, self.region_sets.launches_begun)
+
+    def parked_regions(self) -> tuple[ParkedRegion, ...]:
+        """Return where the bytes of each region are that has not ended."""
+        context = self.resources.context
+        if not self.regions.had_any or not isinstance(context, MovableRegions):
+            return ()
+        places = context.parked_regions()
+        return tuple(
+            ParkedRegion(region_id, *places[address], context.region_kept_bytes(places[address][1]))
+            for region_id, address in self.regions.active()
         )
 
     def restore(
@@ -144,16 +173,24 @@ class SessionParts:
                 ledger.add_allocation(address, size_bytes)
             for name, handle in image.kept:
                 self.keeper.restore(name, handle)
-            # Step 3: streams, which hold nothing, and events, all of which are done.
+            # Step 3: regions and their sets. Those that have ended meanwhile end here, before their bytes come back.
+            if image.regions is not None:
+                regions = self.regions.restore(image.regions.regions)
+                sets = (
+                    (one.handle, [regions[at] for at in one.members], holders[one.holder]) for one in image.regions.sets
+                )
+                self.region_sets.restore_sets(sets, image.regions.last_set)
+                self.regions.end_by_page()
+            # Step 4: streams, which hold nothing, and events, all of which are done.
             ledger.charge_kept(image.kept_bytes)
             for state, streams, _ in connections:
                 self.streams.restore(streams, state.streams, state.selected, state.events)
             self.streams.restore_last_number(image.last_stream)
-        except (DriverError, Refused, IndexError, KeyError) as error:
+        except (DriverError, Refused, IndexError, KeyError, ValueError) as error:
             raise ImageMismatch(str(error)) from None
         finally:
             ledger.holder = self.ended.unheld
-        # Step 4: what was counted and printed.
+        # Step 5: what was counted and printed.
         self.printed.put_back(image.printed[0], is_lost=image.printed[1])
         for counter, value in image.counters:
             resources.counters[counter] = value

@@ -299,6 +299,10 @@ class Ledger:
         """Return whether a region's memory was released."""
         return self._regions[address].has_ended
 
+    def region_bytes(self, address: int) -> int:
+        """Return the bytes of the slice that a region takes now."""
+        return self._regions[address].charged_bytes
+
     def remove_region(self, address: int) -> None:
         """Record that an ended region's last bytes were released."""
         self.used_bytes -= self._regions.pop(address).charged_bytes

@@ -19,14 +19,15 @@ A region opens in a similar way: the worker maps its memory, and reports it once
 A broker that takes the worker over sends a regions page of its own. A region that had ended according to the earlier
 page has ended, whatever the new page says: the worker then removes its memory without an order, and reports that. It
 does the same with a region that the new page does not have: the earlier broker was killed before its journal had the
-region.
+region. So does the worker of a session that comes from another process with regions that have ended meanwhile.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from gpulease.daemon.contract.messages import (
@@ -40,9 +41,10 @@ from gpulease.daemon.contract.messages import (
     SliceResizedReport,
 )
 from gpulease.daemon.contract.regions_page import WorkerRegions
-from gpulease.daemon.drivers.interface import DriverError, Ticket
+from gpulease.daemon.contract.session_image import RegionState
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, Ticket
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
-from gpulease.daemon.session.region_operations import Flip, MappedRegion, RegionGate
+from gpulease.daemon.session.region_operations import Flip, MappedRegion, RegionGate, end_text
 from gpulease.protocol.failures import Refused
 from gpulease.protocol.session_words import ENDED_WORDS, RegionWord
 from gpulease.protocol.time_units import NS_PER_MS
@@ -173,6 +175,79 @@ class RegionMemory:
     def close(self) -> None:
         self._drop_page_fd()
 
+    # --- leaving the process, and arriving in another one ---
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a region opens or ends, or the broker has not got all reports."""
+        return bool(self._ends or self._openings) or self._gate.has_reports
+
+    def states(self) -> tuple[list[RegionState], list[list[int]]]:
+        """Return all regions that are mapped or that a set names, and for each set the positions of its regions."""
+        mapped, ledger = list(self._by_id.values()), self._resources.ledger
+        # A set may name regions whose addresses the session has released: it is refused for them.
+        position = {region: at for at, region in enumerate(mapped)}
+        sets = [[position.setdefault(one, len(position)) for one in made.regions] for made in self._gate.sets.values()]
+        states = [
+            RegionState(
+                region_id=region.region_id.to_bytes(16, "big"),
+                slot=region.slot,
+                number=region.number,
+                address=region.address,
+                size_bytes=region.size_bytes,
+                kept_bytes=ledger.region_bytes(region.address) if at < len(mapped) else 0,
+                ended=None if region.ended is None else (int(region.ended.word), region.ended.flipped_ns),
+                is_told=region.is_told,
+                is_removed=at >= len(mapped) or ledger.has_ended(region.address),
+                is_released=at >= len(mapped),
+            )
+            for region, at in position.items()
+        ]
+        return states, sets
+
+    def active(self) -> list[tuple[int, int]]:
+        """Return id and address of each region that has its memory."""
+        ledger = self._resources.ledger
+        mapped = self._by_id.values()
+        return [(one.region_id, one.address) for one in mapped if not ledger.has_ended(one.address)]
+
+    def restore(self, states: Iterable[RegionState]) -> list[MappedRegion]:
+        """Enter the regions that the session had in another process, in the states' order.
+
+        The context has adopted them. Raises ImageMismatch without the page that has their words.
+        """
+        gate, ledger = self._gate, self._resources.ledger
+        if gate.page is None:
+            raise ImageMismatch("the page with its regions' words is missing")
+        restored: list[MappedRegion] = []
+        for state in states:
+            region_id = int.from_bytes(state.region_id, "big")
+            region = MappedRegion(region_id, state.slot, state.number, state.address, state.size_bytes)
+            region.is_told = state.is_told
+            if state.ended is not None:
+                region.end(Flip(RegionWord(state.ended[0]), state.ended[1]))
+            restored.append(region)
+            if state.is_released:
+                continue
+            self._by_id[region_id] = gate.regions[region.slot, region.number] = region
+            ledger.add_region(region.address, region.size_bytes, partial(gate.admit_copy, region))
+            if state.is_removed:
+                ledger.end_region(region.address, state.kept_bytes)
+                freed_bytes = region.size_bytes - state.kept_bytes
+                self._results[region_id] = RegionEndedReport(region_id, freed_bytes, state.kept_bytes, freed_bytes)
+        gate.had_any = True
+        return restored
+
+    def end_by_page(self) -> None:
+        """End the regions that ended, according to the page, while the session had no process."""
+        page = self._gate.page
+        for region in list(self._by_id.values()):
+            if page is None or region.region_id in self._results:
+                continue
+            word = page.word(region.slot)
+            if word.number != region.number or word.state in ENDED_WORDS or region.ended is not None:
+                self.end(EndRegionOrder(region.region_id, UNASKED_GRACE_MS))
+
     # --- opening ---
 
     def open(self, asked: OpenRegionOrder) -> None:
@@ -239,7 +314,7 @@ class RegionMemory:
         flip = self._gate.flip_of(region, now_ns)
         region.end(flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns))
         self._gate.forget_current()
-        self._resources.ledger.void_region(region.address, f"the region {region_id:032x}, which has ended")
+        self._resources.ledger.void_region(region.address, end_text(region))
         # Only a region that something used can have a launch to refuse.
         tell_ns = now_ns + (TELL_WAIT_NS if region.tickets or region.marks or region.streams else 0)
         self._ends[region_id] = _End(region, None, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)

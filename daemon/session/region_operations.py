@@ -115,6 +115,11 @@ class MappedRegion:
         return ctypes.addressof(self.record)
 
 
+def end_text(region: MappedRegion) -> str:
+    """Return a region whose end has begun, in words, for what used it."""
+    return f"the region {region.region_id:032x}, which has ended"
+
+
 class SetInUse:
     """A region set.
 
@@ -180,6 +185,7 @@ class RegionGate:
         outbox: Messages to the broker.
         untold: Refusals of which neither the tenant nor the broker knows yet; see `note_told`.
         is_ending: Returns whether a region opens or ends now.
+        is_restoring: Graphs are made again that used regions before: what the page says of those comes later.
     """
 
     def __init__(self, resources: SessionResources, launches_begun: Callable[[], int]) -> None:
@@ -201,6 +207,7 @@ class RegionGate:
         self._seen_epoch = 0
         self._moved_ns = -SETTLE_NS
         self.had_any = False
+        self.is_restoring = False
 
     # --- checks ---
 
@@ -244,6 +251,8 @@ class RegionGate:
 
     def admit_copy(self, region: MappedRegion) -> None:
         """Check a region before a copy, or a graph, that uses it in the present stream. Raises Refused."""
+        if self.is_restoring:
+            return
         self._refuse_first((region,), "", None, time.monotonic_ns())
         region.streams.add(self._resources.stream)
 
@@ -318,6 +327,17 @@ class RegionGate:
             )
             self.untold.append(report)
         return Refused(failure)
+
+    def end_at(self, address: int) -> str:
+        """Return what became of a region, in words; "" unless there is one at that address, and its end has begun."""
+        ended = (one for one in self.regions.values() if one.address == address and one.ended is not None)
+        region = next(ended, None)
+        return "" if region is None else end_text(region)
+
+    @property
+    def has_reports(self) -> bool:
+        """Return whether the broker has not got all reports about regions."""
+        return bool(self.outbox or self.untold)
 
     def note_told(self, told_ns: int = 0) -> None:
         """Report all refusals to the broker: the tenant gets them with the reply made at `told_ns`, by default now."""
@@ -437,6 +457,27 @@ class RegionOperations(OperationHandler):
             raise invalid_handle(f"{handle} is not a region set of this session")
         self._free(handle)
         return empty(frame)
+
+    def made(self) -> list[SetInUse]:
+        """Return all region sets."""
+        return list(self._gate.sets.values())
+
+    @property
+    def launches_begun(self) -> int:
+        """Launches since the last wait that was answered; see `RegionGate.refuse`."""
+        return self._gate.launches_begun()
+
+    @property
+    def last_set(self) -> int:
+        """The highest handle that a set ever had."""
+        return self._last_set
+
+    def restore_sets(self, sets: Iterable[tuple[int, list[MappedRegion], Holder]], last_set: int) -> None:
+        """Enter the region sets that the session had in another process: handle, regions and holder of each."""
+        for handle, regions, holder in sets:
+            self._gate.sets[handle] = SetInUse(handle, regions, holder)
+            self._member_count += len(regions)
+        self._last_set = last_set
 
     def give_back(self, holder: Holder) -> None:
         for handle in [handle for handle, made in self._gate.sets.items() if made.holder is holder]:

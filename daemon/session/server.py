@@ -436,7 +436,8 @@ class SessionServer:
             for fd in self._connections.keys() - self._held:
                 self._poll.unregister(fd)
             self._ready.clear()
-            parking.report(ImagedReport(order.number, image_bytes, len(self._connections), is_awaited))
+            regions = self._session.parts.parked_regions()
+            parking.report(ImagedReport(order.number, image_bytes, len(self._connections), is_awaited, regions))
 
     def _send_image(self, order: LeaveOrder, fds: list[int]) -> tuple[int, bool]:
         """Put the session into the channel in `fds`; return the image's size, and whether requests wait for its return.
@@ -562,7 +563,7 @@ class SessionServer:
         )
         rows = zip(image.connections, connections, strict=True)
         session.parts.restore(image, [(state, one.streams, one.holder) for state, one in rows])
-        session.adopted()
+        session.adopted(0 if image.regions is None else image.regions.launches_begun)
         # Step 4: its clients.
         for connection in connections:
             self._connections[connection.fd] = connection

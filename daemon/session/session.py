@@ -179,6 +179,8 @@ class Session:
             self.ended,
             self.arena,
             self._printed,
+            self.regions,
+            self._region_sets,
         )
         self._last_connection = 0
         self._sync_pattern = SyncPattern(lease_id)
@@ -263,14 +265,12 @@ class Session:
         """Raise CantLeave for a parked session that can't leave its process now."""
         if self.lost is not None or self._pending_failure is not None:
             raise CantLeave("it has a failure that no client has received yet", is_lasting=False)
-        if self.regions.had_any:
-            raise CantLeave("it has had regions, and their addresses belong to its process", is_lasting=True)
         self._context.flush_printed()
         self.parts.check()
 
-    def adopted(self) -> None:
+    def adopted(self, launches_begun: int) -> None:
         """Continue the counts of the process that the session comes from."""
-        self._synced = self._counters[_LAUNCHES]
+        self._synced = self._counters[_LAUNCHES] - launches_begun
 
     @property
     def is_native(self) -> bool:

@@ -76,7 +76,7 @@ class RegionLink:
             self.order(message)
 
     def move_to(self, channel: socket.socket) -> None:
-        """Continue with another worker of the same lease, which gets the page; the session has no regions."""
+        """Continue with another worker of the same lease, which gets the page. Orders that still wait are void."""
         if self._outbox:
             asyncio.get_running_loop().remove_writer(self._channel)
         self._outbox.close()

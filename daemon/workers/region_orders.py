@@ -80,17 +80,24 @@ class RegionOrders:
             self._post(RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}."))
 
     def set(self, order: SetRegion) -> None:
-        """Write a region's word, which the worker reads. Without a worker this has no effect."""
+        """Write a region's word, which the worker reads, or the next worker of a session that has none."""
+        now_ns = time.monotonic_ns()
+        if (page := self._workers.images.words(order.lease_id)) is not None:
+            page.set(order.slot, order.number, order.word, order.deadline_ns, now_ns)
+            return
         try:
             link = self._link(order.lease_id)
         except OSError as error:
             self._condemn(order.lease_id, error)
             return
         if link is not None:
-            link.page.set(order.slot, order.number, order.word, order.deadline_ns, time.monotonic_ns())
+            link.page.set(order.slot, order.number, order.word, order.deadline_ns, now_ns)
 
     def end(self, order: EndRegion) -> None:
-        """Order a worker to remove a region's memory."""
+        """Order a worker to remove a region's memory; wipe it for a session that has none."""
+        if (answer := self._workers.images.end_region(order.lease_id, order.region_id)) is not None:
+            self._post(answer)
+            return
         if (
             problem := self._send(order.lease_id, messages.EndRegionOrder(order.region_id, order.grace_ms))
         ) is not None:

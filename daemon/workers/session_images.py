@@ -1,6 +1,7 @@
 """The images of cold sessions: what the broker keeps of a session while it has no worker.
 
-The broker reads nothing of an image. It keeps the descriptors of the image, of the session's host memory and of its
+The broker reads nothing of an image but where the bytes of regions are: it wipes those of a region that ends, and
+writes the words of all regions. It keeps the descriptors of the image, of the session's host memory and of its
 clients' sockets and rings, and watches the sockets: a client that waits rings, or sends. New connections wait here,
 too, and go to the next worker behind the image.
 
@@ -10,6 +11,7 @@ descriptors are taken only through a channel that was made for one order.
 
 import asyncio
 import contextlib
+import mmap
 import os
 import socket
 from collections.abc import Callable
@@ -24,10 +26,20 @@ from gpulease.daemon.contract.messages import (
     ImageConnection,
     ImagedReport,
     ImageMemory,
+    ParkedRegion,
 )
+from gpulease.daemon.contract.regions_page import BrokerRegionsPage
 from gpulease.daemon.contract.session_image import IMAGE_VERSIONS
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
-from gpulease.daemon.leases import Event, ReturnWanted, SessionImaged, SessionStays
+from gpulease.daemon.leases import (
+    Event,
+    RegionEnded,
+    RegionRefused,
+    RegionStuck,
+    ReturnWanted,
+    SessionImaged,
+    SessionStays,
+)
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.worker import MAX_HAND_OVERS, Worker
 from gpulease.protocol.failures import Failure
@@ -54,6 +66,7 @@ class _Image:
         is_awaited: Its last worker had received requests that wait for its return; clients do not send them again.
         link: The page with the words of the lease, which clients map.
         counted: The counters that its last worker reported.
+        regions: Where the bytes of its regions are in the host memory, by id.
         held: New connections, each with its socket.
         watched: Sockets that are watched.
     """
@@ -67,6 +80,7 @@ class _Image:
     is_awaited: bool = False
     link: RegionLink | None = None
     counted: tuple[int, ...] = ()
+    regions: dict[int, ParkedRegion] = field(default_factory=dict)
     held: list[tuple[int, AttachOrder]] = field(default_factory=list)
     watched: list[int] = field(default_factory=list)
 
@@ -114,6 +128,7 @@ class SessionImages:
         # and may have been taken over: what does not parse is dropped, and the session stays with its worker.
         try:
             self._read(image, image.channel, report.connections)
+            self._take_regions(image, report)
         except (ChannelClosed, BlockingIOError, MalformedMessage, ValueError) as error:
             self._post(SessionStays(lease_id, report.number, f"its image did not arrive: {error}", is_lasting=True))
             return False
@@ -138,6 +153,12 @@ class SessionImages:
                 close_all(fds)
                 raise ValueError("a connection is missing")
             image.connections.append((connection, fds))
+
+    def _take_regions(self, image: _Image, report: ImagedReport) -> None:
+        host_bytes = 0 if image.memory is None else image.memory[0].host_bytes
+        if any(one.at + one.size_bytes > host_bytes or one.kept_bytes > one.size_bytes for one in report.regions):
+            raise ValueError("one of its regions is outside of its memory")
+        image.regions = {one.region_id: one for one in report.regions}
 
     def keep(self, lease_id: int, worker: Worker | None) -> None:
         """Keep a session that leaves its worker: from here on its clients are watched."""
@@ -208,6 +229,32 @@ class SessionImages:
         if image.is_kept and not image.is_lent:
             self._post(ReturnWanted(lease_id, image.number))
         return True
+
+    # --- regions of a session without a worker ---
+
+    def words(self, lease_id: int) -> BrokerRegionsPage | None:
+        """Return the page with the words of a lease, if no worker has the lease's session."""
+        image = self._images.get(lease_id)
+        return None if image is None or image.is_lent or image.link is None else image.link.page
+
+    def end_region(self, lease_id: int, region_id: int) -> Event | None:
+        """Wipe the bytes of a region that has ended, and give them back to the host; return what became of it.
+
+        None if a worker has the session, or is about to have it: the region is that worker's. The next worker reads
+        in the region's word that it must not restore it.
+        """
+        image = self._images.get(lease_id)
+        if image is None or not image.is_kept or image.is_lent or image.memory is None:
+            return None
+        region = image.regions.pop(region_id, None)
+        if region is None:
+            return RegionRefused(region_id, "The session has nothing of the region.")
+        try:
+            _wipe(image.memory[1][1], region.at, region.size_bytes)
+        except (OSError, ValueError) as error:
+            return RegionStuck(region_id, f"the host memory of its session can't be wiped: {error}")
+        # No card has anything of it.
+        return RegionEnded(region_id, region.size_bytes - region.kept_bytes, region.kept_bytes, is_shown=True)
 
     # --- returning ---
 
@@ -324,6 +371,21 @@ class SessionImages:
     def close(self) -> None:
         for lease_id in list(self._images):
             self.discard(lease_id)
+
+
+def _wipe(fd: int, at: int, size_bytes: int) -> None:
+    """Zero a part of a memfd, and give its whole pages back to the host. Raises OSError or ValueError."""
+    start = at // mmap.PAGESIZE * mmap.PAGESIZE
+    with mmap.mmap(fd, at + size_bytes - start, offset=start) as memory:
+        first, end = at - start, at - start + size_bytes
+        pages_from, pages_to = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if pages_from >= pages_to:
+            memory[first:end] = bytes(size_bytes)
+            return
+        # Pages at either end belong to what is next to it, too.
+        memory.madvise(mmap.MADV_REMOVE, pages_from, pages_to - pages_from)
+        memory[first:pages_from] = bytes(pages_from - first)
+        memory[pages_to:end] = bytes(end - pages_to)
 
 
 def _receive(channel: socket.socket) -> tuple[ImageMemory | ImageConnection | None, list[int]]:

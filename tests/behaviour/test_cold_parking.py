@@ -21,8 +21,16 @@ from gpulease.client import (
     GpuExclusivityClass,
     GpuLease,
     GpuSession,
+    InvalidHandle,
     InvalidRequest,
     LeaseExpired,
+    Permission,
+    Region,
+    RegionCancelled,
+    RegionExpired,
+    RegionFenced,
+    RegionFreed,
+    RegionRevoked,
     Revoked,
     Unsupported,
     aio,
@@ -117,6 +125,10 @@ def has_ended(address: str, lease: GpuLease) -> Callable[[], bool]:
     return lambda: row(address, lease)["state"] == "torndown"
 
 
+def region_has_ended(address: str, region: Region) -> Callable[[], bool]:
+    return lambda: region.query()["state"] == "torndown"
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_the_main_job_before_between_and_after(node: Daemon, lease: GpuLease, shared_memory: bool) -> None:
     with GpuSession(lease, shared_memory=shared_memory) as session:
@@ -161,6 +173,129 @@ def test_pointers_variables_graphs_streams_and_kept_buffers(node: Daemon, lease:
         np.testing.assert_array_equal(back, numbers(N) * turn + 7)
         assert floats(session.mem_read(buffer, 0, 4))[0] == turn * numbers(N)[0] + 7
     assert variable is None or variable.handle
+
+
+def test_regions_move_with_their_session(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    module, region, other = session.module_load(POINTERS), lease.region(4 * MIB, ttl_secs=60), lease.region(2 * MIB)
+    # A ring of nodes in both regions and in a buffer: each has the address of the next.
+    places = [(region, 0), (session.mem_alloc(16), 0), (other, 64), (region, 3 * MIB)]
+    for (here, at), (there, then) in zip(places, places[1:] + places[:1], strict=True):
+        session.mem_write(here, at, struct.pack("<QQ", there.handle + then, 0))
+    both, only = session.region_set([region, other]), session.region_set([region])
+    with session.record() as graph:
+        session.mem_write(other, 128, b"graph")
+    session.sync()
+    for turn in range(1, 4):
+        if turn % 2:
+            chill(node.address, lease)
+            region.renew(60 + turn)
+        else:
+            move(node.address, lease, "1")
+        session.launch(module, "chase", [1], [1], chase_args(region, 40), regions=both)
+        session.sync()
+        assert [struct.unpack("<Q", session.mem_read(one, at + 8, 8))[0] for one, at in places] == [10 * turn] * 4
+        session.mem_write(other, 128, b"-----")
+        graph.launch()
+        assert bytes(session.mem_read(other, 128, 5)) == b"graph"
+    # What the broker writes while no worker has the session counts for its launches.
+    chill(node.address, lease)
+    region.cancel()
+    with pytest.raises(RegionCancelled):
+        chase(session, module, region, only)
+    chill(node.address, lease)
+    region.resume()
+    chase(session, module, region, only)
+    third = lease.region(2 * MIB)
+    assert third.handle not in (region.handle, other.handle)
+    for one in (region, other, third):
+        one.close()
+
+
+def chase(session: GpuSession, module: Any, region: Any, regions: Any) -> None:
+    session.launch(module, "chase", [1], [1], chase_args(region, 5), regions=regions)
+    session.sync()
+
+
+def replay(session: GpuSession, graph: Any) -> None:
+    graph.launch()
+    session.sync()
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired", "freed"])
+def test_a_region_that_ends_while_its_session_is_cold(
+    node: Daemon, lease: GpuLease, session: GpuSession, end: str
+) -> None:
+    module, kept = session.module_load(POINTERS), lease.region(2 * MIB)
+    gone = lease.region(48 * MIB, ttl_secs=1 if end == "expired" else 60)
+    session.mem_write(kept, 0, struct.pack("<QQ", kept.handle, 0))
+    session.mem_write(gone, 0, b"secret")
+    with session.record() as graph:
+        session.mem_write(gone, 0, b"again")
+    of_both, of_kept = session.region_set([kept, gone]), session.region_set([kept])
+    session.sync()
+    chill(node.address, lease)
+    if end == "revoked":
+        gone.revoke("maintenance")
+    elif end == "freed":
+        gone.free()
+    wait_until(region_has_ended(node.address, gone), "the region has ended")
+    # It is the slice's again before the session is back, and nothing of it comes back.
+    assert depth(node.address, lease) == "cold"
+    chase(session, module, kept, of_kept)
+    refusal = {"revoked": RegionRevoked, "expired": RegionExpired, "freed": RegionFreed}[end]
+    with pytest.raises(refusal):
+        chase(session, module, kept, of_both)
+    with pytest.raises(RegionFenced):
+        session.mem_read(gone, 0, 6)
+    with pytest.raises(InvalidHandle):
+        replay(session, graph)
+    graph.close()
+    with lease.region(48 * MIB) as another:
+        assert bytes(session.mem_read(another, 0, 6)) == bytes(6)
+        # The ended region's address stays the session's on its next way, too.
+        chill(node.address, lease)
+        session.mem_write(another, 0, b"mine")
+        with pytest.raises(RegionFenced):
+            session.mem_read(gone, 0, 6)
+        gone.close()
+    assert struct.unpack("<Q", session.mem_read(kept, 8, 8)) == (5,)
+
+
+def test_a_token_reaches_a_region_after_its_session_has_moved(
+    node: Daemon, lease: GpuLease, session: GpuSession
+) -> None:
+    region = lease.region(2 * MIB)
+    session.mem_write(region, 0, b"weights")
+    session.sync()
+    grant = lease.issue(Permission.MEM_READ)
+    move(node.address, lease, "1")
+    with GpuSession.attach(grant, node.address) as guest:
+        assert bytes(guest.mem_read(region, 0, 7)) == b"weights"
+        # Its holder's connection can't be passed on.
+        with pytest.raises(Unsupported, match="by a token"):
+            move(node.address, lease, "0")
+
+
+def test_regions_that_end_during_moves_end_once(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    kept = lease.region(2 * MIB)
+    session.mem_write(kept, 0, b"kept")
+    for turn in range(8):
+        region = lease.region(4 * MIB)
+        session.mem_write(region, 0, b"x" * 100)
+        session.sync()
+        mover = threading.Thread(target=suppressed, args=(move, node.address, lease, str(1 - turn % 2)))
+        mover.start()
+        time.sleep(0.004 * turn)
+        region.revoke("maintenance")
+        mover.join()
+        assert bytes(session.mem_read(kept, 0, 4)) == b"kept"
+        wait_until(region_has_ended(node.address, region), "the region has ended")
+        with pytest.raises((RegionRevoked, RegionFenced)):
+            session.mem_read(region, 0, 1)
+        region.close()
+    # Every byte of the slice can be a region's again.
+    with lease.region(60 * MIB):
+        pass
 
 
 def test_many_returns_while_the_worker_before_still_ends(node: Daemon) -> None:
@@ -252,18 +387,22 @@ def test_a_card_is_emptied_and_what_stays_is_listed(node: Daemon, lease: GpuLeas
     other = cards(node.address)[1]["uuid"]
     buffer = session.mem_alloc(MIB)
     session.mem_write(buffer, 0, b"weights")
-    with parkable(node.address) as held, GpuSession(held) as with_region:
+    with parkable(node.address) as held, GpuSession(held) as shared:
         region = held.region(2 * MIB)
-        with_region.mem_write(region, 0, b"pages")
-        with GpuBuilder(node.address).min_vram(MIB).device("0").acquire() as fixed:
+        shared.mem_write(region, 0, b"pages")
+        grant = held.issue(Permission.MEM_READ)
+        with (
+            GpuBuilder(node.address).min_vram(MIB).device("0").acquire() as fixed,
+            GpuSession.attach(grant, node.address) as guest,
+        ):
             status, output = run("--from", "0", "--json")
             outcomes = {one["lease_id"]: one for one in json.loads(output)}
             assert status == 1
             assert outcomes[str(lease.lease_id)]["card_uuid"] == row(node.address, lease)["card_uuid"] == other
-            for one, reason in ((held, "regions"), (fixed, "parkable")):
+            for one, reason in ((held, "by a token"), (fixed, "parkable")):
                 assert outcomes[str(one.lease_id)]["outcome"] == "stays"
                 assert reason in outcomes[str(one.lease_id)]["reason"]
-        assert bytes(with_region.mem_read(region, 0, 5)) == b"pages"
+            assert bytes(guest.mem_read(region, 0, 5)) == b"pages"
     assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
     status, output = run("--from", "0")
     assert (status, "has no lease" in output) == (0, True)
@@ -399,6 +538,8 @@ def test_a_killed_broker_accounts_for_every_byte(lasting: LastingDaemon, step: s
     session = GpuSession(lease)
     buffer = session.mem_alloc(MIB)
     session.mem_write(buffer, 0, b"weights")
+    region = lease.region(2 * MIB)
+    session.mem_write(region, 0, b"layer")
     if step == "cold":
         chill(lasting.address, lease)
     elif step == "moved":
@@ -409,13 +550,16 @@ def test_a_killed_broker_accounts_for_every_byte(lasting: LastingDaemon, step: s
     lasting.restart()
     if step == "moved":
         assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+        assert bytes(session.mem_read(region, 0, 5)) == b"layer"
         session.close()
         lease.free()
     elif row(lasting.address, lease)["state"] == "active":
         # It had not left its worker yet.
         assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+        assert bytes(session.mem_read(region, 0, 5)) == b"layer"
         lease.free()
     wait_until(has_ended(lasting.address, lease), "the lease has ended")
+    assert region_has_ended(lasting.address, region)()
     for card, was in zip(cards(lasting.address), before, strict=True):
         assert card["held_bytes"] == was["held_bytes"]
 

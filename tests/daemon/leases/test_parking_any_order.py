@@ -54,6 +54,7 @@ from gpulease.daemon.leases import (
     RegionReleased,
     RegionRequested,
     RegionRestored,
+    RegionState,
     RenameWorker,
     RenewRequested,
     RequestDenied,
@@ -181,6 +182,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.images: dict[int, int] = {}
         self.lent: set[int] = set()
         self.imaged: dict[int, int] = {}
+        # Open and ended regions in each image, and what the broker answers itself for those.
+        self.image_regions: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
+        self.posted: list[Event] = []
         self.disk = Disk()
         self.now_ns = 10_000 * MS
         self.workers: dict[int, ModelWorker] = {}
@@ -216,6 +220,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.before_last = dict(self.ended), {lease_id: list(kinds) for lease_id, kinds in self.records.items()}
         for effect in effects:
             self.execute(effect)
+        while self.posted:
+            self.send(self.posted.pop(0))
         return effects
 
     def execute(self, effect: Effect) -> None:
@@ -257,6 +263,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     self.check_need_move(lease_id)
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
+            case EndRegion(lease_id, region_id) if lease_id in self.images and lease_id not in self.lent:
+                self.wipe(*self.image_regions[lease_id], region_id)
             case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
@@ -298,6 +306,25 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         assert before_ns is None or self.now_ns - before_ns >= MOVED_STAY_NS, "a session is moved to and fro"
         self.need_moves[lease_id] = self.now_ns
 
+    def wipe(self, regions: dict[int, int], gone: dict[int, int], region_id: int) -> None:
+        """Have the broker end a region of a session that has no worker."""
+        if (size := regions.pop(region_id, 0)) == 0:
+            self.posted.append(RegionRefused(region_id, "the session has nothing of the region"))
+            return
+        gone[region_id] = size
+        self.posted.append(RegionEnded(region_id, size - 2, 2, is_shown=True))
+
+    def read_words(self, worker: ModelWorker) -> None:
+        """Have a worker end what has ended while it did not have its session."""
+        for region_id in list(worker.regions):
+            row = self.table.regions.get(region_id)
+            if row is None or row.state is not RegionState.ACTIVE:
+                worker.end_region(region_id, is_shown=True)
+        for region_id in list(worker.gone):
+            row = self.table.regions.get(region_id)
+            if row is None or row.state is RegionState.RETURNED:
+                self.return_region(worker, region_id)
+
     def return_region(self, worker: ModelWorker, region_id: int) -> None:
         worker.gone.pop(region_id, None)
         # Its tenant gives up the address; what was kept there is the slice's again.
@@ -326,21 +353,25 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         order = worker.orders.pop(0)
         if isinstance(order, ParkSession | ReturnSession | StaySession):
             worker.has_left = False
+        if isinstance(order, StaySession):
+            self.read_words(worker)
         match order:
             case LeaveSession(lease_id, number, carries):
-                is_busy = (
-                    (worker.waits and not carries) or worker.held or worker.regions or worker.gone or luck % 5 == 1
-                )
+                is_busy = (worker.waits and not carries) or worker.held or luck % 5 == 1
                 if worker.on_card or worker.park != number or is_busy:
                     worker.answers.append(SessionStays(lease_id, number, "it is busy", is_lasting=luck % 2 == 1))
                     return
                 worker.has_left, self.imaged[lease_id] = True, number
+                self.image_regions[lease_id] = dict(worker.regions), dict(worker.gone)
                 worker.answers.append(SessionImaged(lease_id, number, 1000))
             case AdoptSession(lease_id, number):
                 if luck % 5 == 1:
                     worker.answers.append(SessionReturnFailed(lease_id, number, "it moved", is_mismatch=True))
                     return
                 worker.is_new, worker.park, worker.has_memory = False, number, True
+                regions, gone = self.image_regions[lease_id]
+                worker.regions, worker.gone = dict(regions), dict(gone)
+                self.read_words(worker)
                 worker.orders.insert(0, ReturnSession(lease_id, number))
                 self.obey(worker, luck)
             case GiveParkMemory():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import mmap
 import os
 import socket
 from collections.abc import Iterator
@@ -10,13 +11,23 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.contract.messages import ImageConnection, ImagedReport, ImageMemory, ReturnOrder
+from gpulease.daemon.contract.control_page import sealed_memory
+from gpulease.daemon.contract.messages import ImageConnection, ImagedReport, ImageMemory, ParkedRegion, ReturnOrder
 from gpulease.daemon.host.ipc import send_message
-from gpulease.daemon.leases import AdoptSession, Event, LeaveSession, SessionStays, StaySession
+from gpulease.daemon.leases import (
+    AdoptSession,
+    Event,
+    LeaveSession,
+    RegionEnded,
+    RegionRefused,
+    SessionStays,
+    StaySession,
+)
 from gpulease.daemon.workers.park_orders import ParkOrders
 from gpulease.daemon.workers.session_images import SessionImages
 
 LEASE, PARK = 5, 7
+MIB = 1 << 20
 
 
 class Node:
@@ -32,11 +43,11 @@ class Node:
         table: Any = SimpleNamespace(get=lambda _: SimpleNamespace(size_bytes=1 << 20))
         self.orders = ParkOrders(table, workers, 0, self.posted.append)
 
-    def reports(self, connections: int = 0) -> list[bytes]:
+    def reports(self, connections: int = 0, regions: tuple[ParkedRegion, ...] = ()) -> list[bytes]:
         """Have the worker report its image; return the orders that it gets."""
 
         async def hear() -> None:
-            self.orders.on_message(LEASE, ImagedReport(PARK, 1, connections))
+            self.orders.on_message(LEASE, ImagedReport(PARK, 1, connections, regions=regions))
 
         asyncio.run(hear())
         return self.ordered()
@@ -82,6 +93,38 @@ def test_a_malformed_message_leaves_no_descriptor_open(node: Node, is_first: boo
         send_message(channel, bad, (0, 0))
         node.reports(1)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_broker_wipes_a_region_that_ends(node: Node) -> None:
+    fd = sealed_memory("host", 4 * MIB)
+    with mmap.mmap(fd, 4 * MIB) as memory, node.images.begin(LEASE, PARK) as channel:
+        memory[:] = b"x" * (4 * MIB)
+        send_message(channel, ImageMemory(1, 4 * MIB).to_map(), (0, fd))
+        # Neither begins nor ends with a page; a small one lies within a page.
+        regions = ParkedRegion(1, 100, 2 * MIB, 16), ParkedRegion(2, 3 * MIB + 8, 80, 0)
+        assert node.reports(regions=regions) == []
+        # Its worker is there until the table has the image.
+        assert node.images.end_region(LEASE, 1) is None
+
+        async def run() -> None:
+            node.images.keep(LEASE, None)
+            assert node.images.end_region(LEASE, 1) == RegionEnded(1, 2 * MIB - 16, 16, is_shown=True)
+            assert node.images.end_region(LEASE, 2) == RegionEnded(2, 80, 0, is_shown=True)
+            assert isinstance(node.images.end_region(LEASE, 1), RegionRefused)
+            node.images.close()
+
+        asyncio.run(run())
+        left = b"x" * 100, bytes(2 * MIB), b"x" * (MIB - 92), bytes(80), b"x" * (MIB - 88)
+        assert bytes(memory[:]) == b"".join(left)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("region", [ParkedRegion(1, 1, MIB, 0), ParkedRegion(1, 0, 8, 9)])
+def test_a_worker_whose_regions_are_not_in_its_memory_keeps_its_session(node: Node, region: ParkedRegion) -> None:
+    with node.images.begin(LEASE, PARK) as channel:
+        send_message(channel, ImageMemory(1, MIB).to_map(), (0, 0))
+        (order,) = node.reports(regions=(region,))
+    assert b"stay" in order
 
 
 def test_a_session_that_could_not_be_sent_is_watched_again(node: Node) -> None:
