@@ -36,7 +36,10 @@ _SATURATES: Final = 0.95
 """A session that works or waits in this part of the time saturates the card."""
 
 _MOST_IDLE: Final = 0.15
-"""The time in which a session neither works nor waits, in parts of its turns, if it is to get more of them."""
+"""The time in which a session neither works nor waits, in parts of its turns, if it is to get more of them.
+
+Turns count as MIN_TURN_NS at least. A client that waits for its work before it launches more is idle for some 0.1 ms
+each time."""
 
 _LEAST_TURN_USE: Final = 0.5
 """The part of its turns in which a session works, if it is to get more of them: a long kernel may leave less of a turn
@@ -147,7 +150,9 @@ class Turns:
             # It has to have worked or waited, but for a part of its turn, and used its turn if there was one.
             due_ns = turn.time_between(self._since_ns, now_ns)
             idle_ns = now_ns - self._since_ns - busy_ns - held_ns
-            if idle_ns <= due_ns * _MOST_IDLE and (busy_ns >= due_ns * _LEAST_TURN_USE or due_ns < MIN_TURN_NS):
+            # It may have been sampled just before its turn: then a wait of its client must not count against it.
+            most_idle_ns = max(due_ns, MIN_TURN_NS) * _MOST_IDLE
+            if idle_ns <= most_idle_ns and (busy_ns >= due_ns * _LEAST_TURN_USE or due_ns < MIN_TURN_NS):
                 return True
             self._barred[session] = now_ns + _BAR_NS
         if self._barred.get(session, 0) > now_ns:

@@ -10,6 +10,9 @@ from gpulease.daemon.contract.session_image import (
     ConnectionState,
     GraphState,
     ModuleState,
+    RegionSetState,
+    RegionState,
+    RegionStates,
     RingState,
     SessionImage,
     UnreadableImage,
@@ -44,7 +47,27 @@ def image(unread: bytes = b"", events: tuple[tuple[int, int], ...] = ()) -> Sess
     )
 
 
-@pytest.mark.parametrize(("made", "version"), [(image(), 1), (image(b"a request"), 2), (image(events=EVENTS), 2)])
+REGIONS = RegionStates(
+    (
+        RegionState(bytes(15) + b"\1", 0, 5, 1 << 40, 4096, 0, None, False, False, False),
+        RegionState(bytes(15) + b"\2", 1, 6, 1 << 41, 4096, 64, (3, 1_700), True, True, True),
+    ),
+    (RegionSetState(1, (0, 1, 0), 2),),
+    4,
+    17,
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "version"),
+    [
+        (image(), 1),
+        (image(b"a request"), 2),
+        (image(events=EVENTS), 2),
+        (image(events=EVENTS)._replace(regions=REGIONS), 3),
+        (image()._replace(regions=REGIONS), 3),
+    ],
+)
 def test_an_image_is_written_in_the_lowest_version_that_has_all_of_it(made: SessionImage, version: int) -> None:
     data = made.to_bytes()
     assert (made.version, msgpack.unpackb(data)[0]) == (version, version)
@@ -52,7 +75,10 @@ def test_an_image_is_written_in_the_lowest_version_that_has_all_of_it(made: Sess
 
 
 def test_the_first_version_has_what_its_readers_know() -> None:
-    connections = msgpack.unpackb(image().to_bytes())[1 + SessionImage._fields.index("connections")]
+    data = msgpack.unpackb(image().to_bytes())
+    connections = data[1 + SessionImage._fields.index("connections")]
+    # The lease's id is first and last, and nothing has regions.
+    assert len(data) == 1 + len(SessionImage._fields)
     assert [len(one) for one in connections] == [6, 6]
 
 

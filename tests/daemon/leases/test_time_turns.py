@@ -70,6 +70,20 @@ def test_how_much_of_its_turns_lies_between_two_times() -> None:
     assert turn.time_between(60, 200) == 20 + 60
 
 
+@pytest.mark.parametrize(("idle_ns", "goes_on"), [(100 * US, True), (2 * MS, False)])
+def test_a_client_s_wait_before_its_first_turn_does_not_cost_it_its_turns(idle_ns: int, goes_on: bool) -> None:
+    turns = Turns()
+    takers = {1: saturating(1 * MS), 2: saturating(1 * MS)}
+    # The first session waits for its turn in the next period, and its limits are renewed as that begins.
+    begin_ns, more_ns = S - S % MIN_PERIOD_NS + 12 * MS, 8100 * US
+    turns.update(begin_ns, ROUND_NS, ROUND_NS, takers)
+    waited = SessionTime(busy_ns=S, held_ns=more_ns - idle_ns, more_busy_ns=1, more_held_ns=ROUND_NS)
+    used = SessionTime(busy_ns=S + more_ns, more_busy_ns=ROUND_NS, is_busy=True)
+    takers = {1: takers[1]._replace(time=waited, is_limited=True), 2: takers[2]._replace(time=used)}
+    turns.update(begin_ns + more_ns, ROUND_NS, ROUND_NS, takers)
+    assert (1 in turns) is goes_on
+
+
 def test_turns_end_soon_after_a_session_stops() -> None:
     stopping = SimulatedSession("ann", stops_ns=S + S // 2)
     card = SimulatedCard(stopping, SimulatedSession("bob"))
