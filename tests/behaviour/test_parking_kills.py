@@ -221,7 +221,9 @@ def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, node: Park
         if whom != "worker":
             node.kill_zygote()
         if whom != "zygote":
-            os.kill(scene.pid, signal.SIGKILL)
+            # The worker dies with its zygote, too.
+            with suppress(ProcessLookupError):
+                os.kill(scene.pid, signal.SIGKILL)
         if whom == "both, and the broker":
             node.restart()
         doing.join(60)
