@@ -5,12 +5,12 @@ Everything here is integer arithmetic and follows numpy's rules.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
 from gpulease.client.texts import quoted
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_DIMENSIONS: Final = 8
 """Most dimensions of an array, which is what the copy kernel has room for. Stops data that was passed as a shape."""

@@ -7,11 +7,11 @@ each cause with its status, its words and what the tenant can do next.
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from gpulease.protocol.codec import build_body, parse_body
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_ERROR_TEXT_BYTES, MAX_TLVS
 from gpulease.protocol.messages import ErrorBody

@@ -1,7 +1,7 @@
-"""Replaces `dataclass` of the standard library, in a fifth of the time: for modules with many frozen classes.
+"""Replaces `dataclass` of the standard library, in a fifth of the time: for all classes that a start makes.
 
-The standard library compiles six functions for each frozen class, which took a fifth of a daemon's start. This module
-compiles only the constructor. The other five are closures over the fields' names.
+The standard library compiles six functions for each frozen class, which took a fifth of a daemon's start, and three for
+any other. This module compiles only the constructor. The others are closures over the fields' names.
 
 A frozen class refuses assignment, so its constructor sets each field by a call of `object.__setattr__`, which takes ten
 times as long as an assignment. A class of many fields therefore has a twin: the same slots without the refusal. The
@@ -24,25 +24,30 @@ else:
     FIELDS_WITH_TWIN = 3
     """With fewer fields, two changes of an instance's class take longer than they save."""
 
-    def dataclass(*, frozen: bool, slots: bool, kw_only: bool = False) -> Callable[[C], C]:
-        """Return a decorator for classes of frozen instances with slots.
+    def dataclass(*, slots: bool, frozen: bool = False, kw_only: bool = False, eq: bool = True) -> Callable[[C], C]:
+        """Return a decorator for classes with slots.
 
         Raises TypeError for features that only `dataclasses.dataclass` has.
         """
-        if not (frozen and slots):
-            raise TypeError("use dataclasses.dataclass for a class that is not frozen or has no slots")
+        if not slots:
+            raise TypeError("use dataclasses.dataclass for a class that has no slots")
 
         def finish(cls: C) -> C:
+            # Without a text the standard library makes one from a signature, which takes longer than all the rest.
+            if not cls.__doc__:
+                cls.__doc__ = cls.__name__
             # With these arguments the standard library finds the fields and makes the slots, and compiles nothing. Only
             # a class that derives from a frozen one must be called frozen, which compiles two methods.
-            derives = hasattr(cls, "__dataclass_params__")
+            derives = frozen and hasattr(cls, "__dataclass_params__")
             return _finished(
-                _slotted(cls, init=False, repr=False, eq=False, frozen=derives, slots=True, kw_only=kw_only)
+                _slotted(cls, init=False, repr=False, eq=False, frozen=derives, slots=True, kw_only=kw_only),
+                frozen=frozen,
+                eq=eq,
             )
 
         return finish
 
-    def _finished(cls: C) -> C:
+    def _finished(cls: C, *, frozen: bool, eq: bool) -> C:
         found = fields(cls)
         # A field with init=False would need a value from elsewhere, which the compiled constructor does not know.
         if not all(item.init for item in found):
@@ -50,31 +55,39 @@ else:
         # Code that inspects the class needs these, and the standard library, which lets only frozen classes derive from
         # frozen ones.
         parameters = cls.__dataclass_params__
-        parameters.init = parameters.repr = parameters.eq = parameters.frozen = True
-        # Step 1: what every instance needs: a constructor, and no assignment afterwards.
-        cls.__init__ = _constructor(cls, found)
-        cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete
-        # Copying and unpickling can't set attributes one by one on a frozen instance.
-        cls.__getstate__, cls.__setstate__ = _state_of, _restore
+        parameters.init = parameters.repr = True
+        parameters.eq, parameters.frozen = eq, frozen
+        # Step 1: what every instance needs: a constructor, and for a frozen class no assignment afterwards.
+        cls.__init__ = _constructor(cls, found, frozen=frozen)
+        if frozen:
+            cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete
+            # Copying and unpickling can't set attributes one by one on a frozen instance.
+            cls.__getstate__, cls.__setstate__ = _state_of, _restore
         # Step 2: the methods that the class does not define itself, from the fields that take part in each.
-        compared = _values_of([item.name for item in found if item.compare])
-        hashed = _values_of([item.name for item in found if (item.compare if item.hash is None else item.hash)])
         own = vars(cls)
         if "__repr__" not in own:
             cls.__repr__ = _representation([item.name for item in found if item.repr])
+        if not eq:
+            return cls
+        compared = _values_of([item.name for item in found if item.compare])
+        # A class that defines `__eq__` alone has None there (the language reference, "object.__hash__").
+        if own.get("__hash__") is None:
+            cls.__hash__ = _hash_of(found) if frozen else None
         if "__eq__" not in own:
             cls.__eq__ = _equality(compared)
-        if own.get("__hash__") is None:
-            # A class that defines `__eq__` alone has None there (the language reference, "object.__hash__").
-            cls.__hash__ = lambda self: hash(hashed(self))
         return cls
 
-    def _constructor(cls: type, found: tuple[Field[Any], ...]) -> Callable[..., None]:
+    def _hash_of(found: tuple[Field[Any], ...]) -> Callable[[Any], int]:
+        hashed = _values_of([item.name for item in found if (item.compare if item.hash is None else item.hash)])
+        return lambda self: hash(hashed(self))
+
+    def _constructor(cls: type, found: tuple[Field[Any], ...], *, frozen: bool) -> Callable[..., None]:
         # The names that the constructor's source refers to: values go in as objects, so none is written as text.
         names: dict[str, Any] = {"_set": object.__setattr__, "_MISSING": MISSING, "__name__": cls.__module__}
         parameters, lines = ["self"], []
-        # Instances refuse assignment: the constructor sets fields through `object`, or while they are the twin's.
-        has_twin = len(found) >= FIELDS_WITH_TWIN
+        # Frozen instances refuse assignment: their fields are set through `object`, or while they are the twin's.
+        has_twin = frozen and len(found) >= FIELDS_WITH_TWIN
+        sets = "_set(self, {0!r}, {1})" if frozen and not has_twin else "self.{0} = {1}"
         # Keyword-only parameters must follow all others, and `sorted` keeps the fields' order otherwise.
         for item in sorted(found, key=attrgetter("kw_only")):
             value = item.name
@@ -90,7 +103,7 @@ else:
                 parameters.append(f"{item.name}=_default_{item.name}")
             else:
                 parameters.append(item.name)
-            lines.append(f"self.{item.name} = {value}" if has_twin else f"_set(self, {item.name!r}, {value})")
+            lines.append(sets.format(item.name, value))
         if has_twin:
             names |= {"_twin": _twin_of(cls), "_set_class": object.__dict__["__class__"].__set__}
             lines = ["_own = self.__class__", "_set_class(self, _twin)", *lines, "_set_class(self, _own)"]
@@ -105,11 +118,14 @@ else:
 
     def _twin_of(cls: type) -> type:
         """Return a class with the instance layout of `cls`; its instances can be assigned to."""
+        own = vars(cls)
+        members = {"__slots__": own["__slots__"], "__module__": cls.__module__}
         # Both methods are the standard ones, or the interpreter takes assignments for calls of Python's.
-        plain = {"__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
-        return type(
-            cls.__name__, cls.__bases__, {"__slots__": vars(cls)["__slots__"], "__module__": cls.__module__, **plain}
-        )
+        members |= {"__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
+        # A generic class is derived from Generic with these parameters alone.
+        if "__orig_bases__" in own:
+            members["__orig_bases__"] = own["__orig_bases__"]
+        return type(cls.__name__, cls.__bases__, members)
 
     def _values_of(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
         """Return a function from an instance to a tuple of those attributes."""

@@ -16,9 +16,10 @@ naming the host under which browsers know it, and other sites' pages by naming t
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 MISDIRECTED: Final = 421
 """The status for a name that is not the server's (RFC 9110, 15.5.20)."""

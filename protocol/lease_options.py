@@ -8,13 +8,14 @@ constant and its field; a fact left out is an error when this module, or the cli
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum, IntEnum, auto
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 
 from gpulease.protocol import fast_dataclass
 from gpulease.protocol.failures import Failure, Refused
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_names import MAX_NAME_CHARS, NAME, NAME_RULE
 from gpulease.protocol.limits import MAX_LABELS
 from gpulease.protocol.opcodes import Exclusivity, Status, Waiting

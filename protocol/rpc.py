@@ -32,11 +32,12 @@ header once and uses its copy.
 """
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Self
 
 import construct as c
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 RPC_VERSION: Final = 1
 """The version of everything in this module."""

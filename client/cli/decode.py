@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,6 +28,7 @@ from gpulease.client.decode import (
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from gpulease.protocol.address import FLEET_SCHEME
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     # Needs the extra `decode`, without which `open_model` says what to install.

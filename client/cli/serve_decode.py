@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ from gpulease.client.console.exit_status import needing
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
 from gpulease.client.decode.page.demo_traffic import DemoTraffic
+from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     # Needs the extra `serve`, without which the command says what to install.

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from typing import Final
 import click
 
 from gpulease.client.console.exit_status import MissingPrerequisite
+from gpulease.protocol.fast_dataclass import dataclass
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 """The folder of the units, next to the client's, in a checkout as in an installation."""

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +32,7 @@ from gpulease.client.console.tables import size_text, table
 from gpulease.client.verify.faulty_kernels import BLOCK, ONE, count_set, fill, rule_breakers
 from gpulease.client.verify.neighbour import ORPHAN_S, Neighbour, neighbour
 from gpulease.client.verify.neighbour import SLICE_BYTES as ANN_BYTES
+from gpulease.protocol.fast_dataclass import dataclass
 
 MIB: Final = 1 << 20
 PRIVATE_VRAM: Final = {"cpu": "256MiB", "cuda": "4GiB"}

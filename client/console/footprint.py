@@ -3,11 +3,11 @@
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpulease.protocol.address import UnixAddress, parse_address
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 LOOKS: Final = 3

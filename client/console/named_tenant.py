@@ -2,10 +2,11 @@
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession, KernelArgs
+from gpulease.protocol.fast_dataclass import dataclass
 
 VALUES: Final = 1024
 WORK_PAUSE_S: Final = 0.005

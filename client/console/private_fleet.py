@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from gpulease.client.console.private_daemon import SOCKET_NAME, PrivateDaemon, P
 from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.errors import Disconnected
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 
 ETCD: Final = "etcd"
 INSTALL: Final = "install it, as by `apt install etcd-server`, or from etcd.io"

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -11,6 +10,7 @@ from gpulease.client.console.card import ask_card, card_title
 from gpulease.client.console.reports import first_card, leases_of
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.messages import Empty, LeaseRef
 
 SLICE_BYTES: Final = 256 << 20

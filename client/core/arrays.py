@@ -6,7 +6,7 @@ their results. So every rule is written once, and these calls are recorded, orde
 
 import struct
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.resources import files
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
@@ -30,6 +30,7 @@ from gpulease.client.handles import Buffer
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.kernels.toolchain import missing
 from gpulease.client.texts import quoted
+from gpulease.protocol.fast_dataclass import dataclass
 
 T = TypeVar("T")
 A = TypeVar("A", bound="SessionArray")

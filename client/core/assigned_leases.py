@@ -6,12 +6,12 @@ driver gives a container a folder, which GPULEASE_LEASES names, with one JSON fi
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.errors import InvalidRequest
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 
 FOLDER_VARIABLE: Final = "GPULEASE_LEASES"

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from gpulease.client.core.exchange import (
@@ -19,6 +18,7 @@ from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Notification, Opcode, Phase, RegionNotification, Status
 from gpulease.protocol.address import Address
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe
 

@@ -19,7 +19,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from gpulease.client.core.exchange import (
@@ -49,6 +49,7 @@ from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address, FleetAddress, parse_address
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_options import EXCLUSIVITY, LABELS, LEASE_NAME, REQUEST_ID, REQUEST_ID_BYTES
 from gpulease.protocol.limits import MAX_TRIED
 from gpulease.protocol.messages import (

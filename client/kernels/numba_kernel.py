@@ -12,7 +12,6 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from gpulease.client.kernels.joined_ptx import joined, undefined
 from gpulease.client.kernels.prepared_launch import MAX_VARIANTS, CompiledKernel, PreparedLaunch, launch_failed
 from gpulease.client.kernels.toolchain import checked_arch, compile_error, missing
 from gpulease.client.texts import quoted
+from gpulease.protocol.fast_dataclass import dataclass
 
 Signature = str | tuple[Any, ...]
 

@@ -1,12 +1,13 @@
 """TLS credentials: the PEM files with which a tenant proves itself to a remote daemon and verifies it."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any, Final, Self
 
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.texts import quoted
 from gpulease.protocol.address import Address, TlsAddress
+from gpulease.protocol.fast_dataclass import dataclass
 
 VARIABLES: Final = {
     "certificate": "GPULEASE_TLS_CERTIFICATE",

@@ -1,9 +1,9 @@
 """Spinning: how long a session polls for a reply before its caller sleeps. A wake-up takes tens of microseconds."""
 
 import os
-from dataclasses import dataclass
 from typing import Final
 
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Waiting
 
 MIN_SPIN_CORES: Final = 4

@@ -1,7 +1,7 @@
 """The caller of a control request: its connection, with that connection's peer, tokens and leases."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Protocol
 
 from gpulease.daemon.broker.connection_tracker import ConnectionTracker
@@ -11,6 +11,7 @@ from gpulease.daemon.broker.token_service import ConnectionTokens
 from gpulease.daemon.leases import RequestDenied
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.messages import Body, LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.operations import Trait, having

@@ -1,7 +1,6 @@
 """Readiness: whether the daemon can grant leases, check by check. HEALTH and the metrics report it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from gpulease.daemon.broker.fleet_frontend import FleetFrontend
@@ -10,6 +9,7 @@ from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.registry import Workers
+from gpulease.protocol.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ share one tenant, may use only leases with ids that they know, and are never ope
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 ANONYMOUS_TENANT: Final = "tcp"

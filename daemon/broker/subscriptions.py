@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 from gpulease.daemon.leases import (
@@ -27,6 +27,7 @@ from gpulease.daemon.leases import (
     Warned,
 )
 from gpulease.protocol.failures import Failure, Refused
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import MAX_SUBSCRIPTIONS, MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseEvent, RegionEvent
 from gpulease.protocol.opcodes import Phase, Status

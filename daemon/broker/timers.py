@@ -11,10 +11,10 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.leases import Event
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOT_BITS: Final = 27

@@ -11,7 +11,6 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, assert_never
 
 from gpulease.daemon.broker.listeners import bound_at, cannot_listen
@@ -38,6 +37,7 @@ from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Time
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.counts import counted
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Status
 
 SEND_RETRY_S: Final = 0.01

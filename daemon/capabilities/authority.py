@@ -7,7 +7,6 @@ import heapq
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.capabilities import tokens
@@ -23,6 +22,7 @@ from gpulease.daemon.capabilities.claims import (
 )
 from gpulease.daemon.capabilities.keys import Draw, KeyRing
 from gpulease.protocol.capabilities import NODE_LEASE, Permission, names_of
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_NONCES_PER_LEASE: Final = 256

@@ -15,11 +15,11 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 KEY_BYTES: Final = 32

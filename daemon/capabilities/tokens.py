@@ -6,7 +6,6 @@ evaluated unless `protocol.capabilities.narrowing_source` could have written it.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from biscuit_auth import (
 from gpulease.daemon.capabilities.claims import CapabilityDenied, Claims, TokenCheck
 from gpulease.daemon.capabilities.keys import Key, KeyRing
 from gpulease.protocol.capabilities import Permission, names_of, parse_narrowing, permissions_of
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 
 MAX_BLOCKS: Final = 8

@@ -8,7 +8,7 @@ import pwd
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from gpulease.daemon.remote.tls_settings import (
 from gpulease.daemon.sandbox.measures import ALWAYS_ON, MODES, Measure, SandboxSettings
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.http_origin import parse_host_names
 from gpulease.protocol.settings_reader import (
     BadSetting,

@@ -4,13 +4,13 @@ The broker checks the token once. From then on a request costs one lookup in a t
 lease's generation are read for every request anyway.
 """
 
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission, names_of
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 from gpulease.protocol.operations import missing_permission

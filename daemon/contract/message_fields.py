@@ -15,10 +15,11 @@ handler.
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_options import ChoiceOption, FlagOption, LeaseOption, NumberOption
 
 U64_MAX: Final = 2**64 - 1

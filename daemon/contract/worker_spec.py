@@ -1,6 +1,5 @@
 """The description of one worker, which the broker sends to the zygote, and the exit statuses of workers."""
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, ClassVar
 
@@ -13,6 +12,7 @@ from gpulease.daemon.contract.message_fields import (
     LeaseNumber,
     Message,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_options import WorkerOptions
 
 

@@ -8,8 +8,9 @@ import ctypes
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import Final
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 LIBRARY: Final = "libcuda.so.1"
 

@@ -6,12 +6,12 @@ several causes ("no device"), so the state of the host decides first: its kernel
 
 import os
 import re
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.gpus.source import CardsUnavailable
+from gpulease.protocol.fast_dataclass import dataclass
 
 ROOT: Final = Path("/")
 

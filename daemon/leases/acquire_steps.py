@@ -3,8 +3,9 @@
 A claim costs a write to the fleet's store. The node therefore refuses first whatever it would refuse anyway.
 """
 
-from dataclasses import dataclass
 from enum import Enum
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 
 class AcquireStep(Enum):

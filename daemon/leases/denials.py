@@ -1,7 +1,6 @@
 """Denials: why a request was refused, as a reason for programs, a sentence for people and a hint."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -9,6 +8,7 @@ from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
 from gpulease.protocol.counts import counted
 from gpulease.protocol.failures import LEASE_ENDS, Failure, lease_end
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sizes import size_text

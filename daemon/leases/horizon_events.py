@@ -1,7 +1,8 @@
 """Events and effects of the membership deadline (`horizon`); `horizons` handles them."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

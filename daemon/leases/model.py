@@ -11,7 +11,7 @@ States, causes and triggers are hashed by identity, because Enum's own hash is a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, TypeVar
 from gpulease.daemon.leases.park_state import ParkState
 from gpulease.protocol import fast_dataclass
 from gpulease.protocol.failures import LEASE_ENDS
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_options import LATENCY, WEIGHT, LeaseOptions
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.session_words import RegionWord

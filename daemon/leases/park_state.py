@@ -1,8 +1,10 @@
 """Where the session of a parkable lease is: the state that `Parking` keeps with the lease."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import NamedTuple
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 
 class ParkPhase(Enum):

@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -30,6 +30,7 @@ from gpulease.daemon.leases.model import (
     WarmContext,
 )
 from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.sizes import size_text
 from gpulease.protocol.time_units import NS_PER_S

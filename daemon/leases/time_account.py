@@ -17,11 +17,11 @@ that claims too much pays for it, and claims at most a share of the time of the 
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 from gpulease.daemon.contract.control_page import TimeClaims
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_CLAIM_NS: Final = 1 << 62
 """Longest time that a claim is taken for, 146 years. A hostile worker may claim any u64, and what is computed from it

@@ -17,7 +17,6 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.daemon.leases import events
@@ -53,6 +52,7 @@ from gpulease.daemon.leases.persisted import WarmRow
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.protocol.back_off import back_off_s
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 REFILL_PAUSE_MS: Final = 100

@@ -5,9 +5,11 @@ People search for names and make alerts of them, so names never change.
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import Final
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 DEBUG: Final = logging.DEBUG
 INFO: Final = logging.INFO

@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, lru_cache
 from types import TracebackType
@@ -31,6 +30,7 @@ from gpulease.daemon.host.compact_json import compact_encoder
 from gpulease.daemon.host.processes import start_thread
 from gpulease.daemon.host.utc_time import utc_bytes, utc_text
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable, shortened
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import NS_PER_US, US_PER_S

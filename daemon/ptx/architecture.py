@@ -1,8 +1,9 @@
 """The embedded driver's architecture: as a card's, it decides which images load (PTX ISA section 11.1.2, `.target`)."""
 
 import re
-from dataclasses import dataclass
 from typing import Final
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 NEWEST_PTX: Final = (9, 5)
 """The newest PTX version: this driver does not know what later ones add."""

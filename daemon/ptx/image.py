@@ -11,7 +11,7 @@ import ctypes
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import msgpack
@@ -46,6 +46,7 @@ from gpulease.daemon.ptx.translate.call_graph import link
 from gpulease.daemon.ptx.translate.callees import FIRST_HANDLE, HANDLE_STEP
 from gpulease.daemon.ptx.translate.cooperative import cooperative_kernels
 from gpulease.daemon.ptx.translate.module import Part, translate
+from gpulease.protocol.fast_dataclass import dataclass
 
 # The first four bytes of images that only a card takes.
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}

@@ -6,12 +6,12 @@ compressed to a fifth: it is some seven times as long as the code that it become
 """
 
 import zlib
-from dataclasses import dataclass
 
 from gpulease.daemon import ptx
 from gpulease.daemon.drivers.interface import LaunchRejected
 from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.native.compiler import BadIr, Effort, NativeCode, emit_object, load_object
+from gpulease.protocol.fast_dataclass import dataclass
 
 # zlib's fastest level: the default level makes IR a sixth smaller and takes three times as long.
 _COMPRESSION = 1

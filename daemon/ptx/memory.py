@@ -13,7 +13,6 @@ import ctypes
 import mmap
 import os
 from bisect import bisect_right
-from dataclasses import dataclass
 
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory
 from gpulease.daemon.host.memory_mapping import (
@@ -34,6 +33,7 @@ from gpulease.daemon.ptx.limits import (
 from gpulease.daemon.ptx.native.structures import REGION_GRANULE_BYTES, BlockEnvironment, Fault
 from gpulease.daemon.ptx.parse.declarations import round_up
 from gpulease.daemon.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
+from gpulease.protocol.fast_dataclass import dataclass
 
 PARKABLE_ADDRESS = 0x1000_0000_0000
 """Where the memory of a parkable session begins, if nothing is there: at the same address its pointers stay true in any

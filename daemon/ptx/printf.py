@@ -7,12 +7,13 @@ each, and after a string's address the string's bytes. A decoder that parses the
 import ctypes
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gpulease.daemon.host.captured_output import write_output
 from gpulease.daemon.ptx.limits import MAX_PRINT_BYTES, MAX_PRINT_WIDTH
 from gpulease.daemon.ptx.memory import Mapping
 from gpulease.daemon.ptx.native.structures import Mark, PrintHead, PrintRecord
+from gpulease.protocol.fast_dataclass import dataclass
 
 _LIBC = ctypes.CDLL(None)
 _HEAD_BYTES = ctypes.sizeof(PrintHead)

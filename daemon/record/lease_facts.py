@@ -9,7 +9,6 @@ read a lease's phase from the lease table, because it also changes with effects 
 `Warned`).
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple, get_args
 
@@ -73,6 +72,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import MetricFamily
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode
 
 THE_DAEMON: Final = "gpuleased"

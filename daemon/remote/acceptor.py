@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn, assert_never
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, expect_message
@@ -44,6 +43,7 @@ from gpulease.daemon.remote.remote_messages import (
     ToAcceptor,
 )
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_HANDSHAKES: Final = 32
 """Relays at a time with an unknown peer. An honest peer is unknown for one round trip."""

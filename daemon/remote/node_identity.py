@@ -15,11 +15,11 @@ import re
 import ssl
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 from gpulease.daemon.remote.tls_settings import TlsSettings, check_tenant
+from gpulease.protocol.fast_dataclass import dataclass
 
 TENANT_PREFIX: Final = "URI:gpulease:tenant:"
 

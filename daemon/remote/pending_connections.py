@@ -15,8 +15,9 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_PENDING: Final = 256
 """Connections at a time. One more evicts one."""

@@ -15,7 +15,6 @@ import select
 import socket
 import ssl
 import time
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
@@ -34,6 +33,7 @@ from gpulease.daemon.remote.remote_messages import (
 )
 from gpulease.daemon.sandbox import landlock, syscall_filter
 from gpulease.daemon.sandbox.measures import SandboxNeeds
+from gpulease.protocol.fast_dataclass import dataclass
 
 HANDSHAKE_S: Final = 5.0
 """From a whole ClientHello to the end of the handshake, one round trip. Stops a peer that begins and does not go on."""

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
 from gpulease.daemon.host.absolute_paths import path_setting
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.settings_reader import BadSetting, Setting, must_be, read_values
 
 OVER_TCP: Final = "tcp"

@@ -9,12 +9,12 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntFlag
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.sandbox.measures import SandboxNeeds, system_call
+from gpulease.protocol.fast_dataclass import dataclass
 
 # The same numbers on every architecture except alpha.
 _CREATE_RULESET: Final = 444

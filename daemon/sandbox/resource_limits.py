@@ -5,11 +5,11 @@ times its slice.
 """
 
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.sandbox.measures import SandboxNeeds
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_DESCRIPTORS: Final = 4096
 """Stops a worker that opens descriptors until the host has none left. A context has some 45, a connection 2 or 3."""

@@ -6,7 +6,6 @@ the rest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges
@@ -22,6 +21,7 @@ from gpulease.daemon.sandbox.worker_identity import (
     drop_capabilities,
     keep_only,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 
 Step = Callable[[], None]
 

@@ -10,11 +10,11 @@ import os
 import pwd
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.sandbox.measures import SandboxBroken, prctl
+from gpulease.protocol.fast_dataclass import dataclass
 
 STANDARD = (0, 1, 2)
 """The standard descriptors: an empty input, and a pipe to the daemon's log."""

@@ -28,7 +28,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
@@ -41,6 +40,7 @@ from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.stream_operations import ConnectionStreams
 from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_header, parse_header
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Waiting

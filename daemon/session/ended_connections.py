@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -30,6 +30,7 @@ from gpulease.daemon.session.replies import done
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Freed
 from gpulease.protocol.opcodes import Opcode, Status

@@ -5,7 +5,6 @@ not make again, exactly as it was, keeps the session here, and `check` says what
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import SESSION_TOTALS, Counter
@@ -35,6 +34,7 @@ from gpulease.daemon.session.region_memory import RegionMemory
 from gpulease.daemon.session.region_operations import RegionOperations
 from gpulease.daemon.session.stream_operations import ConnectionStreams, StreamOperations
 from gpulease.protocol.failures import Refused
+from gpulease.protocol.fast_dataclass import dataclass
 
 _COUNTERS: Final = (*SESSION_TOTALS, Counter.MOST_ALLOCATED_BYTES)
 """Counters of the control page that count over the session's whole life."""

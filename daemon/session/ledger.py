@@ -9,13 +9,14 @@ address again. A number that another session owns is simply unknown here, becaus
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 from gpulease.daemon.drivers.interface import DriverError, DriverModule, ImageRejected
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.allocation_records import AllocationRecords
 from gpulease.protocol.failures import Failure, Refused
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Status
 
 MAX_ALLOCATIONS: Final = 65_536

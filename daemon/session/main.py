@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -32,6 +32,7 @@ from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
 from gpulease.daemon.session.server import LOOK_MS, SessionServer, SubmitServer
 from gpulease.daemon.session.session import Session
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import SubmitOption
 from gpulease.protocol.primitives import Tlv

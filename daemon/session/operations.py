@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import Context, DriverKernel, KernelFault, keep_waiting
 from gpulease.daemon.session.ledger import Ledger
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.lease_options import WorkerOptions
 from gpulease.protocol.opcodes import Opcode

@@ -26,7 +26,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -46,6 +45,7 @@ from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, Ticket
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.daemon.session.region_operations import Flip, MappedRegion, RegionGate, end_text
 from gpulease.protocol.failures import Refused
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.session_words import ENDED_WORDS, RegionWord
 from gpulease.protocol.time_units import NS_PER_MS
 

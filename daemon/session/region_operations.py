@@ -17,7 +17,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -34,6 +34,7 @@ from gpulease.daemon.session.replies import empty, handle_reply
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure, Refused, region_refusal
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, RegionRefusal, RegionSet

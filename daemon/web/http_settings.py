@@ -5,12 +5,12 @@ import ipaddress
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import TcpAddress, parse_address
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.settings_reader import must_be
 
 NEEDED: Final = ("starlette", "uvicorn", "h11")

@@ -8,9 +8,9 @@ stay the same while the broker lives, and no other process can compute them.
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import MS_PER_S
 
 PSEUDONYM_CHARS: Final = 8

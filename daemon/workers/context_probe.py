@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -18,6 +17,7 @@ from gpulease.daemon.leases import Event, SessionFaulted, WorkerExited, WorkerFa
 from gpulease.daemon.leases.devices import Others
 from gpulease.daemon.workers.monitors import UnlistedSince
 from gpulease.daemon.workers.registry import Workers
+from gpulease.protocol.fast_dataclass import dataclass
 
 PROBE_TIMEOUT_S: Final = 60.0
 """Longest time for making one context; a cold driver takes seconds."""

@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, for_reading, overran
@@ -41,6 +40,7 @@ from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.operations import Trait, having
 from gpulease.protocol.time_units import NS_PER_S
 

@@ -15,7 +15,7 @@ import mmap
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 from gpulease.daemon.contract.message_fields import MalformedMessage, parse_message
@@ -43,6 +43,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.worker import MAX_HAND_OVERS, Worker
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode, Status
 
 WATCH_AGAIN_S: Final = 1.0

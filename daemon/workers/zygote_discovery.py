@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 ANSWER_TIMEOUT_S: Final = 30.0

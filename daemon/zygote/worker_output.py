@@ -8,9 +8,9 @@ import os
 import select
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.log_budget import LogBudget
 from gpulease.protocol.time_units import NS_PER_S
 

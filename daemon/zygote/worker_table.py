@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.contract.control_page import (
@@ -37,6 +36,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import is_exiting
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 

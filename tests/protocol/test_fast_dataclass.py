@@ -8,13 +8,15 @@ import pickle
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.protocol.fast_dataclass import dataclass
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,70 @@ class StandardDerived(StandardBase):
     more: int = 4
 
 
+@dataclass(slots=True)
+class Changeable:
+    first: int
+    second: list[int] = field(default_factory=list)
+    ignored: int = field(default=0, compare=False)
+
+
+@dataclasses.dataclass(slots=True)
+class StandardChangeable:
+    first: int
+    second: list[int] = field(default_factory=list)
+    ignored: int = field(default=0, compare=False)
+
+
+@dataclass(slots=True)
+class FurtherChangeable(Changeable):
+    own: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class OneOfItsKind:
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenOneOfItsKind:
+    number: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StandardOneOfItsKind:
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StandardFrozenOneOfItsKind:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder(Generic[T]):
+    first: T
+    second: T
+    third: T
+
+
+@dataclass(slots=True)
+class HashedByItself:
+    number: int
+
+    def __hash__(self) -> int:
+        return 7
+
+
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 PAIRS: list[Pair] = [(Nothing, StandardNothing), (One, StandardOne), (Many, StandardMany)]
 IN_PAIRS = pytest.mark.parametrize(
     ("ours", "theirs"), [*PAIRS, (Derived, StandardDerived)], ids=["none", "one", "many", "derived"]
 )
+NOT_FROZEN_OR_COMPARED: list[Pair] = [
+    (Changeable, StandardChangeable),
+    (OneOfItsKind, StandardOneOfItsKind),
+    (FrozenOneOfItsKind, StandardFrozenOneOfItsKind),
+]
 
 
 def outcome(act: Callable[[], Any]) -> Any:
@@ -196,6 +257,42 @@ def test_an_instance_can_not_be_changed(ours: Any, theirs: Any) -> None:
     assert repr(item) == repr(like).replace("Standard", "")
 
 
+@pytest.mark.parametrize(("ours", "theirs"), NOT_FROZEN_OR_COMPARED)
+def test_classes_that_are_not_frozen_or_not_compared(ours: Any, theirs: Any) -> None:
+    for kind in (ours, theirs):
+        kind.item, kind.other = kind(1), kind(1)
+    assert (ours.item == ours.other) is (theirs.item == theirs.other)
+    assert ours.item == ours.item
+    assert outcome(lambda: hash(ours.item) == hash(ours.other)) == outcome(
+        lambda: hash(theirs.item) == hash(theirs.other)
+    )
+    for name in ours.__match_args__:
+        assert outcome(partial(setattr, ours.item, name, 2)) == outcome(partial(setattr, theirs.item, name, 2))
+    with pytest.raises((AttributeError, FrozenInstanceError)):
+        ours.item.new = 1
+    assert repr(ours.item) == repr(theirs.item).replace("Standard", "")
+    assert repr(copy.deepcopy(ours.item)) == repr(pickle.loads(pickle.dumps(ours.item))) == repr(ours.item)
+    assert repr(ours.__dataclass_params__) == repr(theirs.__dataclass_params__)
+    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+
+
+def test_a_class_that_is_not_frozen_has_the_hash_that_it_defines_and_can_be_derived_from() -> None:
+    assert hash(HashedByItself(1)) == 7
+    further = FurtherChangeable(1, own=2)
+    further.second.append(3)
+    assert further == FurtherChangeable(1, [3], 5, 2)
+    assert further != Changeable(1, [3])
+    with pytest.raises(TypeError, match="frozen"):
+
+        @dataclass(slots=True)
+        class _NotFrozen(One):  # type: ignore[misc]
+            number: int
+
+
+def test_a_generic_class_has_its_parameters() -> None:
+    assert Holder[int](1, 2, third=3) == Holder(1, 2, 3)
+
+
 def test_a_copy_is_equal_and_replaced_fields_differ() -> None:
     item = Many(1, made=[2], named=3)
     assert copy.deepcopy(item) == item
@@ -223,7 +320,7 @@ def test_parameters_by_name_alone() -> None:
 
 def test_what_it_can_not_do_is_refused() -> None:
     with pytest.raises(TypeError, match=r"dataclasses\.dataclass"):
-        dataclass(frozen=False, slots=True)
+        dataclass(frozen=True, slots=False)
     with pytest.raises(TypeError, match="not parameters"):
 
         @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """The columns of leases: their cells, their order, and which of them a narrow terminal leaves out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client.cli.top.sample import LeaseLine
 from gpulease.client.console.reports import REGION_MARK
 from gpulease.client.console.tables import MISSING, pad, seconds_text, shown, size_text
+from gpulease.protocol.fast_dataclass import dataclass
 
 SHORT_ID: Final = 8
 """Digits of a lease id without room for all 32: enough to distinguish the leases of one node."""

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from gpulease.client.console.tables import seconds_text
+from gpulease.protocol.fast_dataclass import dataclass
 
 Report = Mapping[str, Any]
 """A lease or a card as the daemon reports it. A daemon of another version may send more keys, or fewer."""

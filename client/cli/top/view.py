@@ -1,7 +1,7 @@
 """The state of the live view, and what each key does to it, without a terminal or a daemon."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
@@ -9,6 +9,7 @@ from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
 from gpulease.client.cli.top.sample import LeaseLine, ScreenSamples, lease_lines, number
 from gpulease.client.console.reports import as_tree
 from gpulease.client.console.tables import shown
+from gpulease.protocol.fast_dataclass import dataclass
 
 MIN_EVERY_S: Final = 0.1
 """Least seconds between samples: a shorter interval would keep the broker busy with reports."""

@@ -8,7 +8,6 @@ stays with the broker, which answers the request and continues.
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.broker.caller import Caller
@@ -28,6 +27,7 @@ from gpulease.daemon.leases.denials import not_found, stuck
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure, Refused
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.messages import Attach, Body, GpuSubmit
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.operations import SPECS

@@ -11,7 +11,6 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -33,6 +32,7 @@ from gpulease.protocol.address import Address, TcpAddress, TlsAddress, UnixAddre
 from gpulease.protocol.connection import Connection, EndOfStream, Event, Rejected, Request, Role, StreamBroken
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, HelloReply, Metrics
 from gpulease.protocol.opcodes import Opcode, Status

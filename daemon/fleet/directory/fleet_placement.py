@@ -6,7 +6,6 @@ Information?", 2000).
 """
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from random import Random
 from typing import Final
 
@@ -14,6 +13,7 @@ from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import Room, SeenNode
 from gpulease.daemon.fleet.records.fleet_records import CardRecord
 from gpulease.daemon.leases import PlacementOrder
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity
 

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from random import Random
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ from gpulease.daemon.log.rate_limit import LINE_EVERY_S, RateLimit
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_names import NAME
 from gpulease.protocol.messages import Place, Placement, Report
 from gpulease.protocol.opcodes import Exclusivity, Status

@@ -15,7 +15,6 @@ write.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -42,6 +41,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     WatchBatch,
     WatchRefused,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable
 
 _Reply = TypeVar("_Reply")

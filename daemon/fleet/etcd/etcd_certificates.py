@@ -5,12 +5,12 @@ The fleet process can't open files. The broker opens them and sends the descript
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.host.ipc import close_all
+from gpulease.protocol.fast_dataclass import dataclass
 
 Stamp = tuple[int, int, int, int]
 """A file's device, number, size and time of last change."""

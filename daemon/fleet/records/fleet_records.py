@@ -18,7 +18,7 @@
 A reader ignores members that it does not know, so that nodes of two versions make one fleet.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from json import dumps
 from typing import Annotated, Final
@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from gpulease.daemon.fleet.records.fleet_settings import MAX_HORIZON_S, MIN_HORIZON_S
 from gpulease.daemon.fleet.records.record_reader import LeaseText, Number, Text, Unreadable, read_record
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_names import NAME
 
 PREFIX: Final = b"/gpulease/v1/"

@@ -1,6 +1,6 @@
 """The `[fleet]` table as a value: the node's fleet, and what the node publishes there."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from gpulease.daemon.fleet.etcd.endpoints import parse_endpoints
 from gpulease.daemon.host.absolute_paths import path_setting
 from gpulease.daemon.host.extras import check_installed
 from gpulease.protocol.address import parse_address
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_names import NAME
 from gpulease.protocol.settings_reader import Setting, check_bounds, must_be, read_size
 

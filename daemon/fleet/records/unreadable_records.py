@@ -1,11 +1,11 @@
 """The values in etcd that one process could not read: how many it met, and which exist now."""
 
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable
 
 MAX_REMEMBERED: Final = 64

@@ -12,7 +12,7 @@ last longer.
 """
 
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from json import dumps
 from statistics import median
 from typing import Final, NamedTuple
@@ -22,6 +22,7 @@ from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs
 from gpulease.daemon.fleet.records.fleet_records import CLOCKS
 from gpulease.daemon.fleet.records.record_reader import Number, Text, Unreadable, read_record
 from gpulease.daemon.fleet.rules.membership import Membership
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOTS: Final = 16

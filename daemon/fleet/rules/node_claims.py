@@ -10,7 +10,6 @@ once all leases of that daemon are over.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -46,6 +45,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
 )
 from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
 from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_WANTS: Final = 1_024
 """Claims that may wait on one node. Stops tenants from making a node ask etcd without end."""

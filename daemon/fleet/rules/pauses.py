@@ -15,8 +15,10 @@ The length of the stop is unknown, and another machine may run with the same kno
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
+
+from gpulease.protocol.fast_dataclass import dataclass
 
 NS_PER_TICK: Final = 10_000_000
 """Nanoseconds of a clock tick of /proc/stat (proc(5); USER_HZ is 100 on all architectures that gpuleased runs on)."""

@@ -6,7 +6,7 @@ others by the default. Shards that were made from the default contain its revisi
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from json import dumps
 from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
@@ -21,6 +21,7 @@ from gpulease.daemon.fleet.records.record_reader import (
     Unreadable,
     read_record,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_HELD_KEY_BYTES: Final = 4 << 10
 """Longest key of an entry. A node's id has 255 bytes, and a tenant's name 192 if all of it is quoted."""

@@ -11,7 +11,6 @@ Entries of a fenced node count for as long as its leases may live, as its claims
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, TypeGuard
 from zlib import crc32
@@ -54,6 +53,7 @@ from gpulease.daemon.fleet.rules.quota_records import (
     shard_key,
     spread,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.sizes import size_text
 
 MAX_ENTRIES: Final = 256

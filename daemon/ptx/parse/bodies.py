@@ -1,7 +1,7 @@
 """Parse a function's body: its declarations, labels and instructions (PTX ISA section 4.3)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from gpulease.daemon.ptx.limits import (
     MAX_BLOCK_DEPTH,
@@ -27,6 +27,7 @@ from gpulease.daemon.ptx.parse.syntax import (
     Space,
     Target,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 
 _AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
 

@@ -1,9 +1,10 @@
 """Resolve names block by block: registers, variables and labels (PTX ISA sections 4.4 and 5.4)."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gpulease.daemon.ptx.limits import MAX_REGISTERS_PER_FUNCTION
 from gpulease.daemon.ptx.parse.syntax import DeclaredVariable, Register, Scalar, Signature
+from gpulease.protocol.fast_dataclass import dataclass
 
 # `%r<100>` declares %r0 to %r99 (PTX ISA section 5.4.6): at most this many digits, see MAX_REGISTERS_PER_RANGE.
 _RANGE_DIGITS = 7

@@ -4,8 +4,6 @@ A function with `alloca` gets a local variable, and a register that counts the b
 0, as all do. `stacksave` and `stackrestore` read and write it.
 """
 
-from dataclasses import dataclass
-
 from gpulease.daemon.ptx.limits import MAX_STACK_BYTES
 from gpulease.daemon.ptx.parse.syntax import (
     DeclaredVariable,
@@ -17,6 +15,7 @@ from gpulease.daemon.ptx.parse.syntax import (
     Space,
     Symbol,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 
 OPCODES = frozenset(("alloca", "stacksave", "stackrestore"))
 

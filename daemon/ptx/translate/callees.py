@@ -5,13 +5,14 @@ pointer looks the number up, so it reaches a function of this image or none.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gpulease.daemon.ptx.limits import MAX_CALL_STACK_BYTES
 from gpulease.daemon.ptx.native.structures import QueuedLaunch, ReturnStatus
 from gpulease.daemon.ptx.parse.syntax import CallSite, Function, Instruction, Signature
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.specials import ARGUMENTS
+from gpulease.protocol.fast_dataclass import dataclass
 
 LAUNCH = Value("ptr", "%launch")
 PASSED = Value("ptr", "%arguments")

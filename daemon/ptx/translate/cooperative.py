@@ -10,7 +10,7 @@ address that goes through a stack or a call (nvcc -G) is not followed: there, an
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import eq, ge, gt, le, lt, ne
 from typing import Final
 
@@ -32,6 +32,7 @@ from gpulease.daemon.ptx.parse.syntax import (
 from gpulease.daemon.ptx.translate.call_graph import CallGraph, link
 from gpulease.daemon.ptx.translate.liveness import ENDS, Block, blocks_of, registers_of
 from gpulease.daemon.ptx.translate.specials import GRID_BARRIER
+from gpulease.protocol.fast_dataclass import dataclass
 
 _TARGET: Final = re.compile(rb"^[ \t]*\.target\s+sm_(\d{2,3})", re.MULTILINE)
 

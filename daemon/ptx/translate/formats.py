@@ -5,11 +5,10 @@ double is inexact it is rounded to odd: of the two doubles around the exact valu
 has more than two digits more than each format, so rounding that again gives what rounding the exact value would give.
 """
 
-from dataclasses import dataclass
-
 from gpulease.daemon.ptx.translate.approximate import real
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
+from gpulease.protocol.fast_dataclass import dataclass
 
 # Parts of a double.
 _MAGNITUDE = (1 << 63) - 1

@@ -11,10 +11,11 @@ opcode (`mul.lo`).
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
+from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator

@@ -8,7 +8,6 @@ A lane's elements are loaded or stored by one function for each kind of matrix, 
 """
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.native.structures import Access
@@ -16,6 +15,7 @@ from gpulease.daemon.ptx.parse.syntax import Space
 from gpulease.daemon.ptx.translate.access import reach
 from gpulease.daemon.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
+from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator

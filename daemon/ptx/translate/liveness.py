@@ -4,7 +4,6 @@ This is the usual backward analysis over blocks; sets of registers are the bits 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gpulease.daemon.ptx.limits import MAX_LIVENESS_BITS, MAX_LIVENESS_VISITS, MAX_MERGES
 from gpulease.daemon.ptx.parse.syntax import (
@@ -17,6 +16,7 @@ from gpulease.daemon.ptx.parse.syntax import (
     Target,
     Vector,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 
 # Instructions after which control does not fall through, unless they are guarded.
 ENDS = ("bra", "brx", "ret", "exit", "trap")

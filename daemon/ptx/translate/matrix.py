@@ -7,7 +7,6 @@ Threads wait for one another once for several consecutive `mma`: with the first 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.ptx.native.library import BYTES, DOUBLES, FLOATS, KINDS, LANES_PART
@@ -18,6 +17,7 @@ from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.fragments import Tiles, tiles_of
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.wait_points import kept_words, lane, meet, own_room, shown_words
+from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator

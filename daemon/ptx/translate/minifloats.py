@@ -4,14 +4,13 @@ E4m3 has no infinities: all bits but the sign set are its only NaN. Numbers past
 infinities. NaN becomes the target's own.
 """
 
-from dataclasses import dataclass
-
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.ptx.translate.approximate import real
 from gpulease.daemon.ptx.translate.formats import F16, bits_of, decode, double_of, encode
 from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import Value, constant
 from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
+from gpulease.protocol.fast_dataclass import dataclass
 
 FAMILY = InstructionFamily("Floats of 8 bits", "9.7.9.21")
 

@@ -1,6 +1,6 @@
 """A whole image to IR: a thread function and a runner for each kernel, in parts that are compiled separately."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.native.compiler import Effort
@@ -33,6 +33,7 @@ from gpulease.daemon.ptx.translate.thread_body import BodyTranslator
 from gpulease.daemon.ptx.translate.vectors import NotTogether
 from gpulease.daemon.ptx.translate.vprintf import print_ir
 from gpulease.daemon.ptx.translate.waits import WAITING
+from gpulease.protocol.fast_dataclass import dataclass
 
 # Instructions with a check, or at which the thread may stop: see MAX_OPTIMISED_ACCESSES.
 _MEMORY = ("ld", "st", "atom", "red", "cp")

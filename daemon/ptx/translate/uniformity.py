@@ -11,10 +11,10 @@ A branch to where a kernel ends parts no lanes: they only become fewer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from gpulease.daemon.ptx.parse.syntax import Address, Instruction, Operand, Special, Target, Vector
 from gpulease.daemon.ptx.translate.liveness import Block, RegisterEffect, blocks_of, live_at_starts, registers_of
+from gpulease.protocol.fast_dataclass import dataclass
 
 # Special registers that differ within a row of a block.
 _VARYING = ("tid.x", "laneid", "warpid", "lanemask_")

@@ -5,7 +5,6 @@ and in loops that watch memory, where a thread lets the others run now and then.
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 
 from gpulease.daemon.ptx.native.structures import (
     HEAD_BYTES,
@@ -14,6 +13,7 @@ from gpulease.daemon.ptx.native.structures import (
 )
 from gpulease.daemon.ptx.parse.syntax import CallSite, Instruction, Integer, Target
 from gpulease.daemon.ptx.translate.ir import Value
+from gpulease.protocol.fast_dataclass import dataclass
 
 FRAME = Value("ptr", "%frame")
 

@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from gpulease.daemon.record.audit.records import (
 from gpulease.daemon.record.audit.usage import DayOfTenant, DayUse, Used
 from gpulease.daemon.record.audit.verification import Verifier
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import US_PER_S
 
 

@@ -6,7 +6,6 @@ Each line holds the SHA-256 of the one before it.
 import hashlib
 import json
 import re
-from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import lru_cache
 from types import NoneType
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from gpulease.daemon.host.compact_json import compact_encoder
 from gpulease.daemon.host.utc_time import utc_bytes
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable, shortened
 
 MAX_INTEGER: Final = 2**53 - 1

@@ -27,11 +27,12 @@ minutes before midnight counts on the day after.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.record.audit.records import ENDS, AuditRecord, Head, RecordKind
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import US_PER_S
 
 

@@ -6,7 +6,7 @@ record on together with its head. Keep heads where the log's writer can't reach 
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from gpulease.daemon.record.audit.records import (
@@ -19,6 +19,7 @@ from gpulease.daemon.record.audit.records import (
     read_record,
 )
 from gpulease.protocol.counts import counted
+from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_FINDINGS: Final = 100
 """Findings that are listed; more are counted. A file that is not a log at all has one per line."""

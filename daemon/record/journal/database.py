@@ -26,7 +26,6 @@ import sqlite3
 import stat
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -34,6 +33,7 @@ from typing import Final
 from gpulease.daemon.host.cannot_start import CannotStart
 from gpulease.daemon.record.journal.rows import SCHEMA as ENTRY_SCHEMA
 from gpulease.daemon.record.journal.rows import Change, RowDigests, digest_of, put
+from gpulease.protocol.fast_dataclass import dataclass
 
 MOVE_ASIDE: Final = (
     "Restore it from where it was, or move the folder's journal files aside: then the daemon ends sessions that run,"

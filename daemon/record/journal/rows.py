@@ -8,7 +8,7 @@ import sqlite3
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from enum import Enum, IntEnum
 from functools import cache, lru_cache
 from hashlib import blake2b
@@ -27,6 +27,7 @@ from gpulease.daemon.leases import (
     RegionState,
     WarmRow,
 )
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_options import KEPT_OPTIONS, ChoiceOption, JournalRow
 
 LEASE_ID_BYTES: Final = 16

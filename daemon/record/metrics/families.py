@@ -15,13 +15,14 @@ never blocks the event loop for long.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import encodable
 
 

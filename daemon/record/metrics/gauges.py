@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 from gpulease.daemon.leases import CardSnapshot, LeaseSnapshot, LeaseState, WaiterSnapshot, WarmSnapshot, WarmState
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Labels, MetricFamily
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 RECYCLED: Final = "recycled"

@@ -10,7 +10,6 @@ import ipaddress
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -21,6 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gpulease.daemon.remote.node_identity import TENANT_PREFIX
 from gpulease.daemon.remote.tls_settings import check_tenant
+from gpulease.protocol.fast_dataclass import dataclass
 
 AUTHORITY_LIFE: Final = datetime.timedelta(days=365)
 LEAF_LIFE: Final = datetime.timedelta(days=30)
