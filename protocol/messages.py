@@ -147,6 +147,17 @@ class Drain(Body):
 
 
 @dataclass(frozen=True, slots=True)
+class CardDrain(Body):
+    """Drain one card, by its UUID or index, as `Drain` does the node; without `within_ms`, end its drain.
+
+    For operators only.
+    """
+
+    device: str = wire(text())
+    within_ms: int | None = wire(optional(U32))
+
+
+@dataclass(frozen=True, slots=True)
 class DrainStatus(Body):
     """Milliseconds until the drain ends the remaining leases, None without a drain; and the active leases."""
 

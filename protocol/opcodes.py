@@ -42,6 +42,7 @@ class Opcode(IntEnum):
     FLEET_LIST = 0x0217
     LEASE_PARK = 0x0218
     LEASE_MOVE = 0x0219
+    CARD_DRAIN = 0x021A
     # Tokens: served by the broker.
     CAPABILITY_ISSUE = 0x0300
     CAPABILITY_PRESENT = 0x0301

@@ -382,6 +382,14 @@ _ALL: Final = (
         Trait.NONE,
         "moves a lease's session to [another card](#moving), or to the host's memory with all that it has",
     ),
+    _control(
+        Opcode.CARD_DRAIN,
+        m.CardDrain,
+        m.DrainStatus,
+        _NOTHING,
+        Trait.OPERATORS,
+        "drains [one card](#events) of the node, or ends that drain",
+    ),
     # Tokens. No permission gives these: the broker checks who asks.
     _control(
         Opcode.CAPABILITY_ISSUE,

@@ -20,7 +20,7 @@ COMMANDS: Final = {
     "completion": ("completion:completion", "Print a script for the shell that completes commands and lease ids."),
     "decode": ("decode:decode", "Continue a prompt with a language model."),
     "demo": ("demo:demo", "Show and measure what a lease guarantees to three tenants of a card."),
-    "drain": ("drain:drain", "Refuse new leases, and end the remaining ones by a deadline."),
+    "drain": ("drain:drain", "Refuse new leases, on the node or a card, and end the remaining ones by a deadline."),
     "events": ("lease_events:events", "Print the phases of leases, one line each as they happen."),
     "fence": ("node:fence", "Manage memory that could not be proved free."),
     "fleet": ("fleet:fleet", "Manage a fleet: its nodes and names; drain or fence a node."),

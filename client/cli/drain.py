@@ -1,4 +1,4 @@
-"""`gpulease drain`: empty a node, and optionally wait until it is empty."""
+"""`gpulease drain`: empty a node or one of its cards, and optionally wait until it is empty."""
 
 import json
 import sys
@@ -8,15 +8,16 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+from gpulease.client.cli.card_moves import card_uuid_of, move_sessions, print_moves
 from gpulease.client.console.exit_status import EXIT_FAILED
-from gpulease.client.console.reports import cards_of, leases_of
+from gpulease.client.console.reports import Report, cards_of, leases_of
 from gpulease.client.console.tables import seconds_text, shown
 from gpulease.client.core.lease_request import milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.counts import counted
-from gpulease.protocol.messages import Drain, DrainStatus, Empty
+from gpulease.protocol.messages import CardDrain, Drain, DrainStatus, Empty
 
 POLL_S: Final = 0.2
 """Seconds between two queries for the remaining leases."""
@@ -40,6 +41,7 @@ def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> i
 
 
 @click.command()
+@click.option("--device", help="Drain this card alone: its UUID or index.")
 @click.option(
     "--within",
     "within_ms",
@@ -48,39 +50,61 @@ def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> i
     show_default=True,
     help="The time until all remaining leases are ended: 30s, 10m.",
 )
+@click.option("--move", "moves", is_flag=True, help="With --device: move parkable sessions to other cards at once.")
 @click.option("--wait", is_flag=True, help="Return once no lease is left.")
 @click.option("--cancel", is_flag=True, help="End the drain: grant leases again.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json: bool) -> None:
+def drain(
+    ctx: click.Context, device: str | None, within_ms: int, moves: bool, wait: bool, cancel: bool, as_json: bool
+) -> None:
     """Empty the node: refuse new leases, warn tenants, and end the remaining leases by a deadline.
 
-    If the command is repeated, the new deadline applies. The node stays drained until --cancel or, without `state`,
-    until its daemon restarts. With --wait, the exit status is 1 if memory of a lease could not be proved free, or if
-    the drain was cancelled.
+    With --device, only that card is emptied, and waiting requests are granted on other cards. --move then moves the
+    sessions of parkable leases to other cards, one after the other, lists the leases that stay with the reason, and
+    exits with 1 if any stays.
+
+    If the command is repeated, the new deadline applies. The node or card stays drained until --cancel or, without
+    `state`, until the daemon restarts. With --wait, the exit status is 1 if memory of a lease could not be proved free,
+    or if the drain was cancelled.
     """
     # --cancel ends the drain and has no deadline, so the options of one contradict it.
-    if cancel:
-        if wait or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE:
-            raise click.UsageError("--cancel can't be combined with --within or --wait")
-        _show(ask(Opcode.DRAIN_CANCEL, Empty()), [], as_json)
-        return
-    # The request is the whole drain; waiting only watches it.
-    status = ask(Opcode.DRAIN, Drain(within_ms))
-    if not wait:
-        _show(status, [], as_json)
-        return
-    if not as_json:
-        _show(status, [], as_json)
+    if cancel and (wait or moves or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE):
+        raise click.UsageError("--cancel can't be combined with --within, --move or --wait")
+    if moves and (device is None or wait):
+        raise click.UsageError("--move needs --device" if device is None else "give either --move or --wait")
+    uuid = None if device is None else card_uuid_of(device, "--device")
+    status = _set_drain(uuid, None if cancel else within_ms)
+    if not (wait and as_json) and not (moves and as_json):
+        _show(uuid, status, [], as_json)
+    if moves and uuid is not None:
+        # The card grants nothing any more, so no other lease takes the place of one that is moved.
+        print_moves(move_sessions(uuid), uuid, as_json=as_json)
+    elif wait:
+        _wait(uuid, status, as_json)
+
+
+def _set_drain(uuid: str | None, within_ms: int | None) -> DrainStatus:
+    """Drain the node, or the card with that UUID; end that drain if `within_ms` is None."""
+    status: DrainStatus
+    if uuid is not None:
+        status = ask(Opcode.CARD_DRAIN, CardDrain(uuid, within_ms))
+    else:
+        status = ask(Opcode.DRAIN_CANCEL, Empty()) if within_ms is None else ask(Opcode.DRAIN, Drain(within_ms))
+    return status
+
+
+def _wait(uuid: str | None, status: DrainStatus, as_json: bool) -> None:
+    """Wait until no lease is left on the node, or on the card. The request is the whole drain; this only watches it."""
     # Fenced leases never end by themselves, so they are only reported at the end.
-    while _remaining_leases(with_fenced=False):
-        _check_drained()
+    while _remaining_leases(uuid, with_fenced=False):
+        _check_drained(uuid)
         time.sleep(POLL_S)
-    _check_drained()
-    # The node is empty, except for memory that could not be proved free.
-    fenced = _remaining_leases(with_fenced=True)
+    _check_drained(uuid)
+    # Nothing is left, except for memory that could not be proved free.
+    fenced = _remaining_leases(uuid, with_fenced=True)
     if as_json:
-        _show(status, fenced, as_json)
+        _show(uuid, status, fenced, as_json)
     elif fenced:
         click.echo(
             shown(f"No lease is left, but memory of {counted(len(fenced), 'lease')} is fenced: {', '.join(fenced)}."),
@@ -92,12 +116,14 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
         sys.exit(EXIT_FAILED)
 
 
-def _check_drained() -> None:
-    """Raise InvalidRequest if the node grants leases again: a caller that waits must not believe that it is empty."""
-    # Every card reports the same drain.
-    if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
+def _check_drained(uuid: str | None) -> None:
+    """Raise InvalidRequest if leases are granted again: a caller that waits must not believe that nothing is left."""
+    cards = cards_of(_ask_patiently(Opcode.GET_INVENTORY))
+    # Every card reports the node's drain, and its own.
+    key, what = ("drain_left_ms", "node") if uuid is None else ("card_drain_left_ms", "card")
+    if all(card.get(key) is None for card in cards if uuid in (None, card["uuid"])):
         raise InvalidRequest(
-            "the node does not drain any more: the drain was cancelled, or its daemon was restarted without `state`",
+            f"the {what} does not drain any more: the drain was cancelled, or its daemon was restarted without `state`",
             "Drain it again",
         )
 
@@ -118,19 +144,19 @@ def _ask_patiently(op: Opcode) -> Any:
         time.sleep(POLL_S)
 
 
-def _remaining_leases(*, with_fenced: bool) -> list[str]:
-    found = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
+def _remaining_leases(uuid: str | None, *, with_fenced: bool) -> list[str]:
+    found: list[Report] = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
+    found = [lease for lease in found if uuid in (None, lease["card_uuid"])]
     return [lease["lease_id"] for lease in found if with_fenced or lease["state"] != "fenced"]
 
 
-def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
+def _show(uuid: str | None, status: DrainStatus, fenced: list[str], as_json: bool) -> None:
     if as_json:
         left_s = None if status.left_ms is None else status.left_ms / 1000
-        click.echo(
-            json.dumps({"draining": left_s is not None, "left_s": left_s, "leases": status.leases, "fenced": fenced})
-        )
+        report = {"draining": left_s is not None, "left_s": left_s, "leases": status.leases, "fenced": fenced}
+        click.echo(json.dumps(report if uuid is None else report | {"card_uuid": uuid}))
     else:
-        click.echo(drain_text("The node", status))
+        click.echo(shown(drain_text("The node" if uuid is None else f"Card {uuid}", status)))
 
 
 def drain_text(node: str, status: DrainStatus) -> str:

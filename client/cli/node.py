@@ -34,7 +34,7 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
         return
     cards = cards_of(inventory)
     width = output_width()
-    # A drain concerns the whole node, so every card reports the same time.
+    # The node's drain concerns every card, so each reports the same time.
     left_ms = next((card.get("drain_left_ms") for card in cards), None)
     if left_ms is not None:
         when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
@@ -42,12 +42,20 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     click.echo(_card_table(cards, width))
     # Below the table, a sentence for each card that has something to explain.
     for card in cards:
-        for sentence in filter(None, (_taken_by_others(card), _fenced(card))):
+        for sentence in filter(None, (_drained(card), _taken_by_others(card), _fenced(card))):
             click.echo(wrapped_text(sentence, width))
     # All workers of a node have the same sandbox; a daemon older than the sandbox reports none.
     sandbox = cards[0].get("sandbox") if cards else None
     if sandbox and (text := _sandbox_text(sandbox, width, is_whole=shows_sandbox)):
         click.echo("\n" + text)
+
+
+def _drained(card: Report) -> str:
+    left_ms = card.get("card_drain_left_ms")
+    if left_ms is None:
+        return ""
+    when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease there is ended"
+    return f"Card {card['index']} is drained: nothing new is granted on it, and {when}."
 
 
 def _card_table(cards: list[Report], width: int | None) -> str:

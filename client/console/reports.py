@@ -41,7 +41,9 @@ CARD: Final = {
     "exclusive": TRUTH,
 }
 CARD_PERHAPS: Final = {
-    **dict.fromkeys(("drain_left_ms", "held_bytes", "warm_contexts", "warm_wanted", "warm_bytes"), NUMBER),
+    **dict.fromkeys(
+        ("drain_left_ms", "card_drain_left_ms", "held_bytes", "warm_contexts", "warm_wanted", "warm_bytes"), NUMBER
+    ),
     **dict.fromkeys(("recycled_contexts", "unowned_bytes", "outside_bytes"), NUMBER),
     "sandbox": LIST,
 }

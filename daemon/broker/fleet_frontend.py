@@ -487,7 +487,8 @@ class FleetFrontend:
         return list(self._settings.addresses or self._addresses())
 
     def _record(self) -> RecordChanged:
-        # What the directory needs in order to choose a node: free bytes by card, labels, addresses.
+        # What the directory needs in order to choose a node: free bytes by card, labels, addresses. A drained card has
+        # none free, and a node whose cards are all drained is drained.
         cards = tuple(
             CardRecord(
                 card.uuid,
@@ -500,7 +501,7 @@ class FleetFrontend:
             for card in self._table.cards()
         )
         return RecordChanged(
-            tuple(self._reached_at()), dict(self._settings.labels), cards, self._table.drain_ns is not None, VERSION
+            tuple(self._reached_at()), dict(self._settings.labels), cards, self._table.grants_nothing, VERSION
         )
 
     # --- messages of the process ---

@@ -75,7 +75,8 @@ class Health:
             yield HealthCheck("zygote", True, self._earlier_versions())
         else:
             yield HealthCheck("zygote", False, "no worker can be started: the zygote is not there")
-        yield _check("not_draining", "" if self._table.drain_ns is None else "the node is drained")
+        what = "the node is drained" if self._table.drain_ns is not None else "every card is drained"
+        yield _check("not_draining", what if self._table.grants_nothing else "")
         yield _check("capacity", self._capacity_problem())
         yield HealthCheck("cards", True, self.cards_warning)
         yield _check("memory", "the daemon is out of memory" if self._memory_reserve.is_short else "")

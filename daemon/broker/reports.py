@@ -35,7 +35,9 @@ def full_report(
     """Report one lease with its connections and submits. `use`: what it used of its card's time, if that is known."""
     # One moment for all times of the report.
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
-    report = lease_report(lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns)
+    report = lease_report(
+        lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns_of(lease.card_uuid)
+    )
     report |= orphan_report(table.orphan_ms(lease_id), table.orphan_due_ns(lease_id), now_ns)
     report |= {} if use is None else use_report(use)
     # A region reports its place; a lease reports the regions in it.
@@ -176,24 +178,26 @@ def inventory(
 ) -> Inventory:
     """Report all cards, in the public 36-byte form and as maps, with the sandbox of their workers.
 
-    A drained node can grant nothing, so it reports no available bytes. `park_memory`: the host memory that is held for
-    parked sessions, and the most that may be.
+    A drained node can grant nothing, so it reports no available bytes, and so does a drained card. `park_memory`: the
+    host memory that is held for parked sessions, and the most that may be.
     """
     if drain_left_ms is not None:
         cards = [replace(card, available_bytes=0) for card in cards]
     host_bytes, most_host_bytes = park_memory
     of_node = {"drain_left_ms": drain_left_ms, "sandbox": sandbox}
     of_node |= {"park_host_bytes": host_bytes, "park_host_limit_bytes": most_host_bytes}
-    return Inventory(tuple(_entry(card) for card in cards), [_details(card, driver) | of_node for card in cards])
+    now_ns = time.monotonic_ns()
+    details = [_details(card, driver, now_ns) | of_node for card in cards]
+    return Inventory(tuple(_entry(card) for card in cards), details)
 
 
 def drain_left_ms(table: LeaseTable) -> int | None:
-    """Return the time until a drain ends the remaining leases, in ms, rounded up; None without a drain."""
+    """Return the time until the node's drain ends the remaining leases, in ms, rounded up; None without a drain."""
     return None if table.drain_ns is None else _left_ms(table.drain_ns, time.monotonic_ns())
 
 
 def drain_status(outcome: DrainSet) -> DrainStatus:
-    """Return the reply to DRAIN and DRAIN_CANCEL."""
+    """Return the reply to DRAIN, DRAIN_CANCEL and CARD_DRAIN."""
     deadline_ns = outcome.deadline_ns
     left_ms = None if deadline_ns is None else _left_ms(deadline_ns, time.monotonic_ns())
     return DrainStatus(left_ms, outcome.active_leases)
@@ -234,7 +238,7 @@ def _uuid_number(card_uuid: str) -> int:
     return uuid.UUID(card_uuid.partition("-")[2]).int
 
 
-def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
+def _details(card: CardSnapshot, driver: str, now_ns: int) -> dict[str, Any]:
     return {
         "uuid": card.uuid,
         "index": card.index,
@@ -253,4 +257,5 @@ def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
         "parked_bytes": card.parked_bytes,
         "unowned_bytes": card.unowned_bytes,
         "outside_bytes": card.outside_bytes,
+        "card_drain_left_ms": None if card.drain_ns is None else _left_ms(card.drain_ns, now_ns),
     }

@@ -247,6 +247,10 @@ class Runtime:
         self.connections.take_over()
         if self.table.drain_ns is not None:
             log_event(LogEvent.DRAIN_GOES_ON)
+        for card in self.table.cards():
+            if card.drain_ns is not None:
+                log_event(LogEvent.CARD_DRAIN_GOES_ON, card=card.uuid)
+        if self.table.has_drain:
             self.post(DrainTimerFired())
         self.card_times.members_changed()
         self._use_records.start()

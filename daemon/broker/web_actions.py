@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol, assert_never
 
-from gpulease.daemon.broker.handlers.admin_requests import shown_reason
+from gpulease.daemon.broker.handlers.admin_requests import drain_event, shown_reason
 from gpulease.daemon.broker.reports import drain_status
 from gpulease.daemon.broker.runtime import OnResult, Result, Runtime
 from gpulease.daemon.leases import (
-    DrainCancelled,
-    DrainRequested,
     DrainSet,
     Event,
     FenceClearRequested,
@@ -63,8 +61,8 @@ class WebActions(Protocol):
 
     def revoke(self, lease_id: int, reason: str, on_outcome: OnResult) -> None: ...
 
-    def drain(self, within_ms: int | None, on_outcome: OnResult) -> None:
-        """Drain the node, or end the drain for None."""
+    def drain(self, within_ms: int | None, card_uuid: str, on_outcome: OnResult) -> None:
+        """Drain a card, or the node for "", or end that drain for None."""
 
     def clear_fences(self, card_uuid: str, on_outcome: OnResult) -> None:
         """Make a card's fenced memory grantable again."""
@@ -82,11 +80,8 @@ class WebActionRunner:
     def revoke(self, lease_id: int, reason: str, on_outcome: OnResult) -> None:
         self._post(lambda number: RevokeRequested(number, lease_id, shown_reason(reason)), on_outcome)
 
-    def drain(self, within_ms: int | None, on_outcome: OnResult) -> None:
-        if within_ms is None:
-            self._post(DrainCancelled, on_outcome)
-        else:
-            self._post(lambda number: DrainRequested(number, within_ms), on_outcome)
+    def drain(self, within_ms: int | None, card_uuid: str, on_outcome: OnResult) -> None:
+        self._post(lambda number: drain_event(number, within_ms, card_uuid or None), on_outcome)
 
     def clear_fences(self, card_uuid: str, on_outcome: OnResult) -> None:
         self._post(lambda number: FenceClearRequested(number, card_uuid), on_outcome)
@@ -147,9 +142,10 @@ class WebActionHandler:
                 lease_id, reason = int(message.lease_id, 16), message.reason
                 return _Action(Opcode.LEASE_REVOKE.name, lease_id, lambda done: actions.revoke(lease_id, reason, done))
             case ChangeDrain():
-                within_ms = message.within_ms
+                within_ms, card = message.within_ms, message.card
                 operation = Opcode.DRAIN_CANCEL if within_ms is None else Opcode.DRAIN
-                return _Action(operation.name, 0, lambda done: actions.drain(within_ms, done))
+                name = Opcode.CARD_DRAIN.name if card else operation.name
+                return _Action(name, 0, lambda done: actions.drain(within_ms, card, done))
             case ClearFences():
                 card = message.card
                 return _Action(Opcode.FENCE_CLEAR.name, 0, lambda done: actions.clear_fences(card, done))

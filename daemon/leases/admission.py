@@ -1,4 +1,4 @@
-"""Admission: the checks of an acquire, its placement and the queue. Drain: emptying a node by a deadline."""
+"""Admission: the checks of an acquire, its placement and the queue. Drains: emptying a node or a card by a deadline."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,12 +21,11 @@ from gpulease.daemon.leases.events import (
     RequestDenied,
     TenantRulesChanged,
     WaitTimerFired,
-    Warned,
 )
-from gpulease.daemon.leases.model import Cause, Lease, LeaseState, RegionState
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState
 from gpulease.daemon.leases.park_state import ParkState
 from gpulease.daemon.leases.parking import Parking, check_parkable
-from gpulease.daemon.leases.quotas import check_ttl, phase_of, region_phase_of
+from gpulease.daemon.leases.quotas import check_ttl
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
@@ -76,6 +75,7 @@ class Admission:
         candidates = tuple([a for a in suitable if a.charge_bytes(event.terms) <= a.card.capacity_bytes])
         denial = self._check_devices(event, selected, usable)
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
+        denial = denial or self._check_drains(candidates, now_ns)
         if denial is not None:
             out.append(RequestDenied(event.request, denial))
             return
@@ -147,6 +147,13 @@ class Admission:
         for waiter in [waiter for waiter in self._store.queue if waiter.returning is None]:
             self._store.queue.leave(waiter)
             out.append(RequestDenied(waiter.acquire.request, denial))
+
+    def refuse_without_card(self, denial: Denial, out: list[Effect]) -> None:
+        """Refuse the waiters that only drained cards could serve. The others keep their places in the queue."""
+        for waiter in self._store.queue:
+            if not waiter.open_candidates():
+                self._store.queue.leave(waiter)
+                out.append(RequestDenied(waiter.acquire.request, denial))
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         orphan_ms = event.terms.orphan_ms
@@ -340,6 +347,12 @@ class Admission:
             return denials.never_fits(event.terms.size_bytes, largest, available)
         return None
 
+    def _check_drains(self, candidates: tuple[CardAccount, ...], now_ns: int) -> Denial | None:
+        """Return the denial for a lease that only drained cards could hold."""
+        if any(account.drain_ns is None for account in candidates):
+            return None
+        return self._store.drain_denial(now_ns, candidates[0])
+
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
         available = placement.available_bytes(candidates, event.terms.contexts)
         # Choose the sentence that helps the tenant to decide whether waiting is of use.
@@ -359,19 +372,22 @@ class Admission:
         return self._no_room(waiter.acquire, waiter.candidates, waited_ms)
 
 
-REASON: Final = "the node is drained"
+NODE_DRAINED: Final = "the node is drained"
+CARD_DRAINED: Final = "its card is drained"
 
 
-class DrainInProgress:
-    """Drains a node: admits no lease, warns the tenants, and ends the remaining leases at a deadline.
+class Drains:
+    """Drains the node or single cards: admits no lease there, warns tenants, ends the remaining leases at a deadline.
 
-    1. From the request on, no lease is granted. Acquires are refused, including queued ones and those that still wait
-       for their worker. The pool drops its contexts.
+    1. From the request on, no lease is granted there. Acquires are refused that could be served nowhere else, including
+       queued ones, and so are those that still wait for their worker there. The pool drops its contexts.
     2. Each active lease's subscribers receive the time that it has left. A renewal is allowed up to the drain's
-       deadline and no further.
-    3. At the deadline all remaining leases end with DRAINED. The node stays drained until an operator admits tenants
-       again. A table restored from this one is drained too.
+       deadline and no further. A lease that is moved off a drained card is warned no more.
+    3. At the deadline all remaining leases end with DRAINED. The drain lasts until an operator admits tenants again. A
+       table restored from this one is drained too.
     4. A second request moves the deadline, to an earlier or a later time. A cancelled drain has cost no lease any time.
+    5. The node's drain and those of its cards are independent: on a card the earlier deadline counts, and ending one
+       drain leaves the other.
 
     Each method appends the effects to execute to `out`.
     """
@@ -383,40 +399,70 @@ class DrainInProgress:
 
     def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
         """Begin a drain, or move its deadline; end all leases at once if the deadline is now."""
-        self._store.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
-        # Refuse what is not granted yet: queued acquires, and leases that still wait for their worker.
-        self._admission.close_queue(denials.draining(self._store.drain_ns - now_ns), out)
-        for lease in self._store.live.values():
+        drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
+        if event.card is None:
+            self._store.drain_ns = drain_ns
+            # Refuse what is not granted yet: queued acquires, and leases that still wait for their worker.
+            self._admission.close_queue(denials.draining(drain_ns - now_ns), out)
+            self._begin(event.request, None, now_ns, out)
+        elif (account := self._card(event.request, event.card, out)) is not None:
+            account.drain_ns = drain_ns
+            self._admission.refuse_without_card(denials.card_draining(account.card.uuid, drain_ns - now_ns), out)
+            self._begin(event.request, account, now_ns, out)
+
+    def _begin(self, request: int, account: CardAccount | None, now_ns: int, out: list[Effect]) -> None:
+        for lease in self._on(account):
             if lease.state is LeaseState.PENDING:
-                self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
+                reason = NODE_DRAINED if account is None else CARD_DRAINED
+                self._teardown.begin(lease, Cause.DRAINED, reason, now_ns, out)
         # Reply and warn, and then end everything at once if the deadline is now.
-        self._set(event.request, now_ns, out)
+        self._set(request, account, now_ns, out)
         self.on_timer(now_ns, out)
 
     def on_cancelled(self, event: DrainCancelled, now_ns: int, out: list[Effect]) -> None:
         """Admit tenants again. Without a drain nothing changes."""
-        self._store.drain_ns = None
-        self._set(event.request, now_ns, out)
+        account = None
+        if event.card is None:
+            self._store.drain_ns = None
+        elif (account := self._card(event.request, event.card, out)) is None:
+            return
+        else:
+            account.drain_ns = None
+        self._set(event.request, account, now_ns, out)
 
     def on_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """End the remaining leases if the deadline has come; otherwise arm the timer for it."""
-        if self._store.drain_ns is None:
-            return
-        if now_ns < self._store.drain_ns:
-            out.append(ArmTimer(DrainTimerFired(), self._store.drain_ns))
-            return
+        """End the leases of drains whose deadline has come, and arm the timer for the next deadline."""
         for lease in self._store.live.values():
-            if lease.state is LeaseState.ACTIVE:
-                self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
+            drain = self._store.drain_of(lease.card_uuid)
+            if lease.state is LeaseState.ACTIVE and drain is not None and now_ns >= drain.due_ns:
+                reason = CARD_DRAINED if drain.is_of_card else NODE_DRAINED
+                self._teardown.begin(lease, Cause.DRAINED, reason, now_ns, out)
+        ends_ns = [self._store.drain_ns, *(account.drain_ns for account in self._store.accounts)]
+        later_ns = [end_ns for end_ns in ends_ns if end_ns is not None and end_ns > now_ns]
+        if later_ns:
+            out.append(ArmTimer(DrainTimerFired(), min(later_ns)))
 
-    def _set(self, request: int, now_ns: int, out: list[Effect]) -> None:
-        active = [lease for lease in self._store.live.values() if lease.state is LeaseState.ACTIVE]
-        out.append(DrainSet(request, self._store.drain_ns, len(active)))
+    def _card(self, request: int, selector: str, out: list[Effect]) -> CardAccount | None:
+        """Return the card that a selector names, or refuse the request."""
+        selected = placement.select(self._store.accounts, selector)
+        if not selected:
+            cards = [account.card for account in self._store.accounts]
+            out.append(RequestDenied(request, denials.unknown_card(selector, cards)))
+            return None
+        return selected[0]
+
+    def _on(self, account: CardAccount | None) -> list[Lease]:
+        """Return the live leases of a card; of all cards for None."""
+        return [one for one in self._store.live.values() if account is None or one.card_uuid == account.card.uuid]
+
+    def _set(self, request: int, account: CardAccount | None, now_ns: int, out: list[Effect]) -> None:
+        active = [lease for lease in self._on(account) if lease.state is LeaseState.ACTIVE]
+        if account is None:
+            out.append(DrainSet(request, self._store.drain_ns, len(active)))
+        else:
+            out.append(DrainSet(request, account.drain_ns, len(active), account.card.uuid))
+        # Who may be placed where has changed for those that wait.
+        self._store.has_freed_room = True
         # Every active lease gets a warning, even a repeated one: its deadline may have moved either way.
         for lease in active:
-            phase = phase_of(lease, self._store.drain_ns, now_ns)
-            out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
-        for region in self._store.regions.values():
-            if region.state is RegionState.ACTIVE:
-                phase = region_phase_of(region, self._store.live[region.lease_id], self._store.drain_ns, now_ns)
-                out.append(Warned(region.region_id, phase.phase, phase.left_ms(now_ns)))
+            self._store.warn(lease, now_ns, out)

@@ -153,7 +153,7 @@ class ColdParking:
         if not move.card_uuid:
             self._end_move(lease, state, now_ns, out)
             return
-        self._change_card(lease, state, self._store.account_by_uuid[move.card_uuid])
+        self._change_card(lease, state, self._store.account_by_uuid[move.card_uuid], now_ns, out)
         state.is_awaited = True
         self._await_return(lease, state, now_ns, out)
 
@@ -344,7 +344,7 @@ class ColdParking:
             if not selected:
                 return denials.unknown_card(event.card, [account.card for account in self._store.accounts])
             is_upgrade = bool(event.from_version) and selected[0].card.uuid == lease.card_uuid
-            if not is_upgrade and (denial := self._check_card(lease, selected[0])) is not None:
+            if not is_upgrade and (denial := self._check_card(lease, selected[0], now_ns)) is not None:
                 return denial
             card_uuid = selected[0].card.uuid
         from_version = event.from_version if card_uuid == lease.card_uuid else ""
@@ -366,7 +366,7 @@ class ColdParking:
                 if not card_uuid:
                     self._end_move(lease, state, now_ns, out)
                     return None
-                self._change_card(lease, state, self._store.account_by_uuid[card_uuid])
+                self._change_card(lease, state, self._store.account_by_uuid[card_uuid], now_ns, out)
                 state.is_awaited = True
                 self._await_return(lease, state, now_ns, out)
                 return None
@@ -391,21 +391,29 @@ class ColdParking:
             found[uuid] = found.get(uuid, 0) + charge_bytes
         return found
 
-    def _check_card(self, lease: Lease, account: CardAccount) -> Denial | None:
+    def _check_card(self, lease: Lease, account: CardAccount, now_ns: int) -> Denial | None:
         """Return the denial for a move to a card; None if the lease may go there once there is room."""
         uuid = account.card.uuid
         if uuid == lease.card_uuid:
             return denials.is_there(lease.lease_id, uuid)
+        if account.drain_ns is not None:
+            return denials.card_draining(uuid, account.drain_ns - now_ns)
         return None if may_take(account, lease) else denials.no_place(lease.lease_id, uuid)
 
-    def _change_card(self, lease: Lease, state: ParkState, account: CardAccount) -> None:
+    def _change_card(
+        self, lease: Lease, state: ParkState, account: CardAccount, now_ns: int, out: list[Effect]
+    ) -> None:
         """Make another card the lease's, which is charged nothing now."""
+        former = self._store.drain_of(lease.card_uuid)
         self._store.account_by_uuid[lease.card_uuid].give_back(lease)
         lease.card_uuid, state.off_bytes = account.card.uuid, account.charge_bytes(lease.terms)
         account.restore(lease)
         account.parked_bytes += state.off_bytes
         for region in lease.regions.values():
             region.card_uuid = account.card.uuid
+        # The warning of a drain is lifted with the card, or begins with the next one.
+        if former != self._store.drain_of(lease.card_uuid):
+            self._store.warn(lease, now_ns, out)
 
     def _end_move(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         move = state.move

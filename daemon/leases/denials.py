@@ -183,6 +183,16 @@ def draining(left_ns: int) -> Denial:
     )
 
 
+def card_draining(card_uuid: str, left_ns: int) -> Denial:
+    """Deny memory of a card that is drained; `left_ns` is the time until its remaining leases end."""
+    hint = "Leave the choice of the card to the daemon, use another node, or ask this node's operator."
+    if left_ns <= 0:
+        return Denial(DenialReason.DRAINED, f"Card {card_uuid} is drained: nothing on it can be granted.", hint)
+    left = duration_text(-(-left_ns // NS_PER_MS))
+    message = f"Card {card_uuid} is being drained: nothing on it can be granted, and in {left} its leases end."
+    return Denial(DenialReason.DRAINED, message, hint)
+
+
 NO_HORIZON: Final = "the node has been unable to reach its fleet's store for too long"
 """Why a claimed lease ends at its membership deadline, or is not granted after it."""
 

@@ -90,7 +90,7 @@ class CardSnapshot:
         capacity_bytes: Bytes that may be held in all now.
         free_bytes: Bytes that no lease holds and no fence keeps. Warm contexts give way, so theirs are included.
         available_bytes: Largest slice a tenant could get now: the free bytes less one context's overhead, and 0 while
-            one lease has the card to itself.
+            one lease has the card to itself or the card is drained.
         warm_contexts: Contexts that wait for any lease.
         recycled_contexts: Contexts that wait for a lease of the tenant they served.
         warm_wanted: Contexts that are to wait for any lease.
@@ -100,6 +100,7 @@ class CardSnapshot:
         unowned_bytes: Booked bytes of no process, beyond those at the measurement.
         outside_bytes: Booked bytes of programs outside the daemon, beyond those at the measurement.
         parked_bytes: Bytes of slices that parked leases have left to others.
+        drain_ns: Time at which the card's own drain ends its leases; None if there is none.
     """
 
     uuid: str
@@ -119,6 +120,7 @@ class CardSnapshot:
     unowned_bytes: int = 0
     outside_bytes: int = 0
     parked_bytes: int = 0
+    drain_ns: int | None = None
 
 
 class CardAccount:
@@ -138,12 +140,15 @@ class CardAccount:
         parkable_bytes: Sum of the slices of parkable leases, parked ones included.
         parked_bytes: Bytes of them that the card has back.
         overcommit: Bound of that sum, in capacities of the card.
+        drain_ns: Time at which the card's own drain ends its leases, and until whose end nothing new is granted; None
+            if there is none.
     """
 
     __slots__ = (
         "awaited_bytes",
         "awaiting",
         "card",
+        "drain_ns",
         "exclusive_leases",
         "fenced_bytes",
         "held_bytes",
@@ -164,6 +169,7 @@ class CardAccount:
         self.parkable_bytes = 0
         self.parked_bytes = 0
         self.overcommit = overcommit
+        self.drain_ns: int | None = None
         # What leases hold, and the part of it that waits for warm contexts to leave.
         self.held_bytes = 0
         self.fenced_bytes = 0
@@ -232,7 +238,7 @@ class CardAccount:
     @property
     def available_bytes(self) -> int:
         """Largest slice that a tenant could get now."""
-        if self.exclusive_leases:
+        if self.exclusive_leases or self.drain_ns is not None:
             return 0
         return max(0, self.free_bytes - self.card.overhead_bytes)
 
@@ -367,6 +373,7 @@ class CardAccount:
             self.others.unowned.booked_bytes,
             self.others.outside.booked_bytes,
             self.parked_bytes,
+            self.drain_ns,
         )
 
 
@@ -390,7 +397,9 @@ def suitable(accounts: Sequence[CardAccount], exclusivity: Exclusivity) -> Seque
 
 
 def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
-    """Return whether the card has the bytes free, and neither the lease nor a lease already there must be alone."""
+    """Return whether the card is not drained and has the bytes free, and no lease there must be alone on its card."""
+    if account.drain_ns is not None:
+        return False
     # An exclusive lease shares the card with no other, whichever of them comes first.
     if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False

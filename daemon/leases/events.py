@@ -389,22 +389,32 @@ class WorkerFound:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator wants the node empty in `within_ms`; see `admission.DrainInProgress`."""
+    """An operator wants the node, or one card, empty in `within_ms`; see `admission.Drains`.
+
+    Attributes:
+        card: UUID or index of the card; None for the whole node.
+    """
 
     request: int
     within_ms: int
+    card: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DrainCancelled:
-    """An operator ends the drain, or the plan of one: tenants may acquire again."""
+    """An operator ends the drain of the node, or of one card: tenants may acquire there again.
+
+    Attributes:
+        card: UUID or index of the card; None for the whole node.
+    """
 
     request: int
+    card: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DrainTimerFired:
-    """The deadline of a drain is due. Late, early and repeated timers do no harm."""
+    """The deadline of a drain is due, the node's or a card's. Late, early and repeated timers do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1236,13 +1246,15 @@ class DrainSet:
     """Reply to a drain or its cancellation.
 
     Attributes:
-        deadline_ns: Time at which the drain ends the remaining leases; None if the node is not drained.
-        active_leases: Number of active leases.
+        deadline_ns: Time at which the drain ends the remaining leases; None if there is no drain.
+        active_leases: Number of active leases of the node, or of the card.
+        card_uuid: The card whose drain it is; "" for the node's.
     """
 
     request: int
     deadline_ns: int | None
     active_leases: int
+    card_uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)

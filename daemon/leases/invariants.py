@@ -316,7 +316,7 @@ def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Le
     _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
     # A card that must be empty of contexts has none.
     is_closed = store.is_shutting_down or store.drain_ns is not None
-    must_be_empty = is_closed or account.exclusive_leases
+    must_be_empty = is_closed or account.exclusive_leases or account.drain_ns is not None
     _require(not (account.yielding_bytes and must_be_empty), f"{name} keeps warm contexts that it must not have.")
 
 
@@ -529,7 +529,11 @@ def _validate_queue(store: LeaseStore) -> None:
     # A closed node has an empty queue, and no waiter could be placed at this moment.
     is_closed = store.is_shutting_down or store.drain_ns is not None
     _require(not (is_closed and waiters), "An acquire waits on a node that grants no lease.")
-    _require(store.drain_ns is None or not store.pending, "A lease is being started on a node that is drained.")
+    for lease_id in store.pending.values():
+        is_drained = store.drain_ns_of(store.live[lease_id].card_uuid) is not None
+        _require(not is_drained, f"Lease {lease_id:032x} is being started on a card that is drained.")
+    for waiter in waiters:
+        _require(bool(waiter.open_candidates()), f"Request {waiter.acquire.request} waits for drained cards alone.")
     _require(store.queue.next_placeable() is None, "Somebody waits who could be placed.")
     _validate_holds(store)
 

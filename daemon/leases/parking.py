@@ -511,6 +511,7 @@ class Parking(ParkingViews):
         if terms.exclusivity in ALONE or not self._store.parkable:
             return False
         able = [account for account in candidates if account.has_parkable_room(terms) and not account.exclusive_leases]
+        able = [account for account in able if account.drain_ns is None]
         # What can be moved can be parked, too.
         return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
 
@@ -526,7 +527,7 @@ class Parking(ParkingViews):
                     self.cold.move_for_need(lease, card_uuid, now_ns)
                     self._park(lease, ParkCause.NEED, now_ns, out)
                 continue
-            for account in waiter.candidates:
+            for account in waiter.open_candidates():
                 uuid = account.card.uuid
                 if uuid in served or account.exclusive_leases or waiter.acquire.terms.exclusivity in ALONE:
                     continue
@@ -582,7 +583,7 @@ class Parking(ParkingViews):
         if not self._store.limits.moves_for_need or waiter.returning is not None or terms.exclusivity in ALONE:
             return None
         arriving, plans = self.cold.arriving(), list[NeedMoves]()
-        for account in waiter.candidates:
+        for account in waiter.open_candidates():
             uuid = account.card.uuid
             if account.exclusive_leases or not account.has_parkable_room(terms):
                 continue

@@ -127,6 +127,7 @@ class RecoveredState:
         fenced_warm: Warm contexts with fenced bytes. Those of missing cards are skipped.
         drain_ns: Time at which a drain ends the remaining leases; None if the node is not drained.
         epochs: Names and the highest epoch that each had here (`epochs.HighestEpochs`).
+        card_drains: Each drained card by UUID, with the time at which its drain ends its leases.
     """
 
     tombstones: tuple[LeaseSnapshot, ...] = ()
@@ -135,6 +136,7 @@ class RecoveredState:
     fenced_warm: tuple[WarmRow, ...] = ()
     drain_ns: int | None = None
     epochs: tuple[tuple[str, int], ...] = ()
+    card_drains: tuple[tuple[str, int], ...] = ()
 
 
 def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:

@@ -8,7 +8,7 @@ everything has ended but the proof that its memory is free.
 from collections.abc import Mapping
 from dataclasses import field, replace
 from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial, too_fast
@@ -478,6 +478,14 @@ MAX_WARNING_S: Final = 30
 ENDS_SOON: Final = "the lease ends unless it is renewed"
 UNCONNECTED: Final = "no client is connected to the lease: it is orphaned unless one connects"
 DRAINS: Final = "the node is being drained: the lease can't be renewed for longer"
+CARD_DRAINS: Final = "its card is being drained: the lease can't be renewed for longer there"
+
+
+class Drain(NamedTuple):
+    """The drain that ends the leases of a card at `due_ns`: the card's own, or that of the whole node."""
+
+    due_ns: int
+    is_of_card: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +512,7 @@ class LeasePhase:
     @property
     def key(self) -> tuple[Phase, str, int | None]:
         """The part of the phase that is notified when it changes; the time left of an active lease is not in it."""
-        return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, UNCONNECTED) else None
+        return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, CARD_DRAINS, UNCONNECTED) else None
 
 
 def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
@@ -512,8 +520,8 @@ def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
     return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns)
 
 
-def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
-    """Return the phase of a live lease; `drain_ns` is the drain's deadline, None without a drain."""
+def phase_of(lease: Lease, drain: Drain | None, now_ns: int) -> LeasePhase:
+    """Return the phase of a live lease; `drain` is that of its card, None without a drain."""
     generation = lease.generation
     if lease.state is LeaseState.DRAINING:
         # After the kill nothing runs any more; only the proof of the memory is outstanding.
@@ -525,34 +533,33 @@ def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
         return ended_phase(lease.snapshot())
     # The wait for a connection ends the lease first, so warn about that rather than about the deadline.
     orphan_ns = lease.orphan_due_ns
-    if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, drain_ns):
+    if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, None if drain is None else drain.due_ns):
         return LeasePhase(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
-    return _phase_until(lease.deadline_ns, lease.terms.ttl_ms, drain_ns, now_ns, generation)
+    return _phase_until(lease.deadline_ns, lease.terms.ttl_ms, drain, now_ns, generation)
 
 
-def region_phase_of(region: TableRegion, lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
+def region_phase_of(region: TableRegion, lease: Lease, drain: Drain | None, now_ns: int) -> LeasePhase:
     """Return the phase of a region of a live lease.
 
     While the lease itself is ending, the region's phase is the lease's, with the region's own cause and reason.
     """
     if region.state is RegionState.ACTIVE and region.deadline_ns is not None:
-        return _phase_until(region.deadline_ns, region.ttl_ms, drain_ns, now_ns, region.generation)
+        return _phase_until(region.deadline_ns, region.ttl_ms, drain, now_ns, region.generation)
     cause = "" if region.cause is None else region.cause.value
     if region.lease_state is not LeaseState.DRAINING:
         return ended_phase(region.snapshot())
     if lease.state is LeaseState.DRAINING:
-        return replace(
-            phase_of(lease, drain_ns, now_ns), cause=cause, reason=region.reason, generation=region.generation
-        )
+        return replace(phase_of(lease, drain, now_ns), cause=cause, reason=region.reason, generation=region.generation)
     kind = Phase.GRACE if region.state in ENDED_REGIONS else Phase.TEARDOWN
     return LeasePhase(kind, region.end_due_ns, None, cause, region.reason, region.generation)
 
 
-def _phase_until(deadline_ns: int, ttl_ms: int, drain_ns: int | None, now_ns: int, generation: int) -> LeasePhase:
+def _phase_until(deadline_ns: int, ttl_ms: int, drain: Drain | None, now_ns: int, generation: int) -> LeasePhase:
     """Return the phase of a lease or region that lasts until its deadline, or the drain's."""
     # A drain warns of itself: no renewal helps against it.
-    if drain_ns is not None:
-        return LeasePhase(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
+    if drain is not None:
+        reason = CARD_DRAINS if drain.is_of_card else DRAINS
+        return LeasePhase(Phase.WARNING, drain.due_ns, None, "", reason, generation)
     # A tenth of the time, so that short leases are not in their warning all the time.
     warning_ns = min(ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
     due_ns = deadline_ns - warning_ns

@@ -118,7 +118,8 @@ class RegionViews:
         region = self._store.regions.get(region_id)
         if region is None or region.deadline_ns is None:
             return None
-        return region_phase_of(region, self._store.live[region.lease_id], self._store.drain_ns, now_ns)
+        lease = self._store.live[region.lease_id]
+        return region_phase_of(region, lease, self._store.drain_of(lease.card_uuid), now_ns)
 
 
 class Regions(RegionViews):
@@ -179,7 +180,7 @@ class Regions(RegionViews):
             return denials.id_used(event.region_id)
         if event.size_bytes < 1:
             return denials.invalid(f"A region can't have {event.size_bytes} bytes.", "Ask for the bytes you need.")
-        denial = self._store.drain_denial(now_ns)
+        denial = self._store.drain_denial(now_ns, self._store.account_by_uuid[lease.card_uuid])
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, event.owner or lease.tenant)
         return denial or _check_room(lease, _rounded(event))
 
@@ -200,7 +201,8 @@ class Regions(RegionViews):
         region.generation += 1
         region.move(Trigger.RENEWED, now_ns)
         region.ttl_ms = event.ttl_ms
-        deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
+        drain_ns = self._store.drain_ns_of(self._store.live[region.lease_id].card_uuid)
+        deadline_ns = renewed_until(now_ns, event.ttl_ms, drain_ns)
         self._set_deadline(region, max(region.deadline_ns, deadline_ns), out)
         out.append(Renewed(event.request, region.snapshot()))
 

@@ -91,12 +91,12 @@ class Resizes:
         terms = lease.terms
         if terms.fleet_bytes and terms.size_bytes + more_bytes > terms.fleet_bytes:
             return denials.over_fleet_bytes(lease.lease_id, lease.tenant, terms.fleet_bytes)
-        denial = self._store.drain_denial(now_ns) or self._store.check_bytes(lease.tenant, more_bytes)
+        account = self._store.account_by_uuid[lease.card_uuid]
+        denial = self._store.drain_denial(now_ns, account) or self._store.check_bytes(lease.tenant, more_bytes)
         if denial is not None:
             return denial
         # Waiters for the card come first, just as they come before a new acquire.
         is_held_back = lease.card_uuid in self._store.queue.held_cards()
-        account = self._store.account_by_uuid[lease.card_uuid]
         room_bytes = 0 if is_held_back else account.room_bytes
         larger = replace(terms, size_bytes=terms.size_bytes + more_bytes)
         more_charge_bytes = account.charge_bytes(larger) - account.charge_bytes(terms)

@@ -45,9 +45,13 @@ class Restoration:
         self._pool = pool
 
     def recover(self, recovered: RecoveredState) -> None:
-        """Remember ended leases, hold fenced bytes, and restore a drain."""
+        """Remember ended leases, hold fenced bytes, and restore drains."""
         self._store.revoked, self._store.cleared = RevokedIds(recovered.revoked), RevokedIds(recovered.cleared)
         self._store.drain_ns = recovered.drain_ns
+        # The drain of a card that this host no longer has waits in the journal until the card returns.
+        for uuid, drain_ns in recovered.card_drains:
+            if (account := self._store.account_by_uuid.get(uuid)) is not None:
+                account.drain_ns = drain_ns
         self._store.epochs = HighestEpochs(recovered.epochs)
         for tombstone in recovered.tombstones:
             self._store.remember(tombstone)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final, get_args
 
 from gpulease.daemon.leases import denials, devices, events, horizon_events, invariants
-from gpulease.daemon.leases.admission import Admission, DrainInProgress
+from gpulease.daemon.leases.admission import Admission, Drains
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardSnapshot, PlacementOrder
 from gpulease.daemon.leases.events import (
@@ -98,7 +98,7 @@ class LeaseTable:
         self._restoration = Restoration(self._store, self._teardown, self._pool)
         # Before any event: ids that were revoked, fences and a drain apply from the first request on.
         self._restoration.recover(recovered or RecoveredState())
-        self._drain = DrainInProgress(self._store, self._teardown, self._admission)
+        self._drain = Drains(self._store, self._teardown, self._admission)
         self._handlers = self._event_handlers()
         # Per kind of worker: the live workers by id, and the handler of each event about one of them.
         self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {
@@ -321,7 +321,9 @@ class LeaseTable:
         if lease is None:
             ended = self._store.get_ended(lease_id)
             return None if ended is None or ended.deadline_ns is None else ended_phase(ended)
-        return None if lease.deadline_ns is None else phase_of(lease, self._store.drain_ns, now_ns)
+        if lease.deadline_ns is None:
+            return None
+        return phase_of(lease, self._store.drain_of(lease.card_uuid), now_ns)
 
     def orphan_ms(self, lease_id: int) -> int:
         """Return the longest time that a live lease may be without a connection; 0: no bound, or no such lease."""
@@ -335,8 +337,24 @@ class LeaseTable:
 
     @property
     def drain_ns(self) -> int | None:
-        """Time at which a drain ends the remaining leases; None while the node is not drained."""
+        """Time at which the node's drain ends the remaining leases; None while there is none."""
         return self._store.drain_ns
+
+    def drain_ns_of(self, card_uuid: str) -> int | None:
+        """Return when a drain, the node's or the card's own, ends the leases on a card; None if neither is drained."""
+        return self._store.drain_ns_of(card_uuid)
+
+    @property
+    def grants_nothing(self) -> bool:
+        """Whether the node is drained, or all of its cards are."""
+        accounts = self._store.accounts
+        are_drained = bool(accounts) and all(account.drain_ns is not None for account in accounts)
+        return self._store.drain_ns is not None or are_drained
+
+    @property
+    def has_drain(self) -> bool:
+        """Whether the node or one of its cards is drained."""
+        return self._store.drain_ns is not None or any(one.drain_ns is not None for one in self._store.accounts)
 
     @property
     def is_shutting_down(self) -> bool:
@@ -414,7 +432,7 @@ class LeaseTable:
         if event.ttl_ms != lease.terms.ttl_ms:
             lease.terms = replace(lease.terms, ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which had the same maximum.
-        deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns)
+        deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns_of(lease.card_uuid))
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
         # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.
         if lease.unconnected_ns is not None:
@@ -434,7 +452,7 @@ class LeaseTable:
         else:
             self._await_connection(lease, now_ns, out, event.least_wait_ms)
         # Subscribers are warned of the orphan's deadline, or that it is lifted.
-        phase = phase_of(lease, self._store.drain_ns, now_ns)
+        phase = phase_of(lease, self._store.drain_of(lease.card_uuid), now_ns)
         out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
 
     def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:

@@ -15,7 +15,7 @@ from gpulease.daemon.leases import denials, devices
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardAccount, PlacementOrder
 from gpulease.daemon.leases.epochs import HighestEpochs
-from gpulease.daemon.leases.events import AcquireRequested
+from gpulease.daemon.leases.events import AcquireRequested, Effect, Warned
 from gpulease.daemon.leases.model import (
     Horizon,
     Lease,
@@ -29,7 +29,7 @@ from gpulease.daemon.leases.model import (
     Trigger,
     WarmContext,
 )
-from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits
+from gpulease.daemon.leases.quotas import AcquireRates, CoreLimits, Drain, phase_of, region_phase_of
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.sizes import size_text
@@ -66,7 +66,8 @@ class LeaseStore:
         capped: Live leases that are claimed, by name or for their bytes, by id.
         horizon: Membership deadline, until which claimed leases may be granted; None before the first heartbeat, and
           once the claims are lost.
-        drain_ns: Time at which a drain ends the remaining leases; None while the node is not drained.
+        drain_ns: Time at which the node's drain ends the remaining leases; None while there is none. A card's own is in
+            its account.
         under_earlier_rules: Tenants that had or awaited a lease when their bounds last changed; they keep those leases.
         has_freed_room: Bytes came back, or the queue became shorter, since the queue was last served.
     """
@@ -133,7 +134,7 @@ class LeaseStore:
         """Return whether contexts may wait for leases on a card."""
         # A context that waits would hold bytes of a card that is to become empty, or that a tenant has alone.
         is_closed = self.is_shutting_down or self.drain_ns is not None
-        return not (is_closed or account.exclusive_leases)
+        return not (is_closed or account.exclusive_leases or account.drain_ns is not None)
 
     def may_recycle(self, lease: Lease) -> bool:
         """Return whether the context of a lease that its tenant freed may serve that tenant again.
@@ -223,9 +224,36 @@ class LeaseStore:
         parent = self.get(lease.parent_id) if lease.parent_id else None
         return frozenset({lease.tenant} if parent is None else {lease.tenant, parent.tenant})
 
-    def drain_denial(self, now_ns: int) -> Denial | None:
-        """Return the denial for a new lease on a drained node; None if the node is not drained."""
-        return None if self.drain_ns is None else denials.draining(self.drain_ns - now_ns)
+    def drain_denial(self, now_ns: int, account: CardAccount | None = None) -> Denial | None:
+        """Return the denial for new memory on a drained node, or on a drained card; None without such a drain."""
+        if self.drain_ns is not None:
+            return denials.draining(self.drain_ns - now_ns)
+        if account is None or account.drain_ns is None:
+            return None
+        return denials.card_draining(account.card.uuid, account.drain_ns - now_ns)
+
+    def drain_of(self, card_uuid: str) -> Drain | None:
+        """Return the drain that ends the leases on a card first: the node's or the card's own; None without one."""
+        account = self.account_by_uuid.get(card_uuid)
+        card_ns = None if account is None else account.drain_ns
+        if card_ns is not None and (self.drain_ns is None or card_ns < self.drain_ns):
+            return Drain(card_ns, is_of_card=True)
+        return None if self.drain_ns is None else Drain(self.drain_ns)
+
+    def drain_ns_of(self, card_uuid: str) -> int | None:
+        """Return when a drain, the node's or the card's own, ends the leases on a card; None if neither is drained."""
+        drain = self.drain_of(card_uuid)
+        return None if drain is None else drain.due_ns
+
+    def warn(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Notify a live lease's subscribers, and those of its regions, of its phase."""
+        drain = self.drain_of(lease.card_uuid)
+        phase = phase_of(lease, drain, now_ns)
+        out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
+        for region in lease.regions.values():
+            if region.state is RegionState.ACTIVE:
+                phase = region_phase_of(region, lease, drain, now_ns)
+                out.append(Warned(region.region_id, phase.phase, phase.left_ms(now_ns)))
 
     def check_bytes(self, tenant: str, more_bytes: int) -> Denial | None:
         """Return the denial for a tenant that would have or await more bytes than it may; None if it may."""
@@ -452,6 +480,12 @@ class Waiter:
     holds_until_ns: int
     returning: Lease | None = None
 
+    def open_candidates(self) -> Sequence[CardAccount]:
+        """Return the cards that may serve it now: an acquire waits for no drained card, until that drain is ended."""
+        if self.returning is not None:
+            return self.candidates
+        return [account for account in self.candidates if account.drain_ns is None]
+
     def needed_bytes(self, account: CardAccount) -> int:
         """Return the bytes of a card that it waits for."""
         if self.returning is not None and self.returning.park is not None:
@@ -582,7 +616,7 @@ class WaitQueue:
         """Return the uuids of the cards that newcomers may not use, because a waiter holds them."""
         # A tenant with a lease there can make the room itself, by ending that lease.
         holding = [waiter for waiter in self.holders.values() if not waiter.has_own_lease()]
-        return {account.card.uuid for waiter in holding for account in waiter.candidates}
+        return {account.card.uuid for waiter in holding for account in waiter.open_candidates()}
 
     def next_placeable(self) -> tuple[Waiter, CardAccount] | None:
         """Return the first waiter that can be placed without passing one that holds it back, and its card."""
@@ -590,7 +624,7 @@ class WaitQueue:
         # lasts.
         blocked: set[str] = set()
         for waiter in self._waiters.values():
-            allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
+            allowed = [account for account in waiter.open_candidates() if account.card.uuid not in blocked]
             account = waiter.choose(allowed, self._order)
             if account is not None:
                 return waiter, account

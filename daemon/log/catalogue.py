@@ -366,6 +366,12 @@ class LogEvent(Enum):
         WARNING,
         "this node is still being drained, as before the restart: gpulease drain --cancel ends the drain",
     )
+    CARD_DRAIN_GOES_ON = LogKind(
+        "drain.card_goes_on",
+        WARNING,
+        "this card is still being drained, as before the restart: gpulease drain --device CARD --cancel ends the drain",
+        ("card",),
+    )
     RELAY_ARRIVED = LogKind(
         "relay.arrived", DEBUG, "a remote tenant connects", ("relay_pid", "tenant", "peer", "serial")
     )

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from gpulease.daemon import web
 from gpulease.daemon.web.broker_link import ActionNotDone, BrokerChannel, BrokerSilent
 from gpulease.daemon.web.guard import (
+    CARD_DRAINS,
     DRAIN,
     FENCES,
     LEASES,
@@ -210,6 +211,7 @@ class Site:
             Route(LEASES + "{lease_id}", self._revoke, methods=REMOVING),
             Route(FENCES + "{card}", self._clear_fences, methods=REMOVING),
             Route(DRAIN, self._drain, methods=SETTING),
+            Route(CARD_DRAINS + "{card}", self._drain, methods=SETTING),
         ]
         handlers: Mapping[Any, Any] = {BrokerSilent: _on_broker_silent, ActionNotDone: _on_not_done}
         app = Starlette(routes=routes, exception_handlers=handlers)
@@ -299,6 +301,7 @@ class Site:
 
     async def _drain(self, request: Request) -> Response:
         token = self._access.token_of(request)
+        card = _card_of(request) if "card" in request.path_params else ""
         # PUT begins a drain, DELETE ends it: that is a drain without a time.
         within_ms = None
         if request.method == "PUT":
@@ -306,15 +309,13 @@ class Site:
             if _SECONDS.fullmatch(text) is None or float(text) > MAX_WITHIN_S:
                 raise HTTPException(400, f"within_s must be a number of seconds, at most {MAX_WITHIN_S}.")
             within_ms = round(float(text) * MS_PER_S)
-        left_ms, leases = await self._broker.drain(within_ms, token)
+        left_ms, leases = await self._broker.drain(within_ms, token, card)
         left_s = None if left_ms is None else left_ms / MS_PER_S
         return JSONResponse({"draining": left_s is not None, "left_s": left_s, "leases": leases})
 
     async def _clear_fences(self, request: Request) -> Response:
         token = self._access.token_of(request)
-        card = request.path_params["card"]
-        if _CARD.fullmatch(card) is None:
-            raise HTTPException(400, "A card's UUID must have at most 64 letters, digits and dashes.")
+        card = _card_of(request)
         return JSONResponse({"card": card, "cleared": await self._broker.clear_fences(card, token)})
 
     async def _cards_history(self, request: Request) -> Response:
@@ -340,6 +341,14 @@ class Site:
         return Response(text, headers={"content-type": content_type})
 
 
+def _card_of(request: Request) -> str:
+    """Return the card's UUID in the path. Raises HTTPException if it can't be one."""
+    card: str = request.path_params["card"]
+    if _CARD.fullmatch(card) is None:
+        raise HTTPException(400, "A card's UUID must have at most 64 letters, digits and dashes.")
+    return card
+
+
 async def _on_broker_silent(request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{error}\n", status_code=503, headers={"Retry-After": str(RETRY_S)})
 
@@ -360,7 +369,7 @@ async def rehearse(app: App, host: str) -> None:
 
     # Unknown paths and all methods too: an error's answer imports modules of its own.
     answers = ("/api/v1/state", "/api/v1/events", "/api/v1/history", "/healthz", "/readyz", "/metrics", "/nothing")
-    actions = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN))
+    actions = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN), ("PUT", f"{CARD_DRAINS}0"))
     for method, path in (*(("GET", path) for path in (*FILES, *answers)), *actions):
         scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "raw_path": path.encode()}
         scope |= {"query_string": b"", "headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http"}

@@ -155,8 +155,8 @@ class DrainOutcome(NamedTuple):
     """The outcome of a drain.
 
     Attributes:
-        left_ms: Milliseconds until the remaining leases are ended; None if the node is not drained.
-        leases: The number of active leases.
+        left_ms: Milliseconds until the remaining leases are ended; None if there is no drain.
+        leases: The number of active leases of the node, or of the card.
     """
 
     left_ms: int | None
@@ -199,9 +199,9 @@ class BrokerChannel:
         done = await self._ask(LeaseRevokedReply, lambda number: RevokeLease(number, token, lease_id, reason))
         return done.outcome
 
-    async def drain(self, within_ms: int | None, token: bytes) -> DrainOutcome:
-        """Drain the node, or end the drain if `within_ms` is None. Raises as `revoke` does."""
-        done = await self._ask(DrainChanged, lambda number: ChangeDrain(number, token, within_ms))
+    async def drain(self, within_ms: int | None, token: bytes, card: str = "") -> DrainOutcome:
+        """Drain the node, or the card with that UUID; end the drain if `within_ms` is None. Raises as `revoke` does."""
+        done = await self._ask(DrainChanged, lambda number: ChangeDrain(number, token, within_ms, card))
         return DrainOutcome(done.left_ms, done.leases)
 
     async def clear_fences(self, card: str, token: bytes) -> int:

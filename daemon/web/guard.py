@@ -50,7 +50,10 @@ FENCES: Final = "/api/v1/fences/"
 """The path of cards with fenced memory; DELETE clears a card's fences."""
 
 DRAIN: Final = "/api/v1/drain"
-"""The path of the drain; PUT begins one and DELETE ends it."""
+"""The path of the node's drain; PUT begins one and DELETE ends it."""
+
+CARD_DRAINS: Final = "/api/v1/drain/"
+"""The path of cards that are drained one by one, in the same way."""
 
 REMOVING: Final = ("DELETE",)
 
@@ -66,7 +69,7 @@ def acting_methods(path: str) -> tuple[str, ...]:
     No form sends any of them. Another site's script needs this server's permission to send them, which it never gives
     (Fetch Standard, CORS preflight).
     """
-    if path == DRAIN:
+    if path == DRAIN or path.startswith(CARD_DRAINS):
         return SETTING
     return REMOVING if path.startswith((LEASES, FENCES)) else ()
 

@@ -146,7 +146,7 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
         "named": is_named,
         "age_s": _rounded(age_s),
         "drain_left_s": None if left_ms is None else _left_s(left_ms, age_s),
-        "cards": [_card(card, snapshot.history, slices.get(card["uuid"], [])) for card in snapshot.cards],
+        "cards": [_card(card, snapshot.history, slices.get(card["uuid"], []), age_s) for card in snapshot.cards],
         "events": [_event(change, pseudonyms, now_s, is_named=is_named) for change in reversed(snapshot.changes)],
         "fleet": _fleet(snapshot, age_s, is_named=is_named),
     }
@@ -171,10 +171,14 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
     return found
 
 
-def _card(card: Report, history: Mapping[str, Sequence[float | None]], slices: list[dict[str, Any]]) -> dict[str, Any]:
+def _card(
+    card: Report, history: Mapping[str, Sequence[float | None]], slices: list[dict[str, Any]], age_s: float
+) -> dict[str, Any]:
     rates = [None if rate is None else round(rate, 1) for rate in history.get(card["uuid"], ())]
     parking = {name: card.get(name, 0) for name in PARKING_OF_CARD}
-    return {name: card[name] for name in OF_CARD} | parking | {"launches_per_s": rates, "slices": slices}
+    left_ms = card.get("card_drain_left_ms")
+    drain = {"drain_left_s": None if left_ms is None else _left_s(left_ms, age_s)}
+    return {name: card[name] for name in OF_CARD} | parking | drain | {"launches_per_s": rates, "slices": slices}
 
 
 def _slice(

@@ -50,6 +50,7 @@ MAX_WITHIN_MS: Final = (1 << 32) - 1
 Hosts = Annotated[tuple[str, ...], listed(TEXT, MAX_HOSTS)]
 Bytes = Annotated[bytes, BYTES]
 Card = Annotated[str, matching("[A-Za-z0-9-]{1,64}")]
+CardOrNode = Annotated[str, matching("[A-Za-z0-9-]{0,64}")]
 
 
 class WebRefusal(Enum):
@@ -105,8 +106,8 @@ class DrainChanged(Message):
     """The outcome of ChangeDrain.
 
     Attributes:
-        left_ms: Milliseconds until the remaining leases are ended; None if the node is not drained.
-        leases: The number of active leases.
+        left_ms: Milliseconds until the remaining leases are ended; None if there is no drain.
+        leases: The number of active leases of the node, or of the card.
     """
 
     OP: ClassVar[str] = "drain_set"
@@ -150,12 +151,17 @@ class RevokeLease(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChangeDrain(Message):
-    """Drain the node within so many milliseconds, or end the drain for None. `token`: as in RevokeLease."""
+    """Drain the node, or a card, within so many milliseconds, or end the drain for None. `token`: as in RevokeLease.
+
+    Attributes:
+        card: The card's UUID; "" for the node.
+    """
 
     OP: ClassVar[str] = "drain"
     request: Request
     token: Bytes
     within_ms: Annotated[int | None, integer(0, MAX_WITHIN_MS).or_nil()]
+    card: CardOrNode
 
 
 @dataclass(frozen=True, slots=True)

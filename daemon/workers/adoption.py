@@ -127,6 +127,10 @@ def _restore(
             continue
         others.remove(best)
         on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
+        # A session that was on its way to another card may have left its former worker behind. The lease is charged,
+        # and its memory proved free, on the card that this worker has.
+        if lease.state is not LeaseState.FENCED:
+            on_page = on_page._replace(card_uuid=best.worker.spec.card_uuid)
         # A worker that adopts a session has its deadline, and so has the one that the session has left. Which of them
         # serves it is unknown.
         is_ambiguous = sum(one.is_leased and one.is_alive for one in own) > 1

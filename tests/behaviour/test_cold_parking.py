@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from gpulease.client import (
     Busy,
+    Drained,
     GpuBuilder,
     GpuExclusivityClass,
     GpuLease,
@@ -413,6 +414,37 @@ def test_a_card_is_emptied_and_what_stays_is_listed(node: Daemon, lease: GpuLeas
     with GpuBuilder(node.address).min_vram(cards(node.address)[1]["available_bytes"]).device("1").acquire():
         status, output = run("--from", "0")
         assert (status, "no other card has room" in output) == (1, True)
+
+
+def test_a_card_is_drained_and_its_sessions_leave_it(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    def run(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, ["drain", *words], env={ADDRESS_VARIABLE: node.address, "COLUMNS": "250"})
+        return result.exit_code, result.output
+
+    other = cards(node.address)[1]["uuid"]
+    buffer = session.mem_alloc(MIB)
+    session.mem_write(buffer, 0, b"weights")
+    with GpuBuilder(node.address).min_vram(MIB).device("0").acquire() as fixed:
+        status, output = run("--device", "0", "--move", "--within", "1h")
+        assert (status, "to end within 1 h" in output, f"moved to {other}" in output) == (1, True, True), output
+        assert "not parkable" in output
+        assert row(node.address, lease)["card_uuid"] == other
+        assert row(node.address, lease)["phase"] == "active"
+        with pytest.raises(Drained, match="is being drained"):
+            GpuBuilder(node.address).min_vram(MIB).device("0").acquire()
+        with GpuBuilder(node.address).min_vram(MIB).acquire() as elsewhere:
+            assert elsewhere.card_uuid == other
+        assert row(node.address, fixed)["phase"] == "warning"
+        with pytest.raises(Drained):
+            ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, "0"), node.address)
+    status, output = run("--device", "0", "--wait", "--within", "1s", "--json")
+    assert (status, json.loads(output)["leases"]) == (0, 0), output
+    assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+    status, output = run("--device", "0", "--cancel")
+    assert (status, "it grants leases" in output) == (0, True), output
+    for words in (["--move"], ["--device", "9"], ["--device", "0", "--cancel", "--move"]):
+        assert run(*words)[0] == 2
+    GpuBuilder(node.address).min_vram(MIB).device("0").acquire().free()
 
 
 def test_an_idle_session_makes_room_on_another_card() -> None:

@@ -18,7 +18,16 @@ from gpulease.client.cli.__main__ import main
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE
-from gpulease.protocol.messages import Drain, DrainStatus, Empty, LeaseRef, LeaseSubscribe, LeaseUnsubscribe, Ping
+from gpulease.protocol.messages import (
+    CardDrain,
+    Drain,
+    DrainStatus,
+    Empty,
+    LeaseRef,
+    LeaseSubscribe,
+    LeaseUnsubscribe,
+    Ping,
+)
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
@@ -226,6 +235,16 @@ def test_a_drain_outlives_the_daemon_until_it_is_cancelled(start_lasting: Callab
     lease.renew(600)
     assert lease.remaining_s <= 60, "no longer than the drain"
     assert "gpulease drain --cancel" in lasting.now.log()
+
+    # A card's own drain outlives it, too, whatever becomes of the node's.
+    ask(Opcode.CARD_DRAIN, CardDrain("0", 50_000), lasting.address)
+    ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
+    lasting.restart()
+    assert 0 < lasting.now.inventory().details[0]["card_drain_left_ms"] < 50_000
+    with pytest.raises(Drained, match="is being drained"):
+        lasting.now.builder().acquire()
+    assert "--device CARD --cancel" in lasting.now.log()
+    ask(Opcode.CARD_DRAIN, CardDrain("0", None), lasting.address)
 
     ask(Opcode.DRAIN, Drain(0), lasting.address)
     with pytest.raises(Drained):

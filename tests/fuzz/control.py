@@ -104,6 +104,10 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.LEASE_SUBSCRIBE, lambda scene, draws: m.LeaseSubscribe(lease(scene, draws))),
     (Opcode.LEASE_UNSUBSCRIBE, lambda scene, draws: m.LeaseUnsubscribe(draws.below(8))),
     (Opcode.DRAIN, lambda scene, draws: m.Drain(draws.pick((5000, 500, 0)))),
+    (
+        Opcode.CARD_DRAIN,
+        lambda scene, draws: m.CardDrain(draws.pick(("0", "no card")), draws.pick((None, 5000, 500, 0))),
+    ),
     (Opcode.DRAIN_CANCEL, lambda scene, draws: m.Empty()),
     (Opcode.METRICS, lambda scene, draws: m.Empty()),
     (Opcode.HEALTH, lambda scene, draws: m.Empty()),

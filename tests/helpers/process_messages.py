@@ -107,7 +107,7 @@ FROM_WEB: Final = Direction(
     web.FROM_WEB,
     [
         web.RevokeLease(1, b"token", LEASE, "why"),
-        web.ChangeDrain(2, b"token", 60_000),
+        web.ChangeDrain(2, b"token", 60_000, "GPU-0"),
         web.ClearFences(3, b"token", "GPU-a"),
     ],
 )

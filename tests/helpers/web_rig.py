@@ -47,6 +47,7 @@ def card(**changes: Any) -> dict[str, Any]:
         "warm_wanted": 0,
         "warm_bytes": 0,
         "drain_left_ms": None,
+        "card_drain_left_ms": None,
         "sandbox": [],
     } | changes
 
@@ -84,7 +85,7 @@ class Scene:
         asked: The requests that it received, in order.
         outcome: The outcome of each revocation; None to leave it unanswered.
         revoked: What was revoked, with the reasons.
-        drained: Each drain that was requested, in milliseconds; None for the end of one.
+        drained: Each drain that was requested, in milliseconds, with the card if there is one; None for the end of one.
         cleared: The cards with cleared fences.
         refusals: The operations that were denied.
         loads: What the broker recorded of the cards' last hour.
@@ -98,7 +99,7 @@ class Scene:
     asked: list[Opcode] = field(default_factory=list)
     outcome: Outcome | None = field(default_factory=lambda: RevokeDone(0, RevokeOutcome.TORN_DOWN))
     revoked: list[tuple[int, str]] = field(default_factory=list)
-    drained: list[int | None] = field(default_factory=list)
+    drained: list[int | tuple[str, int | None] | None] = field(default_factory=list)
     cleared: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     loads: list[CardLoads] = field(default_factory=list)
@@ -108,8 +109,8 @@ class Scene:
         if self.outcome is not None:
             on_outcome(self.outcome)
 
-    def drain(self, within_ms: int | None, on_outcome: Callable[[Outcome], None]) -> None:
-        self.drained.append(within_ms)
+    def drain(self, within_ms: int | None, card_uuid: str, on_outcome: Callable[[Outcome], None]) -> None:
+        self.drained.append((card_uuid, within_ms) if card_uuid else within_ms)
         deadline_ns = None if within_ms is None else time.monotonic_ns() + within_ms * 1_000_000
         on_outcome(DrainSet(0, deadline_ns, len(self.leases)))
 

@@ -46,6 +46,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "FLEET_LIST": 0x0217,
         "LEASE_PARK": 0x0218,
         "LEASE_MOVE": 0x0219,
+        "CARD_DRAIN": 0x021A,
         "REGION_WATCH": 0x0213,
         "REGION_EVENT": 0x0214,
         "MODULE_UNLOAD": 0x0608,

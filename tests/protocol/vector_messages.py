@@ -143,6 +143,7 @@ CONTROL: Cases = {
         m.LeaseEvent(U128, U64, U64, 255, U32, U64, LONG_TEXT, LONG_TEXT),
     ),
     "Drain": (m.Drain(0), m.Drain(600_000), m.Drain(U32)),
+    "CardDrain": (m.CardDrain("", None), m.CardDrain("1", 600_000), m.CardDrain(LONG_TEXT, U32)),
     "DrainStatus": (m.DrainStatus(None, 0), m.DrainStatus(600_000, 3), m.DrainStatus(U32, U32)),
     "Metrics": (
         m.Metrics("", ""),

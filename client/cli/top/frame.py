@@ -108,7 +108,7 @@ def _warnings(view: View, scene: ScreenSamples, now_s: float) -> list[Line]:
         found.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
         found.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
-    # A drain is the whole node's, so it stands above the cards.
+    # The node's drain stands above the cards; a card's own stands in its line.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
         when = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
@@ -126,6 +126,9 @@ def _card(card: Report) -> Line:
         (bar_text(share, CARD_BAR), Style.GOOD),
         (f" {_bytes(held)} of {_bytes(capacity)} held, {_bytes(free)} free", Style.PLAIN),
     ]
+    if (left_ms := number(card, "card_drain_left_ms")) is not None:
+        left = f" ({seconds_text(left_ms / 1000)} left)" if left_ms else ""
+        line.append((f", DRAINED{left}", Style.WARNING))
     if number(card, "fenced_bytes"):
         line.append((f", {_bytes(number(card, 'fenced_bytes'))} FENCED", Style.BAD))
     if (leases := number(card, "leases")) is not None:

@@ -88,14 +88,14 @@ def _with_flags(inventory: Inventory) -> list[tuple[Mapping[str, Any], int]]:
 
 def _card(found: Mapping[str, Any], flags: int, held: Mapping[str, int], *, is_sick: bool) -> PublishedCard:
     troubles = []
-    is_drained = found.get("drain_left_ms") is not None
+    is_drained = any(found.get(key) is not None for key in ("drain_left_ms", "card_drain_left_ms"))
     if is_drained:
         troubles.append(Trouble.DRAINED)
     if is_sick or flags & InventoryFlag.DEGRADED:
         troubles.append(Trouble.SICK)
     if found["fenced_bytes"] >= found["capacity_bytes"]:
         troubles.append(Trouble.FENCED)
-    # Of a drained node the inventory reports no free bytes. Its devices keep their size: their taint says what is up.
+    # Of a drained node or card the inventory reports no free bytes. Its devices keep their size: their taint says why.
     free = found["capacity_bytes"] if is_drained else found["available_bytes"] + held.get(found["uuid"], 0)
     return PublishedCard(
         found["uuid"], found["name"], found["driver"], min(free, int(found["capacity_bytes"])), tuple(troubles)

@@ -1,4 +1,4 @@
-"""LEASE_REVOKE, FENCE_CLEAR, DRAIN and DRAIN_CANCEL: requests of operators."""
+"""LEASE_REVOKE, FENCE_CLEAR, DRAIN, DRAIN_CANCEL and CARD_DRAIN: requests of operators."""
 
 from collections.abc import Callable
 
@@ -74,6 +74,9 @@ class AdminHandler:
     def drain_cancel(self, request: Request, body: messages.Empty) -> None:
         self._change_drain(request, DrainCancelled)
 
+    def card_drain(self, request: Request, body: messages.CardDrain) -> None:
+        self._change_drain(request, lambda number: drain_event(number, body.within_ms, body.device))
+
     def _change_drain(self, request: Request, event_for: Callable[[int], Event]) -> None:
         def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, DrainSet):
@@ -83,6 +86,13 @@ class AdminHandler:
 
         number = self._caller.expect(on_outcome)
         self._runtime.post(event_for(number))
+
+
+def drain_event(request: int, within_ms: int | None, card: str | None = None) -> DrainRequested | DrainCancelled:
+    """Return the event that drains the node, or a card of it, or that ends such a drain if `within_ms` is None."""
+    if within_ms is None:
+        return DrainCancelled(request, card)
+    return DrainRequested(request, within_ms, card)
 
 
 def shown_reason(text: str) -> str:

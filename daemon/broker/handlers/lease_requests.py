@@ -126,7 +126,8 @@ class LeaseHandler:
                 return
             self._caller.hold(outcome.lease.lease_id)
             now_ns = time.monotonic_ns()
-            lease, drain_ns = outcome.lease, self._runtime.table.drain_ns
+            lease = outcome.lease
+            drain_ns = self._runtime.table.drain_ns_of(lease.card_uuid)
             renewed = messages.LeaseRenewed(
                 lease.generation, remaining_ms(lease, now_ns, drain_ns), expires_at_unix_s(lease, now_ns, drain_ns)
             )

@@ -121,7 +121,7 @@ class RegionHandler:
             return
         # Peers without a proven identity may list only what they acquired on this connection.
         self._caller.acquired.add(region.lease_id)
-        now_ns, drain_ns = time.monotonic_ns(), self._runtime.table.drain_ns
+        now_ns, drain_ns = time.monotonic_ns(), self._runtime.table.drain_ns_of(region.card_uuid)
         grant = messages.RegionGrant(
             lease_id=region.lease_id,
             generation=region.generation,

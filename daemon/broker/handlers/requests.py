@@ -57,6 +57,7 @@ HANDLERS: Final[Mapping[Opcode, tuple[Callable[[Caller], Any], Serve]]] = {
     Opcode.FENCE_CLEAR: (AdminHandler, AdminHandler.fence_clear),
     Opcode.DRAIN: (AdminHandler, AdminHandler.drain),
     Opcode.DRAIN_CANCEL: (AdminHandler, AdminHandler.drain_cancel),
+    Opcode.CARD_DRAIN: (AdminHandler, AdminHandler.card_drain),
     Opcode.CAPABILITY_ISSUE: (TokenHandler, TokenHandler.capability_issue),
     Opcode.CAPABILITY_PRESENT: (TokenHandler, TokenHandler.capability_present),
     Opcode.CAPABILITY_REVOKE: (TokenHandler, TokenHandler.capability_revoke),

@@ -261,10 +261,16 @@ def _request(asked: Asked) -> Particulars:
             return _lease_named(lease_id) | {"reason": clean_text(reason)}
         case FenceClearRequested(card_uuid=card_uuid):
             return {"card": clean_text(card_uuid or "")}
-        case DrainRequested(within_ms=within_ms):
-            return {"within_ms": within_ms}
-        case DrainCancelled() | None:
+        case DrainRequested(within_ms=within_ms, card=card):
+            return {"within_ms": within_ms} | _card_named(card)
+        case DrainCancelled(card=card):
+            return _card_named(card)
+        case None:
             return {}
+
+
+def _card_named(card: str | None) -> Particulars:
+    return {} if card is None else {"card": clean_text(card)}
 
 
 def _asked(fact: Fact) -> Asked:

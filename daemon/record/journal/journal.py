@@ -524,6 +524,8 @@ class JournalProjector:
                 out += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
             case WarmEnded(warm_id=warm_id, is_fenced=True):
                 out.append(Change(RowKind.WARM, warm_key(warm_id), table.warm_row(warm_id)))
+            case DrainSet(deadline_ns=deadline_ns, card_uuid=card_uuid) if card_uuid:
+                out.append(Change(RowKind.CARD_DRAIN, card_uuid.encode(), deadline_ns))
             case DrainSet(deadline_ns=deadline_ns):
                 out.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
 

@@ -145,6 +145,7 @@ class RowKind(IntEnum):
     REGION_TOMBSTONE = 12
     EPOCH = 13
     MEMBERSHIP = 14
+    CARD_DRAIN = 15
 
 
 class Change(NamedTuple):
@@ -436,7 +437,8 @@ class Contents:
     """The rows of a journal that is opened.
 
     Attributes:
-        drain_ns: When a drain ends the remaining leases; None if the node is not drained.
+        drain_ns: When the node's drain ends the remaining leases; None if there is none.
+        card_drains: When each drained card's own drain ends its leases, by UUID.
         epochs: Names and the highest epoch that each had.
         region_tombstones: Regions that ended last.
         membership: The node's last membership of a fleet; None if it had none.
@@ -455,6 +457,7 @@ class Contents:
     revoked_tokens: list[Spent] = field(default_factory=list)
     cards: dict[str, CardRow] = field(default_factory=dict)
     drain_ns: int | None = None
+    card_drains: dict[str, int] = field(default_factory=dict)
     epochs: list[tuple[str, int]] = field(default_factory=list)
     incarnation: int = 0
     membership: MembershipRow | None = None
@@ -492,6 +495,8 @@ class Contents:
                 self.cards[card.uuid] = card
             case RowKind.DRAIN:
                 self.drain_ns = int(value)
+            case RowKind.CARD_DRAIN:
+                self.card_drains[key.decode()] = int(value)
             case RowKind.EPOCH:
                 self.epochs.append((key.decode(), int(value)))
             case RowKind.MEMBERSHIP:
@@ -504,14 +509,20 @@ class Contents:
         """Return what the lease table remembers of the past, in addition to live leases."""
         tombstones = (*self.tombstones, *self.region_tombstones)
         return RecoveredState(
-            tombstones, self.revoked, self.cleared, tuple(self.warm), self.drain_ns, tuple(self.epochs)
+            tombstones,
+            self.revoked,
+            self.cleared,
+            tuple(self.warm),
+            self.drain_ns,
+            tuple(self.epochs),
+            tuple(self.card_drains.items()),
         )
 
     def cross_boot(self) -> list[Change]:
         """Change the contents as a restart of the host does, and return the changes of rows.
 
-        No process of another boot runs, and its times have no meaning now. Fences stay until an operator clears them. A
-        drain stays too, with nothing left to end. Tokens of another boot fail with every key. It is unknown whether
+        No process of another boot runs, and its times have no meaning now. Fences stay until an operator clears them.
+        Drains stay too, with nothing left to end. Tokens of another boot fail with every key. It is unknown whether
         this is the host that was a member of the fleet, or one with a copy of its disk, so the membership is forgotten.
         """
         # Every process of the other boot is gone, so regions end first, while their leases are still known.
@@ -535,10 +546,12 @@ class Contents:
         for kind, tokens in ((RowKind.SPENT, self.spent), (RowKind.REVOKED_TOKEN, self.revoked_tokens)):
             changes += [Change(kind, spent_key(lease_id, nonce), None) for lease_id, nonce, _ in tokens]
             tokens.clear()
-        # 0 is a time that has passed: the node stays drained.
+        # 0 is a time that has passed: the node, or the card, stays drained.
         if self.drain_ns is not None:
             self.drain_ns = 0
             changes.append(Change(RowKind.DRAIN, DRAIN_KEY, self.drain_ns))
+        self.card_drains = dict.fromkeys(self.card_drains, 0)
+        changes += [Change(RowKind.CARD_DRAIN, uuid.encode(), 0) for uuid in self.card_drains]
         # What remains are the fenced leases as they were just changed.
         self.leases = [c.content for c in changes if isinstance(c.content, LeaseRow)]
         self.cards.clear()

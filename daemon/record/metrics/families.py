@@ -271,6 +271,7 @@ QUEUE_OLDEST_SECONDS: Final = _gauge(
 READY: Final = _gauge("gpulease_ready", "Whether the daemon can grant leases: all of its checks pass.", ())
 CHECK: Final = _gauge("gpulease_check", "Whether the check passes.", ("check",))
 DRAINING: Final = _gauge("gpulease_draining", "Whether the node is drained.", ())
+CARD_DRAINING: Final = _gauge("gpulease_card_draining", "Whether the card is drained, with the node or alone.")
 AUDIT_WRITABLE: Final = _gauge("gpulease_audit_writable", "Whether the audit log can be written, if one is kept.", ())
 AUDIT_WAITING: Final = _gauge("gpulease_audit_records_waiting", "Records that are not on disk yet.", ())
 AUDIT_DROPPED: Final = _counter("gpulease_audit_records_dropped", "Records that were dropped: gaps in the log.", ())

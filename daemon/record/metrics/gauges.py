@@ -148,7 +148,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         families.CARD_INFO: {(card.uuid, str(card.index), card.name): 1 for card in cards},
         families.CARD_CAPACITY_BYTES: {(card.uuid,): card.capacity_bytes for card in cards},
         families.CARD_HELD_BYTES: {(card.uuid,): card.held_bytes for card in cards},
-        # A drained node grants nothing, whatever is free.
+        # A drained node grants nothing, whatever is free; a drained card reports 0 itself.
         families.CARD_AVAILABLE_BYTES: {
             (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
         },
@@ -166,6 +166,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
             for card in cards
             if card.uuid in facts.stray_bytes
         },
+        families.CARD_DRAINING: {(card.uuid,): facts.is_draining or card.drain_ns is not None for card in cards},
         families.CARD_BUSY_RATIO: {(card.uuid,): facts.busy_ratios.get(card.uuid, 0.0) for card in cards},
         families.PARKED_BYTES: {(card.uuid,): card.parked_bytes for card in cards},
         families.WARM_WANTED: {(card.uuid,): card.warm_wanted for card in cards},

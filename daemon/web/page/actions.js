@@ -120,35 +120,42 @@ export function askToRevoke(slice) {
   });
 }
 
-export function askToDrain() {
+/** Asks whether to drain a card; the host without one. */
+export function askToDrain(card) {
   ask({
-    title: "Drain this host?",
-    about: ["No new leases are granted from now on, tenants are warned, and every lease that is left at the deadline is ended."],
+    title: card ? `Drain GPU ${card.index}?` : "Drain this host?",
+    about: [
+      `No new leases are granted ${card ? "on this card " : ""}from now on, tenants are warned, and every lease that is left `,
+      `${card ? "there " : ""}at the deadline is ended.`,
+    ],
     field: {
       label: `Minutes until what is left is ended (0 to ${MOST_DRAIN_MIN})`,
       input: { type: "number", min: "0", max: String(MOST_DRAIN_MIN), value: String(DRAIN_MIN) },
     },
     word: "Drain",
-    request: (minutes) => ["PUT", `/api/v1/drain?within_s=${Math.round(Number(minutes) * 60)}`],
-    outcome: outcomeOfDrain,
+    request: (minutes) => ["PUT", `${pathOfDrain(card)}?within_s=${Math.round(Number(minutes) * 60)}`],
+    outcome: (report) => outcomeOfDrain(report, card),
   });
 }
 
-export function askToEndDrain() {
+export function askToEndDrain(card) {
   ask({
     title: "End the drain?",
     about: ["New leases are granted again, and those that are left keep the time they had."],
     field: null,
     word: "End the drain",
-    request: () => ["DELETE", "/api/v1/drain"],
-    outcome: outcomeOfDrain,
+    request: () => ["DELETE", pathOfDrain(card)],
+    outcome: (report) => outcomeOfDrain(report, card),
   });
 }
 
-function outcomeOfDrain({ draining, left_s, leases }) {
-  if (!draining) return { text: "The host is not drained: it grants leases.", isDone: true };
+const pathOfDrain = (card) => (card ? `/api/v1/drain/${card.uuid}` : "/api/v1/drain");
+
+function outcomeOfDrain({ draining, left_s, leases }, card) {
+  const what = card ? `GPU ${card.index}` : "The host";
+  if (!draining) return { text: `${what} is not drained: it grants leases.`, isDone: true };
   const left = leases ? `${count(leases, "lease is", "leases are")} left, and ended in ${span(left_s)} at most` : "Nothing is leased";
-  return { text: `The host grants nothing any more. ${left}.`, isDone: true };
+  return { text: `${what} grants nothing any more. ${left}.`, isDone: true };
 }
 
 export function askToClearFences(card) {

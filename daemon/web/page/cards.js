@@ -1,6 +1,6 @@
 // The cards: bars of slices, leases in rows, a filter over both, and the keys that lead through a bar.
 
-import { askToClearFences, askToRevoke } from "./actions.js";
+import { askToClearFences, askToDrain, askToEndDrain, askToRevoke } from "./actions.js";
 import { paint } from "./colours.js";
 import { arrange, by, copyOf, dress, label, say } from "./elements.js";
 import { drawPlots } from "./plots.js";
@@ -62,6 +62,11 @@ function drawCard(card, own, isWanted) {
   keepOneStop(at(".bar"));
   at(".fence").hidden = card.fenced_bytes === 0;
   say(at(".fence span"), `${size(card.fenced_bytes)} fenced: not proved free, so it is not granted.`);
+  const isDrained = card.drain_left_s != null;
+  at(".drain").hidden = !isDrained;
+  at(".begin").hidden = isDrained;
+  const ends = card.drain_left_s ? `what is left ends in ${span(Math.ceil(card.drain_left_s))}` : "what was left is ended";
+  say(at(".drain span"), isDrained ? `This card is being drained: nothing new is granted on it, and ${ends}.` : "");
   const inRows = card.slices.flatMap((slice) => [slice, ...slice.regions]);
   arrange(at("tbody"), rows, inRows, (slice) => slice.key, () => copyOf("row-template"));
   for (const slice of inRows) drawRow(rows.get(slice.key), slice, isWanted);
@@ -242,9 +247,11 @@ by("cards").addEventListener("click", (event) => {
 by("cards").addEventListener("click", (event) => {
   const slice = event.target.closest(".revoke")?.closest("tr").slice;
   if (slice?.lease_id) askToRevoke(slice);
-  const article = event.target.closest(".clear")?.closest(".card");
-  const own = article && [...cards.values()].find(({ element }) => element === article);
-  if (own) askToClearFences(own.card);
+  for (const [button, askTo] of [[".clear", askToClearFences], [".drain .end", askToEndDrain], [".begin", askToDrain]]) {
+    const article = event.target.closest(button)?.closest(".card");
+    const own = article && [...cards.values()].find(({ element }) => element === article);
+    if (own) askTo(own.card);
+  }
 });
 
 // --- a card's bar: Tab stops once, arrow keys move within, Enter goes to the lease's row ---

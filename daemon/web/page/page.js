@@ -106,8 +106,8 @@ function drawStatus(nowMs) {
 // --- start ---
 
 by("names").addEventListener("click", () => (state?.named ? keepToken("") : askForToken()));
-by("drain-begin").addEventListener("click", askToDrain);
-by("drain-end").addEventListener("click", askToEndDrain);
+by("drain-begin").addEventListener("click", () => askToDrain(null));
+by("drain-end").addEventListener("click", () => askToEndDrain(null));
 
 setInterval(() => {
   tick();

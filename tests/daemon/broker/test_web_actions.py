@@ -244,9 +244,26 @@ def test_revocations_under_way_are_bounded_and_given_back() -> None:
     in_a_broker(play, then=again)
 
 
-DRAIN = ChangeDrain(7, TOKEN, 60_000)
-END = ChangeDrain(7, TOKEN, None)
+DRAIN = ChangeDrain(7, TOKEN, 60_000, "")
+END = ChangeDrain(7, TOKEN, None, "")
 CLEAR = ClearFences(7, TOKEN, "GPU-of-nobody")
+
+
+def test_with_the_token_it_drains_a_card_and_ends_that() -> None:
+    def play(page: Page) -> None:
+        uuid = page.scene.table.cards()[0].uuid
+        page.say(ChangeDrain(7, TOKEN, 60_000, uuid))
+        assert (page.scene.table.drain_ns, page.scene.table.drain_ns_of(uuid) is None) == (None, False)
+        page.say(ChangeDrain(7, TOKEN, None, uuid))
+        assert page.scene.table.drain_ns_of(uuid) is None
+        page.say(ChangeDrain(7, TOKEN, None, "GPU-of-nobody"))
+
+    def check(page: Page) -> None:
+        begun, ended, refused = page.answers
+        assert (begun.left_ms is None, ended.left_ms) == (False, None)
+        assert refused.why is WebRefusal.DENIED, "there is no such card"
+
+    in_a_broker(play, then=check)
 
 
 def test_with_the_token_it_drains_and_ends_the_drain() -> None:

@@ -202,7 +202,8 @@ class Shell:
             is_usable = devices is None or any(map(card.answers_to, devices))
             is_kind = event.terms.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
             charge = event.terms.size_bytes + event.terms.contexts * card.overhead_bytes
-            if is_usable and is_kind and not is_alone and charge <= state.free_bytes:
+            is_open = state.drain_ns is None
+            if is_usable and is_kind and is_open and not is_alone and charge <= state.free_bytes:
                 fitting.append((state.free_bytes, card.index))
         if not fitting:
             return ""
@@ -302,7 +303,8 @@ class Shell:
             assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
             assert effect.lease.parent_id or effect.lease.lease_id in self.alive, "a lease was granted without a worker"
             assert effect.lease.deadline_ns is not None
-            assert isinstance(effect, Renewed) or self.table.drain_ns is None, "a lease was granted in a drain"
+            is_drained = not effect.lease.parent_id and self.table.drain_ns_of(effect.lease.card_uuid) is not None
+            assert isinstance(effect, Renewed) or not is_drained, "a lease was granted in a drain"
             assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
         elif isinstance(effect, SetDeadline):
             self.on_deadline(effect)
@@ -457,10 +459,11 @@ class Shell:
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
             is_due = self.deadlines[event.worker_id] <= (event.generation, self.now_ns)
             assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
-        drain_ns = self.table.drain_ns
-        if event == DrainTimerFired() and drain_ns is not None and self.now_ns >= drain_ns:
-            active = [lease for lease in self.table.snapshots() if lease.state is LeaseState.ACTIVE]
-            assert not active, "a lease outlived the drain"
+        if event == DrainTimerFired():
+            for one in self.table.snapshots():
+                drain_ns = self.table.drain_ns_of(one.card_uuid)
+                is_over = drain_ns is not None and self.now_ns >= drain_ns
+                assert one.state is not LeaseState.ACTIVE or not is_over, "a lease outlived a drain"
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
             generation, deadline_ns = self.deadlines[event.worker_id]
             lease = self.table.get(event.worker_id)
@@ -522,10 +525,11 @@ class Shell:
         self.unlisted.clear()
         for card in CARDS:
             self.poll(card.uuid)
-        if self.table.drain_ns is not None:
+        if self.table.has_drain:
             self.fire(DrainTimerFired())
         if not is_tail_lost:
-            assert self.table.drain_ns == before.drain_ns, "a restart changed a drain"
+            drains = [(one.drain_ns, *(card.drain_ns for card in one.cards())) for one in (self.table, before)]
+            assert drains[0] == drains[1], "a restart changed a drain"
             lease_ids = {*(kept.lease_id for kept in contents.leases), *self.disk.buried()}
             check_answers(before, self.table, lease_ids, self.now_ns)
         self.send(PoolTimerFired())

@@ -13,25 +13,29 @@ from gpulease.daemon.leases import (
     Effect,
     FreeRequested,
     LeaseState,
+    LeaseTable,
     PoolTimerFired,
     ReclaimProved,
     RefuseWork,
+    RegionRequested,
     Renewed,
     RenewRequested,
     RequestDenied,
+    ResizeRequested,
     RevokeRequested,
     SpawnWorker,
     TimerKind,
+    WarmState,
     WarmUp,
     Warned,
     WorkerExited,
     WorkerReady,
     ends_ns,
 )
-from gpulease.daemon.leases.quotas import DRAINS, ENDS_SOON, RENEWAL_SLACK_MS
+from gpulease.daemon.leases.quotas import CARD_DRAINS, DRAINS, ENDS_SOON, RENEWAL_SLACK_MS
 from gpulease.protocol.opcodes import Phase
 
-from .scenario import MS, S, Scenario, armed, denied, one
+from .scenario import MS, S, Scenario, armed, card, denied, end, one, placed
 
 SLACK_NS = RENEWAL_SLACK_MS * MS
 
@@ -213,3 +217,112 @@ def test_a_fenced_lease_has_ended() -> None:
     phase, _, cause, reason = standing(s)
     assert (phase, cause) == (Phase.ENDED, "revoked")
     assert "could not be reaped" in reason
+
+
+# --- a drain of one card ---
+
+
+def two_cards() -> Scenario:
+    return Scenario(card(0), card(1))
+
+
+def drain_card(s: Scenario, named: str = "0", within_s: float = 5) -> list[Effect]:
+    return s.do(DrainRequested(90, int(within_s * 1000), named))
+
+
+def test_a_drained_card_grants_nothing_and_the_others_do() -> None:
+    s = two_cards()
+    s.active(1, 60, selector="0")
+    s.active(2, 60, selector="1")
+    s.acquire(3, 20, selector="0")
+    s.acquire(4, 90, wait_ms=9000)
+    s.acquire(5, 90, wait_ms=9000, selector="gpu-a")
+    out = drain_card(s)
+    refused = {effect.request: effect.denial for effect in out if isinstance(effect, RequestDenied)}
+    assert set(refused) == {1003, 1005}, "who has no worker there yet, and who waits for that card alone"
+    assert {denial.reason for denial in refused.values()} == {DenialReason.DRAINED}
+    assert one(out, DrainSet) == DrainSet(90, s.now_ns + 5 * S, 1, "GPU-a")
+    assert one(out, Warned) == Warned(1, Phase.WARNING, 5000)
+    assert standing(s)[3] == CARD_DRAINS
+    assert (s.card(0).available_bytes, s.card(0).drain_ns, s.card(1).drain_ns) == (0, s.now_ns + 5 * S, None)
+    denial = denied(s.acquire(6, selector="0"))
+    assert (denial.reason, "GPU-a is being drained" in denial.message) == (DenialReason.DRAINED, True)
+    s.do(FreeRequested(50, 1, "ann"))
+    assert not placed(s.gone(1)), "its bytes are granted to nobody"
+    assert placed(end(s, 2)) == [(4, "GPU-b")], "the waiter gets another card"
+    assert s.table.drain_ns is None
+    assert not s.table.grants_nothing
+
+
+def test_a_waiter_gets_the_card_again_whose_drain_is_cancelled() -> None:
+    s = two_cards()
+    s.active(1, 90, selector="1")
+    drain_card(s)
+    s.acquire(2, 90, wait_ms=9000)
+    out = s.do(DrainCancelled(91, "GPU-a"))
+    assert placed(out) == [(2, "GPU-a")]
+    assert one(out, DrainSet) == DrainSet(91, None, 0, "GPU-a")
+
+
+def test_the_leases_of_a_drained_card_are_ended_at_its_deadline() -> None:
+    s = two_cards()
+    s.active(1, ttl_ms=60_000, selector="0")
+    s.active(2, ttl_ms=60_000, selector="1")
+    drain_card(s)
+    assert one(renew(s, 60_000), Renewed).lease.deadline_ns == s.now_ns + 60 * S
+    out = s.at(5).do(DrainTimerFired())
+    assert (one(out, RefuseWork).worker_id, s.lease(1).cause) == (1, Cause.DRAINED)
+    assert s.lease(1).reason == "its card is drained"
+    assert s.lease(2).state is LeaseState.ACTIVE
+    assert "is drained" in denied(s.acquire(3, selector="0")).message
+
+
+def test_the_drains_of_the_node_and_of_a_card_are_independent() -> None:
+    s = two_cards()
+    s.active(1, ttl_ms=60_000, selector="0")
+    drain_card(s, within_s=2)
+    assert armed(drain(s), DrainTimerFired).due_ns == s.now_ns + 2 * S, "the earlier of both"
+    assert standing(s) == (Phase.WARNING, 2000, "", CARD_DRAINS)
+    assert one(s.do(DrainCancelled(91, "0")), Warned).left_ms == 5000
+    assert standing(s) == (Phase.WARNING, 5000, "", DRAINS)
+    drain_card(s, within_s=9)
+    assert standing(s)[3] == DRAINS
+    assert one(s.do(DrainCancelled(92)), Warned).left_ms == 9000
+    assert denied(s.acquire(3, selector="0")).reason is DenialReason.DRAINED
+    assert placed(s.acquire(4)) == [(4, "GPU-b")]
+
+
+def test_who_names_no_card_is_refused() -> None:
+    s = two_cards()
+    for event in (DrainRequested(90, 1000, "7"), DrainCancelled(90, "7")):
+        assert "No card matches" in denied(s.do(event)).message
+    assert not s.table.has_drain
+
+
+def test_a_node_whose_cards_are_all_drained_grants_nothing() -> None:
+    s = two_cards()
+    drain_card(s)
+    drain_card(s, "1")
+    assert s.table.grants_nothing
+    assert denied(s.acquire(1)).reason is DenialReason.DRAINED
+
+
+def test_a_drained_card_grants_no_growth_and_no_region() -> None:
+    s = two_cards()
+    s.active(1, 20, selector="0", regions_required=True)
+    drain_card(s)
+    for event in (
+        ResizeRequested(93, 1, "ann", 40),
+        RegionRequested(94, 1, 7, "ann", "bob", 4, 5000, 1),
+    ):
+        assert denied(s.do(event)).reason is DenialReason.DRAINED
+
+
+def test_a_drained_card_keeps_no_warm_contexts() -> None:
+    s = two_cards()
+    s.table = LeaseTable([card(0), card(1)], warm_contexts=1)
+    s.do(PoolTimerFired())
+    for context in s.table.warming():
+        s.do(WorkerReady(context.warm_id))
+    drain_card(s)
+    assert [one.card_uuid for one in s.table.warming() if one.state is WarmState.READY] == ["GPU-b"]

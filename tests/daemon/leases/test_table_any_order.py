@@ -5,6 +5,7 @@ comes back with its disk; see `simulated`.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -300,6 +301,15 @@ class AnyOrder(LeaseRules):
         if luck % 16 == 1:
             self.ask(lambda number: DrainRequested(number, within_ms))
 
+    @rule(luck=ANY, card=st.sampled_from(["0", "gpu-b", "MIG-c", "nope"]), within_ms=st.integers(0, 3000))
+    def drain_card(self, luck: int, card: str, within_ms: int) -> None:
+        if luck % 8 == 1:
+            self.ask(lambda number: DrainRequested(number, within_ms, card))
+
+    @rule(card=st.sampled_from(["0", "gpu-b", "MIG-c", "nope"]))
+    def cancel_drain_of_card(self, card: str) -> None:
+        self.ask(lambda number: DrainCancelled(number, card))
+
     @rule(luck=ANY)
     def cancel_drain(self, luck: int) -> None:
         if luck % 4 == 1 or self.shell.table.drain_ns is None:
@@ -321,7 +331,8 @@ class AnyOrder(LeaseRules):
         assert not shell.open_requests, f"requests that were never answered: {shell.open_requests}"
         assert set(shell.spawned) <= shell.ended, "leases that never ended"
         assert {lease.state for lease in shell.table.snapshots()} <= {LeaseState.FENCED}
-        self.ask(DrainCancelled)
+        for card in (None, *(card.uuid for card in CARDS)):
+            self.ask(partial(DrainCancelled, card=card))
         self.clear_fences(None)
         shell.leave_alone()
         shell.finish()

@@ -119,7 +119,9 @@ def test_whose_page_may_change_something(headers: list[tuple[bytes, bytes]], sta
     assert asked(LEASE, HOST, *headers, method="DELETE")[0] == status
 
 
-@pytest.mark.parametrize(("method", "path"), [("PUT", "/api/v1/drain"), ("DELETE", "/api/v1/drain"), ("DELETE", FENCE)])
+@pytest.mark.parametrize(
+    ("method", "path"), [("PUT", "/api/v1/drain"), ("DELETE", "/api/v1/drain/GPU-1"), ("DELETE", FENCE)]
+)
 def test_the_other_acts_are_guarded_as_a_revocation_is(method: str, path: str) -> None:
     assert asked(path, HOST, method=method)[0] == 200
     for foreign in ((b"origin", b"http://evil.example"), (b"sec-fetch-site", b"same-site"), (b"origin", b"null")):

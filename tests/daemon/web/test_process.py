@@ -217,11 +217,14 @@ def test_an_operator_drains_and_clears_fences(rig: WebRig, scene: Scene) -> None
     assert 0 < begun["left_s"] <= 90.5
     assert acted(rig, "DELETE", "drain").json() == {"draining": False, "left_s": None, "leases": 2}
     assert acted(rig, "DELETE", "fences/GPU-1").json() == {"card": "GPU-1", "cleared": 2}
-    done = ([90_500, None], ["GPU-1"])
+    assert acted(rig, "PUT", "drain/GPU-1?within_s=60").json()["draining"]
+    assert not acted(rig, "DELETE", "drain/GPU-1").json()["draining"]
+    done = ([90_500, None, ("GPU-1", 60_000), ("GPU-1", None)], ["GPU-1"])
     for nothing in ("drain", "drain?within_s=", "drain?within_s=-1", "drain?within_s=1e3", "drain?within_s=9999999"):
         assert acted(rig, "PUT", nothing).status_code == 400
-    assert acted(rig, "DELETE", "fences/GPU_1").status_code == 400
-    for method, path in (("PUT", "drain?within_s=1"), ("DELETE", "drain"), ("DELETE", "fences/GPU-1")):
+    for path in ("fences/GPU_1", "drain/GPU_1"):
+        assert acted(rig, "DELETE", path).status_code == 400
+    for method, path in (("PUT", "drain?within_s=1"), ("DELETE", "drain/GPU-1"), ("DELETE", "fences/GPU-1")):
         for wrong in ({}, {"Authorization": "Bearer x"}):
             assert acted(rig, method, path, wrong).status_code == 401
         assert acted(rig, method, path, BEARER | {"Origin": "http://evil.example"}).status_code == 403

@@ -67,10 +67,11 @@ def test_with_the_token_all_are() -> None:
 
 @pytest.mark.parametrize("is_named", [False, True])
 def test_what_both_see(is_named: bool) -> None:
-    view = view_of(snapshot(drain_left_ms=5000), NAMES, 101.5, is_named=is_named)
+    view = view_of(snapshot(drain_left_ms=5000, card_drain_left_ms=3000), NAMES, 101.5, is_named=is_named)
     assert (view["host"], view["version"], view["named"], view["age_s"]) == ("gpu1", "gpuleased/1", is_named, 1.5)
     assert view["drain_left_s"] == 3.5
     shown = view["cards"][0]
+    assert shown["drain_left_s"] == 1.5
     assert (shown["uuid"], shown["capacity_bytes"], shown["launches_per_s"]) == (CARD, 79 * GIB, [None, 2.3])
     ann, bob, other = shown["slices"]
     # What passed since the look is taken off what was left then.

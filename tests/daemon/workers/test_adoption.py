@@ -135,6 +135,16 @@ def test_whether_its_session_was_opened_is_what_its_page_says(has_session: bool)
     assert event == LeaseRestored(KEPT, has_worker=True, has_session=has_session)
 
 
+@pytest.mark.parametrize("reason", [None, ENDED])
+def test_a_lease_is_restored_on_its_workers_card(reason: str | None) -> None:
+    """The record names the next card of a session that is moved, before the worker that it left has ended."""
+    ((event, _),) = decide([KEPT._replace(card_uuid="GPU-b", is_cold=True)], [left(5, reason=reason)])
+    assert event == LeaseRestored(KEPT._replace(is_cold=True), has_worker=reason is None)
+    fenced = KEPT._replace(card_uuid="GPU-b", state=LeaseState.FENCED)
+    ((event, _),) = decide([fenced], [left(5, reason=reason)])
+    assert event == LeaseRestored(fenced, has_worker=reason is None), "a fence stays where it is"
+
+
 def test_a_kept_lease_without_a_worker() -> None:
     assert decide([KEPT], []) == [(LeaseRestored(KEPT, has_worker=False), 0)]
 

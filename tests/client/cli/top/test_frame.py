@@ -89,6 +89,11 @@ def test_a_drain_a_fence_and_filters_show() -> None:
     assert lines[3] == "No lease matches the filter."
 
 
+def test_a_drained_card_shows() -> None:
+    lines = screen(VIEW, ScreenSamples(sample(lease(1), cards=[CARD | {"card_drain_left_ms": 90_000}])))
+    assert "2 GiB of 8 GiB held, 6 GiB free, DRAINED (1 min 30 s left)" in lines[1]
+
+
 def test_parked_sessions_and_the_hosts_memory_show() -> None:
     card = CARD | {"parked_bytes": 1 << 30, "park_host_bytes": 1 << 30, "park_host_limit_bytes": 4 << 30}
     parked = {"phase": "parked", "parked_for_ms": 12_000}

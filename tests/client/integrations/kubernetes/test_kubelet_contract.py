@@ -25,7 +25,7 @@ from gpulease.client.integrations.kubernetes.kubelet_plugin import message
 from gpulease.client.integrations.kubernetes.resource_pool import device_name
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Drain, Empty, FenceClear, LeaseRef
+from gpulease.protocol.messages import CardDrain, Drain, Empty, FenceClear, LeaseRef
 from helpers.containers import merged
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
@@ -679,6 +679,9 @@ def test_a_drained_node_s_cards_are_tainted(node: Node) -> None:
     wait_until(lambda: taints(node) == {"gpulease.internal/drained"}, "the taint is there", seen=node.log)
     ask(Opcode.DRAIN_CANCEL, Empty(), node.daemon.address)
     wait_until(lambda: not taints(node), "it is gone", seen=node.log)
+    ask(Opcode.CARD_DRAIN, CardDrain("0", 600_000), node.daemon.address)
+    wait_until(lambda: taints(node) == {"gpulease.internal/drained"}, "the taint is there", seen=node.log)
+    ask(Opcode.CARD_DRAIN, CardDrain("0", None), node.daemon.address)
 
 
 # --- the life of a claim's lease ---

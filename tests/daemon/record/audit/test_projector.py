@@ -268,6 +268,15 @@ def test_a_worker_of_no_lease() -> None:
     assert life.is_empty()
 
 
+def test_a_drain_of_a_card() -> None:
+    life = Life().granted()
+    life.history.asked_by(7, "root")
+    ((kind, told),) = life.do(DrainRequested(7, 500, "0"), 1)
+    assert (kind.value, told["action"], told["card"], told["within_ms"]) == ("operator", "drain", "0", 500)
+    ((_, told),) = life.do(DrainCancelled(8, "GPU-a"))
+    assert (told["action"], told["card"]) == ("drain_cancel", "GPU-a")
+
+
 def test_a_drain() -> None:
     life = Life().granted()
     life.history.asked_by(7, "root")

@@ -65,6 +65,7 @@ def some_changes() -> list[list[Change]]:
     commits.append([Change(RowKind.REVOKED, number_key(3), 1), put(kept(4, LeaseState.FENCED))])
     commits.append([Change(kind, spent_key(5, b"nonce"), 1234) for kind in (RowKind.SPENT, RowKind.REVOKED_TOKEN)])
     commits.append([Change(RowKind.DRAIN, DRAIN_KEY, 4321), Change(RowKind.RELAY, number_key(70), RELAY)])
+    commits.append([Change(RowKind.CARD_DRAIN, b"GPU-b", 5432)])
     return commits
 
 

@@ -58,7 +58,7 @@ def test_all_is_there_after_a_kill(left: tuple[Path, Contents], state: Path) -> 
     assert found.leases[2] == kept(4, LeaseState.FENCED)
     assert (found.tombstones, list(found.revoked)) == ([tombstone(3)], [3])
     assert (found.spent, found.revoked_tokens, found.next_tombstone) == (*[[(5, b"nonce", 1234)]] * 2, 1)
-    assert (found.drain_ns, found.relays) == (4321, {70: RELAY})
+    assert (found.drain_ns, found.relays, found.card_drains) == (4321, {70: RELAY}, {"GPU-b": 5432})
 
 
 def test_one_of_the_first_format_is_read_and_is_of_this_one_then(left: tuple[Path, Contents], stopped: Path) -> None:
@@ -326,5 +326,6 @@ def test_another_boot_ends_every_lease_and_keeps_every_fence(state: Path) -> Non
         assert (list(journal.recovered.revoked), journal.spent, journal.cards) == ([3], (), {})
         assert (journal.relays, journal.revoked_tokens) == ((), ())
         assert journal.recovered.drain_ns == 0, "it is drained, and nothing is left for that to end"
+        assert journal.recovered.card_drains == (("GPU-b", 0),)
         journal._committer.stop()
         os.close(journal._lock_fd)

@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 
 from gpulease.client.serve.models import model_metrics as models
-from gpulease.daemon.leases import FreeRequested, ReclaimFailed, RevokeRequested
+from gpulease.daemon.leases import DrainRequested, FreeRequested, ReclaimFailed, RevokeRequested
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, TenantTotals, gauges
 
-from ...leases.scenario import OVERHEAD, Scenario  # noqa: TID252  # the core's own scenarios
+from ...leases.scenario import OVERHEAD, Scenario, card  # noqa: TID252  # the core's own scenarios
 
 ANN, BOB, CID = (("GPU-a", name) for name in ("ann", "bob", "cid"))
 
@@ -93,6 +93,16 @@ def test_the_daemon() -> None:
     assert values[families.READY] == {(): True}
     assert [values[family][()] for family in (families.AUDIT_WAITING, families.AUDIT_DROPPED)] == [3, 4]
     assert values[families.CARD_AVAILABLE_BYTES] == {("GPU-a",): 0}, "a drained node grants nothing"
+    assert values[families.CARD_DRAINING] == {("GPU-a",): True}
+
+
+def test_a_drained_card() -> None:
+    s = Scenario(card(0), card(1))
+    s.do(DrainRequested(1, 1000, "1"))
+    values = gauges(facts_of(s))
+    assert values[families.CARD_DRAINING] == {("GPU-a",): False, ("GPU-b",): True}
+    assert values[families.CARD_AVAILABLE_BYTES] == {("GPU-a",): 100, ("GPU-b",): 0}
+    assert values[families.DRAINING] == {(): False}
 
 
 def test_no_name_is_a_model_servers_too() -> None:

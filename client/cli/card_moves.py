@@ -1,0 +1,124 @@
+"""Moves all sessions of a card to other cards, for `gpulease move --from` and `gpulease drain --device --move`."""
+
+from typing import Final
+
+import click
+
+from gpulease.client.cli.session_moves import ENDED, BusyRetries, print_outcomes
+from gpulease.client.console.reports import Report, cards_of, leases_of
+from gpulease.client.console.tables import seconds_text, size_text
+from gpulease.client.errors import (
+    Busy,
+    CapacityExceeded,
+    Denied,
+    Drained,
+    GpuLeaseError,
+    InvalidRequest,
+    NotFound,
+    Unsupported,
+)
+from gpulease.client.sync.driver import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.counts import counted
+from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef
+
+PATIENCE_S: Final = 10.0
+"""How long to try a session of a card that is emptied while it is busy, in seconds."""
+
+
+def move_sessions(uuid: str, target: str | None = None) -> list[Report]:
+    """Move the sessions of a card one after the other, the largest first: small ones fit into what is left.
+
+    Args:
+        uuid: The card that they leave.
+        target: The card that they go to; None: each to the card with the most room.
+
+    Returns:
+        A report for each lease of the card, with its `outcome`, and the `reason` if it stays.
+    """
+    active = sorted((lease for lease in leases_on(uuid) if lease["state"] == "active"), key=_size_of, reverse=True)
+    return [_leave(lease, uuid, target) for lease in active]
+
+
+def print_moves(outcomes: list[Report], uuid: str, *, as_json: bool) -> None:
+    """Print what became of a card's sessions, and exit with 1 if any stays."""
+    print_outcomes(
+        outcomes,
+        {"lease": "lease_id", "tenant": "tenant"},
+        _text,
+        as_json=as_json,
+        if_none=f"Card {uuid} has no lease.",
+        if_stays=lambda stays: f"{counted(stays, 'lease')} stayed on card {uuid}.",
+    )
+
+
+def leases_on(uuid: str) -> list[Report]:
+    """Return the reports of the leases on a card, without those of regions."""
+    found = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)
+    return [lease for lease in found if lease["card_uuid"] == uuid and not lease.get("parent")]
+
+
+def card_uuid_of(named: str, option: str) -> str:
+    """Return the UUID of a card that is named by it or by its index. Raises UsageError."""
+    cards = cards_of(ask(Opcode.GET_INVENTORY, Empty()))
+    for card in cards:
+        if named in (card["uuid"], str(card["index"])):
+            return str(card["uuid"])
+    known = ", ".join(str(card["index"]) for card in cards)
+    raise click.UsageError(f"{option} must be the UUID or index of a card of this node ({known}), not {named!r}")
+
+
+def _size_of(lease: Report) -> int:
+    return int(lease["size_bytes"])
+
+
+def _leave(lease: Report, uuid: str, target: str | None) -> Report:
+    """Move one session to a card with room, and report it."""
+    outcome = {key: lease[key] for key in ("lease_id", "tenant")}
+    number, retries = int(lease["lease_id"], 16), BusyRetries(PATIENCE_S)
+    if not lease.get("park"):
+        return outcome | {"outcome": "stays", "reason": "it is not parkable"}
+    while True:
+        card = _card_with_room(_size_of(lease), uuid, target)
+        if card is None:
+            return outcome | {"outcome": "stays", "reason": "no other card has room for it"}
+        try:
+            moved = ask(Opcode.LEASE_MOVE, LeaseMove(number, card))
+        except ENDED:
+            return outcome | {"outcome": "ended"}
+        except Busy as error:
+            left = _not_moved(number, uuid, error)
+            if left["outcome"] == "stays" and retries.pause():
+                continue
+            return outcome | left
+        except (Unsupported, CapacityExceeded, Denied, Drained, InvalidRequest) as error:
+            return outcome | _not_moved(number, uuid, error)
+        report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
+        return outcome | {"outcome": "moved"} | report
+
+
+def _card_with_room(size_bytes: int, uuid: str, target: str | None) -> str | None:
+    """Return the card other than `uuid` with the most room, or `target`; None if it has too little."""
+    cards = [card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty())) if card["uuid"] != uuid]
+    able = [card for card in cards if card["available_bytes"] >= size_bytes and target in (None, card["uuid"])]
+    return max(able, key=lambda card: card["available_bytes"])["uuid"] if able else None
+
+
+def _not_moved(number: int, uuid: str, error: GpuLeaseError) -> Report:
+    """Report a session after the daemon refused its move: it is on its card, or parked on its way to the other one."""
+    try:
+        is_on_card = ask(Opcode.LEASE_QUERY, LeaseRef(number)).report["card_uuid"] == uuid
+    except NotFound:
+        return {"outcome": "ended"}
+    return {"outcome": "stays" if is_on_card else "in host memory", "reason": error.message}
+
+
+def _text(outcome: Report) -> str:
+    match outcome["outcome"]:
+        case "moved":
+            how = f"{size_text(outcome['moved_bytes'])} in {seconds_text(outcome['took_us'] / 1_000_000)}"
+            return f"moved to {outcome['card_uuid']}: {how}"
+        case "ended":
+            return "its lease has ended"
+        case _:
+            return f"{outcome['outcome']}: {outcome['reason']}"
