@@ -1,5 +1,6 @@
 """The files of `vectors/conversations/`: whole exchanges, step by step, that both peers replay."""
 
+from dataclasses import replace
 from typing import Any
 
 from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Status
@@ -442,6 +443,17 @@ def drain() -> Script:
     return script
 
 
+def card_drained() -> Script:
+    script = Script("An operator drains card 1: who asks for it is refused, and its drain is ended.")
+    script.hello("operator")
+    script.call("operator", Opcode.CARD_DRAIN, m.CardDrain("1", 60_000), m.DrainStatus(60_000, 0))
+    drained = Failure(Status.DRAINED, "card GPU-1 is being drained", hint="Leave the choice of the card to the daemon.")
+    wanted = replace(alloc(SLICE), device="1")
+    script.refuse("operator", script.ask("operator", Opcode.LEASE_ALLOC, wanted), drained)
+    script.call("operator", Opcode.CARD_DRAIN, m.CardDrain("1", None), m.DrainStatus(None, 0))
+    return script
+
+
 def orphaned() -> Script:
     script = Script(
         "A lease that may be 30 s without a connection: its tenant's are gone, somebody who watches is told, and "
@@ -538,6 +550,7 @@ SCRIPTS = (
     moved,
     noted,
     drain,
+    card_drained,
     orphaned,
     health,
     fleet,

@@ -60,7 +60,8 @@ class Disk:
 def check_answers(before: LeaseTable, after: LeaseTable, lease_ids: set[int], now_ns: int) -> None:
     """Check that a restart changed no answer about a lease.
 
-    A lease past its deadline may have expired, and a drain may have ended one with a late timer.
+    A lease with a late timer is refused already, and may have ended: at its deadline or its node's isolation. A drain
+    may have ended one, too.
     """
     for lease_id in lease_ids:
         then, now = before.get(lease_id), after.get(lease_id)
@@ -72,5 +73,5 @@ def check_answers(before: LeaseTable, after: LeaseTable, lease_ids: set[int], no
         denials = [table.denial_for(lease_id, now_ns) for table in (before, after)]
         reasons = [denial and denial.reason for denial in denials]
         assert reasons[0] == reasons[1], "a restart changed an answer"
-        is_over = then.deadline_ns is not None and then.deadline_ns <= now_ns
+        is_over = then.state is LeaseState.ACTIVE and denials[0] is not None
         assert then == now or is_over, f"a restart changed a lease: {then} is now {now}"
