@@ -19,7 +19,7 @@ from gpulease.client.decode.row_records import NO_ROW, PAGE, Rows
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
-from helpers.decode.random_models import BIASED, HEAD_NORMS, MIDDLING, SHARED_KEYS, WIDE
+from helpers.decode.random_models import BIASED, HEAD_NORMS, MIDDLING, SHARED_KEYS, WIDE, WIDTHS, WINDOWED
 
 pytestmark = pytest.mark.gpu
 
@@ -140,6 +140,17 @@ def test_a_random_model_s_bits_are_the_embedded_driver_s(
 ) -> None:
     tally = compare_drivers(daemon, shared_daemon, RandomCheckpoint(config, 1), Script((20, 3)), 512 << 20)
     table.note(f"{name}: whole steps on the card", "the embedded driver", tally)
+
+
+@pytest.mark.parametrize("name", [*WIDTHS, *WINDOWED])
+def test_other_attention_s_bits_are_the_embedded_driver_s(
+    daemon: Daemon, shared_daemon: Daemon, table: BitsTable, name: str
+) -> None:
+    """Of sequences in one part, and of one in two parts."""
+    checkpoint = RandomCheckpoint((WIDTHS | WINDOWED)[name], 1)
+    for script in (Script((24, 3), 8, 2), Script((132, 3), 13, 2)):
+        tally = compare_drivers(daemon, shared_daemon, checkpoint, script, 512 << 20)
+        table.note(f"{name}, {script.lengths[0]} tokens: whole steps on the card", "the embedded driver", tally)
 
 
 def test_smollm2_s_bits_are_the_embedded_driver_s(daemon: Daemon, shared_daemon: Daemon, table: BitsTable) -> None:

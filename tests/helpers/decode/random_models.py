@@ -35,6 +35,13 @@ HEAD_NORMS: Final = replace(SMALL, family=Family.QWEN3, head_width=128, has_head
 WINDOWS: Final = replace(SMALL, layers=2, windows=(None, 5))
 """A layer that sees all positions, and one that sees five."""
 
+WIDTHS: Final = {f"heads {width} wide": replace(SMALL, head_width=width) for width in (80, 96, 256)}
+WINDOWED: Final = {
+    f"heads {width} wide, a window": replace(SMALL, head_width=width, windows=(21,))
+    for width in (32, 64, 80, 96, 128, 256)
+}
+"""Heads of every width that no other model here has; and of all widths with a window, which ends within a tile."""
+
 MIDDLING: Final = replace(
     TINY, layers=4, width=576, heads=9, key_heads=3, head_width=64, inner_width=1536, vocabulary=4096
 )
