@@ -182,9 +182,9 @@ class TimeShares:
         targets: dict[int, float] = {}
         for tenant, own in by_tenant.items():
             targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns)
-        # Step 3: turns for those that saturate the card.
-        if shares:
-            self._share_turns(now_ns, more_ns, round_ns, sessions, targets, demands)
+        # Step 3: turns for those that saturate the card; without weights only next to one that gets too much otherwise.
+        if shares or self._at_cap:
+            self._share_turns(now_ns, more_ns, round_ns, sessions, targets, demands, shares=shares)
         else:
             self._turns.clear()
         # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card as it likes.
@@ -232,6 +232,8 @@ class TimeShares:
         sessions: Sequence[SharedSession],
         targets: Mapping[int, float],
         demands: Mapping[int, float],
+        *,
+        shares: bool,
     ) -> None:
         """Decide who takes turns; a latency session that is obeyed works when it likes."""
         takers = {
@@ -245,7 +247,7 @@ class TimeShares:
             for one in sessions
             if one.latency_word is None or one.tenant not in self._obeyed
         }
-        self._turns.update(now_ns, more_ns, round_ns, takers)
+        self._turns.update(now_ns, more_ns, round_ns, takers, only_for_caps=not shares)
 
     def _targets(
         self,

@@ -112,7 +112,15 @@ class Turns:
     def clear(self) -> None:
         self._turns.clear()
 
-    def update(self, now_ns: int, more_ns: int, round_ns: int, takers: Mapping[int, Taker]) -> None:
+    def update(
+        self,
+        now_ns: int,
+        more_ns: int,
+        round_ns: int,
+        takers: Mapping[int, Taker],
+        *,
+        only_for_caps: bool = False,
+    ) -> None:
         """Decide who takes turns, and how long they are, once a period is over or a session has gone.
 
         Args:
@@ -120,6 +128,7 @@ class Turns:
             more_ns: Time since the last round.
             round_ns: Time until the next round.
             takers: The sessions that may take turns, in any order.
+            only_for_caps: There are turns only if all capped sessions would get too much without them.
         """
         if self._turns and all(session in takers for session in self._turns) and now_ns < self._until_ns:
             return
@@ -127,6 +136,10 @@ class Turns:
         self._barred = {session: until_ns for session, until_ns in self._barred.items() if until_ns > now_ns}
         self._turns = {}
         if len(chosen) < 2:
+            return
+        capped = [one for one in chosen.values() if one.is_capped]
+        # The driver gives each of them the same: a cap of more than that is not a right to more.
+        if only_for_caps and not (capped and all(one.target_ns * len(chosen) < round_ns for one in capped)):
             return
         parts = _parts(chosen, round_ns)
         least = min((part for part in parts.values() if part), default=1.0)

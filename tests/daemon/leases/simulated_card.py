@@ -147,6 +147,7 @@ class SimulatedCard:
         seed: int = 1,
         is_sliced: bool = False,
         relay: Relay | None = None,
+        by_weights: bool = True,
     ) -> None:
         self.sessions = list(sessions)
         self.account, self.shares = TimeAccount(), TimeShares()
@@ -156,7 +157,7 @@ class SimulatedCard:
         self._round_ns = self._sample_ns = self.now_ns
         self._round_times, self._is_fine = RoundTimes(), False
         self._random = Random(seed)
-        self._is_sliced, self._relay = is_sliced, relay
+        self._is_sliced, self._relay, self._by_weights = is_sliced, relay, by_weights
         self._owner, self._slice_ns = 0, 0
 
     def run(self, seconds: float, *, limits: bool = True, every_ns: int = ROUND_NS) -> list[float]:
@@ -233,6 +234,8 @@ class SimulatedCard:
             for number, one in enumerate(self.sessions)
         ]
         weights = {one.tenant: max(other.weight for other in shared if other.tenant == one.tenant) for one in shared}
-        found = self.shares.limits(self.now_ns, times.more_ns, shared, weights, self.caps, times.more_busy_ns)
+        found = self.shares.limits(
+            self.now_ns, times.more_ns, shared, weights, self.caps, times.more_busy_ns, shares=self._by_weights
+        )
         for number, one in enumerate(self.sessions):
             one.limits = found[number]

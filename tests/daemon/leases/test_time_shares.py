@@ -40,6 +40,25 @@ def test_a_cap_holds_alone_and_beside_another() -> None:
     assert both == pytest.approx([0.3, 0.7], rel=0.03)
 
 
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_a_cap_holds_on_a_card_that_works_for_one_at_a_time(others: int) -> None:
+    sessions = [SimulatedSession("ann", 1, 50 * US), *(SimulatedSession(f"t{at}", 1, 50 * US) for at in range(others))]
+    card = SimulatedCard(*sessions, caps={"ann": 0.3}, is_sliced=True, by_weights=False)
+    card.run(WARM_UP_S)
+    capped, *rest = (got / S for got in card.run(1.0))
+    # The driver would give it no more next to three others, so it must not get more from turns.
+    assert capped == pytest.approx(min(0.3, 0.93 / (1 + others)), rel=0.03)
+    assert rest == pytest.approx([(sum(rest)) / others] * others, rel=0.03)
+    assert capped + sum(rest) >= 0.93
+
+
+def test_a_tenant_below_its_cap_leaves_the_others_without_turns() -> None:
+    quiet, loud = SimulatedSession("ann", 1, 20 * US, pause_ns=2 * MS), SimulatedSession("bob")
+    card = SimulatedCard(quiet, loud, SimulatedSession("eve"), caps={"ann": 0.3}, is_sliced=True, by_weights=False)
+    card.run(0.5)
+    assert not loud.limits.turn_ns
+
+
 def test_six_tenants_with_kernels_of_all_lengths_get_the_same() -> None:
     lengths = (20 * US, 50 * US, 200 * US, 1 * MS, 2 * MS, 5 * MS)
     found = shares_of(*(SimulatedSession(f"t{length}", 1, length) for length in lengths), seconds=2.0)

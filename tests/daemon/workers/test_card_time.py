@@ -237,11 +237,12 @@ def test_rules_that_change_apply_at_once(node: Node) -> None:
     rules = TenantRules(by_name={"bob": TenantLimits(max_share=10)})
     node.table.handle(TenantRulesChanged(rules), 0)
     node.times.members_changed()
-    # Ann's weight counts as 1 now, and bob has a cap.
+    # Ann's weight counts as 1 now, and bob has a cap: what his turns leave is hers.
     for _ in range(3):
         node.look(10 * MS)
-    assert node.limits(first) == TimeLimits()
-    assert 0 <= node.limits(second).allowance_ns - 50 * MS <= 10 * MS
+    rest, capped = node.limits(first), node.limits(second)
+    assert 0 < capped.turn_ns <= 0.105 * capped.turn_period_ns
+    assert capped.turn_ns + rest.turn_ns == capped.turn_period_ns
     node.table.handle(TenantRulesChanged(TenantRules()), 0)
     node.times.members_changed()
     node.look(10 * MS)
