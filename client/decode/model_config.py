@@ -119,6 +119,7 @@ class ModelConfig:
         end_tokens: Tokens that end a sequence.
         windows: Each layer's window: the positions that a row sees, counted back from its own, which is included; None
             for all of them. Empty if no layer has one.
+        turned_width: Values of a head that its position turns, the first ones in Hugging Face's order; None for all.
     """
 
     family: Family
@@ -139,6 +140,12 @@ class ModelConfig:
     begin_token: int | None = None
     end_tokens: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
+    turned_width: int | None = None
+
+    @property
+    def turned_pairs(self) -> int:
+        """The pairs of a head's values that its position turns."""
+        return (self.turned_width or self.head_width) // 2
 
     def window(self, layer: int, positions: int) -> int | None:
         """Return a layer's window; None if sequences of `positions` positions do not exceed it."""
@@ -176,6 +183,13 @@ def check_config(config: ModelConfig, where: str) -> None:
     for name, columns in {"hidden size": config.width, "inner size": config.inner_width}.items():
         if columns % COLUMNS_STEP:
             raise ModelRejected(f"{where}: {name} must be a multiple of {COLUMNS_STEP}, not {columns}")
+    if config.turned_width is not None and (
+        config.turned_width % 2 or not 2 <= config.turned_width < config.head_width
+    ):
+        raise ModelRejected(
+            f"{where}: partial_rotary_factor must turn an even number of the {config.head_width} values of a head, not"
+            f" {config.turned_width}"
+        )
     if config.windows and len(config.windows) != config.layers:
         raise ModelRejected(f"{where}: {len(config.windows)} windows must be as many as the {config.layers} layers")
     if wrong := [window for window in config.windows if window is not None and window < 1]:

@@ -23,7 +23,7 @@ from gpulease.client.decode.checkpoint.model_tensors import (
 from gpulease.client.decode.checkpoint.pooling import gguf_pooling
 from gpulease.client.decode.checkpoint.rotary import Rotation
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
-from gpulease.client.decode.checkpoint.tensors import RowReader, Tensor, row_bytes
+from gpulease.client.decode.checkpoint.tensors import Tensor, reordered_heads, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
 from gpulease.client.decode.model_config import Family
@@ -112,7 +112,10 @@ class GgufFile:
         rows = FileRows(self._file, entry.offset, row_bytes(entry.kind, wanted[-1], f"{self.name}: tensor {name}"))
         # The converter permutes only Llama's q and k; for Qwen, ggml rotates halves as Hugging Face does.
         if self.config.family is Family.LLAMA and name.endswith(PERMUTED):
-            return Tensor(name, wanted, entry.kind, _paired_rows(rows, self.config.head_width // 2))
+            # In each head, it writes rows i and i + half next to each other, because ggml rotates adjacent pairs
+            # (LlamaModel.permute).
+            order = np.arange(self.config.head_width).reshape(-1, 2).T.ravel()
+            return Tensor(name, wanted, entry.kind, reordered_heads(rows, order))
         return Tensor(name, wanted, entry.kind, rows)
 
 
@@ -126,22 +129,3 @@ def _canonical(name: str) -> str:
     if name.startswith("blk.") and block.isdecimal() and part in LAYER and end in ("weight", "bias"):
         return f"{layer_prefix(int(block))}{LAYER[part]}.{end}"
     return name
-
-
-def _paired_rows(rows: FileRows, half: int) -> RowReader:
-    """Return a reader of q's or k's rows in Hugging Face's order.
-
-    In each head of a Llama model, the converter writes rows i and i + half next to each other, because ggml rotates
-    adjacent pairs (LlamaModel.permute).
-    """
-
-    def read(begin: int, end: int) -> NDArray[np.uint8]:
-        wanted = np.arange(begin, end)
-        place = wanted % (2 * half)
-        # Rows change places only within a head, so read the whole heads that contain the wanted rows.
-        first, last = begin // (2 * half) * 2 * half, -(-end // (2 * half)) * 2 * half
-        # Row i of a head's first half is at 2 i in the file, and row i of its second half at 2 i + 1.
-        ordered: NDArray[np.uint8] = rows(first, last)[wanted - place + place % half * 2 + place // half - first]
-        return ordered
-
-    return read

@@ -4,7 +4,7 @@ from typing import Final
 
 from gpulease.client.decode.checked_file import Members, quoted_value
 from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS
-from gpulease.client.decode.checkpoint.hugging_face_rotary import rotary_scaling
+from gpulease.client.decode.checkpoint.hugging_face_rotary import rotary_of
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
 from gpulease.client.decode.model_config import MAX_LAYERS, Family, ModelConfig, check_config
@@ -57,7 +57,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     # A missing member has a default in some classes. null means as many as query heads, in every one.
     is_left_out = kind in KEY_HEADS and "num_key_value_heads" not in said.values
     key_heads = KEY_HEADS[kind] if is_left_out else said.whole("num_key_value_heads", heads)
-    theta, scaling = rotary_scaling(said, head_width, is_phi3=family is Family.PHI3)
+    rotary = rotary_of(said, head_width, is_phi3=family is Family.PHI3)
     layers = said.whole("num_hidden_layers")
     # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
     ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
@@ -72,15 +72,16 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         inner_width=said.whole("intermediate_size"),
         vocabulary=said.whole("vocab_size"),
         context=said.whole("max_position_embeddings"),
-        rope_theta=theta,
+        rope_theta=rotary.theta,
         norm_epsilon=said.number("rms_norm_eps", PHI3_NORM_EPSILON if family is Family.PHI3 else DEFAULT_NORM_EPSILON),
         is_tied=said.flag("tie_word_embeddings", False),
-        rope_scaling=scaling,
+        rope_scaling=rotary.scaling,
         has_bias=family is Family.QWEN2,
         has_head_norm=family is Family.QWEN3,
         begin_token=begin_token,
         end_tokens=tuple(dict.fromkeys(ends)),
         windows=_windows(said, kind, layers),
+        turned_width=rotary.turned_width,
     )
     check_config(config, said.where)
     return config

@@ -232,7 +232,11 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     # MistralConfig has a window without a switch, and its class no biases, whatever the file says.
     "mistral": {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
     # So has Phi3Config.
-    Family.PHI3: {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
+    Family.PHI3: {
+        **_COMMON,
+        **used("sliding_window", "partial_rotary_factor"),
+        **no_effect("attention_bias", "use_sliding_window", _WINDOW[1]),
+    },
 }
 """Keys of config.json, by the `model_type` that reads them."""
 
@@ -262,3 +266,6 @@ ROPE_KEYS: Final[KeyTable] = {
     ),
 }
 """Keys of config.json's rope_parameters, or rope_scaling."""
+
+PHI3_ROPE_KEYS: Final[KeyTable] = {**ROPE_KEYS, **used("partial_rotary_factor")}
+"""The same in a Phi-3, which turns parts of heads."""

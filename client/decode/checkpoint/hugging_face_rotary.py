@@ -1,9 +1,10 @@
 """The base and the scaling of rotary embeddings from config.json, as transformers 5 reads them."""
 
+from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client.decode.checked_file import Members, quoted_value
-from gpulease.client.decode.checkpoint.hugging_face_keys import ROPE_KEYS
+from gpulease.client.decode.checkpoint.hugging_face_keys import PHI3_ROPE_KEYS, ROPE_KEYS
 from gpulease.client.decode.checkpoint.rotary import long_attention_factor, yarn_attention_factor
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
@@ -25,26 +26,42 @@ PHI3_ORIGINAL_CONTEXT: Final = 4096
 """Phi3Config's default, which it has whatever rope_scaling says."""
 
 
-def rotary_scaling(said: Members, head_width: int, *, is_phi3: bool) -> tuple[float, AnyScaling | None]:
-    """Return the base of the rotary embeddings, and their scaling; None if they are not scaled.
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embeddings of a config.json, as ModelConfig has them."""
+
+    theta: float
+    scaling: AnyScaling | None
+    turned_width: int | None
+
+
+def rotary_of(said: Members, head_width: int, *, is_phi3: bool) -> Rotary:
+    """Return the base of the rotary embeddings, their scaling, and the values of a head that they turn.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
-    `rope_parameters`, which takes precedence over members next to it. Phi3Config has LongRoPE alone, and two older
-    names of it. Raises ModelRejected for a scaling that is unknown or wrong.
+    `rope_parameters`, which takes precedence over members next to it. Phi3Config has LongRoPE alone, two older names
+    of it, and heads that are turned in part. Raises ModelRejected for a scaling that is unknown or wrong.
     """
     # An empty object counts as missing.
-    scaling = said.object("rope_scaling")
-    if scaling is None or not scaling.values:
-        scaling = said.object("rope_parameters")
-    theta = said.number("rope_theta", DEFAULT_ROPE_THETA)
-    if scaling is None:
-        return theta, None
-    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
+    inner = said.object("rope_scaling")
+    if inner is None or not inner.values:
+        inner = said.object("rope_parameters") or Members({}, said.where)
+    if nested := [key for key, value in inner.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
         raise ModelRejected(
-            f"{scaling.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
+            f"{inner.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
         )
-    scaling = judged(scaling, ROPE_KEYS)
-    theta = scaling.number("rope_theta", theta)
+    inner = judged(inner, PHI3_ROPE_KEYS if is_phi3 else ROPE_KEYS)
+    theta = inner.number("rope_theta", said.number("rope_theta", DEFAULT_ROPE_THETA))
+    share = inner.number("partial_rotary_factor", said.number("partial_rotary_factor", 1.0))
+    if not 0 < share <= 1:
+        raise ModelRejected(f"{inner.where}: partial_rotary_factor must be above 0, and at most 1, not {share}")
+    width = int(head_width * share)
+    scaling = _scaling(said, inner, theta, width // 2, is_phi3=is_phi3)
+    return Rotary(theta, scaling, None if width == head_width else width)
+
+
+def _scaling(said: Members, scaling: Members, theta: float, pairs: int, *, is_phi3: bool) -> AnyScaling | None:
+    """Return the scaling of an object of config.json; None if it has none. `said` has the members next to it."""
     # `type` is the older name of `rope_type`.
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if is_phi3 and kind in PHI3_NAMES:
@@ -52,11 +69,11 @@ def rotary_scaling(said: Members, head_width: int, *, is_phi3: bool) -> tuple[fl
     if kind not in (kinds := PHI3_KINDS if is_phi3 else KINDS):
         raise ModelRejected(f"{scaling.where}: rope_type must be one of {', '.join(kinds)}, not {quoted(kind)}")
     if kind == "default":
-        return theta, None
+        return None
     if kind in ("linear", "dynamic"):
         factor = _factor(scaling)
         # A dynamic scaling begins beyond max_position_embeddings, and no sequence gets there.
-        return theta, LinearScaling(factor) if kind == "linear" else None
+        return LinearScaling(factor) if kind == "linear" else None
     # For this one the outer member takes precedence, as in transformers. Without either, it is the context.
     context = said.whole("max_position_embeddings")
     inner = PHI3_ORIGINAL_CONTEXT if is_phi3 else scaling.whole("original_max_position_embeddings", context)
@@ -67,10 +84,10 @@ def rotary_scaling(said: Members, head_width: int, *, is_phi3: bool) -> tuple[fl
             f"{scaling.where}: original_max_position_embeddings must be at least {least}, not {original}"
         )
     if kind == "llama3":
-        return theta, _llama3(scaling, original)
+        return _llama3(scaling, original)
     if kind == "yarn":
-        return theta, _yarn(scaling, original, theta)
-    return theta, _longrope(scaling, original, context, head_width // 2)
+        return _yarn(scaling, original, theta)
+    return _longrope(scaling, original, context, pairs)
 
 
 def _llama3(scaling: Members, original: int) -> RopeScaling:
@@ -123,7 +140,8 @@ def _divisors(scaling: Members, key: str, pairs: int) -> tuple[float, ...]:
     values = scaling.items(key)
     if len(values) != pairs:
         raise ModelRejected(
-            f"{scaling.where}: {key} must have {pairs} numbers, half the width of a head, not {len(values)}"
+            f"{scaling.where}: {key} must have {pairs} numbers, one for each turned pair of a head's values, not"
+            f" {len(values)}"
         )
     divisors = tuple(Members({key: value}, scaling.where).number(key) for value in values)
     if wrong := [divisor for divisor in divisors if divisor <= 0]:

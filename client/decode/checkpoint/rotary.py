@@ -32,7 +32,7 @@ class Rotation:
     """How positions turn heads, in sequences of an engine.
 
     Attributes:
-        divisors: Divisors of the head_width / 2 frequencies; ones if they are not scaled.
+        divisors: Divisors of the frequencies; ones if they are not scaled.
         attention_factor: What cosines and sines are multiplied by.
     """
 
@@ -79,7 +79,7 @@ def _partly_divided(share: Floats, factor: float) -> Floats:
 
 def _yarn_range(config: ModelConfig, scaling: YarnScaling) -> tuple[float, float]:
     """Return the pairs of a head's values between which YaRN's ramp goes from 1 to 0 (find_correction_range)."""
-    width, base = config.head_width, Decimal(config.rope_theta)
+    width, base = 2 * config.turned_pairs, Decimal(config.rope_theta)
     with localcontext(DIGITS):
 
         def pair(turns: float) -> Decimal:
@@ -118,9 +118,9 @@ def long_attention_factor(factor: float, original_context: int) -> float:
 
 
 def frequencies_of(config: ModelConfig) -> Floats:
-    """Return the head_width / 2 frequencies, in radians per position, before any scaling."""
+    """Return the frequency of each pair that is turned, in radians per position, before any scaling."""
     # Decimal powers, because a host's own pow differs in the last bit between C libraries.
-    base, width = Decimal(config.rope_theta), config.head_width
+    base, width = Decimal(config.rope_theta), 2 * config.turned_pairs
     with localcontext(DIGITS):
         return np.array([float(base ** (Decimal(-i) / width)) for i in range(0, width, 2)])
 
@@ -130,7 +130,7 @@ def rotary_tables(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64.
 
-    Both are multiplied by the rotation's attention factor.
+    Both are multiplied by the rotation's attention factor, but for pairs that stay as they are: their cosines are 1.
     """
     angles = np.outer(np.arange(begin, end), frequencies_of(config) / rotation.divisors)
     # Cody and Waite's reduction: subtract the nearest number of quarter turns, in parts of pi / 2 with exact products,
@@ -146,8 +146,23 @@ def rotary_tables(
     quarter = quarters.astype(np.int64) & 3
     cosines = np.choose(quarter, [cosine, -sine, -cosine, sine])
     sines = np.choose(quarter, [sine, cosine, -sine, -cosine])
-    factor = rotation.attention_factor
-    return (cosines * factor).astype(np.float32), (sines * factor).astype(np.float32)
+    factor, kept = rotation.attention_factor, ((0, 0), (0, config.head_width // 2 - config.turned_pairs))
+    return (
+        np.pad((cosines * factor).astype(np.float32), kept, constant_values=1),
+        np.pad((sines * factor).astype(np.float32), kept),
+    )
+
+
+def turned_order(config: ModelConfig) -> NDArray[np.int64]:
+    """Return the places in Hugging Face's order of a head's values in the kernels' order.
+
+    The kernels turn value i of the first half with value i of the second. If only the first `turned_width` values
+    turn, Hugging Face pairs them with each other, so the values that stay go behind them in each half. q and k have
+    the same order, so their products stay the same.
+    """
+    half, pairs = config.head_width // 2, config.turned_pairs
+    first, rest = np.arange(pairs), np.arange(half - pairs)
+    return np.concatenate([first, 2 * pairs + rest, pairs + first, half + pairs + rest])
 
 
 def _parts_of(value: Decimal) -> list[float]:

@@ -5,6 +5,7 @@ Rows are then views of the mapped file.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +22,9 @@ from gpulease.client.decode.checked_file import (
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, fused_tensors, model_tensors
 from gpulease.client.decode.checkpoint.pooling import folder_pooling
-from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of
+from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of, turned_order
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
-from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, row_bytes
+from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, reordered_heads, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
@@ -38,6 +39,9 @@ MAX_FILES: Final = 512
 
 TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
 """The types that are read, by safetensors' names."""
+
+TURNED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+"""Suffixes of the names of tensors with rows that positions turn."""
 
 
 _Entry = tuple[TensorFile, tuple[int, ...], str, int]
@@ -71,7 +75,10 @@ class SafetensorsFolder:
         for name, wanted in model_tensors(self.config):
             file, shape, kind, offset = found[name]
             check_shape(self.config, name, shape, wanted, str(file.path))
-            self._tensors[name] = _tensor(name, shape, _type(name, kind, file), file, offset)
+            tensor = _tensor(name, shape, _type(name, kind, file), file, offset)
+            if self.config.turned_width is not None and name.endswith(TURNED):
+                tensor = replace(tensor, read=reordered_heads(tensor.read, turned_order(self.config)))
+            self._tensors[name] = tensor
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model. Raises KeyError for a name that it does not have."""

@@ -114,6 +114,21 @@ class Tensor:
         return q8_0_planes(data) if PACKED[self.kind] is Layout.Q8_0 else q4_k_planes(data)
 
 
+def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
+    """Return a reader of q's or k's rows that has row order[i] of each head as the head's row i."""
+    width = len(order)
+
+    def read(begin: int, end: int) -> NDArray[np.uint8]:
+        wanted = np.arange(begin, end)
+        place = wanted % width
+        # Rows change places only within a head, so read the whole heads that contain the wanted rows.
+        first, last = begin // width * width, -(-end // width) * width
+        ordered: NDArray[np.uint8] = rows(first, last)[wanted - place + order[place] - first]
+        return ordered
+
+    return read
+
+
 def row_bytes(kind: TensorType, columns: int, name: str) -> int:
     """Return the bytes of a row. Raises ModelRejected if rows end inside a block; `name` is the tensor in the error."""
     # A row of a quantised tensor must consist of whole blocks, or its rows could not be read separately.

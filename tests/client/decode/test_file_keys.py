@@ -118,6 +118,7 @@ QWEN_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
 PHI3_ROPE: Final = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 PHI3_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
     "sliding_window": after(sliding_window=16),
+    "partial_rotary_factor": after(partial_rotary_factor=0.5),
     "rope_scaling": after(rope_scaling=PHI3_ROPE),
     "rope_parameters": after(rope_parameters=PHI3_ROPE),
     "original_max_position_embeddings": (

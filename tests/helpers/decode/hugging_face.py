@@ -48,6 +48,8 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     if config.family is Family.PHI3:
         # Its class's default is another token, beyond these vocabularies.
         told["pad_token_id"] = config.end_tokens[0]
+    if config.turned_width is not None:
+        told["partial_rotary_factor"] = config.turned_width / config.head_width
     if config.windows:
         told["sliding_window"] = next(window for window in config.windows if window is not None)
         # Qwen's classes alone read these two.

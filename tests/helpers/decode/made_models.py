@@ -160,6 +160,14 @@ FOLDER_MODELS = SMALL_MODELS | {
             1.125,
         ),
     ),
+    "phi3, partly turned": replace(
+        SMALL_LLAMA,
+        family=Family.PHI3,
+        turned_width=48,
+        rope_scaling=LongScaling(
+            tuple(1 + place / 48 for place in range(24)), tuple(1 + place / 3 for place in range(24)), 128, 1.125
+        ),
+    ),
     "mistral": replace(SMALL_LLAMA, windows=(20, 20)),
     "qwen2 with windows": replace(
         SMALL_MODELS["qwen2"], width=160, heads=2, key_heads=2, head_width=80, windows=(None, 17)

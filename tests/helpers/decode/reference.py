@@ -59,7 +59,8 @@ def frequencies(config: ModelConfig, *, is_long: bool = False) -> npt.NDArray[np
         config: The model.
         is_long: Whether LongRoPE's divisors for long sequences count.
     """
-    plain: npt.NDArray[np.float64] = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    width = config.turned_width or config.head_width
+    plain: npt.NDArray[np.float64] = config.rope_theta ** (-np.arange(0, width, 2) / width)
     scaling = config.rope_scaling
     if scaling is None:
         return plain
@@ -70,13 +71,11 @@ def frequencies(config: ModelConfig, *, is_long: bool = False) -> npt.NDArray[np
         return plain / stretches
     if isinstance(scaling, YarnScaling):
         ends = [
-            config.head_width
-            * math.log(scaling.original_context / (turns * 2 * math.pi))
-            / (2 * math.log(config.rope_theta))
+            width * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
             for turns in (scaling.beta_fast, scaling.beta_slow)
         ]
         first, last = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.is_truncated else ends
-        first, last = max(first, 0), min(last, config.head_width - 1)
+        first, last = max(first, 0), min(last, width - 1)
         ramp = np.clip((np.arange(len(plain)) - first) / max(last - first, 0.001), 0, 1)
         ramped: npt.NDArray[np.float64] = plain / scaling.factor * ramp + plain * (1 - ramp)
         return ramped
@@ -97,8 +96,10 @@ def _turned(heads: Array, config: ModelConfig, *, is_long: bool) -> Array:
     scaling = config.rope_scaling
     factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
     cosines, sines = (factor * table(angles).astype(heads.dtype) for table in (np.cos, np.sin))
-    low, high = np.split(heads, 2, -1)
-    return np.concatenate([low * cosines - high * sines, high * cosines + low * sines], -1)
+    # Values behind the turned ones stay as they are.
+    turned, kept = np.split(heads, [2 * angles.shape[-1]], -1)
+    low, high = np.split(turned, 2, -1)
+    return np.concatenate([low * cosines - high * sines, high * cosines + low * sines, kept], -1)
 
 
 class Reference:

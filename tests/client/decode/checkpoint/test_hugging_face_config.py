@@ -176,7 +176,10 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate must be true or false, not 'no'"),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "must be at least 1, not 0"),
         ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta must be above 1 for yarn, not 1.0"),
-        ({"rope_scaling": {"type": "longrope"}}, "short_factor must have 16 numbers, half the width of a head, not 0"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "short_factor must have 16 numbers, one for each turned pair of .*, not 0",
+        ),
         ({"rope_scaling": LONG | {"long_factor": [1.0] * 15}}, "long_factor must have 16 numbers, .*, not 15"),
         ({"rope_scaling": LONG | {"long_factor": 2.0}}, "long_factor must be a list, not '2.0'"),
         ({"rope_scaling": LONG | {"long_factor": ["2"] * 16}}, "long_factor must be a number, not '2'"),
@@ -279,6 +282,14 @@ def test_what_a_phi_3_leaves_out_is_as_in_transformers() -> None:
     assert read(said) == replace(PHI3, norm_epsilon=1e-5, key_heads=8)
 
 
+def test_a_phi_3_turns_parts_of_heads() -> None:
+    said = config_json(PHI3)
+    turned = replace(PHI3, turned_width=24)
+    assert read(said | {"partial_rotary_factor": 0.75}) == turned
+    assert read(said | {"rope_parameters": {"partial_rotary_factor": 0.75}, "partial_rotary_factor": 0.5}) == turned
+    assert read(said | {"partial_rotary_factor": 1.0}) == PHI3
+
+
 def test_a_phi_3_s_original_context_is_next_to_its_scaling() -> None:
     said = config_json(PHI3) | {"max_position_embeddings": 8192, "rope_scaling": PHI3_LONG | {"factor": 2.0}}
     for original, told in (({}, 4096), ({"original_max_position_embeddings": 2048}, 2048)):
@@ -298,7 +309,9 @@ def test_a_phi_3_s_original_context_is_next_to_its_scaling() -> None:
         ),
         ({"rope_scaling": {"type": "su"}}, "short_factor must have 16 numbers"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
-        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor is '0.75'"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0, and at most 1, not 1.5"),
+        ({"partial_rotary_factor": 0.1}, "must turn an even number of the 32 values of a head, not 3"),
+        ({"partial_rotary_factor": 0.5, "rope_scaling": PHI3_LONG}, "short_factor must have 8 numbers, .*, not 16"),
     ],
 )
 def test_what_a_phi_3_may_not_say(says: dict[str, Any], sentence: str) -> None:

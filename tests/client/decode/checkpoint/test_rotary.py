@@ -164,3 +164,12 @@ def test_transformers_turns_alike(name: str, positions: int) -> None:
     frequencies, factor = rule(its, device="cpu", seq_len=positions)
     np.testing.assert_allclose(frequencies_of(config) / rotation.divisors, frequencies.numpy(), rtol=1e-6)
     assert math.isclose(rotation.attention_factor, factor)
+
+
+def test_values_that_stay_are_turned_by_nothing() -> None:
+    config = replace(LONG, turned_width=16, rope_scaling=LongScaling((2.0,) * 8, (2.0,) * 8, 64, 1.25))
+    cosines, sines = tables(config, 5, 9)
+    assert (cosines[:, 8:] == 1).all()
+    assert not sines[:, 8:].any()
+    whole = tables(replace(LLAMA, head_width=16), 0, 9)[1]
+    np.testing.assert_allclose(sines[1::2, :8], 1.25 * whole[3:5], atol=1e-6)

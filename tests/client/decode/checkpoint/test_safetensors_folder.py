@@ -87,6 +87,20 @@ def test_a_fused_tensor_is_there_once_with_all_its_rows(
     refused(tmp_path, sentence)
 
 
+def test_values_that_stay_are_behind_those_that_turn_in_each_half_of_a_head(tmp_path: Path) -> None:
+    """Of 32 values, Hugging Face pairs the first 16 with each other, the kernels every i with i + 16."""
+    config = replace(PHI3, turned_width=16)
+    weights = random_weights(config)
+    write_folder(tmp_path, config, weights, says={"partial_rotary_factor": 0.5})
+    checkpoint = open_model(tmp_path)
+    order = [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
+    for name, tensors in (("q", order), ("k", order), ("v", list(range(32)))):
+        tensor = checkpoint.tensor(f"model.layers.1.self_attn.{name}_proj.weight")
+        wanted = weights[tensor.name].reshape(-1, 32, config.width)[:, tensors].reshape(-1, config.width)
+        assert (tensor.bf16(0, tensor.rows) == rounded_to_bf16(wanted)).all()
+        assert (tensor.bf16(7, 41) == rounded_to_bf16(wanted[7:41])).all()
+
+
 def refused(folder: Path, sentence: str) -> None:
     with pytest.raises(ModelRejected, match=sentence):
         open_model(folder)
