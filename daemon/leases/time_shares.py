@@ -86,6 +86,9 @@ _SLACK_KEPT: Final = 0.97
 """How many rounds can be given away in addition, and how much of that remains after a round without idle time. Less
 would make rounds with idle time and rounds without it alternate; more would give away for long what is wanted again."""
 
+_TAKERS: Final = -1
+"""Number for all sessions together that take turns, which no session has."""
+
 _OVERDRAWN_NS: Final = -20 * NS_PER_MS
 """A latency session is not obeyed from here on, until its tenant owes nothing."""
 
@@ -187,9 +190,11 @@ class TimeShares:
             self._share_turns(now_ns, more_ns, round_ns, sessions, targets, demands, shares=shares)
         else:
             self._turns.clear()
-        # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card as it likes.
+        # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card as it likes. Those that
+        # take turns are busy one at a time, so they share it as one.
         due = {one.session: targets.get(one.session, demands[one.session]) for one in sessions if demands[one.session]}
-        busy = busy_times(due)
+        in_turns = [due.pop(session) for session in list(due) if session in self._turns]
+        busy = busy_times(due | {_TAKERS: sum(in_turns)} if in_turns else due)
         allowances = {
             # 0 would be no limit.
             one.session: max(1, one.time.busy_ns + int(busy.get(one.session, targets[one.session])))
@@ -291,6 +296,12 @@ class TimeShares:
                 targets[one.session] = max(0.0, share_ns + owed_ns / _CORRECTION_ROUNDS)
             elif cap is not None:
                 targets[one.session] = part_ns
+        # What siblings owe to each other is theirs to settle within what the tenant may use.
+        total_ns = sum(targets[one.session] for one in own if one.session in targets and demands[one.session])
+        if is_limited and len(own) > 1 and total_ns > part_ns:
+            for one in own:
+                if one.session in targets and demands[one.session]:
+                    targets[one.session] *= part_ns / total_ns
         return targets
 
     def _demand_ns(self, one: SharedSession, more_ns: int, round_ns: int) -> float:

@@ -146,9 +146,11 @@ class Turns:
         period_ns = int(min(max(MIN_PERIOD_NS, MIN_TURN_NS / least), MAX_PERIOD_NS))
         # Each period begins a whole number of periods after the clock's, so turns move little from one to the next.
         began_ns = now_ns - now_ns % period_ns
+        # One that has nothing to get begins nothing: even in a moment it could begin a long kernel each time.
+        switches_ns = sum(bool(part) for part in parts.values()) * SWITCH_NS
         edges = [0.0]
         for part in parts.values():
-            edges.append(edges[-1] + part * (period_ns - len(parts) * SWITCH_NS) + SWITCH_NS)
+            edges.append(edges[-1] + part * (period_ns - switches_ns) + (SWITCH_NS if part else 0))
         for session, (begin, end) in zip(parts, pairwise(edges), strict=True):
             # 0 would mean no turns, and so no limit.
             self._turns[session] = Turn(began_ns + int(begin), max(1, int(end) - int(begin)), period_ns)

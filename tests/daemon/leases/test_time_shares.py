@@ -212,6 +212,16 @@ SATURATING_AND_PAUSING_SIBLINGS = [
 ]
 
 
+# Siblings with credits among each other while their tenant is in debt; the last one's kernel is longer than
+# its turn.
+SIBLINGS_IN_DEBT = [
+    SimulatedSession("eve", 5, 1 * MS),
+    SimulatedSession("eve", 3, 3 * MS, pause_ns=1 * MS),
+    SimulatedSession("bob", 4, 3 * MS),
+    SimulatedSession("ann", 2, 20 * US),
+    SimulatedSession("eve", 1, 3 * MS),
+]
+
 SESSIONS = st.builds(
     SimulatedSession,
     st.sampled_from(["ann", "bob", "eve"]),
@@ -242,6 +252,7 @@ def test_the_card_is_never_idle_while_somebody_wants_it(mix: list[SimulatedSessi
 
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 @example(SATURATING_AND_PAUSING_SIBLINGS)
+@example(SIBLINGS_IN_DEBT)
 @example([SimulatedSession("bob", 5), *[SimulatedSession("eve", 1, 200 * US, pause_ns=1 * MS)] * 2])
 @given(MIXES)
 def test_every_tenant_gets_its_part_or_what_it_wants(mix: list[SimulatedSession]) -> None:
