@@ -39,6 +39,9 @@ from helpers.fleet_rig import HORIZON_S, FleetNode, counted_bytes, fleet, quota
 from helpers.remote import Pki
 from helpers.waiting import wait_until
 
+# What engines of two nodes would compile at the same time.
+pytestmark = pytest.mark.usefixtures("_decode_kernels")
+
 KEY = "replace-this-key"
 """The key of the example's first tenant."""
 

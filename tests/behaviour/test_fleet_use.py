@@ -89,6 +89,7 @@ def test_a_prompt_that_is_continued_by_hand(fleet: str, daemon: Daemon) -> None:
     assert daemon.leases() == []
 
 
+@pytest.mark.usefixtures("_decode_kernels")
 def test_a_decoder_whose_second_engine_comes_from_the_fleet_too(fleet: str) -> None:
     async def play() -> None:
         async with Decoder.open(RandomCheckpoint(TINY, 1), TENANTS, SETTINGS, address=fleet) as decoder:

@@ -18,6 +18,8 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import check_whole, config, records
 from helpers.daemon import Daemon
 
+pytestmark = pytest.mark.usefixtures("_decode_kernels")
+
 PROMPT = "The with statement"
 TOKENS = 6
 CHOSEN = SamplingParameters(temperature=0.8, top_p=0.95, top_k=40, seed=7)
