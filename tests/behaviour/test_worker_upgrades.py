@@ -113,7 +113,7 @@ def test_a_session_that_can_not_be_taken_over_stays_in_its_worker(
         assert "version" in run(node, "leases")[1]
 
 
-@pytest.mark.parametrize("step", ["returning", "returned"])
+@pytest.mark.parametrize("step", ["returning", pytest.param("returned", marks=pytest.mark.exhaustive)])
 def test_a_new_worker_that_is_killed_gives_the_session_back(
     start_lasting: StartLasting, tmp_path: Path, step: str
 ) -> None:

@@ -49,7 +49,7 @@ def test_attention_over_several_splits_has_the_bits_that_it_has_alone(tiny: Runn
     tiny.mix(lines, chunked(seat, len(long), 16, is_awaited=True))
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16])
+@pytest.mark.parametrize("chunk", [5, *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (1, 16))])
 def test_a_replay_into_another_pool_goes_on_with_the_same_bits(tiny: RunningRig, lines: list[Line], chunk: int) -> None:
     """All tokens are known there, those too that the line emitted; the last rows take theirs from the step before."""
     line = lines[2]

@@ -68,6 +68,7 @@ PROMPTS = st.lists(
 )
 
 
+@pytest.mark.exhaustive
 def test_random_prompts_have_the_tokens_that_they_have_without_reuse(daemon: Daemon) -> None:
     """In any order and company, with chunks cut elsewhere, after the end of a region, and after a move."""
     with asyncio.Runner() as runner:
