@@ -1,4 +1,4 @@
-"""The scene of the matrix: one card, its leases and its figures; and `MatrixCheck`, the type of all rows."""
+"""What the checks of `gpulease verify` run on: one card, its leases and its figures; and `MatrixCheck`, a check."""
 
 import time
 from collections.abc import Callable

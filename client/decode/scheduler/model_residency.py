@@ -1,4 +1,4 @@
-"""Which of a server's models have their memory on the card, and which requests wait for one. Pure.
+"""Which of a decode server's models have their memory on the card, and which requests wait for one. Pure.
 
 Events and the time in, effects out: the pool (`model_pool`) carries the effects out and reports how they ended.
 

@@ -95,7 +95,7 @@ def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> MetricFam
 
 SESSION_ALLOCATED_BYTES: Final = _gauge(
     "gpu_session_mem_alloc_bytes",
-    "Bytes now allocated by all sessions of a tenant on a card; `gpulease leases` shows each session's.",
+    "Bytes that all sessions of a tenant have allocated on a card; `gpulease leases` shows each session's.",
     PAIR,
 )
 SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, including those of graphs and submits.")
@@ -112,7 +112,7 @@ SESSION_BUSY_SECONDS: Final = _counter(
 )
 SESSION_GPU_SECONDS: Final = _counter(
     "gpu_session_gpu_seconds",
-    "GPU time: of its busy seconds, each session counts 1/k while k sessions of a card are busy.",
+    "GPU time: busy seconds, divided by k while k sessions of a card are busy at the same time.",
 )
 SESSION_HELD_BACK_SECONDS: Final = _counter(
     "gpu_session_held_back_seconds",
@@ -185,7 +185,7 @@ PARK_SECONDS: Final = MetricFamily(
 RETURN_SECONDS: Final = MetricFamily(
     "gpu_lease_return_seconds",
     FamilyKind.HISTOGRAM,
-    "Time from the order to return a session to its card until it is complete there, without waiting for room.",
+    "Time from the order to return a session to its card until all of it is there; the wait for room is not included.",
     (),
     LATENCY_BOUNDS_S,
 )
@@ -222,7 +222,7 @@ FORWARD_REVOKED_SECONDS: Final = MetricFamily(
 FORWARD_TOLD_SECONDS: Final = MetricFamily(
     "gpu_region_forward_told_seconds",
     FamilyKind.HISTOGRAM,
-    "Time from that change to the reply that reports the first refused launch to its tenant.",
+    "Time from the change of a region's state word to the reply that reports the first refused launch to its tenant.",
     ("status",),
     FLIP_BOUNDS_S,
 )
@@ -276,10 +276,10 @@ AUDIT_WRITABLE: Final = _gauge("gpulease_audit_writable", "Whether the audit log
 AUDIT_WAITING: Final = _gauge("gpulease_audit_records_waiting", "Records that are not on disk yet.", ())
 AUDIT_DROPPED: Final = _counter("gpulease_audit_records_dropped", "Records that were dropped: gaps in the log.", ())
 FLEET_HORIZON_SECONDS: Final = _gauge(
-    "gpu_fleet_horizon_seconds", "Seconds until leases with a name end unless etcd acknowledges a heartbeat.", ()
+    "gpu_fleet_horizon_seconds", "Seconds until leases with a name end, if etcd acknowledges no further heartbeat.", ()
 )
 FLEET_BEATS: Final = _counter("gpu_fleet_beats", "Heartbeats that etcd acknowledged.", ())
-FLEET_FENCED: Final = _counter("gpu_fleet_fenced", "Times that the fleet had declared this node dead.", ())
+FLEET_FENCED: Final = _counter("gpu_fleet_fenced", "How often the fleet declared this node dead.", ())
 FLEET_UNREADABLE: Final = _counter("gpu_fleet_unreadable_values", "Values in etcd that could not be read.", ())
 FLEET_PLACEMENTS: Final = _counter("gpu_fleet_placements", "Claims of names, by their result.", ("result",))
 FLEET_QUOTA_CLAIMS: Final = _counter(
