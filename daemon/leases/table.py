@@ -6,7 +6,6 @@ bounded.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Final, get_args
 
 from gpulease.daemon.leases import denials, devices, events, horizon_events, invariants
@@ -49,6 +48,7 @@ from gpulease.daemon.leases.restoration import Restoration
 from gpulease.daemon.leases.table_state import LeaseStore, WaiterSnapshot
 from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
 from gpulease.daemon.leases.warm_pool import WarmPool
+from gpulease.protocol import fast_dataclass
 from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS
 
@@ -430,7 +430,7 @@ class LeaseTable:
         lease.move(Trigger.RENEWED, now_ns)
         # Most renewals ask for the time that the last request asked for.
         if event.ttl_ms != lease.terms.ttl_ms:
-            lease.terms = replace(lease.terms, ttl_ms=event.ttl_ms)
+            lease.terms = fast_dataclass.replace(lease.terms, ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which had the same maximum.
         deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns_of(lease.card_uuid))
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.protocol.fast_dataclass import dataclass
+from gpulease.protocol.fast_dataclass import dataclass, replace
 
 T = TypeVar("T")
 
@@ -326,3 +326,18 @@ def test_what_it_can_not_do_is_refused() -> None:
         @dataclass(frozen=True, slots=True)
         class _Hidden:
             number: int = field(default=0, init=False)
+
+
+def test_a_copy_has_the_other_values() -> None:
+    many = Many(1, made=[2], hidden=3, ignored=4, unhashed=5, named=6)
+    for changes in ({}, {"second": "other"}, {"first": 9, "named": 8}):
+        copied = replace(many, **changes)
+        assert copied == dataclasses.replace(many, **changes)
+        assert (type(copied), copied.ignored, copied.made) == (Many, 4, [2])
+    with pytest.raises(FrozenInstanceError):
+        replace(many).first = 1  # type: ignore[misc]
+    with pytest.raises(TypeError, match="third must be a field of Many"):
+        replace(many, third=3)
+    with pytest.raises(ValueError, match="negative"):
+        replace(Checked(1), number=-1)
+    assert replace(Nothing()) == Nothing()
