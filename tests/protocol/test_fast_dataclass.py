@@ -337,7 +337,7 @@ def test_a_copy_has_the_other_values() -> None:
     with pytest.raises(FrozenInstanceError):
         replace(many).first = 1  # type: ignore[misc]
     with pytest.raises(TypeError, match="third must be a field of Many"):
-        replace(many, third=3)
+        replace(many, third=3)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="negative"):
         replace(Checked(1), number=-1)
     assert replace(Nothing()) == Nothing()
