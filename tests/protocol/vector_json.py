@@ -1,6 +1,7 @@
 """Messages and wires as the JSON of `vectors/`, and back: the notation that `vectors/README.md` explains."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from .encodings import Encoding, fields_of
 VECTORS = Path(__file__).parents[2] / "vectors"
 MIN_REPEATS = 64
 MAX_UNIT_BYTES = 36
+_REPEATED = re.compile(rb"(.{1,%d}?)\1{%d}" % (MAX_UNIT_BYTES, MIN_REPEATS - 1), re.DOTALL)
+"""A unit, the shortest that there is, and as many repeats as are worth a list."""
 
 
 def frame(op: int, body: Body | bytes = b"", **header: int) -> bytes:
@@ -38,26 +41,14 @@ def header_to_json(wire: bytes) -> dict[str, Any]:
 def bytes_to_json(data: bytes) -> Any:
     """Hex; where a unit is repeated often, a list of hex and repeats."""
     parts: list[Any] = []
-    start = at = 0
-    while at < len(data):
-        unit = _unit_at(data, at)
-        if not unit:
-            at += 1
-            continue
+    start = 0
+    while found := _REPEATED.search(data, start):
+        at, unit = found.start(), found[1]
         count = _period_end(data, at, len(unit)) // len(unit)
         parts += [data[start:at].hex()] * (at > start) + [{"repeat": [unit.hex(), count]}]
-        start = at = at + count * len(unit)
+        start = at + count * len(unit)
     parts += [data[start:].hex()] * (start < len(data))
     return parts if start else data.hex()
-
-
-def _unit_at(data: bytes, at: int) -> bytes:
-    for size in range(1, MAX_UNIT_BYTES + 1):
-        unit = data[at : at + size]
-        # The second unit first: it is nearly always another, and looking at all of them is slow.
-        if data.startswith(unit, at + size) and data.startswith(unit * MIN_REPEATS, at):
-            return unit
-    return b""
 
 
 def _period_end(data: bytes, at: int, size: int) -> int:
