@@ -1,11 +1,13 @@
-"""Sessions with checked work that are parked, revoked, dropped and killed at random, on a card that can't hold all.
+"""Sessions with checked work that are parked, moved, revoked, dropped and killed at random, on too small cards.
 
     gpulease bench --park-storm --minutes 10
 
 Each tenant has one lease after another. Its data are addresses into themselves (woven_data.py), in allocations and in
 regions, used by launches, streams and graphs; a variable of its module counts the calls. Meanwhile sessions are parked
-by their tenants, by an operator, by idleness and by need, and the broker is killed and started again. At the end every
-byte must be back, and the audit log must have exactly one end of each lease and region that was granted.
+by their tenants, by an operator, by idleness and by need; an operator also has them leave their processes, moves them
+between cards, drains cards, and hands them over to workers of the next version; and the broker is killed and started
+again, as another version each time. At the end every byte must be back, and the audit log must have exactly one end of
+each lease and region that was granted.
 """
 
 import contextlib
@@ -28,16 +30,25 @@ from gpulease.client import GpuBuilder, GpuExclusivityClass, GpuLease, GpuLeaseE
 from gpulease.client.bench.figures import Say
 from gpulease.client.bench.woven_data import BLOCK, EXTRA_BYTES, GRID, STEPS, WORD_BYTES, WovenData, end_of
 from gpulease.client.console.private_daemon import PrivateDaemon, killable_daemon
-from gpulease.client.console.reports import first_card, leases_of
+from gpulease.client.console.reports import cards_of, first_card, leases_of
 from gpulease.client.console.scene import Breach, worker_pid
 from gpulease.client.console.tables import table
 from gpulease.client.core.region_sets import RegionSet
-from gpulease.client.errors import Busy, CapacityExceeded, Disconnected, LeaseExpired, RegionFailed, Revoked
+from gpulease.client.errors import (
+    Busy,
+    CapacityExceeded,
+    Disconnected,
+    Drained,
+    LeaseExpired,
+    RegionFailed,
+    Revoked,
+    Unsupported,
+)
 from gpulease.client.sync.driver import ask
 from gpulease.client.sync.graphs import Graph
 from gpulease.client.sync.regions import Region
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Empty, LeaseRef, LeaseRevoke
+from gpulease.protocol.messages import CardDrain, Empty, LeaseMove, LeaseRef, LeaseRevoke
 
 T = TypeVar("T")
 
@@ -48,7 +59,10 @@ REGIONS: Final = 2
 
 TENANTS: Final = 6
 HELD: Final = 4
-"""Slices that the card holds in addition to all contexts."""
+"""Slices that all cards together hold in addition to all contexts."""
+
+CPU_CARDS: Final = 2
+"""Cards of the embedded driver; of another driver, the host's."""
 
 LEASE_S: Final = 120.0
 SHORT_LEASE_S: Final = 4.0
@@ -67,10 +81,21 @@ PATIENCE_S: Final = 120.0
 KILL_EVERY_S: Final = (4.0, 12.0)
 OPERATOR_EVERY_S: Final = 0.3
 
+DRAIN_MS: Final = 600_000
+DRAINED_S: Final = 1.0
+"""The deadline of a card's drain, which never comes, and how long a card is drained."""
+
+ENDED_COLD: Final = "parked without a worker when the daemon ended"
+"""In the reason of a lease that ended because the only copy of its session was in a broker that was killed."""
+
+AS_OTHER_VERSION: Final = 'recycle = "same-tenant"\n'
+"""A setting for workers: with and without it in turn, each broker finds workers that another version started."""
+
 AT_MOST_SURPRISES: Final = 20
 
 _SETTINGS: Final = """\
 audit = "{audit}"
+warm_contexts = 1
 [limits]
 park_memory = "{park_memory}B"
 overcommit = 8.0
@@ -125,13 +150,23 @@ class _Tenant:
         wanted = GpuBuilder(self._address).min_vram(slice_bytes(self._driver)).lease_secs(seconds)
         wanted = wanted.timeout(PATIENCE_S).parkable(idle_s).exclusivity(GpuExclusivityClass.SHARED)
         lease = _patient(wanted.acquire)
-        with contextlib.suppress(*(_Over if ending == "expire" else ())):
-            work = _Work(lease, BLOCK_BYTES[self._driver], self._random, self._counts)
-            for _ in range(self._random.randint(*ROUNDS) if ending != "expire" else 1 << 30):
-                if time.monotonic() > self._until:
-                    break
-                work.round()
-            self._end(ending, lease, work)
+        try:
+            with contextlib.suppress(*(_Over if ending == "expire" else ())):
+                work = _Work(lease, BLOCK_BYTES[self._driver], self._random, self._counts)
+                for _ in range(self._random.randint(*ROUNDS) if ending != "expire" else 1 << 30):
+                    if time.monotonic() > self._until:
+                        break
+                    work.round()
+                self._end(ending, lease, work)
+        except GpuLeaseError:
+            if not self._ended_cold(lease):
+                raise
+            self._counts.did["ended cold with a broker"] += 1
+
+    def _ended_cold(self, lease: GpuLease) -> bool:
+        """Return whether a lease ended with a killed broker that had the only copy of its session."""
+        report = _patient(lambda: ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), self._address).report)
+        return report["cause"] == "worker_died" and ENDED_COLD in report["reason"]
 
     def _end(self, ending: str, lease: GpuLease, work: "_Work") -> None:
         # Half of all ends come while the session is parked.
@@ -147,8 +182,8 @@ class _Tenant:
                 _patient(lambda: ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "storm"), self._address))
                 work.until_refused(Revoked)
             case "kill":
-                os.kill(worker_pid(lease.lease_id), signal.SIGKILL)
-                work.until_refused(GpuLeaseError)
+                # A session that leaves its worker has two for a moment, and a cold one has none until it is used.
+                work.until_refused(GpuLeaseError, lambda: _kill_worker(lease.lease_id))
 
 
 class _Work:
@@ -259,10 +294,11 @@ class _Work:
         self._counts.did[name] += 1
         self._counts.wrong += wrong
 
-    def until_refused(self, error: type[GpuLeaseError]) -> None:
-        """Use the session until its end is reported. Raises Breach if it is not."""
+    def until_refused(self, error: type[GpuLeaseError], end: Callable[[], None] = lambda: None) -> None:
+        """Use the session until its end is reported, and call `end` before each use. Raises Breach if it is not."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
+            end()
             try:
                 self.session.sync()
             except Busy:
@@ -274,12 +310,12 @@ class _Work:
 
 
 def _patient(call: Callable[[], T]) -> T:
-    """Call again while room or the broker is missing. Raises what remains after PATIENCE_S."""
+    """Call again while room or the broker is missing, or the card is drained. Raises what remains after PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
             return call()
-        except (Busy, Disconnected) as error:
+        except (Busy, Disconnected, Drained) as error:
             if time.monotonic() > until:
                 raise
             del error
@@ -291,27 +327,90 @@ def slice_bytes(driver: str) -> int:
     return (1 + 2 * REGIONS) * BLOCK_BYTES[driver] + EXTRA_BYTES[driver]
 
 
-def _operate(address: str, counts: StormCounts, until: float) -> None:
-    rng = random.Random(7)
-    while time.monotonic() < until:
-        time.sleep(OPERATOR_EVERY_S)
-        with contextlib.suppress(GpuLeaseError):
-            leases = _leases(address)
-            if leases:
-                ask(Opcode.LEASE_PARK, LeaseRef(rng.choice(leases)), address)
-                counts.did["parked by an operator"] += 1
+def _kill_worker(lease_id: int) -> None:
+    """Kill a lease's worker, if it has one."""
+    with contextlib.suppress(Breach, ProcessLookupError):
+        os.kill(worker_pid(lease_id), signal.SIGKILL)
+
+
+class _Operator:
+    """Parks, moves and hands over leases' sessions at random, and drains cards, until `until`."""
+
+    def __init__(self, address: str, cards: int, seed: int, counts: StormCounts, until: float) -> None:
+        self._address, self._cards, self._counts, self._until = address, cards, counts, until
+        self._random = random.Random(seed)
+
+    def run(self) -> None:
+        while time.monotonic() < self._until:
+            time.sleep(OPERATOR_EVERY_S)
+            with contextlib.suppress(GpuLeaseError):
+                self._act()
+
+    def _act(self) -> None:
+        reports = _lease_reports(self._address)
+        if not reports:
+            return
+        lease = self._random.choice(reports)
+        lease_id = int(lease["lease_id"], 16)
+        # Workers of an earlier version are there for a while after each kill of the broker.
+        if earlier := [one for one in reports if one.get("earlier_version")]:
+            old = self._random.choice(earlier)
+            self._move(int(old["lease_id"], 16), old["card_uuid"], "handed over to the next version")
+        match self._random.choice(("park", "leave", "move", "move", "drain")):
+            case "park":
+                ask(Opcode.LEASE_PARK, LeaseRef(lease_id), self._address)
+                self._counts.did["parked by an operator"] += 1
+            case "leave":
+                self._move(lease_id, None, "parked cold")
+            case "move" if self._cards > 1:
+                others = [card for card in self._all_cards() if card["uuid"] != lease["card_uuid"]]
+                self._move(lease_id, self._random.choice(others)["uuid"], "moved to another card")
+            case "drain" if self._cards > 1:
+                self._drain(str(self._random.randrange(self._cards)))
+
+    def _move(self, lease_id: int, card: str | None, what: str) -> None:
+        """Move one session; most refusals come from its own tenant, who works on or ends the lease."""
+        try:
+            ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, card), self._address)
+            self._counts.did[what] += 1
+        except (Busy, CapacityExceeded, Drained, Unsupported):
+            self._counts.did[f"not {what}"] += 1
+
+    def _drain(self, card: str) -> None:
+        """Drain a card for a moment, and move what can be moved. The other cards must do with everybody."""
+        ask(Opcode.CARD_DRAIN, CardDrain(card, DRAIN_MS), self._address)
+        try:
+            uuid = next(one["uuid"] for one in self._all_cards() if str(one["index"]) == card)
+            others = [one["uuid"] for one in self._all_cards() if one["uuid"] != uuid]
+            until = time.monotonic() + DRAINED_S
+            for lease in _lease_reports(self._address):
+                if lease["card_uuid"] == uuid and time.monotonic() < until:
+                    self._move(int(lease["lease_id"], 16), self._random.choice(others), "moved off a drained card")
+            self._counts.did["drained cards"] += 1
+        finally:
+            _patient(lambda: ask(Opcode.CARD_DRAIN, CardDrain(card, None), self._address))
+
+    def _all_cards(self) -> list[dict[str, Any]]:
+        return cards_of(ask(Opcode.GET_INVENTORY, Empty(), self._address))
 
 
 def _leases(address: str) -> list[int]:
+    return [int(lease["lease_id"], 16) for lease in _lease_reports(address)]
+
+
+def _lease_reports(address: str) -> list[dict[str, Any]]:
     report = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), address).report)
-    return [int(lease["lease_id"], 16) for lease in report if not lease.get("parent")]
+    return [lease for lease in report if not lease.get("parent")]
 
 
 def _kill_brokers(daemon: PrivateDaemon, counts: StormCounts, until: float) -> None:
     rng = random.Random(9)
+    settings = daemon.folder / "settings.toml"
+    first = settings.read_text()
     while (left_s := until - time.monotonic()) > KILL_EVERY_S[0]:
         time.sleep(min(rng.uniform(*KILL_EVERY_S), left_s))
         daemon.kill()
+        settings.write_text(first if settings.read_text() != first else AS_OTHER_VERSION + first)
         daemon.start()
         counts.did["killed brokers"] += 1
 
@@ -323,7 +422,9 @@ def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
         address, until = daemon.address, time.monotonic() + minutes * 60
         tenants = [_Tenant(address, found, seed, counts, until) for seed in range(TENANTS)]
         work: list[Callable[[], None]] = [tenant.run for tenant in tenants]
-        work += [lambda: _operate(address, counts, until), lambda: _kill_brokers(daemon, counts, until)]
+        cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
+        work += [_Operator(address, len(cards), seed, counts, until).run for seed in (7, 8)]
+        work.append(lambda: _kill_brokers(daemon, counts, until))
         say(f"the storm, for {minutes:g} minutes")
         threads = [threading.Thread(target=one, daemon=True) for one in work]
         for thread in threads:
@@ -332,8 +433,9 @@ def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
             thread.join()
         say("every byte must be back")
         left = _end_everything(address, counts)
-        card = first_card(address, "held_bytes", "fenced_bytes")
-        unaccounted = sum(int(card[name]) for name in ("held_bytes", "fenced_bytes", "park_host_bytes"))
+        cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
+        unaccounted = sum(int(card[name]) for card in cards for name in ("held_bytes", "fenced_bytes"))
+        unaccounted += int(cards[0]["park_host_bytes"])
         daemon.stop()
         ends = _ends(audit)
     return {
@@ -357,18 +459,20 @@ def is_calm(report: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _small_daemon(driver: str, say: Say) -> Iterator[tuple[PrivateDaemon, str, str]]:
-    """Start a daemon with a card of HELD slices; yields it, its driver, and its audit log's folder."""
+    """Start a daemon with cards of HELD slices; yields it, its driver, and its audit log's folder."""
     say("what a lease is charged")
     with killable_daemon(driver) as daemon:
         driver = first_card(daemon.address)["driver"]
         size_bytes = slice_bytes(driver)
         with GpuBuilder(daemon.address).min_vram(size_bytes).parkable().acquire():
-            over_bytes = int(first_card(daemon.address, "held_bytes")["held_bytes"]) - size_bytes
-    vram_bytes = TENANTS * over_bytes + HELD * size_bytes + size_bytes // 2
+            held = cards_of(ask(Opcode.GET_INVENTORY, Empty(), daemon.address))
+            over_bytes = sum(int(card["held_bytes"]) for card in held) - size_bytes
+    cards = CPU_CARDS if driver == "cpu" else len(held)
+    vram_bytes = TENANTS * over_bytes + max(1, HELD // cards) * size_bytes + size_bytes // 2
     with contextlib.ExitStack() as stack:
         # Host memory for most of the tenants, so that the host is full at times.
         parked = _SETTINGS.format(park_memory=(TENANTS - 2) * (size_bytes + (2 << 20)), audit="FOLDER/audit")
-        daemon = stack.enter_context(killable_daemon(driver, vram=(str(vram_bytes),), settings=parked))
+        daemon = stack.enter_context(killable_daemon(driver, vram=(str(vram_bytes),) * cards, settings=parked))
         yield daemon, driver, str(daemon.folder / "audit")
 
 

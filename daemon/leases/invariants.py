@@ -5,6 +5,7 @@ Nothing here trusts a running sum: each check derives the figure again and compa
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from gpulease.daemon.contract.regions_page import MAX_NUMBER
 from gpulease.daemon.leases.devices import CardAccount
@@ -60,14 +61,29 @@ def validate(store: LeaseStore) -> None:
     _validate_host(store)
 
 
-def validate_charges(store: LeaseStore, before: Mapping[int, int]) -> None:
+class Charges(NamedTuple):
+    """What leases hold, by lease id, and what contexts hold that no lease can have, by card."""
+
+    leases: Mapping[int, int]
+    stuck: Mapping[str, int]
+
+
+def charges_of(store: LeaseStore) -> Charges:
+    """Return what leases and stuck contexts hold now."""
+    leases = {lease.lease_id: lease.charge_bytes for lease in store.live.values()}
+    return Charges(leases, {account.card.uuid: account.stuck_bytes for account in store.accounts})
+
+
+def validate_charges(store: LeaseStore, before: Charges) -> None:
     """Check that one event gave no lease more of a card that holds more than its present capacity.
 
-    Others may shrink the capacity below what was granted. Leases then keep their bytes, and none gets more.
+    Others may shrink the capacity below what was granted. Leases then keep their bytes, and none gets more. A session
+    that goes back to its former worker takes over what that worker holds.
     """
     for lease in store.live.values():
         account = store.account_by_uuid[lease.card_uuid]
-        is_more = lease.charge_bytes > before.get(lease.lease_id, 0)
+        taken_over_bytes = max(0, before.stuck[account.card.uuid] - account.stuck_bytes)
+        is_more = lease.charge_bytes > before.leases.get(lease.lease_id, 0) + taken_over_bytes
         held = account.held_bytes + account.stuck_bytes
         sentence = f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
         _require(not is_more or held <= account.capacity_bytes, sentence)

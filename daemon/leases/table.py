@@ -369,11 +369,11 @@ class LeaseTable:
         """
         invariants.validate(self._store)
 
-    def charges(self) -> dict[int, int]:
-        """Return the bytes each live lease holds on its card, by lease id."""
-        return {lease.lease_id: lease.charge_bytes for lease in self._store.live.values()}
+    def charges(self) -> invariants.Charges:
+        """Return the bytes that each live lease holds on its card, and those of contexts that no lease can have."""
+        return invariants.charges_of(self._store)
 
-    def validate_charges(self, before: Mapping[int, int]) -> None:
+    def validate_charges(self, before: invariants.Charges) -> None:
         """Check that the last event charged nothing beyond a card's capacity.
 
         Events that restore an earlier table's leases are exempt, because the capacity may be lower by now.
