@@ -106,7 +106,7 @@ _POSITIVE: Final = click.IntRange(min=1)
     "--park-storm",
     is_flag=True,
     help=(
-        "Instead, check sessions that are parked, revoked and killed at random; fail on any wrong"
+        "Instead, check sessions that are parked, moved, revoked and killed at random; fail on any wrong"
         " result or missing byte."
     ),
 )

@@ -487,11 +487,15 @@ class AdoptOrder(Message):
     """Become the worker of a session: its image is in the channel that comes with this, complete.
 
     The worker then brings the session back, and answers with Returned or ReturnFailed.
+
+    Attributes:
+        refusal: Why it must leave the session parked instead, and answer with ReturnFailed; None to bring it back.
     """
 
     OP: ClassVar[str] = "adopt"
     number: Annotated[int, U64]
     connections: Annotated[int, integer(0, MAX_IMAGE_CONNECTIONS)]
+    refusal: Annotated[str | None, TEXT.optional()] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
 2. What the worker still has of the card, its context above all, is handed to a warm context that is dropped. So the
    kill, the proof that the bytes are free, and a fence if they are not, are those of the pool; the lease is charged
    nothing.
-3. The session returns as from a warm park: charged in full, in the queue of acquires. Once it has its room, a warm
+3. The session returns as from a warm park: charged in full, in the queue of acquires. Without room in time, a worker
+   adopts it parked and refuses what waits, if the card has room for that worker's context. Once it has its room, a warm
    context or a new worker is ordered, and adopts the image. If that worker ends before it gets the image, the session
    is cold as before. If it ends with the image, the lease ends: what the session did is unknown.
 4. A session that would have other addresses, functions or memory than before is not resumed. A worker of the other
@@ -32,6 +33,7 @@ from gpulease.daemon.leases.events import (
     LeaseMoved,
     LeaveSession,
     ParkFailed,
+    RefuseWaitingOperations,
     RequestDenied,
     RestartWorker,
     SessionMoved,
@@ -108,16 +110,44 @@ class ColdParking:
         else:
             self._arm_leaving(lease, state, now_ns, out)
 
-    def on_return_refused(self, lease: Lease, state: ParkState, denial: Denial, now_ns: int, out: list[Effect]) -> None:
+    def on_return_refused(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Note that a session stays parked which found no room in time."""
+        # A move waits for itself: if a client does, too, it asks for the return next.
+        is_move, denial = state.move is not None, denials.park_refused(lease.lease_id, reason)
         self.refuse_move(lease, denial, now_ns, out)
         if state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, out):
             # It needs less room there than next to that worker.
             return
         if state.depth is ParkDepth.WARM:
             self._arm_leaving(lease, state, now_ns, out)
-        else:
+        elif is_move or not self._refuse_in_worker(lease, state, reason, now_ns, out):
             out.append(WatchClients(lease.lease_id))
+
+    def _refuse_in_worker(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> bool:
+        """Have a new worker adopt a cold session, parked, if its context fits: only a worker can answer requests.
+
+        `reason`: Why they are refused.
+        """
+        account = self._store.account_by_uuid[lease.card_uuid]
+        # The session's own bytes stay in the host's memory; only the context and the code need room.
+        rest_bytes = lease.terms.size_bytes - state.code_bytes
+        needed_bytes = state.off_bytes - rest_bytes
+        if needed_bytes > account.free_bytes or lease.card_uuid in self._store.queue.held_cards():
+            return False
+        state.refusal, state.phase, state.off_bytes = reason, ParkPhase.RETURNING, rest_bytes
+        account.take_parked(lease, needed_bytes)
+        # Without bytes to wait for, the pool would not start it.
+        if not needed_bytes:
+            self.start_return(lease, state, now_ns, out)
+        return True
+
+    def on_refused_in_worker(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+        """Note that a new worker has a session parked, which can refuse the operations that wait for it."""
+        reason, state.refusal = state.refusal, ""
+        state.phase, state.kept_bytes, state.is_awaited = ParkPhase.PARKED, state.code_bytes, False
+        refuse_parks(state, denials.park_refused(lease.lease_id, reason), out)
+        out.append(RefuseWaitingOperations(lease.lease_id, state.number, reason))
+        self._arm_leaving(lease, state, now_ns, out)
 
     def _arm_leaving(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
         if self._store.limits.cold_park_s and not state.stays_here:
@@ -193,6 +223,7 @@ class ColdParking:
         self._store.account_by_uuid[lease.card_uuid].free_parked(lease, held_bytes)
         state.off_bytes += held_bytes
         state.phase, state.depth, state.due_ns = ParkPhase.PARKED, ParkDepth.COLD, None
+        state.code_bytes, state.refusal = state.kept_bytes or state.code_bytes, ""
         state.kept_bytes, lease.warm_id, lease.served = 0, 0, 0
         return held_bytes
 
@@ -240,7 +271,7 @@ class ColdParking:
         out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
         if lease.horizon is not None:
             out.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
-        out.append(AdoptSession(lease.lease_id, state.number))
+        out.append(AdoptSession(lease.lease_id, state.number, state.refusal))
         return True
 
     def on_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> bool:

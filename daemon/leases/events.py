@@ -1094,10 +1094,14 @@ class AdoptSession:
     """Have a lease's new worker adopt its session from the image that the broker keeps.
 
     The answer is `SessionReturned` or `SessionReturnFailed`.
+
+    Attributes:
+        refusal: Why the worker must leave the session parked, and answer with `SessionReturnFailed`; "" to return it.
     """
 
     lease_id: int
     number: int
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

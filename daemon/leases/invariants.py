@@ -151,9 +151,11 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     if park is None:
         _require(waiter is None, f"{name} waits to return and is not parkable.")
         return
-    # Only a parked session has given its bytes back; they are part of its slice.
+    # Only a parked session has given its bytes back, also while it gets a worker that refuses what waits for it.
     is_off = park.off_bytes > 0
-    _require(not is_off or park.phase is ParkPhase.PARKED, f"{name} is {park.phase.value} and its bytes are gone.")
+    may_be_off = park.phase is ParkPhase.PARKED or (park.phase is ParkPhase.RETURNING and park.refusal != "")
+    _require(not is_off or may_be_off, f"{name} is {park.phase.value} and its bytes are gone.")
+    _require(not park.refusal or park.phase is ParkPhase.RETURNING, f"{name} is refused in a worker that it has not.")
     is_cold = park.depth is ParkDepth.COLD
     most_bytes = store.account_by_uuid[lease.card_uuid].charge_bytes(lease.terms)
     is_bounded = 0 <= park.off_bytes <= (most_bytes if is_cold else lease.terms.size_bytes)

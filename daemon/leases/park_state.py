@@ -125,6 +125,8 @@ class ParkState:
         misfit: The same of the worker that it did not fit in this return; None without one.
         misfit_reason: Why it did not fit that.
         held_id: The warm context that is its former worker, while it may return to that; 0 without one.
+        code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
+        refusal: Why the operations that wait are refused once its next worker has it, parked; "" if it returns.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT
@@ -152,6 +154,8 @@ class ParkState:
     misfit: bool | None = None
     misfit_reason: str = ""
     held_id: int = 0
+    code_bytes: int = 0
+    refusal: str = ""
 
     @property
     def is_off(self) -> bool:

@@ -416,17 +416,18 @@ class Parking(ParkingViews):
         reason = denials.no_room_to_return(lease.lease_id, lease.park.off_bytes, max(0, account.free_bytes), waited_ms)
         out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         out.append(ParkFailed(lease.snapshot(), None, reason))
-        self.cold.on_return_refused(lease, lease.park, denials.park_refused(lease.lease_id, reason), now_ns, out)
+        self.cold.on_return_refused(lease, lease.park, reason, now_ns, out)
 
     def take_room_back(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Let a session wait again that was not ordered to return yet, because its card has less room now."""
         state, account = lease.park, self._store.account_by_uuid[lease.card_uuid]
         if state is None:
             return
-        state.off_bytes = lease.awaited_bytes
+        freed_bytes, state.refusal = lease.awaited_bytes, ""
+        state.off_bytes += freed_bytes
         account.await_bytes(lease, 0)
-        account.free_parked(lease, state.off_bytes)
-        state.phase = ParkPhase.PARKED
+        account.free_parked(lease, freed_bytes)
+        state.phase, state.is_awaited = ParkPhase.PARKED, True
         refuse_parks(state, denials.is_returning(lease.lease_id), out)
         self._await_return(lease, state, now_ns, out)
 
@@ -436,6 +437,9 @@ class Parking(ParkingViews):
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
         state = lease.park
+        # It was ordered to leave the session parked: the card is not charged for its bytes.
+        if state.refusal:
+            return
         _record_return(lease, state, event.moved_bytes, now_ns, out)
         if not state.host_bytes:
             # What an earlier daemon gave the worker is unknown: it gets other memory, or none.
@@ -459,6 +463,9 @@ class Parking(ParkingViews):
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
         if self.cold.on_return_failed(lease, event, now_ns, out):
+            return
+        if lease.park.refusal:
+            self.cold.on_refused_in_worker(lease, lease.park, now_ns, out)
             return
         out.append(ParkFailed(lease.snapshot(), None, event.reason))
         # The worker still has its image and would ask again at once; the operations that wait are refused instead.

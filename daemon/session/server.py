@@ -519,6 +519,11 @@ class SessionServer:
             self._has_left = True
             parking.report(ReturnFailedReport(order.number, str(error), True))
             return
+        if order.refusal:
+            # It has no room for its bytes. Once the broker knows the session here, it has what waits refused.
+            parking.report(ReturnFailedReport(order.number, order.refusal, False))
+            self._tell_of_session()
+            return
         parking.bring_back(ReturnOrder(order.number))
         self._has_left = parking.is_misfit
         # Before anything is served: if this process dies, the broker must know whether the session had been whole.

@@ -153,7 +153,7 @@ class ParkOrders:
         """Send a cold session's image to its new worker; posts what ends the return if it can't be sent."""
         worker = self._workers.worker(order.lease_id)
         # A worker that is gone ends the lease by itself.
-        if worker is not None and not self._workers.images.adopt(order.lease_id, order.number, worker):
+        if worker is not None and not self._workers.images.adopt(order.lease_id, order.number, worker, order.refusal):
             self._workers.images.on_mismatch(order.lease_id, worker)
             reason = "its image can't be sent to its new worker"
             self._post(SessionReturnFailed(order.lease_id, order.number, reason, is_mismatch=True))

@@ -274,8 +274,8 @@ class SessionImages:
             self._hand_over_held(image, worker)
         self.discard(lease_id)
 
-    def adopt(self, lease_id: int, number: int, worker: Worker) -> bool:
-        """Give a cold session to a new worker; return False if it can't be sent."""
+    def adopt(self, lease_id: int, number: int, worker: Worker, refusal: str = "") -> bool:
+        """Give a cold session to a new worker; return False if it can't be sent. `refusal`: as in AdoptOrder."""
         image = self._images.get(lease_id)
         if image is None or not image.is_kept or image.memory is None:
             return False
@@ -296,7 +296,7 @@ class SessionImages:
                 for connection, fds in image.connections:
                     send_message(ours, connection.to_map(), tuple(fds))
                 self._give_words(image, worker)
-                order = AdoptOrder(number, len(image.connections))
+                order = AdoptOrder(number, len(image.connections), refusal or None)
                 send_message(worker.channel, order.to_map(), (theirs.fileno(),))
             except (OSError, ChannelClosed):
                 return False

@@ -498,6 +498,26 @@ def test_a_move_without_room_leaves_the_session_in_the_host(node: Daemon, lease:
     assert row(node.address, lease)["card_uuid"] == cards(node.address)[1]["uuid"]
 
 
+def test_an_operation_of_a_cold_session_without_room_is_busy_after_its_wait() -> None:
+    daemon = Daemon(vram=("512MiB",), config=CONFIG + "session_timeout_s = 1\n")
+    try:
+        daemon.wait_until_it_answers()
+        with parkable(daemon.address) as lease, GpuSession(lease) as session:
+            buffer = session.mem_alloc(MIB)
+            session.mem_write(buffer, 0, b"weights")
+            session.sync()
+            chill(daemon.address, lease)
+            with GpuBuilder(daemon.address).min_vram(cards(daemon.address)[0]["available_bytes"]).acquire():
+                for _ in range(2):
+                    with pytest.raises(Busy, match="can't return"):
+                        session.mem_read(buffer, 0, 7)
+                    assert row(daemon.address, lease)["park"]["phase"] == "parked"
+            assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+            chill(daemon.address, lease)
+    finally:
+        daemon.stop()
+
+
 def test_a_new_connection_brings_a_cold_session_back(node: Daemon, lease: GpuLease) -> None:
     with GpuSession(lease) as session:
         buffer = session.mem_alloc(MIB)

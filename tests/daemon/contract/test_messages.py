@@ -183,6 +183,11 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.LeaveOrder(4, True), {"op": "leave", "number": 4, "carries": True}),
     (TO_WORKER, messages.StayOrder(4), {"op": "stay", "number": 4}),
     (TO_WORKER, messages.AdoptOrder(4, 2), {"op": "adopt", "number": 4, "connections": 2}),
+    (
+        TO_WORKER,
+        messages.AdoptOrder(4, 0, "no room"),
+        {"op": "adopt", "number": 4, "connections": 0, "refusal": "no room"},
+    ),
     (FROM_WORKER, messages.Ready(), {"op": "ready"}),
     (FROM_WORKER, messages.Failed("no context"), {"op": "failed", "reason": "no context"}),
     (FROM_WORKER, messages.Faulted("lost"), {"op": "faulted", "reason": "lost"}),

@@ -4,6 +4,7 @@ import pytest
 
 from gpulease.daemon.leases import (
     AcquireRequested,
+    AdoptSession,
     ArmTimer,
     Card,
     CoreLimits,
@@ -18,6 +19,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseReturned,
     LeaseTerms,
+    MoveRequested,
     ParkCause,
     ParkFailed,
     ParkPhase,
@@ -25,6 +27,7 @@ from gpulease.daemon.leases import (
     ParkSession,
     ParkTimerFired,
     ProveRegion,
+    ReclaimProved,
     RefuseWaitingOperations,
     RegionEnded,
     RegionOpened,
@@ -34,9 +37,11 @@ from gpulease.daemon.leases import (
     RenewRequested,
     RequestDenied,
     ResizeRequested,
+    RestartWorker,
     ReturnSession,
     ReturnWanted,
     RevokeRequested,
+    SessionImaged,
     SessionParkDone,
     SessionParked,
     SessionParkRefused,
@@ -47,14 +52,17 @@ from gpulease.daemon.leases import (
     TimerFired,
     TimerKind,
     WaitTimerFired,
+    WatchClients,
+    WorkerExited,
     WorkerReady,
     parking,
 )
+from gpulease.daemon.leases.park_state import ParkDepth, ParkState
 from gpulease.daemon.leases.parking import PARK_BURST
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
-from .scenario import S, Scenario, armed, card, denied, end, kinds, one, placed
+from .scenario import OVERHEAD, S, Scenario, armed, card, denied, end, kinds, one, placed
 
 GRANULE = 2 << 20
 HOST = 8 * GRANULE
@@ -63,6 +71,12 @@ LIMITS = CoreLimits(park_memory_bytes=HOST, overcommit=4.0)
 
 def scenario(limits: CoreLimits = LIMITS, capacity: int = 110) -> Scenario:
     return Scenario(card(capacity=capacity), limits=limits)
+
+
+def state_of(s: Scenario, lease_id: int) -> ParkState:
+    state = s.table._store.parkable[lease_id].park
+    assert state is not None
+    return state
 
 
 def number_of(s: Scenario, lease_id: int) -> int:
@@ -562,3 +576,44 @@ def test_more_parks_than_a_burst_come_in_portions(monkeypatch: pytest.MonkeyPatc
     s.at(5)
     assert kinds(s.acquire(5, 900, wait_ms=9000)).count(ParkSession) == 2
     assert kinds(s.at(6).do(ParkTimerFired())).count(ParkSession) == 1
+
+
+def cold_without_room(kept: int, other: int) -> Scenario:
+    """Return a table whose cold session 1 has waited in vain for room that lease 2 has."""
+    s = Scenario(card(), limits=LIMITS)
+    s.active(1, 60, park_idle_ms=0)
+    s.do(MoveRequested(7, 1, "root", None, True))
+    number = state_of(s, 1).number
+    s.do(SessionParked(1, number, 60, kept))
+    s.do(RegionProved(1))
+    s.do(SessionImaged(1, number, 1000))
+    for context in s.table.warming():
+        s.do(WorkerExited(context.warm_id, "it was killed"))
+        s.do(ReclaimProved(context.warm_id))
+    s.active(2, other)
+    s.do(ReturnWanted(1, number))
+    assert state_of(s, 1).is_awaited
+    return s.at(20)
+
+
+def test_a_cold_session_without_room_is_refused_by_a_worker_that_has_it_parked() -> None:
+    s = cold_without_room(kept=4, other=80)
+    effects = s.do(WaitTimerFired(-1))
+    one(effects, RestartWorker)
+    assert s.card().held_bytes == 90 + OVERHEAD + 4, "its context and code are charged, and nothing else of it"
+    adopt = one(s.do(WorkerReady(1)), AdoptSession)
+    assert "can't return" in adopt.refusal
+    assert not s.do(SessionReturned(1, adopt.number, 60)), "a worker that returns it all the same is not believed"
+    effects = s.do(SessionReturnFailed(1, adopt.number, adopt.refusal))
+    assert one(effects, RefuseWaitingOperations).reason == adopt.refusal
+    state = state_of(s, 1)
+    assert (state.phase, state.depth, state.is_awaited) == (ParkPhase.PARKED, ParkDepth.WARM, False)
+    # From there it returns as any warm one does.
+    end(s, 2)
+    assert one(s.do(ReturnWanted(1, adopt.number)), ReturnSession).number == adopt.number
+
+
+def test_a_cold_session_waits_on_if_not_even_a_context_has_room() -> None:
+    s = cold_without_room(kept=4, other=90)
+    one(s.do(WaitTimerFired(-1)), WatchClients)
+    assert state_of(s, 1).depth is ParkDepth.COLD

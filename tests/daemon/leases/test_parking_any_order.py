@@ -369,6 +369,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 worker.has_left, self.imaged[lease_id] = True, number
                 self.image_regions[lease_id] = dict(worker.regions), dict(worker.gone)
                 worker.answers.append(SessionImaged(lease_id, number, 1000))
+            case AdoptSession(lease_id, number, refusal) if refusal and luck % 5 != 1:
+                worker.is_new, worker.park, worker.has_memory = False, number, True
+                worker.answers.append(SessionReturnFailed(lease_id, number, refusal))
             case AdoptSession(lease_id, number):
                 if luck % 5 == 1:
                     worker.answers.append(SessionReturnFailed(lease_id, number, "it moved", is_mismatch=True))
