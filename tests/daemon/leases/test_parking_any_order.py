@@ -524,6 +524,19 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             lease_id = kept[pick % len(kept)]
             self.send(ReturnWanted(lease_id, self.images[lease_id]))
 
+    @rule(pick=ANY, luck=ANY)
+    def cold_session_finds_no_room(self, pick: int, luck: int) -> None:
+        """Fill the cards beside cold sessions until one of them that is used has waited in vain, and be slow then."""
+        self.park_and_move(pick, None, 0)
+        for size in (800, 400):
+            self.acquire("bob", size, None, 0, is_quick=True)
+        self.all_is_done(pick, 0)
+        self.client_of_a_cold_session_works(pick)
+        self.time_passes(4000)
+        for _ in range(luck % 4):
+            self.worker_acts(pick, luck, 1)
+            self.worker_is_heard(pick, 1)
+
     @rule(pick=ANY, luck=ANY, is_parked=st.booleans())
     def upgrade(self, pick: int, luck: int, is_parked: bool) -> None:
         """Give a session another worker, on the card that it is on, at first without faults."""
