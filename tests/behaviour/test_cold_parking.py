@@ -575,12 +575,13 @@ def test_a_session_that_stays_parked_leaves_its_worker() -> None:
 def test_a_killed_worker_ends_its_lease_once_after_a_return(lasting: LastingDaemon) -> None:
     lease = parkable(lasting.address)
     session = GpuSession(lease)
-    buffer = session.mem_alloc(MIB)
+    buffer, region = session.mem_alloc(MIB), lease.region(2 * MIB)
     session.sync()
     chill(lasting.address, lease)
     session.mem_read(buffer, 0, 1)
     os.kill(lasting.now.worker_pid(lease.lease_id), signal.SIGKILL)
     wait_until(has_ended(lasting.address, lease), "the lease has ended")
+    assert region.query()["state"] == "torndown"
 
 
 @pytest.mark.parametrize("step", ["cold", "moved", "leaving", "moving"])
