@@ -34,8 +34,9 @@ from gpulease.client.texts import quoted
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
-MAX_FILES: Final = 512
-"""Most files of one model, so that a hostile index can't open more files than a process may have."""
+MAX_FILES: Final = 256
+"""Most files of one model, so that a hostile index can't open more files than a process may have. Each takes two
+descriptors: its mapping's and one for reading ahead."""
 
 TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
 """The types that are read, by safetensors' names."""

@@ -6,6 +6,8 @@ because touching a page that the file has lost ends the process with SIGBUS.
 """
 
 import mmap
+import os
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -32,12 +34,13 @@ class TensorFile:
         self.path = path
         try:
             with open_regular(path) as file:
-                # The map outlives the descriptor.
                 self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._descriptor = os.dup(file.fileno())
         except OSError as error:
             raise ModelRejected(f"{path}: {error.strerror}") from None
         except ValueError:
             raise ModelRejected(f"{path}: truncated: it is empty") from None
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def view(self, offset: int, size: int) -> NDArray[np.uint8]:
         """Return bytes of the file without copying. Raises ModelRejected if the file has become too short."""
@@ -52,11 +55,20 @@ class TensorFile:
 
     def fill(self, offset: int, into: NDArray[np.uint8]) -> None:
         """Copy the bytes from `offset` on to `into`. Raises ModelRejected if the file has become too short."""
-        # Request the part that a later copy will need; madvise takes whole pages.
-        ahead = (offset + AHEAD_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
-        if ahead < len(self.mapped):
-            self.mapped.madvise(mmap.MADV_WILLNEED, ahead, into.nbytes)
+        # Request the part that a later copy will need, unless it is in the page cache: then the request takes as long
+        # as a part of the copy. Both calls release the interpreter's lock, which madvise() of a mapping does not.
+        ahead = offset + AHEAD_BYTES
+        if ahead < len(self.mapped) and not self._is_cached(ahead):
+            os.posix_fadvise(self._descriptor, ahead, into.nbytes, os.POSIX_FADV_WILLNEED)
         np.copyto(into, self.view(offset, into.nbytes))
+
+    def _is_cached(self, offset: int) -> bool:
+        """Return whether a byte of the file is in the page cache; False if the file system does not say."""
+        try:
+            # preadv2(2), RWF_NOWAIT: fails with EAGAIN instead of reading from the disk.
+            return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except OSError:
+            return False
 
 
 class FileRows:

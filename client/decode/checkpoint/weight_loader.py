@@ -1,9 +1,10 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
 Theory of operation. First the sizes of all tensors are added up, then all buffers are allocated, then rows are copied
-in chunks. Threads prepare the next few chunks while one is copied. Rows that are bf16 in a file are copied to windows,
-arrays of the session's arena, which the card reads itself. Rows of other types are converted. So only a few chunks of
-the model are in the host's memory at a time, besides the page cache, and several threads share its page faults.
+in chunks. Threads prepare the next few chunks while others are copied. Rows that are bf16 in a file are copied to
+windows, arrays of the session's arena, which the card reads itself; a few such copies are in flight, each in a stream,
+so that the bus never waits for the host. Rows of other types are converted. So only a few chunks of the model are in
+the host's memory at a time, besides the page cache, and several threads share its page faults.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.aio import GpuSession
+from gpulease.client.aio import GpuSession, Stream
 from gpulease.client.decode.checkpoint.contract import Checkpoint
 from gpulease.client.decode.checkpoint.model_tensors import EMBEDDING, HEAD, NORM, layer_prefix
 from gpulease.client.decode.checkpoint.rotary import rotary_tables
@@ -36,6 +37,13 @@ requesting the copy takes a tenth of that."""
 
 AHEAD: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 """Chunks that are read or converted ahead of the copies, each in a thread. It bounds their memory and cores."""
+
+COPIES: Final = 3
+"""Windows that the card copies at a time. While the host waits for the first, and fills its window again, the card
+continues with the others."""
+
+IN_STREAM_FROM_BYTES: Final = 1 << 20
+"""Smallest copy that is left in flight: a smaller one is done sooner than a stream could be waited for."""
 
 PAGE_BYTES: Final = 2 << 20
 SHARING_BYTES: Final = 1 << 20
@@ -118,6 +126,15 @@ class _Made:
     window: NDArray[np.uint8] | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """A copy of a window in flight, alone in its stream."""
+
+    stream: Stream
+    window: NDArray[np.uint8]
+    size_bytes: int
+
+
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
     """Return the card memory that `load_weights` takes, rounded like a card rounds allocations, to size a lease."""
     # Small allocations share pages; large ones are rounded up to whole pages of their own.
@@ -179,8 +196,11 @@ class _Loader:
         self._progress = progress
         self._buffers: list[Buffer] = []
         self._chunks: list[Iterator[_Chunk]] = []
-        # Free windows, of WINDOW_BYTES each. There are as many as chunks ahead, and one for the chunk being copied.
+        # Free windows, of WINDOW_BYTES each. There are as many as chunks ahead, and those being copied.
         self._windows: list[NDArray[np.uint8]] = []
+        # Copies of windows in flight, the oldest first, and the streams without one.
+        self._copies: deque[_Copy] = deque()
+        self._streams: list[Stream] = []
         self._total_bytes = self._done_bytes = 0
 
     async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
@@ -205,19 +225,32 @@ class _Loader:
         ahead: deque[_Made] = deque()
         try:
             for chunk in (chunk for chunks in self._chunks for chunk in chunks):
-                # Keep AHEAD chunks in preparation while the oldest one is copied; copies stay in order.
+                # Keep AHEAD chunks in preparation while the oldest one is copied; copies begin in order.
                 ahead.append(self._begin(chunk))
                 if len(ahead) > AHEAD:
                     await self._write(ahead.popleft())
             while ahead:
                 await self._write(ahead.popleft())
+            while self._copies:
+                self._streams.append(await self._end_copy())
         finally:
             for made in ahead:
                 # After a failure, retrieve the other threads' errors: only the first one is raised.
                 if not made.planes.cancel() and not made.planes.cancelled():
                     made.planes.exception()
-            # Free their room in the arena.
-            self._windows.clear()
+            await self._end_copies()
+
+    async def _end_copies(self) -> None:
+        """Wait for the copies that a failure has left in flight, and free the streams and the windows."""
+        for stream in [copy.stream for copy in self._copies] + self._streams:
+            # The failure itself is raised already. A session that is lost has nothing in flight.
+            with suppress(GpuLeaseError):
+                await stream.sync()
+                await stream.close()
+        self._copies.clear()
+        self._streams.clear()
+        # Free their room in the arena.
+        self._windows.clear()
 
     async def free(self) -> None:
         """Free all buffers. Errors are ignored, because a lost session has freed them already."""
@@ -286,12 +319,34 @@ class _Loader:
         return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(read)), window)
 
     async def _write(self, made: "_Made") -> None:
-        chunk = made.chunk
-        for buffer, offset, plane in zip(chunk.buffers, chunk.offsets, await made.planes, strict=True):
-            await self._copy(buffer, offset, plane)
-        if made.window is not None:
-            # The copies no longer need the window, so a later chunk may use it.
-            self._windows.append(made.window)
+        chunk, planes = made.chunk, await made.planes
+        if made.window is None or chunk.size_bytes < IN_STREAM_FROM_BYTES:
+            for buffer, offset, plane in zip(chunk.buffers, chunk.offsets, planes, strict=True):
+                await self._copy(buffer, offset, plane)
+            if made.window is not None:
+                self._windows.append(made.window)
+            return
+        # Each copy in flight has a stream, because a wait for a stream waits for all of its copies.
+        if self._streams:
+            stream = self._streams.pop()
+        elif len(self._copies) < COPIES:
+            stream = await self._session.stream()
+        else:
+            stream = await self._end_copy()
+        # From here on `_end_copies` waits for the copy, even if this call is cancelled.
+        self._copies.append(_Copy(stream, made.window, chunk.size_bytes))
+        (buffer,), (offset,), (values,) = chunk.buffers, chunk.offsets, planes
+        await self._session.mem_write(buffer, offset, values, stream)
+
+    async def _end_copy(self) -> Stream:
+        """Wait for the oldest copy in flight; returns its stream."""
+        copy = self._copies[0]
+        await copy.stream.sync()
+        # The card no longer reads the window, so a later chunk may use it.
+        self._windows.append(copy.window)
+        self._copies.popleft()
+        self._count(copy.size_bytes)
+        return copy.stream
 
     async def _write_tables(self, checkpoint: Checkpoint, positions: int, cosines: Buffer, sines: Buffer) -> None:
         rotation = checkpoint.rotation(positions)
@@ -304,7 +359,11 @@ class _Loader:
 
     async def _copy(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         await self._session.mem_write(buffer, offset, values)
-        self._done_bytes += values.nbytes
+        self._count(values.nbytes)
+
+    def _count(self, size_bytes: int) -> None:
+        """Report bytes that are on the card now."""
+        self._done_bytes += size_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
 

@@ -146,8 +146,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         ({"a": "/etc/passwd"}, "'/etc/passwd' must be the name"),
         ({"a": "model.bin"}, "'model.bin' must be the name"),
         ({"a": "model-00009-of-00001.safetensors"}, "model-00009-of-00001.safetensors: No such file"),
-        ({}, "must name 1 to 512 files, not 0"),
-        ({str(n): f"{n}.safetensors" for n in range(600)}, "must name 1 to 512 files, not 600"),
+        ({}, "must name 1 to 256 files, not 0"),
+        ({str(n): f"{n}.safetensors" for n in range(600)}, "must name 1 to 256 files, not 600"),
         ([], "weight_map must be an object, not '\\[\\]'"),
     ],
 )
