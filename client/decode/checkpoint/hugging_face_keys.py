@@ -132,10 +132,9 @@ _COMMON: Final[KeyTable] = {
     **refused("the engine computes no such biases", {"mlp_bias": (False,)}),
     **refused("layers of this family attend alike", {"layer_types": ("full_attention",)}),
     **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
-    **refused(
-        "of packed weights the engine reads GGUF's",
-        {"quantization_config": (), "compression_config": (), "quantization": ()},
-    ),
+    # Which tensors are packed, and how: quantized_weights.py.
+    **used("quantization_config"),
+    **refused("of packed weights the engine reads GGUF's, FP8 and AWQ", {"compression_config": (), "quantization": ()}),
     **refused(
         "the engine computes a decoder alone, of all its heads",
         {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ()},

@@ -22,6 +22,7 @@ from gpulease.client.decode.checked_file import (
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, fused_tensors, model_tensors
 from gpulease.client.decode.checkpoint.pooling import folder_pooling
+from gpulease.client.decode.checkpoint.quantized_weights import FileTensor, packed_tensors, quantization_of
 from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of, turned_order
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, reordered_heads, row_bytes
@@ -45,10 +46,6 @@ TURNED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 """Suffixes of the names of tensors with rows that positions turn."""
 
 
-_Entry = tuple[TensorFile, tuple[int, ...], str, int]
-"""A tensor's file, shape, type and offset."""
-
-
 class SafetensorsFolder:
     """A model in a folder of safetensors files, as a Checkpoint."""
 
@@ -62,18 +59,29 @@ class SafetensorsFolder:
         self.config = hugging_face_config(said, generation, folder_begin_token(folder))
         self.pooling = folder_pooling(folder)
         # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
-        found: dict[str, _Entry] = {}
+        found: dict[str, FileTensor] = {}
         for path in self._files():
             file = TensorFile(path)
             for name, shape, kind, offset in _entries(file):
                 if name in found:
-                    raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name][0].path.name} too")
-                found[name] = (file, shape, kind, offset)
+                    raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name].file.path.name} too")
+                found[name] = FileTensor(file, shape, kind, offset)
+        quantization = quantization_of(said)
+        if quantization is not None and (self.config.turned_width is not None or any(fused_tensors(self.config))):
+            raise ModelRejected(
+                f"{quantization.where}: the engine reads no packed weights of {self.config.family} models"
+            )
         _unfuse(self.config, found, self.name)
-        # Step 2: compare names, shapes and types with what a model of this config has.
-        check_names(self.config, found, self.name)
-        self._tensors = {}
-        for name, wanted in model_tensors(self.config):
+        # Step 2: make weights of the tensors that packed ones consist of.
+        shapes, self._tensors = dict(model_tensors(self.config)), {}
+        if quantization is not None:
+            packed = packed_tensors(quantization, self.config, shapes, found)
+            self._tensors = {tensor.name: tensor for tensor in packed}
+        # Step 3: compare names, shapes and types with what a model of this config has.
+        check_names(self.config, [*found, *self._tensors], self.name)
+        for name, wanted in shapes.items():
+            if name in self._tensors:
+                continue
             file, shape, kind, offset = found[name]
             check_shape(self.config, name, shape, wanted, str(file.path))
             tensor = _tensor(name, shape, _type(name, kind, file), file, offset)
@@ -138,7 +146,7 @@ def _entries(file: TensorFile) -> Iterator[tuple[str, tuple[int, ...], str, int]
             yield name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]
 
 
-def _unfuse(config: ModelConfig, found: dict[str, _Entry], where: str) -> None:
+def _unfuse(config: ModelConfig, found: dict[str, FileTensor], where: str) -> None:
     """Replace each fused tensor by the model's tensors in it, which are runs of its rows."""
     for name, parts in fused_tensors(config):
         if name not in found:
@@ -149,7 +157,7 @@ def _unfuse(config: ModelConfig, found: dict[str, _Entry], where: str) -> None:
         for part, rows in parts.items():
             if part in found:
                 raise ModelRejected(f"{where}: tensor {part} is there twice, by itself and in {name}")
-            found[part] = (file, (rows, config.width), kind, offset)
+            found[part] = FileTensor(file, (rows, config.width), kind, offset)
             offset += rows * size_bytes
 
 

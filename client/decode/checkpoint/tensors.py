@@ -27,6 +27,8 @@ class TensorType(StrEnum):
     Q8_0 = "Q8_0"
     Q4_K = "Q4_K"
     Q6_K = "Q6_K"
+    FP8 = "FP8"
+    AWQ = "AWQ"
 
 
 BLOCKS: Final = {
@@ -40,9 +42,17 @@ BLOCKS: Final = {
     TensorType.Q4_K: (256, 144),
     TensorType.Q6_K: (256, 210),
 }
-"""For each type, the number of values in a block and the block's bytes."""
+"""For each type with blocks, the number of values in a block and the block's bytes."""
 
-PACKED: Final = {TensorType.Q8_0: Layout.Q8_0, TensorType.Q4_K: Layout.Q4_K}
+GROUP: Final = 128
+"""Columns that have one scale in a row of FP8 or AWQ."""
+
+PACKED: Final = {
+    TensorType.Q8_0: Layout.Q8_0,
+    TensorType.Q4_K: Layout.Q4_K,
+    TensorType.FP8: Layout.FP8,
+    TensorType.AWQ: Layout.AWQ,
+}
 """The types that kernels read without conversion, and their layouts."""
 
 SLICE_VALUES: Final = 1 << 17
@@ -64,12 +74,14 @@ class Tensor:
         shape: Rows and columns, or, for a vector, columns. Rows are in Hugging Face's order.
         kind: The encoding of its values.
         read: Returns the bytes of its rows.
+        factors: Return the bytes of the rows' further planes, for FP8 and AWQ, which keep them apart from the values.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: TensorType
     read: RowReader
+    factors: tuple[RowReader, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -81,6 +93,10 @@ class Tensor:
 
     def f32(self, begin: int, end: int) -> NDArray[np.float32]:
         """Return rows [begin, end) as f32 [end - begin, columns]."""
+        if self.kind is TensorType.FP8:
+            return fp8_values(*self.planes(begin, end))
+        if self.kind is TensorType.AWQ:
+            return awq_values(*self.planes(begin, end))
         data = self.read(begin, end)
         if self.kind is TensorType.F32:
             return data.view(np.float32)
@@ -111,7 +127,33 @@ class Tensor:
         Raises KeyError for a type without them.
         """
         data = self.read(begin, end)
-        return q8_0_planes(data) if PACKED[self.kind] is Layout.Q8_0 else q4_k_planes(data)
+        match PACKED[self.kind]:
+            case Layout.Q8_0:
+                return q8_0_planes(data)
+            case Layout.Q4_K:
+                return q4_k_planes(data)
+            case Layout.FP8:
+                return data, self.factors[0](begin, end).view(np.float32)
+            case _:
+                scales, zeros = (factors(begin, end) for factors in self.factors)
+                return data, scales.view(np.float16), zeros
+
+
+def plane_bytes(kind: TensorType, columns: int) -> tuple[int, ...]:
+    """Return the bytes of a row in each plane of a packed type. Raises KeyError for another type."""
+    match PACKED[kind]:
+        case Layout.Q8_0:
+            # K values, and an f16 scale per 32 of them.
+            return columns, columns // 16
+        case Layout.Q4_K:
+            # K / 2 bytes of values, two f16 factors per 256, a scale and a minimum per 32.
+            return columns // 2, columns // 64, columns // 16
+        case Layout.FP8:
+            # K values, and an f32 scale per 128.
+            return columns, -(-columns // GROUP) * 4
+        case _:
+            # K / 2 bytes of values, an f16 scale and a zero point per 128.
+            return columns // 2, columns // GROUP * 2, columns // GROUP
 
 
 def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
@@ -189,6 +231,24 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
     steps[:, :, 4:, 0] = (last & 15) | (first >> 6 << 4)
     steps[:, :, 4:, 1] = (last >> 4) | (second >> 6 << 4)
     return values, factors, steps.reshape(rows, -1, 2)
+
+
+def fp8_values(values: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the values of FP8's planes: float8 e4m3, times a scale for each GROUP of columns."""
+    # f32 with the byte's bits in place is the value times 2^-120 (OCP OFP8: a bias of 7, and 0x7F is NaN).
+    bits = (values & np.uint32(128)) << np.uint32(24) | (values & np.uint32(127)) << np.uint32(20)
+    with np.errstate(invalid="ignore", over="ignore"):
+        unscaled = np.where(values & 127 == 127, np.float32(np.nan), bits.view(np.float32) * np.float32(2.0**120))
+        result: NDArray[np.float32] = unscaled * np.repeat(scales, GROUP, 1)[:, : values.shape[1]]
+    return result
+
+
+def awq_values(values: NDArray[np.uint8], scales: NDArray[np.float16], zeros: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the values of AWQ's planes: 4 bits less a zero point, times a scale, for each GROUP of columns."""
+    pairs = values.reshape(len(values), -1, 1, 32)
+    unpacked = np.concatenate([pairs & 15, pairs >> 4], 2).reshape(len(values), -1, GROUP).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        return ((unpacked - zeros[:, :, None]) * scales[:, :, None].astype(np.float32)).reshape(len(values), -1)
 
 
 def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ from gpulease.client.decode.checkpoint.contract import Checkpoint
 from gpulease.client.decode.checkpoint.model_tensors import EMBEDDING, HEAD, NORM, layer_prefix
 from gpulease.client.decode.checkpoint.rotary import rotary_tables
 from gpulease.client.decode.checkpoint.tensor_file import FileRows
-from gpulease.client.decode.checkpoint.tensors import PACKED, Tensor, TensorType
+from gpulease.client.decode.checkpoint.tensors import PACKED, Tensor, TensorType, plane_bytes
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
 from gpulease.client.errors import AllocFailed, GpuLeaseError
 from gpulease.client.handles import Buffer
@@ -162,8 +162,8 @@ async def load_weights(
     Args:
         session: The session that gets the weights into its memory.
         checkpoint: The model.
-        packed: Leave weights of Q8_0 and Q4_K packed if all weights that are fused into one linear have that type.
-            Otherwise they become bf16.
+        packed: Leave weights of a type in PACKED as they are if all weights that are fused into one linear have that
+            type. Otherwise they become bf16.
         positions: Positions of the tables of cosines and sines.
         progress: Called after every chunk with the bytes that are on the card and the bytes in all.
 
@@ -409,14 +409,7 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
     kind = kinds.pop()
     if not packed or kinds or kind not in PACKED:
         return _bf16_of(*tensors)
-    columns = tensors[0].columns
-    if kind is TensorType.Q8_0:
-        # Planes of a row: K values, and an f16 scale per 32 of them.
-        row_bytes: tuple[int, ...] = (columns, columns // 16)
-    else:
-        # Planes of a row: K / 2 bytes of values, two f16 factors per 256, a scale and a minimum per 32.
-        row_bytes = (columns // 2, columns // 64, columns // 16)
-    return _Target(row_bytes, tensors, _packed, is_as_read=False)
+    return _Target(plane_bytes(kind, tensors[0].columns), tensors, _packed, is_as_read=False)
 
 
 def _bf16_of(*tensors: Tensor) -> _Target:

@@ -152,6 +152,8 @@ def jobs() -> dict[str, Job]:
     for name, tile in QUANTISED_TILES.items():
         found[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
         found[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
+        found[f"linear_fp8_{name}"] = _linear(s.linear_fp8, "w:u scales:f", tile, "sm_80")
+        found[f"linear_awq_{name}"] = _linear(s.linear_awq, "w:u scales:h zeros:u", tile, "sm_80")
     for width in HEAD_WIDTHS:
         found |= _attention_jobs(width)
     return found

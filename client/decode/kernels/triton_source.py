@@ -270,6 +270,65 @@ def linear_q4_k(parts, x, w, scales, steps, R, N, K, chunk, BM: tl.constexpr, BN
 
 
 @triton.jit
+def e4m3(byte):
+    """Return the value of a float8 e4m3 (OCP OFP8: bias 7, no infinities, 0x7F and 0xFF are NaN) as f32, exactly."""
+    # Its bits at f32's places are the value times 2^-120, subnormal or not, so one exact product gives it.
+    bits = ((byte & 128) << 24) | ((byte & 127) << 20)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((byte & 127) == 127, float("nan"), value)
+
+
+@triton.jit
+def linear_fp8(parts, x, w, scales, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_bf16 on weights of float8 e4m3: w [N, K] u8, scales [N, ceil(K / 128)] f32, one for 128 columns of a row.
+
+    BK divides 128, and `chunk` is a multiple of 128 if there are several parts.
+    """
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    wide = n[None, :].to(tl.int64)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        a = rows_tile(x, r, k, R, K, end)
+        q = e4m3(tl.load(w + wide * K + k[:, None], mask=m, other=0).to(tl.int32))
+        # All columns of the tile have the same scale of a row. As in linear_q8_0, one rounding to bf16.
+        d = tl.load(scales + wide * tl.cdiv(K, 128) + k0 // 128, mask=(n < N)[None, :], other=0.0)
+        total = tl.dot(a, (q * d).to(tl.bfloat16), total)
+    store_part(parts, total, r, n, R, N)
+
+
+@triton.jit
+def linear_awq(parts, x, w, scales, zeros, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_bf16 on weights of AWQ: 4 bits, and for each 128 columns of a row a scale and a zero point.
+
+    w [N, K / 2] has two values a byte, as in linear_q4_k. scales [N, K / 128] f16, zeros [N, K / 128] u8. BK divides
+    128, and `chunk` is a multiple of 128 if there are several parts.
+    """
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, K)
+    total = tl.zeros((BM, BN), tl.float32)
+    wide = n[None, :].to(tl.int64)
+    for k0 in range(begin, end, BK):
+        k = k0 + tl.arange(0, BK)
+        m = (n < N)[None, :] & (k < end)[:, None]
+        a = rows_tile(x, r, k, R, K, end)
+        pair = tl.load(w + wide * (K // 2) + (k // 64 * 32 + k % 32)[:, None], mask=m, other=0).to(tl.int32)
+        q = (pair >> (k // 32 % 2 * 4)[:, None]) & 15
+        group = wide * (K // 128) + k0 // 128
+        z = tl.load(zeros + group, mask=(n < N)[None, :], other=0).to(tl.int32)
+        d = tl.load(scales + group, mask=(n < N)[None, :], other=0.0).to(tl.float32)
+        # The difference and its product with the scale are exact in f32; one rounding to bf16.
+        total = tl.dot(a, ((q - z).to(tl.float32) * d).to(tl.bfloat16), total)
+    store_part(parts, total, r, n, R, N)
+
+
+@triton.jit
 def normalised(low, high, weight, i, valid, eps, HALF: tl.constexpr):
     """Heads' values [heads, HALF], in two halves, over their root mean square (Qwen3's norm of q and k)."""
     # The sum's tree over HALF lanes is constant, so it does not depend on how many heads a program has.

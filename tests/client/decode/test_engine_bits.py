@@ -1,13 +1,15 @@
 """A row's bits do not depend on the other rows, or on its blocks, steps and chunks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.checkpoint import RandomCheckpoint, open_model
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.forward_pass import StepLimits, parts_of
 from gpulease.client.decode.engine.kernel_library import manifest
@@ -16,6 +18,8 @@ from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
 from helpers.decode.mixed_schedules import schedules
 from helpers.decode.random_models import BIASED, HEAD_NORMS, SHARED_KEYS, TINY, WIDE, WINDOWS
+from helpers.made_models import LLAMA, write_folder
+from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
 
 TABLES = 6
 NUCLEUS = SamplingParameters(temperature=0.8, top_p=0.9, top_k=50, seed=7)
@@ -95,6 +99,28 @@ def test_sums_of_the_wide_model_are_in_parts() -> None:
 @pytest.mark.parametrize("config", [BIASED, WIDE], ids=["biases of qkv", "sums in parts"])
 def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
     try_model(shared_daemon, config)
+
+
+@pytest.mark.parametrize("method", ["awq", pytest.param("fp8", marks=pytest.mark.exhaustive)])
+def test_packed_weights_have_the_bits_of_their_values_as_bf16(
+    shared_daemon: Daemon, tmp_path: Path, method: str
+) -> None:
+    """Lines that a model of bf16 weights computes alone, and the packed model in other company."""
+    config = replace(LLAMA, layers=1, width=128, heads=4, head_width=32, inner_width=384)
+    entries, values = packed_entries(config, method)
+    plain = open_model(write_folder(tmp_path / "plain", config, values))
+    packed = open_model(write_packed_folder(tmp_path / "packed", config, entries, PACKINGS[method]))
+    limits = StepLimits(16, 4, 64)
+    with running(shared_daemon.address, plain, limits) as alone:
+        lines = alone.run(lambda rig: rig.lines([(12, 2, NUCLEUS), (2, 2, GREEDY)]))
+    first, second = Seat(0, 0, 3, (7, 1)), Seat(1, 1, 0, (5,))
+    steps = [
+        MixedStep((*((first, at) for at in range(10, -1, -1)), (second, 0))),
+        MixedStep(((second, 1), (first, 11))),
+        MixedStep(((first, 12), (second, 2))),
+    ]
+    with running(shared_daemon.address, packed, limits) as together:
+        together.mix(lines, steps)
 
 
 @pytest.mark.exhaustive

@@ -18,6 +18,7 @@ from gpulease.client.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES, GGUF_KEYS
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
+from gpulease.client.decode.checkpoint.quantized_weights import quantization_of
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import Effect, KeyTable, find_key, judged
 from gpulease.client.decode.model_config import Family
@@ -82,7 +83,8 @@ def after(**said: Any) -> tuple[Said, Said]:
 
 
 def load_config(said: Said) -> Any:
-    return hugging_face_config(Members(said, "config.json"), None, None)
+    members = Members(said, "config.json")
+    return hugging_face_config(members, None, None), quantization_of(members)
 
 
 CONFIG_CHANGES: Final = {
@@ -105,6 +107,7 @@ CONFIG_CHANGES: Final = {
     "rope_parameters": after(rope_parameters=STRETCHED),
     "rms_norm_eps": after(rms_norm_eps=1e-3),
     "eos_token_id": after(eos_token_id=[3, 5]),
+    "quantization_config": after(quantization_config={"quant_method": "gptq"}),
 }
 
 

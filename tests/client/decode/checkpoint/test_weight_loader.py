@@ -30,6 +30,7 @@ from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.handles import Buffer
 from helpers.daemon import Daemon, python_environment
 from helpers.made_models import FOLDER_MODELS, LLAMA, MODELS, QWEN2, QWEN3, random_weights, write_folder, write_gguf
+from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
 
 POSITIONS: Final = 40
 MIXED: Final = {
@@ -157,6 +158,16 @@ def test_a_tensor_of_many_chunks_is_loaded_whole(daemon: Daemon, small_chunks: N
 
 def test_a_file_s_tensor_of_many_windows_is_loaded_whole(daemon: Daemon, tmp_path: Path, small_chunks: None) -> None:
     load_and_check(daemon, open_model(write_folder(tmp_path / "model", QWEN2, random_weights(QWEN2))))
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+def test_packed_weights_of_a_folder_stay_packed(
+    daemon: Daemon, tmp_path: Path, method: str, small_chunks: None
+) -> None:
+    config = replace(QWEN2, layers=1)
+    folder = write_packed_folder(tmp_path, config, packed_entries(config, method)[0], PACKINGS[method])
+    load_and_check(daemon, open_model(folder), dict.fromkeys(("qkv", "output", "gate_up", "down"), Layout(method)))
+    load_and_check(daemon, open_model(folder), packed=False)
 
 
 def test_f32_weights_are_rounded_as_they_are_loaded(daemon: Daemon, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from gpulease.client.decode.checkpoint.tensors import q4_k_planes, q8_0_planes
 from gpulease.client.decode.engine.kernel_library import manifest
 from helpers.decode_kernels import Array, KernelRig, bf16, floats
+from helpers.packed_models import E4M3, e4m3_codes
 
 TILES = (16, 64, 128)
 Planes = dict[str, Any]
@@ -52,7 +53,9 @@ def test_bf16_is_float64_s_within_rounding(rig: KernelRig, rows: int, columns: i
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q8_0", "q4_k"))])
+@pytest.mark.parametrize(
+    "layout", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q8_0", "q4_k", "fp8", "awq"))]
+)
 def test_all_tiles_give_equal_bits(rig: KernelRig, layout: str) -> None:
     """Rows, columns and the last part end inside a tile."""
     rng = np.random.default_rng(2)
@@ -97,10 +100,12 @@ def test_sums_over_columns_ascend(rig: KernelRig) -> None:
 
 
 def random_weight(rng: np.random.Generator, layout: str, rows: int, columns: int) -> tuple[Planes, Array]:
-    """A weight's planes, and its values as bf16, made of random blocks as gguf reads them."""
+    """A weight's random planes, and its values as bf16, as gguf or the format's definition has them."""
     if layout == "bf16":
         w = random_bf16(rng, rows, columns)
         return {"w": w}, w
+    if layout in ("fp8", "awq"):
+        return random_fp8(rng, rows, columns) if layout == "fp8" else random_awq(rng, rows, columns)
     kind = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_k": gguf.GGMLQuantizationType.Q4_K}[layout]
     values, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (rows, columns // values, nbytes), np.uint8)
@@ -114,6 +119,35 @@ def random_weight(rng: np.random.Generator, layout: str, rows: int, columns: int
     return named, bf16(gguf.dequantize(data, kind))
 
 
+def random_fp8(rng: np.random.Generator, rows: int, columns: int) -> tuple[Planes, Array]:
+    """The codes nearest to normal values, and a scale for each 128 columns of a row."""
+    codes = e4m3_codes(rng, rows, columns)
+    scales = rng.normal(0, 0.01, (rows, -(-columns // 128))).astype(np.float32)
+    values = E4M3[codes] * np.repeat(scales, 128, 1)[:, :columns]
+    return {"w": codes, "scales": scales}, bf16(values)
+
+
+def random_awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Planes, Array]:
+    """4 bits, less a zero point, times a scale for each 128 columns of a row."""
+    codes = rng.integers(0, 16, (rows, columns), np.uint8)
+    zeros = rng.integers(0, 16, (rows, columns // 128), np.uint8)
+    scales = rng.normal(0, 0.01, zeros.shape).astype(np.float16)
+    halves = codes.reshape(rows, -1, 2, 32)
+    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, -1)
+    values = (codes.astype(np.float32) - np.repeat(zeros, 128, 1)) * np.repeat(scales.astype(np.float32), 128, 1)
+    return {"w": packed, "scales": scales, "zeros": zeros}, bf16(values)
+
+
+def test_every_code_of_fp8_has_its_value(rig: KernelRig) -> None:
+    """Sums with NaN are NaN, so its two codes stand in rows of their own."""
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    w = np.concatenate([np.where(codes & 127 == 127, 0, codes), np.zeros((2, 32), np.uint8)])
+    w[8:, 0] = 0x7F, 0xFF
+    picked = multiplied(rig, "fp8", 16, bf16(np.eye(32)), {"w": w, "scales": np.ones((10, 1), np.float32)}, 10)[0].T
+    assert picked[:8].tolist() == np.where(np.isnan(E4M3), 0, E4M3).reshape(8, 32).tolist()
+    assert np.isnan(picked[8:, 0]).all()
+
+
 def check_packed(rig: KernelRig, layout: str, tile: int, count: int, rows: int, columns: int) -> None:
     """Compare every value, as rows of x pick them, and sums of random x."""
     rng = np.random.default_rng(columns)
@@ -125,16 +159,22 @@ def check_packed(rig: KernelRig, layout: str, tile: int, count: int, rows: int, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "columns"), [("q8_0", 288), pytest.param("q4_k", 512, marks=pytest.mark.exhaustive)]
+    ("layout", "columns"),
+    [("q8_0", 288), ("fp8", 288), ("awq", 384), pytest.param("q4_k", 512, marks=pytest.mark.exhaustive)],
 )
-def test_packed_weights_are_gguf_s_values_rounded_to_bf16(rig: KernelRig, layout: str, columns: int) -> None:
+def test_packed_weights_are_their_format_s_values_rounded_to_bf16(rig: KernelRig, layout: str, columns: int) -> None:
     check_packed(rig, layout, 16, 3, 70, columns)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tile", [16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in TILES if rows > 16)])
-@pytest.mark.parametrize(("layout", "columns"), [("q8_0", 32), ("q8_0", 544), ("q4_k", 256), ("q4_k", 768)])
-def test_packed_weights_of_many_shapes_are_gguf_s_values(rig: KernelRig, layout: str, columns: int, tile: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "columns"),
+    [("q8_0", 32), ("q8_0", 544), ("q4_k", 256), ("q4_k", 768), ("fp8", 32), ("fp8", 544), ("awq", 128), ("awq", 640)],
+)
+def test_packed_weights_of_many_shapes_are_their_format_s_values(
+    rig: KernelRig, layout: str, columns: int, tile: int
+) -> None:
     for count, rows in ((1, 1), (tile + 1, 65)):
         check_packed(rig, layout, tile, count, rows, columns)
 

@@ -1,0 +1,243 @@
+"""Packed weights of safetensors: how config.json declares them, and their tensors as rows of packed planes.
+
+Two formats, as transformers reads them: FP8 (its FineGrainedFP8Config, the files of Qwen3-*-FP8) and AWQ (its
+AwqConfig, in AutoAWQ's layout "gemm"). The engine computes with the weights' values rounded to bf16. It does not
+quantize activations, as some other servers do with FP8, so its results are closer to the unpacked model's.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.decode.checked_file import Members, quoted_value
+from gpulease.client.decode.checkpoint.model_tensors import check_shape
+from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
+from gpulease.client.decode.checkpoint.tensors import GROUP, Tensor, TensorType
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.texts import quoted
+
+FP8: Final = "fp8"
+AWQ: Final = "awq"
+
+_EXCEPTIONS: Final = "modules_to_not_convert"
+
+_ACCEPTED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
+    FP8: {
+        "weight_block_size": ([GROUP, GROUP],),
+        "activation_scheme": ("dynamic",),
+        "fmt": ("e4m3", None),
+        "scale_fmt": ("float", None),
+        # Whether transformers unpacks the weights when it loads them.
+        "dequantize": (True, False, None),
+    },
+    AWQ: {
+        "bits": (4,),
+        "group_size": (GROUP,),
+        "zero_point": (True,),
+        "version": ("gemm", "GEMM", None),
+        "format": ("gemm", "GEMM", None),
+        # The kernels that compute with them, and modules that those fuse.
+        "backend": ("autoawq", "auto", None),
+        "do_fuse": (False, None),
+        "fuse_max_seq_len": (None,),
+        "modules_to_fuse": (None,),
+        "exllama_config": (None,),
+    },
+}
+"""By `quant_method`, the members of quantization_config and the values that the engine computes. Without None, a member
+must be there."""
+
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The columns whose values are at bits 0, 4, 8 and so on of a word of 8 columns (AutoAWQ, `gemm_pack`'s order_map)."""
+
+_SCALES: Final = {"F32": TensorType.F32, "BF16": TensorType.BF16}
+"""Types of FP8's scales."""
+
+
+class FileTensor(NamedTuple):
+    """A tensor as a file's header describes it; `kind` is safetensors' name of its type."""
+
+    file: TensorFile
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which linears of a model are packed, and how.
+
+    Attributes:
+        method: FP8 or AWQ.
+        exceptions: Names of modules that are not packed: whole names, or parts of them between dots.
+        where: The member of config.json, for errors.
+    """
+
+    method: str
+    exceptions: tuple[str, ...]
+    where: str
+
+    def is_packed(self, name: str) -> bool:
+        """Return whether a tensor of the model is the weight of a linear that must be packed."""
+        module = name.removesuffix(".weight")
+        # Both libraries leave the head as it is, whether it is listed or not.
+        if not name.endswith("_proj.weight"):
+            return False
+        return not any(f".{exception}." in f".{module}." for exception in self.exceptions)
+
+
+def quantization_of(said: Members) -> Quantization | None:
+    """Return what config.json says of packed weights; None if there are none.
+
+    Raises ModelRejected for a format, a member or a value that the engine does not compute.
+    """
+    packing = said.object("quantization_config")
+    if packing is None or not packing.values:
+        return None
+    method = packing.text("quant_method")
+    if method not in _ACCEPTED:
+        raise ModelRejected(
+            f"{packing.where}: quant_method must be one of {', '.join(_ACCEPTED)}, not {quoted(method)}"
+        )
+    accepted = _ACCEPTED[method]
+    # Unlike elsewhere, an unknown member is refused: it could change how the weights' bytes are read.
+    for name in packing.values:
+        if name not in accepted and name not in ("quant_method", _EXCEPTIONS):
+            raise ModelRejected(f"{packing.where}: {quoted(name)} is not known for quant_method {method}")
+    for name, values in accepted.items():
+        value = packing.values.get(name)
+        if not any(type(value) is type(one) and value == one for one in values):
+            wanted = " or ".join(str(one) for one in values if one is not None) or "null"
+            raise ModelRejected(f"{packing.where}: {name} must be {wanted}, not {quoted_value(value)}")
+    exceptions = packing.items(_EXCEPTIONS)
+    if not all(isinstance(name, str) and name for name in exceptions):
+        raise ModelRejected(
+            f"{packing.where}: {_EXCEPTIONS} must be a list of modules' names, not {quoted_value(exceptions)}"
+        )
+    return Quantization(method, tuple(exceptions), packing.where)
+
+
+def packed_tensors(
+    quantization: Quantization, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], found: dict[str, FileTensor]
+) -> Iterator[Tensor]:
+    """Take the tensors of packed weights out of `found`, and yield the weights that they make up.
+
+    Args:
+        quantization: What config.json says of them.
+        config: The model's shape.
+        shapes: The shape of each of the model's tensors, by name.
+        found: The tensors of all files. A weight that is not packed stays.
+
+    Raises ModelRejected for a weight that is packed against what config.json says, or has a wrong shape or type.
+    """
+    for name, shape in shapes.items():
+        parts = _PARTS[quantization.method]
+        module = name.removesuffix(".weight")
+        has_parts = any(f"{module}.{part}" in found for part in parts[1:])
+        is_packed = quantization.is_packed(name)
+        if has_parts != is_packed:
+            listed = "in" if not is_packed else "not in"
+            packed = "packed" if has_parts else "not packed"
+            raise ModelRejected(
+                f"{quantization.where}: {module} is {packed} in the files, but {listed} {_EXCEPTIONS}"
+                if name.endswith("_proj.weight")
+                else f"{quantization.where}: tensor {name} is packed; the engine reads linears of layers packed alone"
+            )
+        if not is_packed:
+            continue
+        taken = []
+        for part in parts:
+            if (entry := found.pop(f"{module}.{part}", None)) is None:
+                raise ModelRejected(f"{quantization.where}: tensor {module}.{part} is missing")
+            taken.append(entry)
+        if quantization.method == FP8:
+            yield _fp8_tensor(config, name, shape, *taken)
+        else:
+            yield _awq_tensor(config, name, shape, *taken)
+
+
+_PARTS: Final = {FP8: ("weight", "weight_scale_inv"), AWQ: ("qweight", "qzeros", "scales")}
+"""The tensors of a packed weight."""
+
+
+def _fp8_tensor(
+    config: ModelConfig, name: str, shape: tuple[int, ...], weight: FileTensor, scale: FileTensor
+) -> Tensor:
+    rows, columns = shape
+    check_shape(config, name, weight.shape, shape, str(weight.file.path))
+    _check_kind(name, weight, "F8_E4M3")
+    # A scale for each block of GROUP rows and columns; the last of each may be smaller.
+    scale_name, blocks = f"{name}_scale_inv", (-(-rows // GROUP), -(-columns // GROUP))
+    check_shape(config, scale_name, scale.shape, blocks, str(scale.file.path))
+    _check_kind(scale_name, scale, *_SCALES)
+    kind = _SCALES[scale.kind]
+    scales = Tensor(scale_name, blocks, kind, FileRows(scale.file, scale.offset, blocks[1] * (4, 2)[kind == "BF16"]))
+
+    def scale_rows(begin: int, end: int) -> NDArray[np.uint8]:
+        # Each row gets its block's scales, because a linear of several tensors has blocks that end anywhere.
+        first = begin // GROUP
+        of_blocks = scales.f32(first, -(-end // GROUP))
+        return of_blocks[np.arange(begin, end) // GROUP - first].view(np.uint8)
+
+    return Tensor(name, shape, TensorType.FP8, FileRows(weight.file, weight.offset, columns), (scale_rows,))
+
+
+def _awq_tensor(
+    config: ModelConfig, name: str, shape: tuple[int, ...], weight: FileTensor, zeros: FileTensor, scales: FileTensor
+) -> Tensor:
+    rows, columns = shape
+    module = name.removesuffix("weight")
+    if columns % GROUP:
+        raise ModelRejected(
+            f"{weight.file.path}: tensor {module}qweight must have a multiple of {GROUP} rows, not {columns}"
+        )
+    if rows % 8:
+        raise ModelRejected(
+            f"{weight.file.path}: tensor {module}qweight has columns of 8 values, but {rows} are needed"
+        )
+    groups = columns // GROUP
+    # AWQ's tensors are transposed: their rows are the linear's columns.
+    for part, entry, wanted, kind in (
+        ("qweight", weight, (columns, rows // 8), "I32"),
+        ("qzeros", zeros, (groups, rows // 8), "I32"),
+        ("scales", scales, (groups, rows), "F16"),
+    ):
+        check_shape(config, module + part, entry.shape, wanted, str(entry.file.path))
+        _check_kind(module + part, entry, kind)
+    whole_scales = FileRows(scales.file, scales.offset, rows * 2)
+
+    def values(begin: int, end: int) -> NDArray[np.uint8]:
+        # Two values a byte: those at places i and i + 32 of each 64 columns, as linear_awq reads them.
+        halves = _awq_rows(weight, columns, rows, begin, end).reshape(end - begin, -1, 2, 32)
+        packed = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
+        return packed.reshape(end - begin, -1)
+
+    def scale_rows(begin: int, end: int) -> NDArray[np.uint8]:
+        halves = whole_scales(0, groups).view(np.float16)[:, begin:end]
+        return np.ascontiguousarray(halves.T).view(np.uint8)
+
+    def zero_rows(begin: int, end: int) -> NDArray[np.uint8]:
+        return _awq_rows(zeros, groups, rows, begin, end)
+
+    return Tensor(name, shape, TensorType.AWQ, values, (scale_rows, zero_rows))
+
+
+def _awq_rows(entry: FileTensor, count: int, width: int, begin: int, end: int) -> NDArray[np.uint8]:
+    """Return columns [begin, end) of `count` rows of `width` values in words, transposed: a byte for each value."""
+    words = FileRows(entry.file, entry.offset, width // 2)(0, count).view(np.uint32)
+    # Only the words that have the wanted columns.
+    first, last = begin // 8, -(-end // 8)
+    part = words[:, first:last].T
+    values = np.empty((last - first, 8, count), np.uint8)
+    for place, column in enumerate(_AWQ_ORDER):
+        values[:, column] = (part >> np.uint32(4 * place)) & np.uint32(15)
+    return values.reshape(-1, count)[begin - 8 * first : end - 8 * first]
+
+
+def _check_kind(name: str, entry: FileTensor, *kinds: str) -> None:
+    if entry.kind not in kinds:
+        raise ModelRejected(f"{entry.file.path}: tensor {name} must be of type {' or '.join(kinds)}, not {entry.kind}")

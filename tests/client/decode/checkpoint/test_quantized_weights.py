@@ -1,0 +1,170 @@
+"""Packed weights of safetensors: their values by the formats' definitions, and what is refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from gpulease.client.decode.checkpoint import TensorType, open_model
+from gpulease.client.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.decode.checkpoint.tensors import PACKED, plane_bytes, rounded_to_bf16
+from gpulease.client.decode.decode_errors import ModelRejected
+from helpers.made_models import LLAMA, QWEN2
+from helpers.packed_models import AWQ, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
+
+ONE_LAYER: Final = {
+    # Blocks of 128 rows and columns end inside these.
+    "fp8": replace(QWEN2, layers=1, width=160, heads=5, key_heads=1, inner_width=288),
+    "awq": replace(QWEN2, layers=1, width=128, heads=4, key_heads=2, inner_width=384),
+}
+DOWN: Final = "model.layers.0.mlp.down_proj"
+KINDS: Final = {"fp8": TensorType.FP8, "awq": TensorType.AWQ}
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+def test_values_are_those_of_the_format_s_definition(tmp_path: Path, method: str) -> None:
+    config = ONE_LAYER[method]
+    entries, values = packed_entries(config, method)
+    checkpoint = open_model(write_packed_folder(tmp_path, config, entries, PACKINGS[method]))
+    for name, shape in model_tensors(config):
+        tensor = checkpoint.tensor(name)
+        assert tensor.shape == shape
+        assert (tensor.kind is KINDS[method]) == name.endswith("_proj.weight")
+        assert (tensor.bf16(0, tensor.rows).reshape(shape) == rounded_to_bf16(values[name])).all(), name
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+def test_some_rows_are_those_of_the_whole(tmp_path: Path, method: str) -> None:
+    config = ONE_LAYER[method]
+    checkpoint = open_model(write_packed_folder(tmp_path, config, packed_entries(config, method)[0], PACKINGS[method]))
+    tensor = checkpoint.tensor("model.layers.0.mlp.up_proj.weight")
+    whole = tensor.planes(0, tensor.rows)
+    assert tuple(plane.nbytes // tensor.rows for plane in whole) == plane_bytes(tensor.kind, tensor.columns)
+    for begin, end in ((0, 1), (5, 11), (120, 137), (tensor.rows - 3, tensor.rows)):
+        for part, plane in zip(tensor.planes(begin, end), whole, strict=True):
+            assert part.tobytes() == plane[begin:end].tobytes()
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+def test_modules_that_config_json_lists_are_plain(tmp_path: Path, method: str) -> None:
+    config = ONE_LAYER[method]
+    entries, values = packed_entries(config, method, ["down_proj.weight"])
+    said = PACKINGS[method] | {"modules_to_not_convert": ["lm_head", "down_proj"]}
+    tensor = open_model(write_packed_folder(tmp_path, config, entries, said)).tensor(f"{DOWN}.weight")
+    assert tensor.kind is TensorType.BF16
+    assert (tensor.bf16(0, tensor.rows) == rounded_to_bf16(values[tensor.name])).all()
+    # A part of a name between dots is meant, not the beginning of a longer one.
+    for listed in ([], ["model.layers.0.mlp.down"], ["0.mlp.down_proj.weight"]):
+        refused(
+            tmp_path, method, entries, f"{DOWN} is not packed in the files, but not in", modules_to_not_convert=listed
+        )
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+@pytest.mark.parametrize("listed", [DOWN, "model.layers.0"])
+def test_a_module_that_is_packed_although_it_is_listed_is_refused(tmp_path: Path, method: str, listed: str) -> None:
+    entries, _ = packed_entries(ONE_LAYER[method], method)
+    sentence = r"model\.layers\.0\.\S+ is packed in the files, but in modules_to_not_convert"
+    refused(tmp_path, method, entries, sentence, modules_to_not_convert=[listed])
+
+
+def refused(folder: Path, method: str, entries: Entries, sentence: str, **said: Any) -> None:
+    packing = {key: value for key, value in (PACKINGS[method] | said).items() if value != "left out"}
+    with pytest.raises(ModelRejected, match=sentence):
+        open_model(write_packed_folder(folder, ONE_LAYER[method], entries, packing))
+
+
+@pytest.mark.parametrize(
+    ("method", "said", "sentence"),
+    [
+        ("fp8", {"quant_method": "gptq"}, "quantization_config: quant_method must be one of fp8, awq, not 'gptq'"),
+        ("fp8", {"quant_method": "left out"}, "quantization_config: quant_method is missing"),
+        ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size must be \[128, 128\], not '\[64, 128\]'"),
+        ("fp8", {"weight_block_size": "left out"}, r"weight_block_size must be \[128, 128\], not 'None'"),
+        ("fp8", {"activation_scheme": "static"}, "activation_scheme must be dynamic, not 'static'"),
+        ("fp8", {"fmt": "e5m2"}, "fmt must be e4m3, not 'e5m2'"),
+        ("fp8", {"scale_fmt": "ue8m0"}, "scale_fmt must be float, not 'ue8m0'"),
+        ("fp8", {"kv_cache_scheme": None}, "'kv_cache_scheme' is not known for quant_method fp8"),
+        (
+            "fp8",
+            {"modules_to_not_convert": [7]},
+            r"modules_to_not_convert must be a list of modules' names, not '\[7\]'",
+        ),
+        ("fp8", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list, not 'lm_head'"),
+        ("awq", {"bits": 8}, "bits must be 4, not '8'"),
+        ("awq", {"group_size": 64}, "group_size must be 128, not '64'"),
+        ("awq", {"zero_point": False}, "zero_point must be True, not 'False'"),
+        ("awq", {"zero_point": 1}, "zero_point must be True, not '1'"),
+        ("awq", {"version": "gemv"}, "version must be gemm or GEMM, not 'gemv'"),
+        ("awq", {"do_fuse": True}, "do_fuse must be False, not 'True'"),
+        ("awq", {"desc_act": False}, "'desc_act' is not known for quant_method awq"),
+    ],
+)
+def test_what_the_engine_does_not_compute_is_refused_by_name(
+    tmp_path: Path, method: str, said: dict[str, Any], sentence: str
+) -> None:
+    refused(tmp_path, method, {}, sentence, **said)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "sentence"),
+    [
+        ("fp8", {f"{DOWN}.weight_scale_inv": None}, f"{DOWN} is not packed in the files, but not in"),
+        ("fp8", {f"{DOWN}.weight": None}, f"tensor {DOWN}.weight is missing"),
+        (
+            "fp8",
+            {f"{DOWN}.weight_scale_inv": ("F32", (2, 2))},
+            r"scale_inv must have the shape \[2, 3\], .* not \[2, 2\]",
+        ),
+        ("fp8", {f"{DOWN}.weight_scale_inv": ("F16", (2, 3))}, "scale_inv must be of type F32 or BF16, not F16"),
+        ("fp8", {f"{DOWN}.weight": ("F8_E5M2", (160, 288))}, "down_proj.weight must be of type F8_E4M3, not F8_E5M2"),
+        ("fp8", {f"{DOWN}.input_scale": ("F32", (1,))}, f"'{DOWN}.input_scale' is not part of a qwen2 model"),
+        ("fp8", {"lm_head.weight_scale_inv": ("F32", (1, 2))}, "'lm_head.weight_scale_inv' is not part of"),
+        ("awq", {f"{DOWN}.qzeros": None}, f"tensor {DOWN}.qzeros is missing"),
+        (
+            "awq",
+            {f"{DOWN}.qweight": ("I32", (384, 128))},
+            r"qweight must have the shape \[384, 16\], .* not \[384, 128\]",
+        ),
+        ("awq", {f"{DOWN}.scales": ("BF16", (3, 128))}, "down_proj.scales must be of type F16, not BF16"),
+        ("awq", {f"{DOWN}.bias": ("F16", (128,))}, f"'{DOWN}.bias' is not part of a qwen2 model"),
+    ],
+)
+def test_a_tensor_that_is_not_the_format_s_is_named(
+    tmp_path: Path, method: str, change: dict[str, tuple[str, tuple[int, ...]] | None], sentence: str
+) -> None:
+    entries, _ = packed_entries(ONE_LAYER[method], method)
+    sizes = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "F8_E5M2": 1}
+    for name, entry in change.items():
+        entries.pop(name, None)
+        if entry is not None:
+            kind, shape = entry
+            entries[name] = (kind, shape, bytes(int(np.prod(shape)) * sizes[kind]))
+    refused(tmp_path, method, entries, sentence)
+
+
+def test_columns_that_are_no_groups_of_awq_are_refused(tmp_path: Path) -> None:
+    config = replace(LLAMA, layers=1, width=160, heads=5, key_heads=1)
+    entries, _ = packed_entries(config, "fp8")
+    for part in ("qweight", "qzeros", "scales"):
+        entries |= {
+            f"{name.removesuffix('weight')}{part}": entries[name]
+            for name in list(entries)
+            if "proj.weight" in name[-11:]
+        }
+    with pytest.raises(ModelRejected, match=r"qweight must have a multiple of 128 rows, not 160"):
+        open_model(write_packed_folder(tmp_path, config, entries, AWQ))
+
+
+def test_packed_weights_without_the_member_are_named(tmp_path: Path) -> None:
+    entries, _ = packed_entries(ONE_LAYER["fp8"], "fp8")
+    folder = write_packed_folder(tmp_path, ONE_LAYER["fp8"], entries, {})
+    with pytest.raises(ModelRejected, match="weight_scale_inv' is not part of a qwen2 model"):
+        open_model(folder)
+
+
+def test_both_types_are_packed_on_the_card() -> None:
+    assert {kind: str(PACKED[kind]) for kind in KINDS.values()} == {TensorType.FP8: "fp8", TensorType.AWQ: "awq"}
+    assert FP8["quant_method"] == "fp8"
