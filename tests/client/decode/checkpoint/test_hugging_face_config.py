@@ -200,7 +200,10 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is '0.5'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'full_attention' is an object"),
         ({"rope_theta": "1000000.0"}, "rope_theta must be a number, not '1000000.0'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*the engine reads GGUF's"),
+        (
+            {"compression_config": {"format": "int-quantized"}},
+            "compression_config is .*the engine reads GGUF's, FP8 and AWQ",
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "256"}, "hidden_size must be an integer, not '256'"),
         ({"hidden_size": True}, "hidden_size must be an integer, not 'True'"),
