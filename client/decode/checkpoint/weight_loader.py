@@ -1,10 +1,11 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
-Theory of operation. First the sizes of all tensors are added up, then all buffers are allocated, then rows are copied
-in chunks. Threads prepare the next few chunks while others are copied. Rows that are bf16 in a file are copied to
-windows, arrays of the session's arena, which the card reads itself; a few such copies are in flight, each in a stream,
-so that the bus never waits for the host. Rows of other types are converted. So only a few chunks of the model are in
-the host's memory at a time, besides the page cache, and several threads share its page faults.
+Theory of operation. First the sizes of all tensors are added up. Then the buffers are allocated, and meanwhile rows are
+copied, in chunks, to those that exist. Threads prepare the next few chunks while others are copied. Rows that are bf16
+in a file are copied to windows, arrays of the session's arena, which the card reads itself; a few such copies are in
+flight, each in a stream, so that the bus never waits for the host. Rows of other types are converted. So only a few
+chunks of the model are in the host's memory at a time, besides the page cache, and several threads share its page
+faults.
 """
 
 import asyncio
@@ -139,9 +140,7 @@ def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -
     """Return the card memory that `load_weights` takes, rounded like a card rounds allocations, to size a lease."""
     # Small allocations share pages; large ones are rounded up to whole pages of their own.
     own = shared = 0
-    sizes = [size for target in _model_targets(checkpoint, packed) for size in target.sizes]
-    sizes += 2 * [_table_bytes(checkpoint, positions)]
-    for size in sizes:
+    for size in _buffer_sizes(checkpoint, packed, positions):
         if size > SHARING_BYTES:
             own += -(-size // PAGE_BYTES) * PAGE_BYTES
         else:
@@ -177,12 +176,18 @@ async def load_weights(
             f"{checkpoint.name} takes {wanted:,} bytes; the lease has {session.slice_bytes:,}",
             "Acquire a lease of at least the model's bytes, and those of its sequences",
         )
-    # Allocate everything first, then copy: a lease without room fails before any file is read.
-    loader = _Loader(session, progress)
+    # A request for memory takes a card's driver some 0.1 ms, so files are read and copied meanwhile.
+    loader = _Loader(session, progress, sum(_buffer_sizes(checkpoint, packed, positions)))
+    filling = asyncio.ensure_future(loader.fill())
     try:
         weights = await loader.load(checkpoint, packed, positions, wanted)
-        await loader.fill()
+        await filling
     except BaseException:
+        filling.cancel()
+        await asyncio.wait([filling])
+        # Retrieve its error: if both failed, only the first failure is raised.
+        if not filling.cancelled():
+            filling.exception()
         await loader.free()
         raise
     return weights
@@ -191,17 +196,18 @@ async def load_weights(
 class _Loader:
     """A load in progress: the buffers that were allocated, and the chunks that are still to be copied."""
 
-    def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None, total_bytes: int) -> None:
         self._session = session
         self._progress = progress
         self._buffers: list[Buffer] = []
-        self._chunks: list[Iterator[_Chunk]] = []
+        # The chunks of each target whose buffers are allocated; None behind the last one.
+        self._chunks: asyncio.Queue[Iterator[_Chunk] | None] = asyncio.Queue()
         # Free windows, of WINDOW_BYTES each. There are as many as chunks ahead, and those being copied.
         self._windows: list[NDArray[np.uint8]] = []
         # Copies of windows in flight, the oldest first, and the streams without one.
         self._copies: deque[_Copy] = deque()
         self._streams: list[Stream] = []
-        self._total_bytes = self._done_bytes = 0
+        self._total_bytes, self._done_bytes = total_bytes, 0
 
     async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
         """Allocate all buffers, and queue the chunks that fill them."""
@@ -218,17 +224,19 @@ class _Loader:
         cosines, sines = [await self._alloc(_table_bytes(checkpoint, positions)) for _ in range(2)]
         # The tables are small and computed here, so they are written at once.
         await self._write_tables(checkpoint, positions, cosines, sines)
+        self._chunks.put_nowait(None)
         return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size)
 
     async def fill(self) -> None:
-        """Copy all chunks, in order, while threads prepare up to AHEAD more."""
+        """Copy all chunks, in order, as `load` queues them, while threads prepare up to AHEAD more."""
         ahead: deque[_Made] = deque()
         try:
-            for chunk in (chunk for chunks in self._chunks for chunk in chunks):
-                # Keep AHEAD chunks in preparation while the oldest one is copied; copies begin in order.
-                ahead.append(self._begin(chunk))
-                if len(ahead) > AHEAD:
-                    await self._write(ahead.popleft())
+            while (chunks := await self._chunks.get()) is not None:
+                for chunk in chunks:
+                    # Keep AHEAD chunks in preparation while the oldest one is copied; copies begin in order.
+                    ahead.append(self._begin(chunk))
+                    if len(ahead) > AHEAD:
+                        await self._write(ahead.popleft())
             while ahead:
                 await self._write(ahead.popleft())
             while self._copies:
@@ -290,13 +298,12 @@ class _Loader:
 
     async def _make(self, target: _Target) -> tuple[Buffer, ...]:
         buffers = tuple([await self._alloc(size) for size in target.sizes])
-        self._chunks.append(target.chunks(buffers))
+        self._chunks.put_nowait(target.chunks(buffers))
         return buffers
 
     async def _alloc(self, size: int) -> Buffer:
         buffer = await self._session.mem_alloc(size)
         self._buffers.append(buffer)
-        self._total_bytes += size
         return buffer
 
     # --- copies ---
@@ -369,6 +376,11 @@ class _Loader:
 
 
 # --- from tensors to targets ---
+
+
+def _buffer_sizes(checkpoint: Checkpoint, packed: bool, positions: int) -> list[int]:
+    sizes = [size for target in _model_targets(checkpoint, packed) for size in target.sizes]
+    return sizes + 2 * [_table_bytes(checkpoint, positions)]
 
 
 def _model_targets(checkpoint: Checkpoint, packed: bool) -> Iterator[_Target]:
