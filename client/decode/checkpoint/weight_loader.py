@@ -63,7 +63,7 @@ class _Target:
         row_bytes: Bytes of a row in each buffer.
         tensors: The tensors that the rows belong to.
         planes: Returns a tensor's rows [begin, end) as values for each buffer.
-        is_as_read: Whether these are the unchanged bytes of the tensors' files.
+        is_as_read: Whether the first buffer's are the unchanged bytes of the tensors' files.
     """
 
     row_bytes: tuple[int, ...]
@@ -80,7 +80,7 @@ class _Target:
         return [self.rows * nbytes for nbytes in self.row_bytes]
 
     def rows_of(self, tensor: Tensor) -> FileRows | None:
-        """Return a tensor's rows in its file if they are copied unchanged; None if they are converted."""
+        """Return a tensor's rows in its file if the first buffer gets them unchanged; None if they are converted."""
         return tensor.read if self.is_as_read and isinstance(tensor.read, FileRows) else None
 
     def chunks(self, buffers: tuple[Buffer, ...]) -> Iterator["_Chunk"]:
@@ -109,10 +109,6 @@ class _Chunk:
     @property
     def file_rows(self) -> FileRows | None:
         return self.target.rows_of(self.tensor)
-
-    @property
-    def size_bytes(self) -> int:
-        return (self.end - self.begin) * sum(self.target.row_bytes)
 
     def planes(self) -> Planes:
         return self.target.planes(self.tensor, self.begin, self.end)
@@ -314,24 +310,27 @@ class _Loader:
         if rows is None:
             return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(chunk.planes)), None)
         # Reuse a free window. A single row can be larger than WINDOW_BYTES, and then needs a larger one.
-        size = chunk.size_bytes
+        size = (chunk.end - chunk.begin) * chunk.target.row_bytes[0]
         has_room = self._windows and self._windows[-1].nbytes >= size
         window = self._windows.pop() if has_room else self._session.empty(max(size, WINDOW_BYTES), np.uint8)
 
         def read() -> Planes:
             # In a thread: page faults and the copy release the interpreter's lock.
             rows.fill(chunk.begin, window[:size])
-            return (window[:size],)
+            return (window[:size], *chunk.planes()[1:])
 
         return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(read)), window)
 
     async def _write(self, made: "_Made") -> None:
         chunk, planes = made.chunk, await made.planes
-        if made.window is None or chunk.size_bytes < IN_STREAM_FROM_BYTES:
-            for buffer, offset, plane in zip(chunk.buffers, chunk.offsets, planes, strict=True):
-                await self._copy(buffer, offset, plane)
-            if made.window is not None:
-                self._windows.append(made.window)
+        in_stream = made.window is not None and planes[0].nbytes >= IN_STREAM_FROM_BYTES
+        copies = list(zip(chunk.buffers, chunk.offsets, planes, strict=True))
+        for buffer, offset, plane in copies[in_stream:]:
+            await self._copy(buffer, offset, plane)
+        if made.window is None:
+            return
+        if not in_stream:
+            self._windows.append(made.window)
             return
         # Each copy in flight has a stream, because a wait for a stream waits for all of its copies.
         if self._streams:
@@ -341,8 +340,8 @@ class _Loader:
         else:
             stream = await self._end_copy()
         # From here on `_end_copies` waits for the copy, even if this call is cancelled.
-        self._copies.append(_Copy(stream, made.window, chunk.size_bytes))
-        (buffer,), (offset,), (values,) = chunk.buffers, chunk.offsets, planes
+        buffer, offset, values = copies[0]
+        self._copies.append(_Copy(stream, made.window, values.nbytes))
         await self._session.mem_write(buffer, offset, values, stream)
 
     async def _end_copy(self) -> Stream:
@@ -421,7 +420,7 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
     kind = kinds.pop()
     if not packed or kinds or kind not in PACKED:
         return _bf16_of(*tensors)
-    return _Target(plane_bytes(kind, tensors[0].columns), tensors, _packed, is_as_read=False)
+    return _Target(plane_bytes(kind, tensors[0].columns), tensors, _packed, is_as_read=kind is TensorType.FP8)
 
 
 def _bf16_of(*tensors: Tensor) -> _Target:

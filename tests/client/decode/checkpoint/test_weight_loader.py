@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpulease.client import AllocFailed, Unsupported, aio
+from gpulease.client import AllocFailed, GpuLeaseError, Unsupported, aio
 from gpulease.client.decode.checkpoint import (
     Checkpoint,
     RandomCheckpoint,
@@ -31,6 +31,7 @@ from gpulease.client.handles import Buffer
 from helpers.daemon import Daemon, python_environment
 from helpers.made_models import FOLDER_MODELS, LLAMA, MODELS, QWEN2, QWEN3, random_weights, write_folder, write_gguf
 from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
+from helpers.waiting import wait_until
 
 POSITIONS: Final = 40
 MIXED: Final = {
@@ -148,8 +149,9 @@ def test_nothing_is_packed_where_that_is_not_wanted(daemon: Daemon, tmp_path: Pa
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CHUNK_BYTES", "WINDOW_BYTES"):
-        monkeypatch.setattr(f"gpulease.client.decode.checkpoint.weight_loader.{name}", 3000)
+    """Chunks of few rows, of which the larger ones are copied in streams."""
+    for name, size in {"CHUNK_BYTES": 3000, "WINDOW_BYTES": 3000, "IN_STREAM_FROM_BYTES": 2000}.items():
+        monkeypatch.setattr(f"gpulease.client.decode.checkpoint.weight_loader.{name}", size)
 
 
 def test_a_tensor_of_many_chunks_is_loaded_whole(daemon: Daemon, small_chunks: None) -> None:
@@ -278,6 +280,61 @@ def test_a_load_that_is_cancelled_frees_all(daemon: Daemon) -> None:
             await task
 
     failing(daemon, begin)
+
+
+def test_a_load_with_copies_in_flight_that_is_cancelled_frees_all(
+    daemon: Daemon, tmp_path: Path, small_chunks: None
+) -> None:
+    async def begin(session: aio.GpuSession, checkpoint: Checkpoint) -> None:
+        task: asyncio.Task[Any]
+        free = arena_room(session)
+
+        def progress(done: int, total: int) -> None:
+            if done > total // 2:
+                task.cancel()
+
+        task = asyncio.ensure_future(load_weights(session, checkpoint, positions=POSITIONS, progress=progress))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # Threads that were reading keep their windows until they are done.
+        gc.collect()
+        await asyncio.to_thread(lambda: wait_until(lambda: arena_room(session) == free, "the windows are free"))
+
+    failing(daemon, begin, open_model(write_folder(tmp_path / "model", QWEN2, random_weights(QWEN2))))
+
+
+def arena_room(session: aio.GpuSession) -> int:
+    """Bytes of the largest array that the arena has room for."""
+    least, most = 0, 2 << 30
+    while most - least > 1 << 20:
+        half = (least + most) // 2
+        array = session.empty(half, np.uint8)
+        least, most = (half, most) if isinstance(array.base, np.ndarray) else (least, half)
+        del array
+    return least
+
+
+def test_a_lease_that_ends_while_its_model_is_loaded_is_the_session_s_own_error(
+    daemon: Daemon, tmp_path: Path, small_chunks: None
+) -> None:
+    checkpoint = open_model(write_folder(tmp_path / "model", QWEN2, random_weights(QWEN2)))
+
+    async def scenario() -> None:
+        size = size_bytes(checkpoint, positions=POSITIONS)
+        async with aio.GpuBuilder(daemon.address).min_vram(size).lease_secs(60).acquire() as lease:
+            session = await aio.GpuSession(lease)
+            ends: list[asyncio.Task[None]] = []
+
+            def progress(done: int, total: int) -> None:
+                if done > total // 4 and not ends:
+                    ends.append(asyncio.ensure_future(lease.free()))
+
+            with pytest.raises(GpuLeaseError) as raised:
+                await load_weights(session, checkpoint, positions=POSITIONS, progress=progress)
+            assert not isinstance(raised.value, ModelRejected)
+            await ends[0]
+
+    asyncio.run(scenario())
 
 
 def test_memory_that_others_took_meanwhile_is_the_session_s_own_error(daemon: Daemon) -> None:
