@@ -30,7 +30,36 @@ AWQ: Final[dict[str, Any]] = {
 }
 """What Qwen2.5-*-AWQ says."""
 
+COMPRESSED: Final[dict[str, Any]] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "global_compression_ratio": 1.5,
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            "output_activations": None,
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "channel",
+                "symmetric": True,
+                "dynamic": False,
+                "group_size": None,
+                "block_structure": None,
+                "observer": "minmax",
+                "observer_kwargs": {},
+            },
+        }
+    },
+}
+"""What llm-compressor's FP8_DYNAMIC says."""
+
 PACKINGS: Final[dict[str, dict[str, Any]]] = {"fp8": FP8, "awq": AWQ}
+"""By the names of the kernels' layouts."""
 
 Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Tensors of a file by name: type, shape and bytes."""
@@ -56,15 +85,27 @@ def e4m3_codes(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.
 
 def packed_fp8(rng: np.random.Generator, module: str, rows: int, columns: int) -> tuple[Entries, NDArray[np.float32]]:
     """A linear's tensors in FP8, and its values: a scale for each block of 128 rows and 128 columns."""
+    return _fp8(rng, module, rows, columns, (128, 128), "weight_scale_inv")
+
+
+def packed_by_rows(
+    rng: np.random.Generator, module: str, rows: int, columns: int
+) -> tuple[Entries, NDArray[np.float32]]:
+    """A linear's tensors in compressed-tensors' FP8, and its values: a scale for each row."""
+    return _fp8(rng, module, rows, columns, (1, columns), "weight_scale")
+
+
+def _fp8(
+    rng: np.random.Generator, module: str, rows: int, columns: int, block: tuple[int, int], scale_name: str
+) -> tuple[Entries, NDArray[np.float32]]:
     codes = e4m3_codes(rng, rows, columns)
-    scales = rng.uniform(0.5, 1.5, (-(-rows // 128), -(-columns // 128))).astype(np.float32) / np.sqrt(columns)
-    kept = encoded(scales.astype(np.float32), "BF16")
-    scales = (np.frombuffer(kept, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(scales.shape)
-    of_values = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:rows, :columns]
-    values = E4M3[codes] * of_values
+    wanted = rng.uniform(0.5, 1.5, (-(-rows // block[0]), -(-columns // block[1]))) / np.sqrt(columns)
+    kept = encoded(wanted.astype(np.float32), "BF16")
+    scales = (np.frombuffer(kept, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(wanted.shape)
+    values = E4M3[codes] * np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[:rows, :columns]
     entries = {
         f"{module}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
-        f"{module}.weight_scale_inv": ("BF16", scales.shape, kept),
+        f"{module}.{scale_name}": ("BF16", scales.shape, kept),
     }
     return entries, values
 
@@ -117,7 +158,7 @@ def packed_entries(config: ModelConfig, method: str, plain: Sequence[str] = ()) 
     values: Weights = {}
     for name, weights in random_weights(config).items():
         if name.endswith("_proj.weight") and not name.endswith(tuple(plain)):
-            pack = {"fp8": packed_fp8, "awq": packed_awq}[method]
+            pack = {"fp8": packed_fp8, "awq": packed_awq, "compressed": packed_by_rows}[method]
             its, values[name] = pack(rng, name.removesuffix(".weight"), *weights.shape)
             entries |= its
         else:

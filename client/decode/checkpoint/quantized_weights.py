@@ -1,8 +1,9 @@
 """Packed weights of safetensors: how config.json declares them, and their tensors as rows of packed planes.
 
-Two formats, as transformers reads them: FP8 (its FineGrainedFP8Config, the files of Qwen3-*-FP8) and AWQ (its
-AwqConfig, in AutoAWQ's layout "gemm"). The engine computes with the weights' values rounded to bf16. It does not
-quantize activations, as some other servers do with FP8, so its results are closer to the unpacked model's.
+Three formats, as transformers reads them: FP8 in blocks (its FineGrainedFP8Config, the files of Qwen3-*-FP8), FP8 by
+rows (compressed-tensors' "float-quantized") and AWQ (its AwqConfig, in AutoAWQ's layout "gemm"). The engine computes
+with the weights' values rounded to bf16. It does not quantize activations, as some other servers do with FP8, so its
+results are closer to the unpacked model's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,17 +16,20 @@ from numpy.typing import NDArray
 from gpulease.client.decode.checked_file import Members, quoted_value
 from gpulease.client.decode.checkpoint.model_tensors import check_shape
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
-from gpulease.client.decode.checkpoint.tensors import GROUP, Tensor, TensorType
+from gpulease.client.decode.checkpoint.tensors import GROUP, Tensor, TensorType, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.texts import quoted
 
 FP8: Final = "fp8"
 AWQ: Final = "awq"
+COMPRESSED: Final = "compressed-tensors"
 
-_EXCEPTIONS: Final = "modules_to_not_convert"
+Accepted = Mapping[str, tuple[Any, ...]]
+"""Members of an object and the values that the engine computes; () for any value. Without None, a member must be
+there."""
 
-_ACCEPTED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
+_ACCEPTED: Final[dict[str, Accepted]] = {
     FP8: {
         "weight_block_size": ([GROUP, GROUP],),
         "activation_scheme": ("dynamic",),
@@ -33,6 +37,7 @@ _ACCEPTED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "scale_fmt": ("float", None),
         # Whether transformers unpacks the weights when it loads them.
         "dequantize": (True, False, None),
+        "modules_to_not_convert": (),
     },
     AWQ: {
         "bits": (4,),
@@ -46,10 +51,49 @@ _ACCEPTED: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "fuse_max_seq_len": (None,),
         "modules_to_fuse": (None,),
         "exllama_config": (None,),
+        "modules_to_not_convert": (),
+    },
+    COMPRESSED: {
+        "format": ("float-quantized",),
+        "quantization_status": ("compressed", None),
+        "kv_cache_scheme": (None,),
+        "sparsity_config": ({}, None),
+        "transform_config": ({}, None),
+        "config_groups": (),
+        "ignore": (),
+        "global_compression_ratio": (),
+        "version": (),
     },
 }
-"""By `quant_method`, the members of quantization_config and the values that the engine computes. Without None, a member
-must be there."""
+"""By `quant_method`, the members of quantization_config."""
+
+_GROUP_MEMBERS: Final[Accepted] = {
+    "targets": (["Linear"],),
+    "weights": (),
+    # How other engines quantize what goes into a linear.
+    "input_activations": (),
+    "output_activations": (None,),
+    "format": ("float-quantized", None),
+}
+_WEIGHT_MEMBERS: Final[Accepted] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("channel",),
+    "symmetric": (True,),
+    "dynamic": (False, None),
+    "group_size": (None,),
+    "block_structure": (None,),
+    "actorder": (None,),
+    "zp_dtype": (None,),
+    "scale_dtype": (None,),
+    # How the scales were chosen.
+    "observer": (),
+    "observer_kwargs": (),
+}
+"""Members of the only group of `config_groups`, and of its `weights`."""
+
+_EXCEPTIONS: Final = {FP8: "modules_to_not_convert", AWQ: "modules_to_not_convert", COMPRESSED: "ignore"}
+"""The member that lists the modules that are not packed."""
 
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 """The columns whose values are at bits 0, 4, 8 and so on of a word of 8 columns (AutoAWQ, `gemm_pack`'s order_map)."""
@@ -72,7 +116,7 @@ class Quantization:
     """Which linears of a model are packed, and how.
 
     Attributes:
-        method: FP8 or AWQ.
+        method: FP8, AWQ or COMPRESSED.
         exceptions: Names of modules that are not packed: whole names, or parts of them between dots.
         where: The member of config.json, for errors.
     """
@@ -103,22 +147,40 @@ def quantization_of(said: Members) -> Quantization | None:
         raise ModelRejected(
             f"{packing.where}: quant_method must be one of {', '.join(_ACCEPTED)}, not {quoted(method)}"
         )
-    accepted = _ACCEPTED[method]
-    # Unlike elsewhere, an unknown member is refused: it could change how the weights' bytes are read.
-    for name in packing.values:
-        if name not in accepted and name not in ("quant_method", _EXCEPTIONS):
-            raise ModelRejected(f"{packing.where}: {quoted(name)} is not known for quant_method {method}")
-    for name, values in accepted.items():
-        value = packing.values.get(name)
-        if not any(type(value) is type(one) and value == one for one in values):
-            wanted = " or ".join(str(one) for one in values if one is not None) or "null"
-            raise ModelRejected(f"{packing.where}: {name} must be {wanted}, not {quoted_value(value)}")
-    exceptions = packing.items(_EXCEPTIONS)
-    if not all(isinstance(name, str) and name for name in exceptions):
+    _check_members(packing, _ACCEPTED[method], "quant_method")
+    if method == COMPRESSED:
+        _check_groups(packing)
+    exceptions = packing.items(_EXCEPTIONS[method])
+    # compressed-tensors' names may be patterns, which begin so.
+    if not all(isinstance(name, str) and name and not name.startswith("re:") for name in exceptions):
         raise ModelRejected(
-            f"{packing.where}: {_EXCEPTIONS} must be a list of modules' names, not {quoted_value(exceptions)}"
+            f"{packing.where}: {_EXCEPTIONS[method]} must be a list of modules' names, not {quoted_value(exceptions)}"
         )
     return Quantization(method, tuple(exceptions), packing.where)
+
+
+def _check_groups(packing: Members) -> None:
+    groups = packing.object("config_groups")
+    if groups is None or len(groups.values) != 1:
+        raise ModelRejected(f"{packing.where}: config_groups must have one group, for all linears")
+    group = groups.object(next(iter(groups.values)))
+    weights = None if group is None else group.object("weights")
+    if group is None or weights is None:
+        raise ModelRejected(f"{groups.where}: weights of the group are missing")
+    _check_members(group, _GROUP_MEMBERS)
+    _check_members(weights, _WEIGHT_MEMBERS)
+
+
+def _check_members(members: Members, accepted: Accepted, *others: str) -> None:
+    # Unlike elsewhere, an unknown member is refused: it could change how the weights' bytes are read.
+    for name in members.values:
+        if name not in accepted and name not in others:
+            raise ModelRejected(f"{members.where}: {quoted(name)} is not a known member")
+    for name, values in accepted.items():
+        value = members.values.get(name)
+        if values and not any(type(value) is type(one) and value == one for one in values):
+            wanted = " or ".join(str(one) for one in values if one is not None) or "null"
+            raise ModelRejected(f"{members.where}: {name} must be {wanted}, not {quoted_value(value)}")
 
 
 def packed_tensors(
@@ -143,7 +205,8 @@ def packed_tensors(
             listed = "in" if not is_packed else "not in"
             packed = "packed" if has_parts else "not packed"
             raise ModelRejected(
-                f"{quantization.where}: {module} is {packed} in the files, but {listed} {_EXCEPTIONS}"
+                f"{quantization.where}: {module} is {packed} in the files, but {listed}"
+                f" {_EXCEPTIONS[quantization.method]}"
                 if name.endswith("_proj.weight")
                 else f"{quantization.where}: tensor {name} is packed; the engine reads linears of layers packed alone"
             )
@@ -154,34 +217,49 @@ def packed_tensors(
             if (entry := found.pop(f"{module}.{part}", None)) is None:
                 raise ModelRejected(f"{quantization.where}: tensor {module}.{part} is missing")
             taken.append(entry)
-        if quantization.method == FP8:
-            yield _fp8_tensor(config, name, shape, *taken)
-        else:
+        if quantization.method == AWQ:
             yield _awq_tensor(config, name, shape, *taken)
+        else:
+            # Each scale is that of a block of rows and columns; by rows, of one row and all columns.
+            block = (GROUP, GROUP) if quantization.method == FP8 else (1, shape[1])
+            yield _fp8_tensor(config, name, shape, block, f"{module}.{parts[1]}", *taken)
 
 
-_PARTS: Final = {FP8: ("weight", "weight_scale_inv"), AWQ: ("qweight", "qzeros", "scales")}
+_PARTS: Final = {
+    FP8: ("weight", "weight_scale_inv"),
+    AWQ: ("qweight", "qzeros", "scales"),
+    COMPRESSED: ("weight", "weight_scale"),
+}
 """The tensors of a packed weight."""
 
 
 def _fp8_tensor(
-    config: ModelConfig, name: str, shape: tuple[int, ...], weight: FileTensor, scale: FileTensor
+    config: ModelConfig,
+    name: str,
+    shape: tuple[int, ...],
+    block: tuple[int, int],
+    scale_name: str,
+    weight: FileTensor,
+    scale: FileTensor,
 ) -> Tensor:
     rows, columns = shape
     check_shape(config, name, weight.shape, shape, str(weight.file.path))
     _check_kind(name, weight, "F8_E4M3")
-    # A scale for each block of GROUP rows and columns; the last of each may be smaller.
-    scale_name, blocks = f"{name}_scale_inv", (-(-rows // GROUP), -(-columns // GROUP))
+    # The last block of rows or columns may be smaller.
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
     check_shape(config, scale_name, scale.shape, blocks, str(scale.file.path))
     _check_kind(scale_name, scale, *_SCALES)
     kind = _SCALES[scale.kind]
-    scales = Tensor(scale_name, blocks, kind, FileRows(scale.file, scale.offset, blocks[1] * (4, 2)[kind == "BF16"]))
+    scale_bytes = row_bytes(kind, blocks[1], scale_name)
+    scales = Tensor(scale_name, blocks, kind, FileRows(scale.file, scale.offset, scale_bytes))
+    groups = -(-columns // GROUP)
 
     def scale_rows(begin: int, end: int) -> NDArray[np.uint8]:
         # Each row gets its block's scales, because a linear of several tensors has blocks that end anywhere.
-        first = begin // GROUP
-        of_blocks = scales.f32(first, -(-end // GROUP))
-        return of_blocks[np.arange(begin, end) // GROUP - first].view(np.uint8)
+        first = begin // block[0]
+        of_blocks = scales.f32(first, -(-end // block[0]))
+        of_rows = of_blocks[np.arange(begin, end) // block[0] - first]
+        return np.repeat(of_rows, groups // blocks[1], 1).view(np.uint8)
 
     return Tensor(name, shape, TensorType.FP8, FileRows(weight.file, weight.offset, columns), (scale_rows,))
 

@@ -12,22 +12,24 @@ from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import PACKED, plane_bytes, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
 from helpers.made_models import LLAMA, QWEN2
-from helpers.packed_models import AWQ, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
+from helpers.packed_models import AWQ, COMPRESSED, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
 
 ONE_LAYER: Final = {
     # Blocks of 128 rows and columns end inside these.
     "fp8": replace(QWEN2, layers=1, width=160, heads=5, key_heads=1, inner_width=288),
     "awq": replace(QWEN2, layers=1, width=128, heads=4, key_heads=2, inner_width=384),
 }
+ONE_LAYER["compressed"] = ONE_LAYER["fp8"]
 DOWN: Final = "model.layers.0.mlp.down_proj"
-KINDS: Final = {"fp8": TensorType.FP8, "awq": TensorType.AWQ}
+KINDS: Final = {"fp8": TensorType.FP8, "awq": TensorType.AWQ, "compressed": TensorType.FP8}
+SAID: Final = PACKINGS | {"compressed": COMPRESSED}
 
 
-@pytest.mark.parametrize("method", PACKINGS)
+@pytest.mark.parametrize("method", SAID)
 def test_values_are_those_of_the_format_s_definition(tmp_path: Path, method: str) -> None:
     config = ONE_LAYER[method]
     entries, values = packed_entries(config, method)
-    checkpoint = open_model(write_packed_folder(tmp_path, config, entries, PACKINGS[method]))
+    checkpoint = open_model(write_packed_folder(tmp_path, config, entries, SAID[method]))
     for name, shape in model_tensors(config):
         tensor = checkpoint.tensor(name)
         assert tensor.shape == shape
@@ -35,10 +37,10 @@ def test_values_are_those_of_the_format_s_definition(tmp_path: Path, method: str
         assert (tensor.bf16(0, tensor.rows).reshape(shape) == rounded_to_bf16(values[name])).all(), name
 
 
-@pytest.mark.parametrize("method", PACKINGS)
+@pytest.mark.parametrize("method", SAID)
 def test_some_rows_are_those_of_the_whole(tmp_path: Path, method: str) -> None:
     config = ONE_LAYER[method]
-    checkpoint = open_model(write_packed_folder(tmp_path, config, packed_entries(config, method)[0], PACKINGS[method]))
+    checkpoint = open_model(write_packed_folder(tmp_path, config, packed_entries(config, method)[0], SAID[method]))
     tensor = checkpoint.tensor("model.layers.0.mlp.up_proj.weight")
     whole = tensor.planes(0, tensor.rows)
     assert tuple(plane.nbytes // tensor.rows for plane in whole) == plane_bytes(tensor.kind, tensor.columns)
@@ -47,31 +49,39 @@ def test_some_rows_are_those_of_the_whole(tmp_path: Path, method: str) -> None:
             assert part.tobytes() == plane[begin:end].tobytes()
 
 
-@pytest.mark.parametrize("method", PACKINGS)
+@pytest.mark.parametrize("method", SAID)
 def test_modules_that_config_json_lists_are_plain(tmp_path: Path, method: str) -> None:
     config = ONE_LAYER[method]
     entries, values = packed_entries(config, method, ["down_proj.weight"])
-    said = PACKINGS[method] | {"modules_to_not_convert": ["lm_head", "down_proj"]}
+    member = "ignore" if method == "compressed" else "modules_to_not_convert"
+    said = SAID[method] | {member: ["lm_head", "down_proj"]}
     tensor = open_model(write_packed_folder(tmp_path, config, entries, said)).tensor(f"{DOWN}.weight")
     assert tensor.kind is TensorType.BF16
     assert (tensor.bf16(0, tensor.rows) == rounded_to_bf16(values[tensor.name])).all()
     # A part of a name between dots is meant, not the beginning of a longer one.
     for listed in ([], ["model.layers.0.mlp.down"], ["0.mlp.down_proj.weight"]):
-        refused(
-            tmp_path, method, entries, f"{DOWN} is not packed in the files, but not in", modules_to_not_convert=listed
-        )
+        refused(tmp_path, method, entries, f"{DOWN} is not packed in the files, but not in", **{member: listed})
 
 
-@pytest.mark.parametrize("method", PACKINGS)
+@pytest.mark.parametrize("method", SAID)
 @pytest.mark.parametrize("listed", [DOWN, "model.layers.0"])
 def test_a_module_that_is_packed_although_it_is_listed_is_refused(tmp_path: Path, method: str, listed: str) -> None:
     entries, _ = packed_entries(ONE_LAYER[method], method)
-    sentence = r"model\.layers\.0\.\S+ is packed in the files, but in modules_to_not_convert"
-    refused(tmp_path, method, entries, sentence, modules_to_not_convert=[listed])
+    member = "ignore" if method == "compressed" else "modules_to_not_convert"
+    sentence = rf"model\.layers\.0\.\S+ is packed in the files, but in {member}"
+    refused(tmp_path, method, entries, sentence, **{member: [listed]})
+
+
+def group(**said: Any) -> dict[str, Any]:
+    return {"group_0": COMPRESSED["config_groups"]["group_0"] | said}
+
+
+def weights(**said: Any) -> dict[str, Any]:
+    return group(weights=COMPRESSED["config_groups"]["group_0"]["weights"] | said)
 
 
 def refused(folder: Path, method: str, entries: Entries, sentence: str, **said: Any) -> None:
-    packing = {key: value for key, value in (PACKINGS[method] | said).items() if value != "left out"}
+    packing = {key: value for key, value in (SAID[method] | said).items() if value != "left out"}
     with pytest.raises(ModelRejected, match=sentence):
         open_model(write_packed_folder(folder, ONE_LAYER[method], entries, packing))
 
@@ -79,14 +89,18 @@ def refused(folder: Path, method: str, entries: Entries, sentence: str, **said: 
 @pytest.mark.parametrize(
     ("method", "said", "sentence"),
     [
-        ("fp8", {"quant_method": "gptq"}, "quantization_config: quant_method must be one of fp8, awq, not 'gptq'"),
+        (
+            "fp8",
+            {"quant_method": "gptq"},
+            "quantization_config: quant_method must be one of fp8, awq, compressed-tensors, not 'gptq'",
+        ),
         ("fp8", {"quant_method": "left out"}, "quantization_config: quant_method is missing"),
         ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size must be \[128, 128\], not '\[64, 128\]'"),
         ("fp8", {"weight_block_size": "left out"}, r"weight_block_size must be \[128, 128\], not 'None'"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme must be dynamic, not 'static'"),
         ("fp8", {"fmt": "e5m2"}, "fmt must be e4m3, not 'e5m2'"),
         ("fp8", {"scale_fmt": "ue8m0"}, "scale_fmt must be float, not 'ue8m0'"),
-        ("fp8", {"kv_cache_scheme": None}, "'kv_cache_scheme' is not known for quant_method fp8"),
+        ("fp8", {"kv_cache_scheme": None}, "quantization_config: 'kv_cache_scheme' is not a known member"),
         (
             "fp8",
             {"modules_to_not_convert": [7]},
@@ -99,7 +113,21 @@ def refused(folder: Path, method: str, entries: Entries, sentence: str, **said: 
         ("awq", {"zero_point": 1}, "zero_point must be True, not '1'"),
         ("awq", {"version": "gemv"}, "version must be gemm or GEMM, not 'gemv'"),
         ("awq", {"do_fuse": True}, "do_fuse must be False, not 'True'"),
-        ("awq", {"desc_act": False}, "'desc_act' is not known for quant_method awq"),
+        ("awq", {"desc_act": False}, "quantization_config: 'desc_act' is not a known member"),
+        ("compressed", {"format": "pack-quantized"}, "format must be float-quantized, not 'pack-quantized'"),
+        ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme must be null, not "),
+        ("compressed", {"ignore": ["re:.*lm_head"]}, r"ignore must be a list of modules' names, not .*re:"),
+        ("compressed", {"config_groups": "left out"}, "config_groups must have one group, for all linears"),
+        ("compressed", {"config_groups": {"a": {}, "b": {}}}, "config_groups must have one group, for all linears"),
+        ("compressed", {"config_groups": {"a": {"weights": None}}}, "config_groups: weights of the group are missing"),
+        ("compressed", {"config_groups": group(targets=["Linear", "q"])}, r"targets must be \['Linear'\], not "),
+        (
+            "compressed",
+            {"config_groups": weights(strategy="tensor")},
+            "weights: strategy must be channel, not 'tensor'",
+        ),
+        ("compressed", {"config_groups": weights(symmetric=False)}, "weights: symmetric must be True, not 'False'"),
+        ("compressed", {"config_groups": weights(odd=1)}, "weights: 'odd' is not a known member"),
     ],
 )
 def test_what_the_engine_does_not_compute_is_refused_by_name(
@@ -122,6 +150,8 @@ def test_what_the_engine_does_not_compute_is_refused_by_name(
         ("fp8", {f"{DOWN}.weight": ("F8_E5M2", (160, 288))}, "down_proj.weight must be of type F8_E4M3, not F8_E5M2"),
         ("fp8", {f"{DOWN}.input_scale": ("F32", (1,))}, f"'{DOWN}.input_scale' is not part of a qwen2 model"),
         ("fp8", {"lm_head.weight_scale_inv": ("F32", (1, 2))}, "'lm_head.weight_scale_inv' is not part of"),
+        ("compressed", {f"{DOWN}.weight_scale": ("F32", (1,))}, r"scale must have the shape \[160, 1\], .* not \[1\]"),
+        ("compressed", {f"{DOWN}.input_scale": ("F32", (1,))}, f"'{DOWN}.input_scale' is not part of a qwen2 model"),
         ("awq", {f"{DOWN}.qzeros": None}, f"tensor {DOWN}.qzeros is missing"),
         (
             "awq",
@@ -166,5 +196,5 @@ def test_packed_weights_without_the_member_are_named(tmp_path: Path) -> None:
 
 
 def test_both_types_are_packed_on_the_card() -> None:
-    assert {kind: str(PACKED[kind]) for kind in KINDS.values()} == {TensorType.FP8: "fp8", TensorType.AWQ: "awq"}
+    assert {kind: str(PACKED[kind]) for kind in set(KINDS.values())} == {TensorType.FP8: "fp8", TensorType.AWQ: "awq"}
     assert FP8["quant_method"] == "fp8"
