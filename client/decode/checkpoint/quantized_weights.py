@@ -96,7 +96,7 @@ _EXCEPTIONS: Final = {FP8: "modules_to_not_convert", AWQ: "modules_to_not_conver
 """The member that lists the modules that are not packed."""
 
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The columns whose values are at bits 0, 4, 8 and so on of a word of 8 columns (AutoAWQ, `gemm_pack`'s order_map)."""
+"""The columns with values at bits 0, 4, 8 and so on of a word of 8 columns (AutoAWQ, WQLinear_GEMM.from_linear)."""
 
 _SCALES: Final = {"F32": TensorType.F32, "BF16": TensorType.BF16}
 """Types of FP8's scales."""
