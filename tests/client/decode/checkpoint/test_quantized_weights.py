@@ -11,7 +11,7 @@ from gpulease.client.decode.checkpoint import TensorType, open_model
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import PACKED, plane_bytes, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
-from helpers.made_models import LLAMA, QWEN2
+from helpers.made_models import LLAMA, PHI3, QWEN2, random_weights, write_folder
 from helpers.packed_models import AWQ, COMPRESSED, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
 
 ONE_LAYER: Final = {
@@ -192,6 +192,12 @@ def test_packed_weights_without_the_member_are_named(tmp_path: Path) -> None:
     entries, _ = packed_entries(ONE_LAYER["fp8"], "fp8")
     folder = write_packed_folder(tmp_path, ONE_LAYER["fp8"], entries, {})
     with pytest.raises(ModelRejected, match="weight_scale_inv' is not part of a qwen2 model"):
+        open_model(folder)
+
+
+def test_packed_weights_of_fused_tensors_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, PHI3, random_weights(PHI3), says={"quantization_config": FP8})
+    with pytest.raises(ModelRejected, match="quantization_config: the engine reads no packed weights of phi3 models"):
         open_model(folder)
 
 
