@@ -128,7 +128,8 @@ class Turns:
             more_ns: Time since the last round.
             round_ns: Time until the next round.
             takers: The sessions that may take turns, in any order.
-            only_for_caps: There are turns only if all capped sessions would get too much without them.
+            only_for_caps: There are turns only if all capped sessions would get too much without them, and all sessions
+                that are busy take turns.
         """
         if self._turns and all(session in takers for session in self._turns) and now_ns < self._until_ns:
             return
@@ -140,6 +141,9 @@ class Turns:
         capped = [one for one in chosen.values() if one.is_capped]
         # The driver gives each of them the same: a cap of more than that is not a right to more.
         if only_for_caps and not (capped and all(one.target_ns * len(chosen) < round_ns for one in capped)):
+            return
+        # One without turns would take what all the others' turns leave to each of them.
+        if only_for_caps and any(one.time.more_busy_ns for session, one in takers.items() if session not in chosen):
             return
         parts = _parts(chosen, round_ns)
         least = min((part for part in parts.values() if part), default=1.0)

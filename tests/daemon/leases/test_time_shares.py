@@ -52,6 +52,15 @@ def test_a_cap_holds_on_a_card_that_works_for_one_at_a_time(others: int) -> None
     assert capped + sum(rest) >= 0.93
 
 
+def test_next_to_a_cap_nobody_takes_turns_while_another_session_pauses() -> None:
+    sessions = [SimulatedSession("ann"), SimulatedSession("bob"), SimulatedSession("eve", 1, 3 * MS, pause_ns=1 * MS)]
+    card = SimulatedCard(*sessions, caps={"ann": 0.2}, is_sliced=True, by_weights=False)
+    card.run(WARM_UP_S)
+    capped, steady, _ = (got / S for got in card.run(1.0))
+    assert steady > capped
+    assert not sessions[1].limits.turn_ns
+
+
 def test_a_tenant_below_its_cap_leaves_the_others_without_turns() -> None:
     quiet, loud = SimulatedSession("ann", 1, 20 * US, pause_ns=2 * MS), SimulatedSession("bob")
     card = SimulatedCard(quiet, loud, SimulatedSession("eve"), caps={"ann": 0.3}, is_sliced=True, by_weights=False)
