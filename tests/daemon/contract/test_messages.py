@@ -258,7 +258,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (
         FROM_WORKER,
         messages.ImagedReport(4, 5, 6, True),
-        {"op": "imaged", "number": 4, "image": 5, "connections": 6, "awaited": True},
+        {"op": "imaged", "number": 4, "image": 5, "connections": 6, "awaited": True, "regions": []},
     ),
     (
         FROM_WORKER,

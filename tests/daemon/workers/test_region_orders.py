@@ -28,6 +28,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
+from gpulease.daemon.workers.session_images import SessionImages
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 from gpulease.protocol.opcodes import Exclusivity, Status
 from gpulease.protocol.session_words import RegionWord
@@ -78,6 +79,8 @@ class MadeWorker:
 class MadeWorkers:
     def __init__(self) -> None:
         self.one = MadeWorker()
+        # No session of theirs is without a worker.
+        self.images = SessionImages(lambda event: None)
 
     def worker(self, lease_id: int) -> MadeWorker | None:
         return self.one if lease_id == LEASE else None
