@@ -255,7 +255,7 @@ class _Work:
         """Open, check and end regions; some end while the session is parked."""
         while len(self._regions) < REGIONS:
             # A broker that is killed may have opened it: then it ends with its own deadline.
-            region = _patient(lambda: self._lease.region(self._data.size_bytes, ttl_secs=PATIENCE_S))
+            region = _patient(self._open_region)
             self._regions.append((region, self.session.region_set([region])))
             _patient(lambda: self._weave(*self._regions[-1]))
         for region, regions in self._regions:
@@ -272,6 +272,11 @@ class _Work:
             except RegionFailed:
                 self._counts.did["regions that ended"] += 1
             _patient(region.close)
+
+    def _open_region(self) -> Region:
+        # A session without a worker opens no region: this brings it back.
+        self.session.sync()
+        return self._lease.region(self._data.size_bytes, ttl_secs=PATIENCE_S)
 
     def _weave(self, region: Region, regions: RegionSet) -> None:
         data = self._data
@@ -334,11 +339,11 @@ def _kill_worker(lease_id: int) -> None:
 
 
 class _Operator:
-    """Parks, moves and hands over leases' sessions at random, and drains cards, until `until`."""
+    """Parks, moves and hands over leases' sessions at random, and may drain cards, until `until`."""
 
-    def __init__(self, address: str, cards: int, seed: int, counts: StormCounts, until: float) -> None:
+    def __init__(self, address: str, cards: int, seed: int, counts: StormCounts, until: float, *, drains: bool) -> None:
         self._address, self._cards, self._counts, self._until = address, cards, counts, until
-        self._random = random.Random(seed)
+        self._random, self._drains = random.Random(seed), drains
 
     def run(self) -> None:
         while time.monotonic() < self._until:
@@ -365,7 +370,7 @@ class _Operator:
             case "move" if self._cards > 1:
                 others = [card for card in self._all_cards() if card["uuid"] != lease["card_uuid"]]
                 self._move(lease_id, self._random.choice(others)["uuid"], "moved to another card")
-            case "drain" if self._cards > 1:
+            case "drain" if self._cards > 1 and self._drains:
                 self._drain(str(self._random.randrange(self._cards)))
 
     def _move(self, lease_id: int, card: str | None, what: str) -> None:
@@ -423,7 +428,8 @@ def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
         tenants = [_Tenant(address, found, seed, counts, until) for seed in range(TENANTS)]
         work: list[Callable[[], None]] = [tenant.run for tenant in tenants]
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
-        work += [_Operator(address, len(cards), seed, counts, until).run for seed in (7, 8)]
+        # One of them drains: with all cards drained at once, tenants would only wait.
+        work += [_Operator(address, len(cards), seed, counts, until, drains=seed == 7).run for seed in (7, 8)]
         work.append(lambda: _kill_brokers(daemon, counts, until))
         say(f"the storm, for {minutes:g} minutes")
         threads = [threading.Thread(target=one, daemon=True) for one in work]
