@@ -221,6 +221,7 @@ class ColdParking:
         """Enter COLD: charge the lease nothing; return what it was charged."""
         held_bytes = lease.charge_bytes
         self._store.account_by_uuid[lease.card_uuid].free_parked(lease, held_bytes)
+        self._store.has_freed_room = True
         state.off_bytes += held_bytes
         state.phase, state.depth, state.due_ns = ParkPhase.PARKED, ParkDepth.COLD, None
         state.code_bytes, state.refusal = state.kept_bytes or state.code_bytes, ""
@@ -228,7 +229,6 @@ class ColdParking:
         return held_bytes
 
     def _note_cold(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
-        self._store.has_freed_room = True
         # A worker that ends may not have answered; from here on the broker wipes what ends.
         for region in lease.slots.values():
             if region.state in ENDED_REGIONS:

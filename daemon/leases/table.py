@@ -188,15 +188,18 @@ class LeaseTable:
         out: list[Effect] = []
         # Step 1: the event itself.
         self._handlers[type(event)](event, now_ns, out)
-        # Step 2: bytes that came back go to the queue before anything else can take them.
-        if self._store.has_freed_room:
-            self._admission.serve_queue(now_ns, out)
-        # Step 3: those that still wait may get room from idle sessions.
-        if self._store.parkable:
-            self.parking.update(now_ns, out)
-        # Step 4: the pool gets what is left, so that it never competes with leases.
-        self._pool.update(now_ns, out)
-        return out
+        while True:
+            # Step 2: bytes that came back go to the queue before anything else can take them.
+            if self._store.has_freed_room:
+                self._admission.serve_queue(now_ns, out)
+            # Step 3: those that still wait may get room from idle sessions.
+            if self._store.parkable:
+                self.parking.update(now_ns, out)
+            # Step 4: the pool gets what is left, so that it never competes with leases.
+            self._pool.update(now_ns, out)
+            # A session that no worker could continue has given its room back in step 4: that goes to the queue, too.
+            if not self._store.has_freed_room:
+                return out
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """Return a live lease or region, or an ended one that is still remembered; None otherwise."""

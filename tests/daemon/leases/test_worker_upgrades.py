@@ -15,6 +15,7 @@ from gpulease.daemon.leases import (
     MoveRequested,
     ParkPhase,
     ParkRequested,
+    ReclaimProved,
     RegionProved,
     RenameWorker,
     RenewRequested,
@@ -38,7 +39,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.park_state import ParkDepth, ParkState
 
-from .scenario import Scenario, card, denied, kinds, one
+from .scenario import Scenario, card, denied, kinds, one, placed
 
 LIMITS = CoreLimits(park_memory_bytes=16 << 20, overcommit=4.0)
 HELD = 7
@@ -102,6 +103,23 @@ def test_a_session_that_fits_no_new_worker_is_back_in_its_former_one() -> None:
     s.do(SessionReturned(1, number, 60))
     assert (state_of(s).phase, state_of(s).depth) == (ParkPhase.RESIDENT, ParkDepth.WARM)
     assert s.card().held_bytes == 70
+
+
+def test_the_room_of_a_session_that_goes_back_to_its_former_worker_is_granted_at_once() -> None:
+    s = scenario(capacity=140)
+    s.active(1, 60, park_idle_ms=0)
+    leave(s)
+    s.do(WorkerReady(1))
+    s.do(SessionReturnFailed(1, state_of(s).number, "a variable has moved", is_mismatch=True))
+    # It has room for a second new worker once the first is gone, and lease 2 has none next to that and the former one.
+    dropped = next(context for context in s.table.warming() if context.state is WarmState.DROPPING)
+    assert placed(s.acquire(2, 55, tenant="bob", wait_ms=9000)) == []
+    s.do(WorkerExited(dropped.warm_id, "it was killed"))
+    effects = list(s.do(ReclaimProved(dropped.warm_id)))
+    # There is no worker of another kind, so the session needs no room for one.
+    one(effects, StaySession)
+    assert placed(effects) == [(2, "GPU-a")]
+    assert one(effects, ReturnSession).lease_id == 1
 
 
 @pytest.mark.parametrize("is_adopting", [False, True])
