@@ -350,9 +350,10 @@ class Admission:
 
     def _check_drains(self, candidates: tuple[CardAccount, ...], now_ns: int) -> Denial | None:
         """Return the denial for a lease that only drained cards could hold."""
-        if any(account.drain_ns is None for account in candidates):
+        ends_ns = [account.drain_ns for account in candidates if account.drain_ns is not None]
+        if len(ends_ns) < len(candidates):
             return None
-        return self._store.drain_denial(now_ns, candidates[0])
+        return denials.card_draining(candidates[0].card.uuid, ends_ns[0] - now_ns)
 
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
         available = placement.available_bytes(candidates, event.terms.contexts)

@@ -428,7 +428,7 @@ class ColdParking:
         if uuid == lease.card_uuid:
             return denials.is_there(lease.lease_id, uuid)
         if account.drain_ns is not None:
-            return denials.card_draining(uuid, account.drain_ns - now_ns)
+            return denials.card_is_drained(uuid)
         return None if may_take(account, lease) else denials.no_place(lease.lease_id, uuid)
 
     def _change_card(

@@ -193,6 +193,15 @@ def card_draining(card_uuid: str, left_ns: int) -> Denial:
     return Denial(DenialReason.DRAINED, message, hint)
 
 
+def card_is_drained(card_uuid: str) -> Denial:
+    """Deny a live lease more of a card that is drained. Not as DRAINED: for a client that status ends the lease."""
+    return Denial(
+        DenialReason.BUSY,
+        f"Card {card_uuid} is drained: nothing more is granted on it.",
+        "Try again once its drain has ended, or when the lease is on another card.",
+    )
+
+
 NO_HORIZON: Final = "the node has been unable to reach its fleet's store for too long"
 """Why a claimed lease ends at its membership deadline, or is not granted after it."""
 

@@ -225,12 +225,10 @@ class LeaseStore:
         return frozenset({lease.tenant} if parent is None else {lease.tenant, parent.tenant})
 
     def drain_denial(self, now_ns: int, account: CardAccount | None = None) -> Denial | None:
-        """Return the denial for new memory on a drained node, or on a drained card; None without such a drain."""
+        """Return the denial for more memory on a drained node, or of a live lease's drained card; None without such."""
         if self.drain_ns is not None:
             return denials.draining(self.drain_ns - now_ns)
-        if account is None or account.drain_ns is None:
-            return None
-        return denials.card_draining(account.card.uuid, account.drain_ns - now_ns)
+        return None if account is None or account.drain_ns is None else denials.card_is_drained(account.card.uuid)
 
     def drain_of(self, card_uuid: str) -> Drain | None:
         """Return the drain that ends the leases on a card first: the node's or the card's own; None without one."""

@@ -435,7 +435,7 @@ def test_a_card_is_drained_and_its_sessions_leave_it(node: Daemon, lease: GpuLea
         with GpuBuilder(node.address).min_vram(MIB).acquire() as elsewhere:
             assert elsewhere.card_uuid == other
         assert row(node.address, fixed)["phase"] == "warning"
-        with pytest.raises(Drained):
+        with pytest.raises(Busy, match="is drained"):
             ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, "0"), node.address)
     status, output = run("--device", "0", "--wait", "--within", "1s", "--json")
     assert (status, json.loads(output)["leases"]) == (0, 0), output
