@@ -183,7 +183,13 @@ class ColdParking:
         if not move.card_uuid:
             self._end_move(lease, state, now_ns, out)
             return
-        self._change_card(lease, state, self._store.account_by_uuid[move.card_uuid], now_ns, out)
+        account = self._store.account_by_uuid[move.card_uuid]
+        if account.drain_ns is not None and move.card_uuid != lease.card_uuid:
+            # That card's drain began meanwhile, and may be over: nothing would end the session there. It stays cold.
+            denial = denials.card_draining(move.card_uuid, account.drain_ns - now_ns)
+            self.refuse_move(lease, denial, now_ns, out)
+            return
+        self._change_card(lease, state, account, now_ns, out)
         state.is_awaited = True
         self._await_return(lease, state, now_ns, out)
 

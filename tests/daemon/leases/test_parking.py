@@ -9,6 +9,7 @@ from gpulease.daemon.leases import (
     Card,
     CoreLimits,
     DenialReason,
+    DrainRequested,
     DropParkMemory,
     EndRegion,
     FreeRequested,
@@ -617,3 +618,17 @@ def test_a_cold_session_waits_on_if_not_even_a_context_has_room() -> None:
     s = cold_without_room(kept=4, other=90)
     one(s.do(WaitTimerFired(-1)), WatchClients)
     assert state_of(s, 1).depth is ParkDepth.COLD
+
+
+def test_a_session_on_its_way_to_a_card_that_is_drained_stays_on_its_own() -> None:
+    s = Scenario(card(0), card(1), limits=LIMITS)
+    s.active(1, 60, park_idle_ms=0, selector="0")
+    s.do(MoveRequested(7, 1, "root", "1", True))
+    number = state_of(s, 1).number
+    s.do(SessionParked(1, number, 60))
+    s.do(RegionProved(1))
+    # Its leases have ended, and its deadline does not come again.
+    s.do(DrainRequested(8, 0, "1"))
+    assert denied(s.do(SessionImaged(1, number, 1000))).reason is DenialReason.DRAINED
+    assert (s.lease(1).card_uuid, s.card(1).parked_bytes, state_of(s, 1).depth) == ("GPU-a", 0, ParkDepth.COLD)
+    one(s.do(ReturnWanted(1, number)), RestartWorker)
