@@ -230,8 +230,7 @@ class ColdParking:
         self._store.has_freed_room = True
         state.off_bytes += held_bytes
         state.phase, state.depth, state.due_ns = ParkPhase.PARKED, ParkDepth.COLD, None
-        state.code_bytes, state.refusal = state.kept_bytes or state.code_bytes, ""
-        state.kept_bytes, lease.warm_id, lease.served = 0, 0, 0
+        state.kept_bytes, lease.warm_id, lease.served, state.refusal = 0, 0, 0, ""
         return held_bytes
 
     def _note_cold(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:

@@ -258,7 +258,7 @@ class Parking(ParkingViews):
         state = lease.park
         state.phase = ParkPhase.PROVING
         state.moved_bytes = event.moved_bytes
-        state.kept_bytes = min(event.kept_bytes, lease.terms.size_bytes)
+        state.kept_bytes = state.code_bytes = min(event.kept_bytes, lease.terms.size_bytes)
         self._prove(lease, state, out)
 
     def _prove(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:

@@ -632,3 +632,25 @@ def test_a_session_on_its_way_to_a_card_that_is_drained_stays_on_its_own() -> No
     assert denied(s.do(SessionImaged(1, number, 1000))).reason is DenialReason.DRAINED
     assert (s.lease(1).card_uuid, s.card(1).parked_bytes, state_of(s, 1).depth) == ("GPU-a", 0, ParkDepth.COLD)
     one(s.do(ReturnWanted(1, number)), RestartWorker)
+
+
+def test_a_refused_session_is_charged_for_the_code_of_its_last_park() -> None:
+    s = Scenario(card(), limits=LIMITS)
+    s.active(1, 60, park_idle_ms=0)
+    for kept in (40, 0):
+        s.do(MoveRequested(7, 1, "root", None, True))
+        number = state_of(s, 1).number
+        s.do(SessionParked(1, number, 60 - kept, kept))
+        s.do(RegionProved(1))
+        s.do(SessionImaged(1, number, 1000))
+        for context in s.table.warming():
+            s.do(WorkerExited(context.warm_id, "it was killed"))
+            s.do(ReclaimProved(context.warm_id))
+        if kept:
+            s.do(ReturnWanted(1, number))
+            s.do(WorkerReady(1))
+            s.do(SessionReturned(1, number, 60))
+    s.active(2, 60)
+    s.do(ReturnWanted(1, number))
+    one(s.at(20).do(WaitTimerFired(-1)), RestartWorker)
+    assert s.card().held_bytes == 60 + 2 * OVERHEAD
