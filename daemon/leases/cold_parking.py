@@ -445,6 +445,9 @@ class ColdParking:
         lease.card_uuid, state.off_bytes = account.card.uuid, account.charge_bytes(lease.terms)
         account.restore(lease)
         account.parked_bytes += state.off_bytes
+        # No bytes came back, but a lease that must be alone may fit where it was, and its tenant's waiters hold none
+        # back where it is.
+        self._store.has_freed_room = True
         for region in lease.regions.values():
             region.card_uuid = account.card.uuid
         # The warning of a drain is lifted with the card, or begins with the next one.

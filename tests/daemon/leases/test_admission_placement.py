@@ -13,13 +13,19 @@ from gpulease.daemon.leases import (
     HoldTimerFired,
     LeaseTable,
     LeaseTerms,
+    MoveRequested,
+    ParkSession,
     PlacementOrder,
     ReclaimFailed,
     ReclaimProved,
+    RegionProved,
     RequestDenied,
     RequesterGone,
+    SessionImaged,
+    SessionParked,
     SpawnWorker,
     WaitTimerFired,
+    WorkerExited,
 )
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -312,6 +318,35 @@ def test_the_queue_has_limits_too() -> None:
     assert "max_waiting_per_tenant" in denied(s.acquire(3, 10, wait_ms=5000)).message
     s.acquire(4, 10, tenant="bob", wait_ms=5000)
     assert "max_waiting)" in denied(s.acquire(5, 10, tenant="cid", wait_ms=5000)).message
+
+
+def with_cold_session() -> Scenario:
+    """Return a table of two cards. The session of ann's lease 1 on the first card is parked cold."""
+    s = Scenario(card(capacity=200), card(1, capacity=200), limits=CoreLimits(park_memory_bytes=16 << 20))
+    s.active(1, 60, park_idle_ms=0, selector="0")
+    number = one(s.do(MoveRequested(1, 1, "root", None, True)), ParkSession).number
+    s.do(SessionParked(1, number, 60))
+    s.do(RegionProved(1))
+    s.do(SessionImaged(1, number, 1000))
+    for context in s.table.warming():
+        s.do(WorkerExited(context.warm_id, "it was killed"))
+        s.do(ReclaimProved(context.warm_id))
+    return s
+
+
+def test_a_cold_session_that_changes_its_card_leaves_it_to_a_lease_that_must_be_alone() -> None:
+    s = with_cold_session()
+    alone = s.acquire(2, 50, tenant="bob", wait_ms=9000, exclusivity=Exclusivity.DEVICE_EXCLUSIVE, selector="0")
+    assert placed(alone) == []
+    assert placed(s.do(MoveRequested(2, 1, "root", "1", True))) == [(2, "GPU-a")]
+
+
+def test_a_tenant_whose_cold_session_changes_its_card_holds_none_back_there() -> None:
+    s = with_cold_session()
+    s.active(2, 100, tenant="bob", selector="1")
+    s.acquire(3, 150, tenant="ann", selector="1", wait_ms=9000)
+    assert placed(s.acquire(4, 40, tenant="cid", selector="1", wait_ms=9000)) == []
+    assert placed(s.do(MoveRequested(2, 1, "root", "1", True))) == [(4, "GPU-b")]
 
 
 def test_the_oldest_ended_lease_is_forgotten_first() -> None:
