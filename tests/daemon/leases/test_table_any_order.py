@@ -356,3 +356,23 @@ TestAnyOrder = AnyOrder.TestCase
 @pytest.mark.exhaustive
 class TestManyOrders(TestAnyOrder):  # type: ignore[valid-type, misc]
     settings = settings(FEW, max_examples=150)
+
+
+def test_a_restart_ends_a_lease_past_its_nodes_isolation_whose_timer_is_late() -> None:
+    """The lease is refused with the same reason before and after, so the restart changes no answer about it."""
+    state = AnyOrder()
+    state.begin(warm_contexts=0, recycling=None, order=PlacementOrder.SPREAD)
+    state.move_horizon(by_ms=500)
+    state.acquire_claimed(tenant="ann", name="a", pick=1, wait_ms=0, is_started=True)
+    state.time_passes(ms=1000)
+    (lease,) = state.shell.table.snapshots()
+    assert lease.state is LeaseState.ACTIVE
+    before = state.shell.table.denial_for(lease.lease_id, state.shell.now_ns)
+    state.restart(luck=1, is_tail_lost=False, is_zygote_told=False)
+    (ended,) = state.shell.table.snapshots()
+    assert ended.state is LeaseState.DRAINING
+    after = state.shell.table.denial_for(lease.lease_id, state.shell.now_ns)
+    assert before is not None
+    assert after is not None
+    assert before.reason == after.reason
+    state.teardown()
