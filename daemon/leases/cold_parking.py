@@ -184,9 +184,9 @@ class ColdParking:
             self._end_move(lease, state, now_ns, out)
             return
         account = self._store.account_by_uuid[move.card_uuid]
-        if account.drain_ns is not None and move.card_uuid != lease.card_uuid:
-            # That card's drain began meanwhile, and may be over: nothing would end the session there. It stays cold.
-            denial = denials.card_draining(move.card_uuid, account.drain_ns - now_ns)
+        # That card may be drained meanwhile, or leased exclusively: then the session stays cold, on its own.
+        denial = None if account.card.uuid == lease.card_uuid else self._check_card(lease, account, now_ns)
+        if denial is not None:
             self.refuse_move(lease, denial, now_ns, out)
             return
         self._change_card(lease, state, account, now_ns, out)

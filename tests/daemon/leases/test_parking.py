@@ -1,5 +1,7 @@
 """Parking: who may park what, whose bytes are granted to whom, and what a return waits for."""
 
+from collections.abc import Callable
+
 import pytest
 
 from gpulease.daemon.leases import (
@@ -620,18 +622,25 @@ def test_a_cold_session_waits_on_if_not_even_a_context_has_room() -> None:
     assert state_of(s, 1).depth is ParkDepth.COLD
 
 
-def test_a_session_on_its_way_to_a_card_that_is_drained_stays_on_its_own() -> None:
-    s = Scenario(card(0), card(1), limits=LIMITS)
-    s.active(1, 60, park_idle_ms=0, selector="0")
-    s.do(MoveRequested(7, 1, "root", "1", True))
-    number = state_of(s, 1).number
-    s.do(SessionParked(1, number, 60))
-    s.do(RegionProved(1))
-    # Its leases have ended, and its deadline does not come again.
-    s.do(DrainRequested(8, 0, "1"))
-    assert denied(s.do(SessionImaged(1, number, 1000))).reason is DenialReason.DRAINED
-    assert (s.lease(1).card_uuid, s.card(1).parked_bytes, state_of(s, 1).depth) == ("GPU-a", 0, ParkDepth.COLD)
-    one(s.do(ReturnWanted(1, number)), RestartWorker)
+def test_a_session_stays_on_its_card_if_the_next_one_may_not_take_it_any_more() -> None:
+    exclusive = {"selector": "1", "exclusivity": Exclusivity.DEVICE_EXCLUSIVE}
+    changes: list[tuple[DenialReason, Callable[[Scenario], object]]] = [
+        # Its leases have ended, and the deadline does not come again.
+        (DenialReason.BUSY, lambda s: s.do(DrainRequested(8, 0, "1"))),
+        (DenialReason.CAPACITY_EXCEEDED, lambda s: s.active(2, 10, **exclusive)),
+        (DenialReason.CAPACITY_EXCEEDED, lambda s: s.active(2, 60, selector="1", park_idle_ms=0)),
+    ]
+    for reason, change in changes:
+        s = Scenario(card(0), card(1), limits=CoreLimits(park_memory_bytes=8 * HOST, park_stay_ms=1000))
+        s.active(1, 60, park_idle_ms=0, selector="0")
+        s.do(MoveRequested(7, 1, "root", "1", True))
+        number = state_of(s, 1).number
+        s.do(SessionParked(1, number, 60))
+        s.do(RegionProved(1))
+        change(s)
+        assert denied(s.do(SessionImaged(1, number, 1000))).reason is reason
+        assert (s.lease(1).card_uuid, s.card(1).parked_bytes, state_of(s, 1).depth) == ("GPU-a", 0, ParkDepth.COLD)
+        one(s.do(ReturnWanted(1, number)), RestartWorker)
 
 
 def test_a_refused_session_is_charged_for_the_code_of_its_last_park() -> None:
