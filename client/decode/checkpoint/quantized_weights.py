@@ -122,16 +122,18 @@ class Quantization:
     """
 
     method: str
-    exceptions: tuple[str, ...]
+    exceptions: frozenset[str]
     where: str
 
     def is_packed(self, name: str) -> bool:
         """Return whether a tensor of the model is the weight of a linear that must be packed."""
-        module = name.removesuffix(".weight")
         # Both libraries leave the head as it is, whether it is listed or not.
         if not name.endswith("_proj.weight"):
             return False
-        return not any(f".{exception}." in f".{module}." for exception in self.exceptions)
+        # The name's own parts are few. The list may have millions of names, and a model thousands of tensors.
+        words = name.removesuffix(".weight").split(".")
+        runs = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
+        return self.exceptions.isdisjoint(runs)
 
 
 def quantization_of(said: Members) -> Quantization | None:
@@ -156,7 +158,7 @@ def quantization_of(said: Members) -> Quantization | None:
         raise ModelRejected(
             f"{packing.where}: {_EXCEPTIONS[method]} must be a list of modules' names, not {quoted_value(exceptions)}"
         )
-    return Quantization(method, tuple(exceptions), packing.where)
+    return Quantization(method, frozenset(exceptions), packing.where)
 
 
 def _check_groups(packing: Members) -> None:

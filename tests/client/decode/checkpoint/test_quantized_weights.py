@@ -7,10 +7,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint import TensorType, open_model
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.decode.checkpoint.quantized_weights import quantization_of
 from gpulease.client.decode.checkpoint.tensors import PACKED, plane_bytes, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import MAX_LAYERS
 from helpers.made_models import LLAMA, PHI3, QWEN2, random_weights, write_folder
 from helpers.packed_models import AWQ, COMPRESSED, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
 
@@ -70,6 +73,16 @@ def test_a_module_that_is_packed_although_it_is_listed_is_refused(tmp_path: Path
     member = "ignore" if method == "compressed" else "modules_to_not_convert"
     sentence = rf"model\.layers\.0\.\S+ is packed in the files, but in {member}"
     refused(tmp_path, method, entries, sentence, **{member: [listed]})
+
+
+def test_a_long_list_of_modules_is_searched_by_each_name_s_parts() -> None:
+    """A file of 16 MiB may list a million names, and a model has thousands of tensors: all pairs would take an hour."""
+    said = FP8 | {"modules_to_not_convert": [*(["odd"] * 1_000_000), "layers.7.mlp"]}
+    found = quantization_of(Members({"quantization_config": said}, "config.json"))
+    assert found is not None
+    names = [name for name, _ in model_tensors(replace(LLAMA, layers=MAX_LAYERS)) if name.endswith("_proj.weight")]
+    plain = [name for name in names if not found.is_packed(name)]
+    assert plain == [f"model.layers.7.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
 def group(**said: Any) -> dict[str, Any]:
