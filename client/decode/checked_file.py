@@ -72,10 +72,13 @@ class Members:
         self.where = where
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return an integer. Raises ModelRejected for another type, or if it is missing without a default."""
+        """Return an integer. Raises ModelRejected for another type, or if it is missing without a default.
+
+        One that no float holds is refused like another type, so callers may compute with floats.
+        """
         value = self._value(key, default)
         # bool is a subclass of int in Python, but `true` is not a number in JSON.
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int) or isinstance(value, bool) or not _is_finite(value):
             raise self._wrong(key, value, "an integer")
         return value
 

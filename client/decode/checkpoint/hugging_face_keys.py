@@ -130,6 +130,8 @@ _COMMON: Final[KeyTable] = {
     ),
     **refused("the engine's activation is SiLU", {"hidden_act": ("silu", "swish")}),
     **refused("the engine computes no such biases", {"mlp_bias": (False,)}),
+    # If it is false, transformers computes attention in both directions, in all of these families.
+    **refused("the engine attends to what came before", {"is_causal": (True,)}),
     **refused("layers of this family attend alike", {"layer_types": ("full_attention",)}),
     **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
     # Which tensors are packed, and how: quantized_weights.py.

@@ -213,6 +213,13 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"num_hidden_layers": 10**9}, "layers must be 1 to 1024, not 1000000000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, not 'nan'"),
         ({"rope_theta": 10**400}, "rope_theta must be a number, not '1000"),
+        # transformers computes attention in both directions then.
+        ({"is_causal": False}, "is_causal is 'False'; the engine attends to what came before"),
+        # Integers that no float holds, where the rules of rotary embeddings compute with them.
+        ({"head_dim": 10**400}, "head_dim must be an integer, not '1000"),
+        ({"hidden_size": 10**400, "head_dim": None}, "hidden_size must be an integer, not '1000"),
+        ({"max_position_embeddings": 10**400, "rope_scaling": LONG}, "max_position_embeddings must be an integer"),
+        ({"original_max_position_embeddings": 10**400, "rope_scaling": STRETCHED}, "original_max.* must be an integer"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, not 'no'"),
         ({"eos_token_id": ["a"]}, "eos_token_id must be a token id, not"),
         ({"eos_token_id": 64}, "token 64 is not in the vocabulary of 64"),
