@@ -12,6 +12,7 @@ import click
 from gpulease.client.console.exit_status import EXIT_FAILED, fail
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import Checkpoint, Decoder, DecoderSettings, SamplingParameters, open_model
+from gpulease.client.decode.model_config import LongScaling, ModelConfig
 from gpulease.client.decode.sample_models import TINY_MODEL
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest, bias_digest
 from gpulease.client.decode.supervisor.decoder import DEFAULT_TENANT
@@ -85,7 +86,10 @@ def recompute(
     if said.output.count:
         with contextlib.ExitStack() as stack:
             address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
-            found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said, given)))
+            for positions in possible_positions(checkpoint.config, len(prompt) + said.output.count):
+                found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said, given, positions)))
+                if found == said.output:
+                    break
     if found != said.output:
         fail(f"audit recompute: the output DIFFERS: {found}; the record has {said.output}", EXIT_OUTPUT_DIFFERS)
     click.echo(f"The output is equal: {found}.")
@@ -159,12 +163,33 @@ def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, logit_bias
         fail("audit recompute: nothing was computed", wrong[0][1])
 
 
+def possible_positions(config: ModelConfig, needed: int) -> tuple[int, ...]:
+    """Return the `positions` to compute a request with, one for each way in which its server may have turned heads.
+
+    Only LongRoPE's rotation depends on the server's `positions`, which the record does not have (rotary.rotation_of).
+
+    Args:
+        config: The model's shape.
+        needed: Positions of the request's prompt and output.
+    """
+    needed, scaling = min(needed, config.context), config.rope_scaling
+    if isinstance(scaling, LongScaling) and needed <= scaling.original_context < config.context:
+        # The list for short sequences, and the one for long ones.
+        return needed, scaling.original_context + 1
+    return (needed,)
+
+
 async def _decoded(
-    address: str, checkpoint: Checkpoint, prompt: list[int], said: DecodeRecord, sampling: SamplingParameters
+    address: str,
+    checkpoint: Checkpoint,
+    prompt: list[int],
+    said: DecodeRecord,
+    sampling: SamplingParameters,
+    positions: int,
 ) -> list[int]:
     count = said.output.count
-    # As many positions as this request needs; the record says whether weights were packed.
-    settings = DecoderSettings(ROWS, ROWS, 1, min(checkpoint.config.context, len(prompt) + count), said.by.packed)
+    # The record says whether weights were packed.
+    settings = DecoderSettings(ROWS, ROWS, 1, positions, said.by.packed)
     async with Decoder.open(checkpoint, settings=settings, address=address) as decoder:
         masks = await decoder.grammars.compile(DEFAULT_TENANT, sampling.grammar) if sampling.grammar else None
         generation = decoder.submit(prompt, max_tokens=count, sampling=sampling, masks=masks)

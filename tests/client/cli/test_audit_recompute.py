@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 from gpulease.client.cli import audit_recompute as command
 from gpulease.client.cli.__main__ import main
 from gpulease.client.decode import TINY_MODEL, Decoder, DecoderSettings, SamplingParameters, open_model
+from gpulease.client.decode.model_config import LongScaling
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
 from gpulease.client.decode.text.grammar import json_grammar
 from gpulease.protocol.address import ADDRESS_VARIABLE
@@ -157,6 +159,18 @@ def test_what_differs_is_named_and_nothing_is_computed(recorded: Recorded, tmp_p
 @pytest.mark.parametrize("record", ["", "[]", "{}", '{"data":{"note":{"event":"decode"}}}', "no JSON"])
 def test_what_is_no_record_is_said(recorded: Recorded, tmp_path: Path, record: str) -> None:
     assert recompute(recorded, record, PROMPT, tmp_path).exit_code == command.EXIT_NO_RECORD
+
+
+def test_a_request_is_computed_with_each_rotation_that_its_server_may_have_had() -> None:
+    """LongRoPE's is that of the server's positions, which a record does not have."""
+    config = replace(open_model(TINY_MODEL).config, context=256)
+    long = replace(config, rope_scaling=LongScaling((1.0,) * 16, (2.0,) * 16, 64, 1.0))
+    assert command.possible_positions(config, 40) == (40,)
+    assert command.possible_positions(config, 300) == (256,)
+    assert command.possible_positions(long, 40) == (40, 65)
+    assert command.possible_positions(long, 64) == (64, 65)
+    assert command.possible_positions(long, 65) == (65,)
+    assert command.possible_positions(replace(long, context=64), 40) == (40,)
 
 
 def test_help_lists_it(recorded: Recorded) -> None:
