@@ -104,6 +104,10 @@ def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
         return ()
     # null means no window. A missing member has a default in some classes.
     if said.values.get("sliding_window") is None and (kind == Family.PHI3 or "sliding_window" in said.values):
+        if SLIDING in named:
+            raise ModelRejected(
+                f"{said.where}: sliding_window must be a number of positions if layer_types has {SLIDING}"
+            )
         return ()
     window = said.whole("sliding_window", DEFAULT_WINDOW)
     if not is_qwen:

@@ -276,6 +276,10 @@ def test_a_qwen_s_windows_are_those_of_some_layers(
         (WINDOWED | {"layer_types": ["full_attention"]}, "layer_types must be 2 of full_attention and sliding_attent"),
         (WINDOWED | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must be 2 of full_attent"),
         (WINDOWED | {"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
+        (
+            WINDOWED | {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window must be a number of positions if layer_types has sliding_attention",
+        ),
     ],
 )
 def test_what_a_qwen_may_not_say_of_windows(says: dict[str, Any], sentence: str) -> None:
