@@ -39,6 +39,7 @@ from gpulease.daemon.contract.messages import (
 from gpulease.daemon.contract.session_image import SessionImage
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, Context, DriverError, ImageMismatch, KernelFault
 from gpulease.daemon.session.huge_mapping import HugeMapping
+from gpulease.daemon.session.image import CantLeave
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -362,13 +363,14 @@ class SessionParking:
 
     # --- leaving the process ---
 
-    def leave(self, order: LeaveOrder) -> tuple[HostMemory, ParkedReport] | None:
-        """Return the host memory and the park of a session that is ordered to leave; None if it can't."""
+    def leave(self, order: LeaveOrder) -> tuple[HostMemory, ParkedReport]:
+        """Return the host memory and the park of a session that is ordered to leave. Raises CantLeave."""
         if not self.is_parked or self._memory is None or self._report is None or order.number != self._number:
-            return None
-        # After a return that failed, this process lacks the graphs and variables of the image that it came with.
+            raise CantLeave("it is not in that park", is_lasting=False)
+        # After a return that failed, or that the broker refused, this process lacks the graphs and variables of the
+        # image that it came with.
         if self._finish is not None:
-            return None
+            raise CantLeave("it came from another process and must return to its card once before", is_lasting=False)
         return self._memory, self._report
 
     def report(self, message: ImagedReport | LeaveRefusedReport | ReturnFailedReport) -> None:

@@ -444,8 +444,8 @@ class SessionServer:
 
         Raises CantLeave, and as `send_image`.
         """
-        left = self._session.parking.leave(order)
-        if left is None or len(fds) != 1 or self._has_left:
+        memory, report = self._session.parking.leave(order)
+        if len(fds) != 1 or self._has_left:
             raise CantLeave("it is not in that park", is_lasting=False)
         # Step 1: nothing may wait for it, unless it returns at once. Whoever sends something from here on rings, which
         # the broker notices.
@@ -454,7 +454,6 @@ class SessionServer:
         quiet = [self._check_quiet(connection, carries=order.carries) for connection in self._connections.values()]
         self._session.check_leave()
         # Step 2: the image, and the descriptors of memory that clients share.
-        memory, report = left
         arena = self._session.arena.opened
         times_of = self._session.parts.streams.event_times
         try:

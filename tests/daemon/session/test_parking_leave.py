@@ -37,7 +37,8 @@ def test_a_session_whose_return_failed_keeps_what_it_came_with() -> None:
     parking.bring_back(ReturnOrder(1))
     assert isinstance(parking.outbox.pop(), ReturnFailedReport)
     # An image from here would lack the graphs and the variables, which are made with the return.
-    assert parking.leave(LeaveOrder(1)) is None
+    with pytest.raises(CantLeave, match="must return to its card once before"):
+        parking.leave(LeaveOrder(1))
     assert not made
     parking.close()
 
