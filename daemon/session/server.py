@@ -501,6 +501,8 @@ class SessionServer:
                 continue
             self._poll.register(connection.fd, connection.wire.events(for_room=connection.is_paused))
             self._ready.add(connection.fd)
+        # The broker has wiped the regions that ended meanwhile, and does not order their ends again.
+        self._session.regions.end_by_page()
 
     def _adopt(self, order: AdoptOrder, fds: list[int]) -> None:
         """Become the worker of a session that has left another process, and bring it back."""

@@ -15,6 +15,8 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.messages import (
     EndRegionOrder,
     EndSession,
+    ImagedReport,
+    LeaveOrder,
     OpenRegionOrder,
     ParkedReport,
     ParkMemoryOrder,
@@ -30,13 +32,16 @@ from gpulease.daemon.contract.messages import (
     ReturnOrder,
     ReturnWantedReport,
     SliceResizedReport,
+    StayOrder,
 )
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, PageMove, Poll
+from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.session_words import RegionWord
 from helpers.kernels import TRANSFORM
 from helpers.pointers import POINTERS
 from helpers.server_rig import LIMIT_S, REGION, SLICE, Tenant, Worker, worker
@@ -535,6 +540,23 @@ def test_a_region_that_ends_while_it_is_parked_comes_back_as_nothing() -> None:
         assert made.page.counter(Counter.PARK_NUMBER) == 1
         made.bring_back()
         assert made.read(handle, 0, 8) == b"whatever"
+        assert made.ask(Opcode.REGION_RELEASE, Handle(address)) == Empty()
+
+
+def test_a_region_that_ends_while_the_session_has_left_ends_if_that_stays_after_all() -> None:
+    with worker(is_parkable=True) as (made, _):
+        address = made.open_region(GRANULE)
+        made.give_memory(MEMORY)
+        made.park()
+        ours, theirs = channel_pair()
+        with ours, theirs:
+            made.say(LeaveOrder(1), theirs.fileno())
+            made.hear(ImagedReport)
+        # The broker wipes the region in the image, and orders nothing.
+        made.writer.set(0, 1, RegionWord.REVOKED, 0)
+        made.say(StayOrder(1))
+        assert made.hear(RegionEndedReport).region_id == REGION
+        made.bring_back()
         assert made.ask(Opcode.REGION_RELEASE, Handle(address)) == Empty()
 
 
