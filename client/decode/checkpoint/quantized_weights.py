@@ -219,6 +219,9 @@ def packed_tensors(
             if (entry := found.pop(f"{module}.{part}", None)) is None:
                 raise ModelRejected(f"{quantization.where}: tensor {module}.{part} is missing")
             taken.append(entry)
+        # AWQ's tensors have other names than a plain weight, so a file could have both.
+        if name in found:
+            raise ModelRejected(f"{quantization.where}: tensor {name} is there twice, packed and plain")
         if quantization.method == AWQ:
             yield _awq_tensor(config, name, shape, *taken)
         else:

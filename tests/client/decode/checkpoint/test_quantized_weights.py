@@ -172,6 +172,7 @@ def test_what_the_engine_does_not_compute_is_refused_by_name(
             r"qweight must have the shape \[384, 16\], .* not \[384, 128\]",
         ),
         ("awq", {f"{DOWN}.scales": ("BF16", (3, 128))}, "down_proj.scales must be of type F16, not BF16"),
+        ("awq", {f"{DOWN}.weight": ("F16", (128, 384))}, f"tensor {DOWN}.weight is there twice, packed and plain"),
         ("awq", {f"{DOWN}.bias": ("F16", (128,))}, f"'{DOWN}.bias' is not part of a qwen2 model"),
     ],
 )
@@ -191,12 +192,9 @@ def test_a_tensor_that_is_not_the_format_s_is_named(
 def test_columns_that_are_no_groups_of_awq_are_refused(tmp_path: Path) -> None:
     config = replace(LLAMA, layers=1, width=160, heads=5, key_heads=1)
     entries, _ = packed_entries(config, "fp8")
-    for part in ("qweight", "qzeros", "scales"):
-        entries |= {
-            f"{name.removesuffix('weight')}{part}": entries[name]
-            for name in list(entries)
-            if "proj.weight" in name[-11:]
-        }
+    for name in [name for name in entries if name.endswith("proj.weight")]:
+        weight = entries.pop(name)
+        entries |= {f"{name.removesuffix('weight')}{part}": weight for part in ("qweight", "qzeros", "scales")}
     with pytest.raises(ModelRejected, match=r"qweight must have a multiple of 128 rows, not 160"):
         open_model(write_packed_folder(tmp_path, config, entries, AWQ))
 
