@@ -473,6 +473,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.time_passes(1000)
         self.acquire("ann", needed, 0, 3000, is_quick=False)
         self.all_is_done(pick, luck)
+        # As in `park_and_move`: the workers that sessions have left are gone.
+        self.kills_happen()
+        self.kills_happen()
 
     @rule(pick=ANY, is_operator=st.booleans())
     def park(self, pick: int, is_operator: bool) -> None:
@@ -855,4 +858,26 @@ def test_a_park_that_waits_for_a_return_is_answered_if_no_worker_starts() -> Non
     assert state.open
     state.time_passes(by_ms=4000)
     assert not state.open
+    state.teardown()
+
+
+def test_a_region_that_ends_while_its_session_has_left_ends_once_the_former_worker_stays() -> None:
+    """There is no room for a new worker, and the region's time is over before the former one has its session again."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire(tenant="ann", size=250, idle=700, wait_ms=0, is_quick=True)
+    state.open_region(pick=0, size=20, ttl_ms=1500)
+    state.all_is_done(pick=0, luck=0)
+    state.acquire(tenant="bob", size=650, idle=None, wait_ms=0, is_quick=True)
+    state.move(pick=0, card="0", is_operator=True, version="0.1")
+    state.all_is_done(pick=0, luck=0)
+    state.time_passes(by_ms=4000)
+    worker = state.workers[1]
+    assert worker.has_left
+    assert list(worker.regions) == [2]
+    state.open_regions_are_known()
+    state.all_is_done(pick=0, luck=0)
+    assert not worker.has_left
+    assert list(worker.regions) == []
+    state.open_regions_are_known()
     state.teardown()
