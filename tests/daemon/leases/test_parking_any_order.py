@@ -356,9 +356,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
     def obey(self, worker: ModelWorker, luck: int) -> None:
         """Have a worker carry out its next order, as its session does."""
         order = worker.orders.pop(0)
-        if isinstance(order, ParkSession | ReturnSession | StaySession):
+        # After a restart no broker knows of the image, and the session's next order is another one than to stay.
+        if worker.has_left and isinstance(order, ParkSession | ReturnSession | StaySession):
             worker.has_left = False
-        if isinstance(order, StaySession):
             self.read_words(worker)
         match order:
             case LeaveSession(lease_id, number, carries):
@@ -880,4 +880,26 @@ def test_a_region_that_ends_while_its_session_has_left_ends_once_the_former_work
     assert not worker.has_left
     assert list(worker.regions) == []
     state.open_regions_are_known()
+    state.teardown()
+
+
+def test_a_region_that_ended_in_an_image_ends_in_the_former_worker_behind_a_killed_broker() -> None:
+    """The broker is killed while the new worker of an upgrade starts, and the former one still has the region."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire("ann", 250, 0, 0, is_quick=True)
+    state.open_region(pick=0, size=20, ttl_ms=50_000)
+    state.all_is_done(pick=0, luck=0)
+    state.upgrade(is_parked=False, luck=0, pick=0)
+    (region,) = state.table.regions.open_ids()
+    state.end_a_region(pick=0, is_revoked=True)
+    assert state.table.regions.open_ids() == ()
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    assert state.workers[1].regions == {region: 20}
+    # The next broker parks the session again.
+    state.all_is_done(pick=0, luck=0)
+    state.open_regions_are_known()
+    assert (state.workers[1].has_left, state.workers[1].regions) == (False, {})
+    # Its place is given up, too.
+    assert state.table.regions.get(region) is None
     state.teardown()

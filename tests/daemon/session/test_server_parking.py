@@ -543,7 +543,8 @@ def test_a_region_that_ends_while_it_is_parked_comes_back_as_nothing() -> None:
         assert made.ask(Opcode.REGION_RELEASE, Handle(address)) == Empty()
 
 
-def test_a_region_that_ends_while_the_session_has_left_ends_if_that_stays_after_all() -> None:
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_region_that_ends_while_the_session_has_left_ends_if_that_stays_after_all(is_restarted: bool) -> None:
     with worker(is_parkable=True) as (made, _):
         address = made.open_region(GRANULE)
         made.give_memory(MEMORY)
@@ -554,7 +555,8 @@ def test_a_region_that_ends_while_the_session_has_left_ends_if_that_stays_after_
             made.hear(ImagedReport)
         # The broker wipes the region in the image, and orders nothing.
         made.writer.set(0, 1, RegionWord.REVOKED, 0)
-        made.say(StayOrder(1))
+        # A broker that has just started knows of no image, and parks the session again.
+        made.say(ParkOrder(1, time.monotonic_ns() + MINUTE_NS) if is_restarted else StayOrder(1))
         assert made.hear(RegionEndedReport).region_id == REGION
         made.bring_back()
         assert made.ask(Opcode.REGION_RELEASE, Handle(address)) == Empty()
