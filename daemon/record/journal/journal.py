@@ -42,6 +42,7 @@ from gpulease.daemon.leases import (
     OpenRegion,
     Outcome,
     RecoveredState,
+    RefuseWaitingOperations,
     RefuseWork,
     RegionCancelSet,
     RegionEnded,
@@ -402,6 +403,7 @@ _CHANGING: Final = frozenset(
         RestartWorker,
         ReturnSession,
         LeaseReturned,
+        RefuseWaitingOperations,
         RefuseWork,
         LeaseEnded,
         SlicesCleared,
@@ -495,6 +497,12 @@ class JournalProjector:
                 if lease.lease_id in self._pids:
                     self._pids[lease.lease_id] = 0 if isinstance(effect, LeaseLeft) else pid_of(lease.lease_id)
                 self._update(lease.lease_id, table, out)
+            case RefuseWaitingOperations(lease_id=lease_id) if self._pids.get(lease_id) == 0:
+                # A new worker may have the session that was cold, parked as before. Other refusals change no row.
+                kept = table.lease_row(lease_id, 0)
+                if kept is not None and not kept.is_cold:
+                    self._pids[lease_id] = pid_of(lease_id)
+                    self._update(lease_id, table, out)
             case Renewed(lease=lease) | Resized(lease=lease) | LeaseParked(lease=lease) | LeaseMoved(lease=lease):
                 self._update(lease.lease_id, table, out)
             case RefuseWork(lease_id, cause):

@@ -903,3 +903,19 @@ def test_a_region_that_ended_in_an_image_ends_in_the_former_worker_behind_a_kill
     # Its place is given up, too.
     assert state.table.regions.get(region) is None
     state.teardown()
+
+
+def test_a_session_that_a_new_worker_has_parked_outlives_its_broker() -> None:
+    """It was cold, found no room, and was adopted for a refusal alone: from then on its lease has a worker again."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.cold_session_finds_no_room(pick=0, luck=0)
+    assert state.workers[1].is_new
+    state.all_is_done(pick=0, luck=0)
+    assert (state.workers[1].is_new, state.workers[1].on_card) == (False, False)
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.all_is_done(pick=0, luck=0)
+    lease = state.table.get(1)
+    assert lease is not None
+    assert lease.state is LeaseState.ACTIVE
+    state.teardown()
