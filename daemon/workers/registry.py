@@ -545,6 +545,8 @@ class Workers:
         # Read the reason and the counters before the page and the channel are closed.
         self._read_last_messages(worker)
         self._on_end(worker)
+        # The page with the words goes back first: the session's clients must read no end on it if that continues.
+        self.images.on_lost(worker.spec.lease_id, worker)
         worker.note_end(reason)
         self._remove(worker)
         lease_id = worker.spec.lease_id

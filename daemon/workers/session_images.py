@@ -67,6 +67,7 @@ class _Image:
         is_awaited: Its last worker had received requests that wait for its return; clients do not send them again.
         link: The page with the words of the lease, which clients map.
         counted: The counters that its last worker reported.
+        former: The worker that it came from.
         regions: Where the bytes of its regions are in the host memory, by id.
         held: New connections, each with its socket.
         watched: Sockets that are watched.
@@ -81,6 +82,7 @@ class _Image:
     is_awaited: bool = False
     link: RegionLink | None = None
     counted: tuple[int, ...] = ()
+    former: Worker | None = None
     regions: dict[int, ParkedRegion] = field(default_factory=dict)
     held: list[tuple[int, AttachOrder]] = field(default_factory=list)
     watched: list[int] = field(default_factory=list)
@@ -170,7 +172,7 @@ class SessionImages:
         # The page that clients map and the counters outlive the worker: the next one continues with them.
         if worker is not None:
             image.link, worker.regions = worker.regions, None
-            image.counted = worker.counted
+            image.counted, image.former = worker.counted, worker
         # A client that attached during the leave waits already: the session comes back at once.
         if image.held or image.is_awaited:
             self._post(ReturnWanted(lease_id, image.number))
@@ -317,6 +319,15 @@ class SessionImages:
             image.is_lent = False
             if worker is not None and worker.regions is not None:
                 image.link, worker.regions = worker.regions, None
+
+    def on_lost(self, lease_id: int, worker: Worker) -> None:
+        """Take a session back whose new worker has ended, if its former one was set aside for that.
+
+        Without such a worker its lease ends.
+        """
+        image = self._images.get(lease_id)
+        if image is not None and image.former is not None and not image.former.is_killed:
+            self.on_mismatch(lease_id, worker)
 
     def _give_words(self, image: _Image, worker: Worker) -> None:
         """Give the worker the page with the words that the session's clients map. Raises OSError."""

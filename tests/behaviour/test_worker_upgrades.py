@@ -121,6 +121,8 @@ def test_a_new_worker_that_is_killed_gives_the_session_back(
     with parkable(node) as lease, GpuSession(lease) as session:
         buffer = session.mem_alloc(MIB)
         session.mem_write(buffer, 0, b"weights")
+        region, other = lease.region(MIB, ttl_secs=60), lease.region(MIB)
+        session.mem_write(region, 0, b"in a region")
         session.sync()
         before = node.worker_pid(lease.lease_id)
         stops_at.write_text(step)
@@ -142,6 +144,9 @@ def test_a_new_worker_that_is_killed_gives_the_session_back(
         # It has its bytes, in its former worker, and a later upgrade is possible.
         assert refused
         assert session.mem_read(buffer, 0, 7) == b"weights"
+        # The page with the regions' words, which the new worker had, is not lost with it.
+        other.free()
+        assert session.mem_read(region, 0, 11) == b"in a region"
         assert row(node.address, lease)["earlier_version"]
         assert node.worker_pid(lease.lease_id) == before
         stops_at.write_text("")
