@@ -236,6 +236,8 @@ class LaunchFastPath:
                 launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
                 pacer.begun()
                 done += 1
+                # At once: a refusal of the next launch says how many began before it.
+                self._counters[_LAUNCHES] += 1
                 latest = plan
                 plan = plan.follower or plan
         except (Refused, DriverError, LeaseOver) as error:
@@ -246,7 +248,6 @@ class LaunchFastPath:
         if latest is not None:
             self._planner.resume(latest)
         self._counters[_OPS] += count
-        self._counters[_LAUNCHES] += done
         return done == most
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.contract.message_fields import Message
@@ -189,6 +189,8 @@ def _no_wait_for_a_refusal() -> Iterator[None]:
         yield
 
 
+# A word flips while the third of four launches begins: each way says that the refused one is number 3.
+@example(steps=[("frames", [("in", 0)] * 4, 180)], during={13: ("word", 0, 0, True)}, scribbles=[])
 @pytest.mark.exhaustive
 @settings(max_examples=120, deadline=None)
 @given(
