@@ -23,7 +23,7 @@ LATER_S = 1000.0
 
 STEPS = [
     *("store.reserve", "acquire", "issue", "check"),
-    *("open", "owner.mem_alloc", "owner.mem_alloc", "owner.mem_write", "owner.sync"),
+    *("open", "owner.mem_alloc", "owner.mem_write", "owner.sync"),
     *("attach", "guest.module_load", "store.start", "guest.launch", "guest.sync"),
     *("open", "owner.mem_read"),
     *("store.complete", "lease.free", "end"),
