@@ -20,7 +20,7 @@ COMMANDS: Final = {
     "completion": ("completion:completion", "Print a script for the shell that completes commands and lease ids."),
     "decode": ("decode:decode", "Continue a prompt with a language model."),
     "demo": ("demo:demo", "Show and measure what a lease guarantees to three tenants of a card."),
-    "drain": ("drain:drain", "Refuse new leases, on the node or a card, and end the remaining ones by a deadline."),
+    "drain": ("drain:drain", "Refuse new leases on a node or card; end the others by a deadline."),
     "events": ("lease_events:events", "Print the phases of leases, one line each as they happen."),
     "fence": ("node:fence", "Manage memory that could not be proved free."),
     "fleet": ("fleet:fleet", "Manage a fleet: its nodes and names; drain or fence a node."),
@@ -40,7 +40,7 @@ COMMANDS: Final = {
     "submit": ("submit:submit", "Run one kernel of a file, and write its outputs."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "upgrade-workers": ("upgrade_workers:upgrade_workers", "Move sessions out of the workers of an earlier daemon."),
-    "verify": ("verify:verify", "Try to break every rule on this host's card while another tenant works."),
+    "verify": ("verify:verify", "Try to break every rule on this host's card while a tenant works."),
 }
 """Every command by name: its module below this package and its function, and its line in the help text."""
 
