@@ -48,6 +48,8 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
     before.start()
     refused = _refusal(nodes[1].address)
     say(f"Refused  at node-2: {refused}")
+    # Its session must be at work before the daemon is gone: a dead daemon hands over no connection.
+    before.await_kernels(1)
     # Step 2: kill the daemon only. Its worker lives on, but must stop before another node may serve the name.
     nodes[0].kill()
     killed_s = time.monotonic()
