@@ -385,8 +385,9 @@ class _Operator:
         """Drain a card for a moment, and move what can be moved. The other cards must do with everybody."""
         ask(Opcode.CARD_DRAIN, CardDrain(card, DRAIN_MS), self._address)
         try:
-            uuid = next(one["uuid"] for one in self._all_cards() if str(one["index"]) == card)
-            others = [one["uuid"] for one in self._all_cards() if one["uuid"] != uuid]
+            uuids = {str(one["index"]): one["uuid"] for one in self._all_cards()}
+            uuid = uuids.pop(card)
+            others = list(uuids.values())
             until = time.monotonic() + DRAINED_S
             for lease in _lease_reports(self._address):
                 if lease["card_uuid"] == uuid and time.monotonic() < until:
