@@ -75,7 +75,7 @@ def drain(
         raise click.UsageError("--move needs --device" if device is None else "give either --move or --wait")
     uuid = None if device is None else card_uuid_of(device, "--device")
     status = _set_drain(uuid, None if cancel else within_ms)
-    if not (wait and as_json) and not (moves and as_json):
+    if not (as_json and (wait or moves)):
         _show(uuid, status, [], as_json)
     if moves and uuid is not None:
         # The card grants nothing any more, so no other lease takes the place of one that is moved.
