@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -380,11 +381,14 @@ def test_a_session_at_work_moves_between_two_operations(node: Daemon, lease: Gpu
     assert not wrong
 
 
-def test_a_card_is_emptied_and_what_stays_is_listed(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
-    def run(*words: str) -> tuple[int, str]:
-        result = CliRunner().invoke(main, ["move", *words], env={ADDRESS_VARIABLE: node.address, "COLUMNS": "250"})
-        return result.exit_code, result.output
+def run_command(node: Daemon, *words: str) -> tuple[int, str]:
+    """Run a command of `gpulease` on a node; returns its exit status and output."""
+    result = CliRunner().invoke(main, words, env={ADDRESS_VARIABLE: node.address, "COLUMNS": "250"})
+    return result.exit_code, result.output
 
+
+def test_a_card_is_emptied_and_what_stays_is_listed(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    run = partial(run_command, node, "move")
     other = cards(node.address)[1]["uuid"]
     buffer = session.mem_alloc(MIB)
     session.mem_write(buffer, 0, b"weights")
@@ -417,10 +421,7 @@ def test_a_card_is_emptied_and_what_stays_is_listed(node: Daemon, lease: GpuLeas
 
 
 def test_a_card_is_drained_and_its_sessions_leave_it(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
-    def run(*words: str) -> tuple[int, str]:
-        result = CliRunner().invoke(main, ["drain", *words], env={ADDRESS_VARIABLE: node.address, "COLUMNS": "250"})
-        return result.exit_code, result.output
-
+    run = partial(run_command, node, "drain")
     other = cards(node.address)[1]["uuid"]
     buffer = session.mem_alloc(MIB)
     session.mem_write(buffer, 0, b"weights")

@@ -267,35 +267,29 @@ def test_a_load_that_fails_in_the_middle_frees_all(daemon: Daemon, chunks: int) 
     failing(daemon, begin)
 
 
+async def cancelled_load(session: aio.GpuSession, checkpoint: Checkpoint) -> None:
+    """Load a model, cancelled in the middle."""
+    task: asyncio.Task[Any]
+
+    def progress(done: int, total: int) -> None:
+        if done > total // 2:
+            task.cancel()
+
+    task = asyncio.ensure_future(load_weights(session, checkpoint, positions=POSITIONS, progress=progress))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 def test_a_load_that_is_cancelled_frees_all(daemon: Daemon) -> None:
-    async def begin(session: aio.GpuSession, checkpoint: Checkpoint) -> None:
-        task: asyncio.Task[Any]
-
-        def progress(done: int, total: int) -> None:
-            if done > total // 2:
-                task.cancel()
-
-        task = asyncio.ensure_future(load_weights(session, checkpoint, positions=POSITIONS, progress=progress))
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    failing(daemon, begin)
+    failing(daemon, cancelled_load)
 
 
 def test_a_load_with_copies_in_flight_that_is_cancelled_frees_all(
     daemon: Daemon, tmp_path: Path, small_chunks: None
 ) -> None:
     async def begin(session: aio.GpuSession, checkpoint: Checkpoint) -> None:
-        task: asyncio.Task[Any]
         free = arena_room(session)
-
-        def progress(done: int, total: int) -> None:
-            if done > total // 2:
-                task.cancel()
-
-        task = asyncio.ensure_future(load_weights(session, checkpoint, positions=POSITIONS, progress=progress))
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled_load(session, checkpoint)
         # Threads that were reading keep their windows until they are done.
         gc.collect()
         await asyncio.to_thread(lambda: wait_until(lambda: arena_room(session) == free, "the windows are free"))
