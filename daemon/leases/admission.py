@@ -62,7 +62,7 @@ class Admission:
         Appends exactly one of `RequestDenied`, `Checked`, a placement's effects, or the queue's timer.
         """
         # Step 1: the checks that need no card. The rate comes first, so that refused requests count against it too.
-        denial = self._check_rate(event, now_ns) or self._store.drain_denial(now_ns)
+        denial = self._check_rate(event, now_ns) or self._check_node_drain(now_ns)
         denial = denial or self._check_request(event) or self._check_claim(event, now_ns) or self._check_counts(event)
         if denial is not None:
             out.append(RequestDenied(event.request, denial))
@@ -347,6 +347,10 @@ class Admission:
             available = placement.available_bytes(suitable, event.terms.contexts)
             return denials.never_fits(event.terms.size_bytes, largest, available)
         return None
+
+    def _check_node_drain(self, now_ns: int) -> Denial | None:
+        drain_ns = self._store.drain_ns
+        return None if drain_ns is None else denials.draining(drain_ns - now_ns)
 
     def _check_drains(self, candidates: tuple[CardAccount, ...], now_ns: int) -> Denial | None:
         """Return the denial for a lease that only drained cards could hold."""

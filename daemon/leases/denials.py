@@ -202,6 +202,15 @@ def card_is_drained(card_uuid: str) -> Denial:
     )
 
 
+def node_is_drained() -> Denial:
+    """Deny a live lease more memory of a node that is drained. Not as DRAINED, for the same reason."""
+    return Denial(
+        DenialReason.BUSY,
+        "The node is drained: nothing more is granted on it.",
+        "Try again once its drain has ended, or use another node.",
+    )
+
+
 NO_HORIZON: Final = "the node has been unable to reach its fleet's store for too long"
 """Why a claimed lease ends at its membership deadline, or is not granted after it."""
 

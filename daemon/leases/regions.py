@@ -180,7 +180,7 @@ class Regions(RegionViews):
             return denials.id_used(event.region_id)
         if event.size_bytes < 1:
             return denials.invalid(f"A region can't have {event.size_bytes} bytes.", "Ask for the bytes you need.")
-        denial = self._store.drain_denial(now_ns, self._store.account_by_uuid[lease.card_uuid])
+        denial = self._store.check_drains(self._store.account_by_uuid[lease.card_uuid])
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, event.owner or lease.tenant)
         return denial or _check_room(lease, _rounded(event))
 

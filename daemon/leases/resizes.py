@@ -83,16 +83,16 @@ class Resizes:
         if event.size_bytes < held_bytes:
             return denials.too_small_for_regions(lease.lease_id, event.size_bytes, held_bytes)
         more_bytes = event.size_bytes - lease.terms.size_bytes
-        return self._check_growth(lease, more_bytes, now_ns) if more_bytes > 0 else None
+        return self._check_growth(lease, more_bytes) if more_bytes > 0 else None
 
-    def _check_growth(self, lease: Lease, more_bytes: int, now_ns: int) -> Denial | None:
+    def _check_growth(self, lease: Lease, more_bytes: int) -> Denial | None:
         # Growing has to pass what an acquire would: the fleet's claim, the drain, the tenant's bytes, the waiters, the
         # room.
         terms = lease.terms
         if terms.fleet_bytes and terms.size_bytes + more_bytes > terms.fleet_bytes:
             return denials.over_fleet_bytes(lease.lease_id, lease.tenant, terms.fleet_bytes)
         account = self._store.account_by_uuid[lease.card_uuid]
-        denial = self._store.drain_denial(now_ns, account) or self._store.check_bytes(lease.tenant, more_bytes)
+        denial = self._store.check_drains(account) or self._store.check_bytes(lease.tenant, more_bytes)
         if denial is not None:
             return denial
         # Waiters for the card come first, just as they come before a new acquire.

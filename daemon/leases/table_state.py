@@ -224,11 +224,11 @@ class LeaseStore:
         parent = self.get(lease.parent_id) if lease.parent_id else None
         return frozenset({lease.tenant} if parent is None else {lease.tenant, parent.tenant})
 
-    def drain_denial(self, now_ns: int, account: CardAccount | None = None) -> Denial | None:
-        """Return the denial for more memory on a drained node, or of a live lease's drained card; None without such."""
+    def check_drains(self, account: CardAccount) -> Denial | None:
+        """Return the denial for more memory of a live lease's card if the node or the card is drained."""
         if self.drain_ns is not None:
-            return denials.draining(self.drain_ns - now_ns)
-        return None if account is None or account.drain_ns is None else denials.card_is_drained(account.card.uuid)
+            return denials.node_is_drained()
+        return None if account.drain_ns is None else denials.card_is_drained(account.card.uuid)
 
     def drain_of(self, card_uuid: str) -> Drain | None:
         """Return the drain that ends the leases on a card first: the node's or the card's own; None without one."""

@@ -181,7 +181,7 @@ def test_a_drained_node_opens_no_region_and_warns_those_that_are_open(s: Scenari
         (1, Phase.WARNING, 3000),
         (2, Phase.WARNING, 3000),
     ]
-    assert denied(s.do(asking(3))).reason is DenialReason.DRAINED
+    assert denied(s.do(asking(3))).reason is DenialReason.BUSY, "for a client, DRAINED would end the lease"
     renewed = one(s.do(RenewRequested(9, 2, "bob", 8000)), Renewed).lease
     assert renewed.deadline_ns == s.now_ns + 5 * S, "a renewal never shortens"
     s.do(DrainCancelled(10))
