@@ -34,6 +34,15 @@ class Family(StrEnum):
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     PHI3 = "phi3"
+    GEMMA3 = "gemma3"
+
+
+class Gate(StrEnum):
+    """Activations of a feed-forward layer's gate; the name is part of its kernels' names."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    """Its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +129,13 @@ class ModelConfig:
         windows: Each layer's window: the positions that a row sees, counted back from its own, which is included; None
             for all of them. Empty if no layer has one.
         turned_width: Values of a head that its position turns, the first ones in Hugging Face's order; None for all.
+        gate: The activation of the gate.
+        has_outer_norms: Whether what attention and the feed-forward part compute is normalised before it is added to
+            the residual (Gemma 3).
+        embedding_scale: What the embedding's values are multiplied by; None for nothing.
+        score_divisor: The scores of attention are divided by its root; None for `head_width`.
+        local_rope_theta: The base of the rotary embeddings of layers with a window, which are not scaled; None if they
+            have those of the other layers.
     """
 
     family: Family
@@ -141,6 +157,11 @@ class ModelConfig:
     end_tokens: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
     turned_width: int | None = None
+    gate: Gate = Gate.SILU
+    has_outer_norms: bool = False
+    embedding_scale: float | None = None
+    score_divisor: float | None = None
+    local_rope_theta: float | None = None
 
     @property
     def turned_pairs(self) -> int:
@@ -151,6 +172,10 @@ class ModelConfig:
         """Return a layer's window; None if sequences of `positions` positions do not exceed it."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= positions else window
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer has the rotary embeddings of layers with a window."""
+        return self.local_rope_theta is not None and bool(self.windows) and self.windows[layer] is not None
 
 
 def check_config(config: ModelConfig, where: str) -> None:
@@ -194,10 +219,11 @@ def check_config(config: ModelConfig, where: str) -> None:
         raise ModelRejected(f"{where}: {len(config.windows)} windows must be as many as the {config.layers} layers")
     if wrong := [window for window in config.windows if window is not None and window < 1]:
         raise ModelRejected(f"{where}: sliding_window must be at least 1, not {wrong[0]}")
-    if not 0 < config.rope_theta < math.inf:
-        raise ModelRejected(
-            f"{where}: the rotary embeddings' base must be positive and finite, not {config.rope_theta}"
-        )
+    for theta in (config.rope_theta, config.local_rope_theta):
+        if theta is not None and not 0 < theta < math.inf:
+            raise ModelRejected(f"{where}: the rotary embeddings' base must be positive and finite, not {theta}")
+    if config.score_divisor is not None and not 0 < config.score_divisor < math.inf:
+        raise ModelRejected(f"{where}: query_pre_attn_scalar must be positive, not {config.score_divisor}")
     if not 0 < config.norm_epsilon < 1:
         raise ModelRejected(f"{where}: the norms' epsilon must be between 0 and 1, not {config.norm_epsilon}")
     # Tokens are indexes of the embedding's rows, so one beyond it would read other memory.

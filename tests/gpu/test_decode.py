@@ -20,7 +20,17 @@ from gpulease.client.decode.row_records import NO_ROW, PAGE, Rows
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
-from helpers.decode.random_models import BIASED, HEAD_NORMS, MIDDLING, SHARED_KEYS, WIDE, WIDTHS, WINDOWED
+from helpers.decode.random_models import (
+    BIASED,
+    GEMMA,
+    GEMMA_IN_PARTS,
+    HEAD_NORMS,
+    MIDDLING,
+    SHARED_KEYS,
+    WIDE,
+    WIDTHS,
+    WINDOWED,
+)
 from helpers.made_models import LLAMA
 from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
 
@@ -138,6 +148,8 @@ def test_the_tiny_model_s_bits_are_the_embedded_driver_s(
         ("Qwen2's biases", BIASED),
         ("Qwen3's norms, heads 128 wide", HEAD_NORMS),
         ("4 layers of SmolLM2's shape", MIDDLING),
+        ("Gemma 3", GEMMA),
+        ("Gemma 3, sums in parts", GEMMA_IN_PARTS),
     ],
 )
 def test_a_random_model_s_bits_are_the_embedded_driver_s(

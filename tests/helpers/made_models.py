@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gpulease.client.decode.checkpoint.gguf_file import LAYER, TOP
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
-from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, Gate, ModelConfig
 
 LLAMA: Final = ModelConfig(
     family=Family.LLAMA,
@@ -34,7 +34,20 @@ QWEN2: Final = replace(LLAMA, family=Family.QWEN2, is_tied=True, has_bias=True)
 QWEN3: Final = replace(LLAMA, family=Family.QWEN3, head_width=64, has_head_norm=True)
 PHI3: Final = replace(LLAMA, family=Family.PHI3)
 MODELS: Final = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-FOLDER_MODELS: Final = MODELS | {"phi3": PHI3}
+GEMMA3: Final = replace(
+    LLAMA,
+    family=Family.GEMMA3,
+    is_tied=True,
+    has_head_norm=True,
+    end_tokens=(1,),
+    windows=(24, None),
+    gate=Gate.GELU,
+    has_outer_norms=True,
+    embedding_scale=16.0,
+    score_divisor=24.0,
+    local_rope_theta=5_000.0,
+)
+FOLDER_MODELS: Final = MODELS | {"phi3": PHI3, "gemma3": GEMMA3}
 """Families, and those among them that folders may have."""
 
 Weights = dict[str, NDArray[np.float32]]
@@ -72,11 +85,25 @@ def fused(config: ModelConfig, weights: Mapping[str, NDArray[np.float32]]) -> We
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """A model's shape in the terms of config.json."""
-    kinds = {Family.LLAMA: "Llama", Family.QWEN2: "Qwen2", Family.QWEN3: "Qwen3", Family.PHI3: "Phi3"}
-    return {
+    kinds = {
+        Family.LLAMA: "Llama",
+        Family.QWEN2: "Qwen2",
+        Family.QWEN3: "Qwen3",
+        Family.PHI3: "Phi3",
+        Family.GEMMA3: "Gemma3",
+    }
+    own: dict[str, Any] = {"model_type": str(config.family), "hidden_act": "silu"}
+    if config.family is Family.GEMMA3:
+        own = {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": int(config.score_divisor or 0),
+            "rope_local_base_freq": config.local_rope_theta,
+            "sliding_window": next(window for window in config.windows if window is not None),
+            "layer_types": [f"{'full' if window is None else 'sliding'}_attention" for window in config.windows],
+        }
+    return own | {
         "architectures": [f"{kinds[config.family]}ForCausalLM"],
-        "model_type": str(config.family),
-        "hidden_act": "silu",
         "hidden_size": config.width,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,

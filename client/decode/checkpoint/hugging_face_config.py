@@ -1,17 +1,24 @@
 """The shape of a model from its config.json, as transformers' configs of its families read it."""
 
+import math
 from typing import Final
+
+import numpy as np
 
 from gpulease.client.decode.checked_file import Members, quoted_value
 from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS
-from gpulease.client.decode.checkpoint.hugging_face_rotary import rotary_of
+from gpulease.client.decode.checkpoint.hugging_face_rotary import FULL, SLIDING, layered_rotary_of, rotary_of
+from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
-from gpulease.client.decode.model_config import MAX_LAYERS, Family, ModelConfig, check_config
+from gpulease.client.decode.model_config import MAX_LAYERS, MAX_SIZE, Family, Gate, ModelConfig, check_config
 from gpulease.client.texts import quoted
 
 MISTRAL: Final = "mistral"
 """A `model_type` of its own: a Llama with a sliding window."""
+
+GEMMA3_TEXT: Final = "gemma3_text"
+"""The `model_type` of a Gemma 3 that reads no images. That of one that does is "gemma3", and is refused."""
 
 TYPES: Final[dict[str, tuple[Family, str]]] = {
     Family.LLAMA: (Family.LLAMA, "LlamaForCausalLM"),
@@ -19,19 +26,22 @@ TYPES: Final[dict[str, tuple[Family, str]]] = {
     Family.QWEN3: (Family.QWEN3, "Qwen3ForCausalLM"),
     MISTRAL: (Family.LLAMA, "MistralForCausalLM"),
     Family.PHI3: (Family.PHI3, "Phi3ForCausalLM"),
+    GEMMA3_TEXT: (Family.GEMMA3, "Gemma3ForCausalLM"),
 }
 """The family of each `model_type`, and the class that config.json names for it."""
 
 DEFAULT_NORM_EPSILON: Final = 1e-6
 PHI3_NORM_EPSILON: Final = 1e-5
-QWEN3_HEAD_WIDTH: Final = 128
-KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL: 8}
+HEAD_WIDTHS: Final = {Family.QWEN3: 128, Family.GEMMA3: 256}
+KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL: 8, GEMMA3_TEXT: 4}
+GEMMA3_END_TOKEN: Final = 1
+GEMMA3_SCORE_DIVISOR: Final = 256.0
+GEMMA3_PATTERN: Final = 6
 DEFAULT_WINDOW: Final = 4096
 DEFAULT_FULL_LAYERS: Final = 28
 """The classes' defaults for members that a file leaves out."""
 
-SLIDING: Final = "sliding_attention"
-LAYER_TYPES: Final = ("full_attention", SLIDING)
+LAYER_TYPES: Final = (FULL, SLIDING)
 
 
 def hugging_face_config(said: Members, generation: Members | None, begin_token: int | None) -> ModelConfig:
@@ -48,8 +58,8 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     said = judged(said, CONFIG_KEYS[kind])
     # The head width: named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
     width, heads = said.whole("hidden_size"), said.whole("num_attention_heads")
-    head_width = said.whole("head_dim", QWEN3_HEAD_WIDTH if family is Family.QWEN3 else width // max(heads, 1))
-    is_shared = said.values.get("head_dim") is None and family is not Family.QWEN3
+    head_width = said.whole("head_dim", HEAD_WIDTHS.get(family, width // max(heads, 1)))
+    is_shared = said.values.get("head_dim") is None and family not in HEAD_WIDTHS
     if heads < 1 or (is_shared and width % heads):
         raise ModelRejected(
             f"{said.where}: hidden_size {width} must be a multiple of {heads} heads if head_dim is missing"
@@ -57,11 +67,14 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     # A missing member has a default in some classes. null means as many as query heads, in every one.
     is_left_out = kind in KEY_HEADS and "num_key_value_heads" not in said.values
     key_heads = KEY_HEADS[kind] if is_left_out else said.whole("num_key_value_heads", heads)
-    rotary = rotary_of(said, head_width, is_phi3=family is Family.PHI3)
+    is_gemma = family is Family.GEMMA3
+    rotary = layered_rotary_of(said) if is_gemma else rotary_of(said, head_width, is_phi3=family is Family.PHI3)
     layers = said.whole("num_hidden_layers")
     # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
     ends = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
     ends = ends or said.tokens("eos_token_id")
+    if is_gemma and not ends and "eos_token_id" not in said.values:
+        ends = (GEMMA3_END_TOKEN,)
     config = ModelConfig(
         family=family,
         layers=layers,
@@ -74,14 +87,19 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         context=said.whole("max_position_embeddings"),
         rope_theta=rotary.theta,
         norm_epsilon=said.number("rms_norm_eps", PHI3_NORM_EPSILON if family is Family.PHI3 else DEFAULT_NORM_EPSILON),
-        is_tied=said.flag("tie_word_embeddings", False),
+        is_tied=said.flag("tie_word_embeddings", is_gemma),
         rope_scaling=rotary.scaling,
         has_bias=family is Family.QWEN2,
-        has_head_norm=family is Family.QWEN3,
+        has_head_norm=family in (Family.QWEN3, Family.GEMMA3),
         begin_token=begin_token,
         end_tokens=tuple(dict.fromkeys(ends)),
         windows=_windows(said, kind, layers),
         turned_width=rotary.turned_width,
+        gate=Gate.GELU if is_gemma else Gate.SILU,
+        has_outer_norms=is_gemma,
+        embedding_scale=_embedding_scale(width) if is_gemma else None,
+        score_divisor=said.number("query_pre_attn_scalar", GEMMA3_SCORE_DIVISOR) if is_gemma else None,
+        local_rope_theta=rotary.local_theta,
     )
     check_config(config, said.where)
     return config
@@ -91,13 +109,19 @@ def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window; () if none has one."""
     if kind == Family.LLAMA or not 1 <= layers <= MAX_LAYERS:
         return ()
-    # A Qwen has windows if a flag says so, by a list of its layers, or else in those from max_window_layers on.
-    is_qwen = kind not in (MISTRAL, Family.PHI3)
-    named = said.items("layer_types") if is_qwen else []
+    # A Qwen has windows if a flag says so, by a list of its layers, or else in those from max_window_layers on. A Gemma
+    # has them by such a list, or else in all layers but each sixth, or as the file says.
+    is_qwen = kind not in (MISTRAL, Family.PHI3, GEMMA3_TEXT)
+    named = said.items("layer_types") if is_qwen or kind == GEMMA3_TEXT else []
     if named and (len(named) != layers or not all(isinstance(name, str) and name in LAYER_TYPES for name in named)):
         raise ModelRejected(
             f"{said.where}: layer_types must be {layers} of {' and '.join(LAYER_TYPES)}, not {quoted_value(named)}"
         )
+    if kind == GEMMA3_TEXT and not named:
+        pattern = said.whole("sliding_window_pattern", GEMMA3_PATTERN)
+        if pattern < 1:
+            raise ModelRejected(f"{said.where}: sliding_window_pattern must be at least 1, not {pattern}")
+        named = [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
     if is_qwen and not said.flag("use_sliding_window", False):
         if SLIDING in named:
             raise ModelRejected(f"{said.where}: layer_types must be without {SLIDING} if use_sliding_window is false")
@@ -110,11 +134,17 @@ def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
             )
         return ()
     window = said.whole("sliding_window", DEFAULT_WINDOW)
-    if not is_qwen:
+    if kind in (MISTRAL, Family.PHI3):
         return (window,) * layers
     full = said.whole("max_window_layers", DEFAULT_FULL_LAYERS)
     has_window = [name == SLIDING for name in named] or [layer >= full for layer in range(layers)]
     return tuple(window if found else None for found in has_window) if any(has_window) else ()
+
+
+def _embedding_scale(width: int) -> float:
+    """Return the root of the width as bf16, because transformers rounds it to the embedding's type."""
+    words = rounded_to_bf16(np.array([math.sqrt(min(max(width, 0), MAX_SIZE))], np.float32)).astype(np.uint32) << 16
+    return float(words.view(np.float32)[0])
 
 
 def _model_type(said: Members) -> str:

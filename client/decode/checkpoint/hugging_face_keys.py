@@ -1,8 +1,8 @@
 """The keys of config.json and generation_config.json, and the effect of each.
 
 The lists are those of transformers 5 and of 4.57, which wrote most of the existing files: PreTrainedConfig,
-LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig; and the keys that
-make close relatives of these families compute differently.
+Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig;
+and the keys that make close relatives of these families compute differently.
 """
 
 from typing import Final
@@ -238,6 +238,32 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
         **used("sliding_window", "partial_rotary_factor"),
         **no_effect("attention_bias", "use_sliding_window", _WINDOW[1]),
     },
+    # The `model_type` of Gemma 3 without images.
+    "gemma3_text": {
+        **_COMMON,
+        **_WITH_BIASES,
+        **used(
+            "sliding_window",
+            "sliding_window_pattern",
+            "layer_types",
+            "query_pre_attn_scalar",
+            "rope_local_base_freq",
+        ),
+        **refused("the activation of this family is GELU by tanh", {"hidden_activation": ("gelu_pytorch_tanh",)}),
+        **refused("the engine attends to what came before", {"use_bidirectional_attention": (False,)}),
+        # Gemma 2's, which Gemma 3's class still obeys.
+        **refused("the engine caps no logits", {"attn_logit_softcapping": (), "final_logit_softcapping": ()}),
+        # Its class has `hidden_activation` instead, reads the pattern without the underscore alone, and no scaling here
+        # needs the original context.
+        **no_effect(
+            "original_max_position_embeddings",
+            "hidden_act",
+            "mlp_bias",
+            "use_sliding_window",
+            _WINDOW[1],
+            "_sliding_window_pattern",
+        ),
+    },
 }
 """Keys of config.json, by the `model_type` that reads them."""
 
@@ -267,6 +293,13 @@ ROPE_KEYS: Final[KeyTable] = {
     ),
 }
 """Keys of config.json's rope_parameters, or rope_scaling."""
+
+LAYERED_ROPE_KEYS: Final[KeyTable] = {
+    **used("rope_theta", "rope_type", "type", "factor"),
+    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
+    **no_effect("finetuned"),
+}
+"""The same in an object of Gemma 3, for one kind of layers."""
 
 PHI3_ROPE_KEYS: Final[KeyTable] = {**ROPE_KEYS, **used("partial_rotary_factor")}
 """The same in a Phi-3, which turns parts of heads."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client.decode.checked_file import Members, quoted_value
-from gpulease.client.decode.checkpoint.hugging_face_keys import PHI3_ROPE_KEYS, ROPE_KEYS
+from gpulease.client.decode.checkpoint.hugging_face_keys import LAYERED_ROPE_KEYS, PHI3_ROPE_KEYS, ROPE_KEYS
 from gpulease.client.decode.checkpoint.rotary import long_attention_factor, yarn_attention_factor
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
@@ -12,11 +12,17 @@ from gpulease.client.decode.model_config import AnyScaling, LinearScaling, LongS
 from gpulease.client.texts import quoted
 
 DEFAULT_ROPE_THETA: Final = 10_000.0
+DEFAULT_GLOBAL_THETA: Final = 1_000_000.0
 DEFAULT_BETA_FAST: Final = 32.0
 DEFAULT_BETA_SLOW: Final = 1.0
 
 KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of `rope_type`."""
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+LAYERED_KINDS: Final = ("default", "linear")
+"""The kinds of layers of a Gemma 3, and values of `rope_type` of the first one."""
 
 PHI3_KINDS: Final = ("default", "longrope")
 PHI3_NAMES: Final = ("su", "yarn")
@@ -33,6 +39,7 @@ class Rotary:
     theta: float
     scaling: AnyScaling | None
     turned_width: int | None
+    local_theta: float | None = None
 
 
 def rotary_of(said: Members, head_width: int, *, is_phi3: bool) -> Rotary:
@@ -58,6 +65,41 @@ def rotary_of(said: Members, head_width: int, *, is_phi3: bool) -> Rotary:
     width = int(head_width * share)
     scaling = _scaling(said, inner, theta, width // 2, is_phi3=is_phi3)
     return Rotary(theta, scaling, None if width == head_width else width)
+
+
+def layered_rotary_of(said: Members) -> Rotary:
+    """Return the rotary embeddings of a Gemma 3: layers with a window have a base of their own, and no scaling.
+
+    The rule is Gemma3TextConfig's (convert_rope_params_to_dict): an object for each kind of layers, over which
+    `rope_scaling`, an older name for that of layers without a window, takes precedence.
+    """
+    parameters = said.object("rope_parameters") or Members({FULL: {}, SLIDING: {}}, said.where)
+    if wrong := [key for key in parameters.values if key not in (FULL, SLIDING)]:
+        raise ModelRejected(
+            f"{parameters.where}: {quoted(wrong[0])} must be in {FULL} or {SLIDING}, for the layers that it is of"
+        )
+    scaling, kinds = said.object("rope_scaling"), []
+    for kind in (FULL, SLIDING):
+        inner = parameters.object(kind) or Members({}, parameters.where)
+        if kind == FULL and scaling is not None:
+            inner = Members(inner.values | scaling.values, scaling.where)
+        kinds.append(judged(inner, LAYERED_ROPE_KEYS))
+    full, local = kinds
+    local_kind = local.text("rope_type", local.text("type", "default"))
+    if local_kind != "default":
+        raise ModelRejected(f"{local.where}: rope_type of {SLIDING} must be default, not {quoted(local_kind)}")
+    # transformers 4 scales by a rope_scaling with `type` alone, and transformers 5 does not.
+    if scaling is not None and scaling.values.get("rope_type") is None and scaling.values.get("type") is not None:
+        raise ModelRejected(f"{scaling.where}: rope_type is missing; versions of transformers read type differently")
+    kind = full.text("rope_type", full.text("type", "default"))
+    if kind not in LAYERED_KINDS:
+        raise ModelRejected(f"{full.where}: rope_type must be one of {', '.join(LAYERED_KINDS)}, not {quoted(kind)}")
+    return Rotary(
+        full.number("rope_theta", said.number("rope_theta", DEFAULT_GLOBAL_THETA)),
+        LinearScaling(_factor(full)) if kind == "linear" else None,
+        None,
+        local.number("rope_theta", said.number("rope_local_base_freq", DEFAULT_ROPE_THETA)),
+    )
 
 
 def _scaling(said: Members, scaling: Members, theta: float, pairs: int, *, is_phi3: bool) -> AnyScaling | None:

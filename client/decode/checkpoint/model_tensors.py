@@ -38,6 +38,9 @@ def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{at}self_attn.k_norm.weight", (config.head_width,)
         yield f"{at}self_attn.o_proj.weight", (width, queries)
         yield f"{at}post_attention_layernorm.weight", (width,)
+        if config.has_outer_norms:
+            yield f"{at}pre_feedforward_layernorm.weight", (width,)
+            yield f"{at}post_feedforward_layernorm.weight", (width,)
         yield f"{at}mlp.gate_proj.weight", (inner, width)
         yield f"{at}mlp.up_proj.weight", (inner, width)
         yield f"{at}mlp.down_proj.weight", (width, inner)

@@ -5,7 +5,7 @@ Hosts' own powers and cosines differ in their last bits, which shows in f32 at p
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
 from typing import Final
 
@@ -123,6 +123,13 @@ def frequencies_of(config: ModelConfig) -> Floats:
     base, width = Decimal(config.rope_theta), 2 * config.turned_pairs
     with localcontext(DIGITS):
         return np.array([float(base ** (Decimal(-i) / width)) for i in range(0, width, 2)])
+
+
+def local_rotary_tables(config: ModelConfig, begin: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the tables of layers with a window, where these have a base of their own: `local_rope_theta`."""
+    assert config.local_rope_theta is not None
+    local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+    return rotary_tables(local, rotation_of(local, end), begin, end)
 
 
 def rotary_tables(

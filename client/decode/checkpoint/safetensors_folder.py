@@ -25,9 +25,9 @@ from gpulease.client.decode.checkpoint.pooling import folder_pooling
 from gpulease.client.decode.checkpoint.quantized_weights import FileTensor, packed_tensors, quantization_of
 from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of, turned_order
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
-from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, reordered_heads, row_bytes
+from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, reordered_heads, row_bytes, with_one_added
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import Family, ModelConfig
 from gpulease.client.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
 from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.texts import quoted
@@ -87,6 +87,8 @@ class SafetensorsFolder:
             tensor = _tensor(name, shape, _type(name, kind, file), file, offset)
             if self.config.turned_width is not None and name.endswith(TURNED):
                 tensor = replace(tensor, read=reordered_heads(tensor.read, turned_order(self.config)))
+            if self.config.family is Family.GEMMA3 and name.endswith("norm.weight"):
+                tensor = with_one_added(tensor)
             self._tensors[name] = tensor
 
     def tensor(self, name: str) -> Tensor:

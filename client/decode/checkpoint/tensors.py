@@ -251,6 +251,15 @@ def awq_values(values: NDArray[np.uint8], scales: NDArray[np.float16], zeros: ND
         return ((unpacked - zeros[:, :, None]) * scales[:, :, None].astype(np.float32)).reshape(len(values), -1)
 
 
+def with_one_added(tensor: Tensor) -> Tensor:
+    """Return a tensor with 1 added to each value, in f32: norms' weights of Gemma are kept as their distance to 1."""
+
+    def read(begin: int, end: int) -> NDArray[np.uint8]:
+        return (tensor.f32(begin, end) + np.float32(1)).view(np.uint8)
+
+    return Tensor(tensor.name, tensor.shape, TensorType.F32, read)
+
+
 def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:
     # Imported late: a checkpoint without quantised tensors does not need gguf.
     from gguf import GGMLQuantizationType

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,10 +23,11 @@ from numpy.typing import NDArray
 from gpulease.client.aio import GpuSession, Stream
 from gpulease.client.decode.checkpoint.contract import Checkpoint
 from gpulease.client.decode.checkpoint.model_tensors import EMBEDDING, HEAD, NORM, layer_prefix
-from gpulease.client.decode.checkpoint.rotary import rotary_tables
+from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary_tables
 from gpulease.client.decode.checkpoint.tensor_file import FileRows
 from gpulease.client.decode.checkpoint.tensors import PACKED, Tensor, TensorType, plane_bytes
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
+from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.errors import AllocFailed, GpuLeaseError
 from gpulease.client.handles import Buffer
 
@@ -53,6 +55,9 @@ STEP_BYTES: Final = 512
 multiples of `STEP_BYTES`."""
 
 Planes = tuple[NDArray[Any], ...]
+
+_TablesMaker = Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]
+"""Returns the cosines and sines of positions [begin, end)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +222,13 @@ class _Loader:
             head = Linear(Layout.BF16, config.vocabulary, config.width, (embedding,))
         else:
             head = await self._linear(_linear_of((checkpoint.tensor(HEAD),), packed))
-        cosines, sines = [await self._alloc(_table_bytes(checkpoint, positions)) for _ in range(2)]
         # The tables are small and computed here, so they are written at once.
-        await self._write_tables(checkpoint, positions, cosines, sines)
+        rotation, local_tables = checkpoint.rotation(positions), None
+        cosines, sines = await self._tables(config, positions, partial(rotary_tables, config, rotation))
+        if config.local_rope_theta is not None:
+            local_tables = await self._tables(config, positions, partial(local_rotary_tables, config))
         self._chunks.put_nowait(None)
-        return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size)
+        return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size, local_tables)
 
     async def fill(self) -> None:
         """Copy all chunks, in order, as `load` queues them, while threads prepare up to AHEAD more."""
@@ -284,6 +291,8 @@ class _Loader:
             inner_norm=inner_norm,
             gate_up=await self._linear(parts["gate_up"]),
             down=await self._linear(parts["down"]),
+            attention_outer_norm=await vector("attention_outer_norm"),
+            inner_outer_norm=await vector("inner_outer_norm"),
         )
 
     async def _linear(self, target: _Target) -> Linear:
@@ -354,14 +363,16 @@ class _Loader:
         self._count(copy.size_bytes)
         return copy.stream
 
-    async def _write_tables(self, checkpoint: Checkpoint, positions: int, cosines: Buffer, sines: Buffer) -> None:
-        rotation = checkpoint.rotation(positions)
+    async def _tables(self, config: ModelConfig, positions: int, made: _TablesMaker) -> tuple[Buffer, Buffer]:
+        """Allocate tables of cosines and sines, and fill them by `made`, which has positions [begin, end)."""
+        size = _table_bytes(config, positions)
+        buffers = await self._alloc(size), await self._alloc(size)
         # In chunks: the f64 intermediates of a long context would take several times the tables' memory.
-        step = max(1, CHUNK_BYTES // (checkpoint.config.head_width // 2 * 8))
+        step = max(1, CHUNK_BYTES // (config.head_width // 2 * 8))
         for begin in range(0, positions, step):
-            tables = rotary_tables(checkpoint.config, rotation, begin, min(begin + step, positions))
-            for buffer, table in zip((cosines, sines), tables, strict=True):
+            for buffer, table in zip(buffers, made(begin, min(begin + step, positions)), strict=True):
                 await self._copy(buffer, begin * table.shape[1] * 4, table)
+        return buffers
 
     async def _copy(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         await self._session.mem_write(buffer, offset, values)
@@ -379,7 +390,8 @@ class _Loader:
 
 def _buffer_sizes(checkpoint: Checkpoint, packed: bool, positions: int) -> list[int]:
     sizes = [size for target in _model_targets(checkpoint, packed) for size in target.sizes]
-    return sizes + 2 * [_table_bytes(checkpoint, positions)]
+    pairs = 1 if checkpoint.config.local_rope_theta is None else 2
+    return sizes + 2 * pairs * [_table_bytes(checkpoint.config, positions)]
 
 
 def _model_targets(checkpoint: Checkpoint, packed: bool) -> Iterator[_Target]:
@@ -398,14 +410,19 @@ def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str
     def tensors(*names: str) -> tuple[Tensor, ...]:
         return tuple(checkpoint.tensor(f"{at}{name}") for name in names)
 
+    # Behind attention, Gemma 3 has the outer norm by the name that other families' inner norm has.
+    inner_norm = "pre_feedforward_layernorm.weight" if config.has_outer_norms else "post_attention_layernorm.weight"
     targets = {
         "attention_norm": _f32_of(*tensors("input_layernorm.weight")),
         "qkv": _linear_of(tensors(*(f"self_attn.{name}_proj.weight" for name in "qkv")), packed),
         "output": _linear_of(tensors("self_attn.o_proj.weight"), packed),
-        "inner_norm": _f32_of(*tensors("post_attention_layernorm.weight")),
+        "inner_norm": _f32_of(*tensors(inner_norm)),
         "gate_up": _linear_of(tensors("mlp.gate_proj.weight", "mlp.up_proj.weight"), packed),
         "down": _linear_of(tensors("mlp.down_proj.weight"), packed),
     }
+    if config.has_outer_norms:
+        targets["attention_outer_norm"] = _f32_of(*tensors("post_attention_layernorm.weight"))
+        targets["inner_outer_norm"] = _f32_of(*tensors("post_feedforward_layernorm.weight"))
     if config.has_bias:
         targets["qkv_bias"] = _f32_of(*tensors(*(f"self_attn.{name}_proj.bias" for name in "qkv")))
     if config.has_head_norm:
@@ -450,5 +467,5 @@ def _f32_vector(tensor: Tensor, begin: int, end: int) -> Planes:
     return (tensor.f32(0, 1)[0, begin:end],)
 
 
-def _table_bytes(checkpoint: Checkpoint, positions: int) -> int:
-    return positions * (checkpoint.config.head_width // 2) * 4
+def _table_bytes(config: ModelConfig, positions: int) -> int:
+    return positions * (config.head_width // 2) * 4

@@ -53,6 +53,8 @@ class LayerWeights:
         inner_norm: [width].
         gate_up: Rows of gate, then up.
         down: The projection back to `width`.
+        attention_outer_norm: [width], of the attention's output; None without one.
+        inner_outer_norm: [width], of what `down` gives; None without one.
     """
 
     attention_norm: Buffer
@@ -64,6 +66,8 @@ class LayerWeights:
     inner_norm: Buffer
     gate_up: Linear
     down: Linear
+    attention_outer_norm: Buffer | None = None
+    inner_outer_norm: Buffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class ModelWeights:
         cosines: [positions, head_width / 2] f32.
         sines: [positions, head_width / 2] f32.
         size_bytes: Memory that all of it takes.
+        local_tables: Cosines and sines of layers with a window, if they have a base of their own.
     """
 
     config: ModelConfig
@@ -89,3 +94,10 @@ class ModelWeights:
     cosines: Buffer
     sines: Buffer
     size_bytes: int
+    local_tables: tuple[Buffer, Buffer] | None = None
+
+    def tables(self, layer: int) -> tuple[Buffer, Buffer]:
+        """Return the cosines and sines of a layer."""
+        if self.local_tables is not None and self.config.is_local(layer):
+            return self.local_tables
+        return self.cosines, self.sines

@@ -258,25 +258,27 @@ class ForwardPass:
         """Yield the launches of a step of `rows` rows, in their order. A guided one reads `guides`, too."""
         config, b = self.weights.config, self._buffers
         width, limits = config.width, self.limits
+        scaled: dict[str, Value] = {} if config.embedding_scale is None else {"scale": config.embedding_scale}
         yield KernelLaunch(
-            "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"], results=b["results"],
-            tables=b["tables"], D=width, table_blocks=limits.table_blocks,
+            "embed_scaled" if scaled else "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"],
+            results=b["results"], tables=b["tables"], D=width, table_blocks=limits.table_blocks, **scaled,
         )  # fmt: skip
-        # The norm after a linear adds its parts to the residual, so it needs to know the linear before it. The first
-        # norm has none, because `embed` writes the residual itself.
+        # The norm after a linear adds its parts to the residual, so it needs to know the linear before it, and the
+        # outer norm of these parts. The first norm has none, because `embed` writes the residual itself.
         before: Linear | None = None
+        outer: Buffer | None = None
         for index, layer in enumerate(self.weights.layers):
             # Attention: norm, qkv, rotation and append, attend, output projection.
-            yield self._normalise(rows, layer.attention_norm, before)
+            yield self._normalise(rows, layer.attention_norm, before, outer)
             yield from self._attend(rows, index, layer)
             yield self._linear(layer.output, rows, "x")
             # Feed-forward: norm (which adds the attention's output), gate and up, down projection.
-            yield self._normalise(rows, layer.inner_norm, layer.output)
+            yield self._normalise(rows, layer.inner_norm, layer.output, layer.attention_outer_norm)
             yield from self._gate(rows, layer.gate_up)
             yield self._linear(layer.down, rows, "gated")
-            before = layer.down
+            before, outer = layer.down, layer.inner_outer_norm
         # The last norm adds the last layer's output; then the head, and the choice of tokens.
-        yield self._normalise(rows, self.weights.norm, before)
+        yield self._normalise(rows, self.weights.norm, before, outer)
         yield self._linear(self.weights.head, rows, "x", "logits")
         yield from self._sample(rows, is_guided=is_guided)
 
@@ -314,13 +316,17 @@ class ForwardPass:
             **logits, blocks=blocks,
         )  # fmt: skip
 
-    def _normalise(self, rows: int, weight: Buffer, before: Linear | None) -> KernelLaunch:
-        """Return the launch that adds the parts of the linear `before` to h, and writes h's norm to x."""
+    def _normalise(self, rows: int, weight: Buffer, before: Linear | None, outer: Buffer | None) -> KernelLaunch:
+        """Return the launch that adds the parts of the linear `before` to h, and writes h's norm to x.
+
+        With an `outer` norm, the parts' sum is normalised by it before it is added.
+        """
         b, width = self._buffers, self.weights.config.width
+        kind, more = ("add_rmsnorm", dict[str, Value]()) if outer is None else ("norm_add_rmsnorm", {"outer": outer})
         return KernelLaunch(
-            _norm_name(self.weights.config), (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
+            _norm_name(kind, self.weights.config), (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
             splits=_splits(before) if before else 0, stride=rows * width, D=width,
-            eps=self.weights.config.norm_epsilon,
+            eps=self.weights.config.norm_epsilon, **more,
         )  # fmt: skip
 
     def _attend(self, rows: int, index: int, layer: LayerWeights) -> Iterator[KernelLaunch]:
@@ -334,16 +340,17 @@ class ForwardPass:
         # kernel.
         rope = f"rope_append_{width}"
         programs = -(-(heads + 2 * key_heads) // manifest().kernels[rope].constants["HEADS"])
+        cosines, sines = self.weights.tables(index)
         yield KernelLaunch(
             rope, (rows, programs), q=b["q"], parts=b["parts"], bias=layer.qkv_bias,
-            q_norm=layer.q_norm, k_norm=layer.k_norm, cosines=self.weights.cosines, sines=self.weights.sines,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, cosines=cosines, sines=sines,
             rows=b["rows"], splits=_splits(layer.qkv), stride=rows * layer.qkv.rows, **place, H=heads, G=key_heads,
             has_bias=int(layer.qkv_bias is not None), has_norm=int(layer.q_norm is not None),
             eps=config.norm_epsilon,
         )  # fmt: skip
         read: dict[str, Value] = {
             "q": b["q"], "rows": b["rows"], "tables": b["tables"], **place, "table_blocks": limits.table_blocks,
-            "H": heads, "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
+            "H": heads, "G": key_heads, "scale": math.log2(math.e) / math.sqrt(config.score_divisor or width),
         }  # fmt: skip
         # Sequences within the window need no mask, and give the same bits without it.
         window = config.window(index, limits.positions)
@@ -365,18 +372,19 @@ class ForwardPass:
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
         """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""
         b, inner, splits = self._buffers, self.weights.config.inner_width, _splits(gate_up)
+        gate = self.weights.config.gate
         if gate_up.layout is Layout.BF16 and splits == 1:
             # Without parts the products are final, so the gate can be applied before they are written.
-            name = tile_of("linear_silu_bf16", self.target, rows, inner, 1)
+            name = tile_of(f"linear_{gate}_bf16", self.target, rows, inner, 1)
             (plane,) = gate_up.planes
             shape = {"R": rows, "F": inner, "K": gate_up.columns}
             yield KernelLaunch(name, grid_of(name, rows, inner), y=b["gated"], x=b["x"], w=plane, **shape)
             return
         yield self._linear(gate_up, rows, "x")
-        grid = (rows, -(-inner // manifest().kernels["silu"].constants["BLOCK_F"]))
+        grid = (rows, -(-inner // manifest().kernels[gate].constants["BLOCK_F"]))
         # Gate and up are one linear, so a row of its parts has both, gate first.
         stride = rows * 2 * inner
-        yield KernelLaunch("silu", grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
+        yield KernelLaunch(gate, grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
 
     def _linear(self, linear: Linear, rows: int, x: str, parts: str = "parts") -> KernelLaunch:
         """Return the launch that multiplies buffer `x` by a linear's weights, and writes the parts of its sums."""
@@ -402,12 +410,10 @@ def _scanned_blocks(config: ModelConfig) -> int:
     return -(-config.vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
 
 
-def _norm_name(config: ModelConfig) -> str:
-    """Return the name of the smallest norm kernel that reads a row in one block, or else of the largest one."""
+def _norm_name(kind: str, config: ModelConfig) -> str:
+    """Return the name of the smallest kernel `kind` that reads a row in one block, or else of the largest one."""
     blocks = sorted(
-        (facts.constants["BLOCK_D"], name)
-        for name, facts in manifest().kernels.items()
-        if name.startswith("add_rmsnorm_")
+        (facts.constants["BLOCK_D"], name) for name, facts in manifest().kernels.items() if facts.kernel == kind
     )
     return next((name for block, name in blocks if block >= config.width), blocks[-1][1])
 

@@ -100,11 +100,17 @@ def jobs() -> dict[str, Job]:
     """Return every kernel of the package by the name of its file."""
     s = triton_source
     scanned = "bests:f tokens:w totals:f"
-    norm = "x:b h:f parts:f weight:f splits stride D eps:fp32"
+    norm = "weight:f splits stride D eps:fp32"
     # Kernels that are independent of the model's shape: one file each.
     found = {
         "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
+        "embed_scaled": Job(
+            s.embed,
+            _types("h:f table:b rows:w results:w tables:w D table_blocks scale:fp32"),
+            {"BLOCK_D": 1024},
+        ),
         "silu": Job(s.silu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
+        "gelu": Job(s.gelu, _types("x:b parts:f splits stride F"), {"BLOCK_F": 512}, divisible=("stride", "F")),
         "scan": Job(s.scan, _types(f"{scanned} parts:f splits stride V blocks"), {"BLOCK_V": 2048}, warps=4),
         "sample": Job(
             s.sample,
@@ -137,7 +143,14 @@ def jobs() -> dict[str, Job]:
     # One function gives several files, one per tile. A file's name is the kernel's name in the manifest.
     for block, warps in NORM_BLOCKS.items():
         found[f"add_rmsnorm_{block}"] = Job(
-            s.add_rmsnorm, _types(norm), {"BLOCK_D": block}, warps, divisible=("stride", "D")
+            s.add_rmsnorm, _types(f"x:b h:f parts:f {norm}"), {"BLOCK_D": block}, warps, divisible=("stride", "D")
+        )
+        found[f"norm_add_rmsnorm_{block}"] = Job(
+            s.norm_add_rmsnorm,
+            _types(f"x:b h:f parts:f outer:f {norm}"),
+            {"BLOCK_D": block},
+            warps,
+            divisible=("stride", "D"),
         )
     # Linears in several tiles, and for cards of compute capability 9.0 in tiles with wgmma.
     for target, linear, silu in (
@@ -148,7 +161,9 @@ def jobs() -> dict[str, Job]:
         found |= {
             f"linear_bf16_{name}{suffix}": _linear(s.linear_bf16, "w:b", tile, target) for name, tile in linear.items()
         }
-        found |= {f"linear_silu_bf16_{name}{suffix}": _linear_silu(tile, target) for name, tile in silu.items()}
+        for name, tile in silu.items():
+            found[f"linear_silu_bf16_{name}{suffix}"] = _linear_gated(s.linear_silu_bf16, tile, target)
+            found[f"linear_gelu_bf16_{name}{suffix}"] = _linear_gated(s.linear_gelu_bf16, tile, target)
     for name, tile in QUANTISED_TILES.items():
         found[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
         found[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
@@ -166,11 +181,11 @@ def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
     return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
 
 
-def _linear_silu(tile: Tile, target: str) -> Job:
+def _linear_gated(function: Any, tile: Tile, target: str) -> Job:
     rows, columns, depth, stages, warps = tile
     constants = {"BM": rows, "BN": columns, "BK": depth}
     types = _types("y:b x:b w:b R F K")
-    return Job(triton_source.linear_silu_bf16, types, constants, warps, stages, ("F", "K"), target)
+    return Job(function, types, constants, warps, stages, ("F", "K"), target)
 
 
 def _attention_jobs(width: int) -> dict[str, Job]:

@@ -94,8 +94,20 @@ def gated(gate, up):
 
 
 @triton.jit
-def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexpr):
+def gelu_gated(gate, up):
+    """Return GELU(gate) * up, rounded to bf16, with GELU as its approximation by tanh has it.
+
+    0.5 (1 + tanh(u)) is 1 / (1 + e^-2u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
+    """
+    twice = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+    return (tl.div_rn(gate, 1.0 + exp2(twice * -LOG2_E)) * up).to(tl.bfloat16)
+
+
+@triton.jit
+def embed(h, table, rows, results, tables, D, table_blocks, scale, BLOCK_D: tl.constexpr):
     """Look up each row's token, and write its block into its sequence's block table.
+
+    With a `scale` (not None), the token's values are multiplied by it.
 
     A row's token is in its record, or, while the host does not know it yet, in the result of the row SOURCE of the
     step before.
@@ -117,7 +129,10 @@ def embed(h, table, rows, results, tables, D, table_blocks, BLOCK_D: tl.constexp
         c = d + tl.arange(0, BLOCK_D)
         # A padded row (position -1) gets zeros, and so never reads a token from a record that was not filled in.
         v = tl.load(table + token.to(tl.int64) * D + c, mask=(c < D) & (position >= 0), other=0.0)
-        tl.store(h + row * D + c, v.to(tl.float32), mask=c < D)
+        if scale is None:
+            tl.store(h + row * D + c, v.to(tl.float32), mask=c < D)
+        else:
+            tl.store(h + row * D + c, v.to(tl.float32) * scale, mask=c < D)
 
 
 @triton.jit
@@ -167,6 +182,49 @@ def add_rmsnorm(x, h, parts, weight, splits, stride, D, eps, BLOCK_D: tl.constex
 
 
 @triton.jit
+def norm_add_rmsnorm(x, h, parts, outer, weight, splits, stride, D, eps, BLOCK_D: tl.constexpr):
+    """Normalise a linear's parts, add the result to the residual h, in place, and normalise that.
+
+    h += sum / rms(sum) * outer, and x = bf16(h / rms(h) * weight). A row of one block stays in registers; of a wider
+    one, the parts are read twice and h, too.
+    """
+    row = tl.program_id(0)
+    c = tl.arange(0, BLOCK_D)
+    if D <= BLOCK_D:
+        m = c < D
+        w = tl.load(weight + c, mask=m, other=0.0)
+        o = tl.load(outer + c, mask=m, other=0.0)
+        before = tl.load(h + row * D + c, mask=m, other=0.0)
+        v = added(parts, splits, stride, row * D + c, m)
+        v = before + v * norm_scale(v * v, D, eps) * o
+        tl.store(h + row * D + c, v, mask=m)
+        scale = norm_scale(v * v, D, eps)
+        tl.store(x + row * D + c, (v * scale * w).to(tl.bfloat16), mask=m)
+    else:
+        # First pass: the squares of the parts' sums, lane by lane in ascending blocks.
+        squares = tl.zeros((BLOCK_D,), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            v = added(parts, splits, stride, row * D + d + c, d + c < D)
+            squares += v * v
+        scale = norm_scale(squares, D, eps)
+        # Second pass: update the residual, and add its squares.
+        squares = tl.zeros((BLOCK_D,), tl.float32)
+        for d in range(0, D, BLOCK_D):
+            at, m = row * D + d + c, d + c < D
+            o = tl.load(outer + d + c, mask=m, other=0.0)
+            v = added(parts, splits, stride, at, m) * scale * o
+            v = tl.load(h + at, mask=m, other=0.0) + v
+            tl.store(h + at, v, mask=m)
+            squares += v * v
+        scale = norm_scale(squares, D, eps)
+        for d in range(0, D, BLOCK_D):
+            at, m = row * D + d + c, d + c < D
+            v = tl.load(h + at, mask=m, other=0.0) * scale
+            w = tl.load(weight + d + c, mask=m, other=0.0)
+            tl.store(x + at, (v * w).to(tl.bfloat16), mask=m)
+
+
+@triton.jit
 def rows_tile(x, r, k, R, K, end):
     """A tile [rows, columns] of x [R, K], up to the column `end`."""
     return tl.load(x + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < end)[None, :], other=0.0)
@@ -198,13 +256,8 @@ def linear_bf16(parts, x, w, R, N, K, chunk, BM: tl.constexpr, BN: tl.constexpr,
 
 
 @triton.jit
-def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Multiply by gate and up, the halves of w [2 F, K], and gate the products, in one pass; y [R, F] bf16.
-
-    Its bits are those of linear_bf16 in one part, and of `silu` behind it.
-    """
-    r = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+def gate_and_up(x, w, r, n, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Return a tile of x times gate, and of x times up, the halves of w [2 F, K]."""
     gate = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
@@ -216,7 +269,28 @@ def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: t
         # Both sums run over K in one part, in ascending order, as the two separate kernels' would.
         gate = tl.dot(a, tl.load(w + at, mask=m, other=0.0), gate)
         up = tl.dot(a, tl.load(w + F.to(tl.int64) * K + at, mask=m, other=0.0), up)
+    return gate, up
+
+
+@triton.jit
+def linear_silu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Multiply by gate and up, the halves of w [2 F, K], and gate the products, in one pass; y [R, F] bf16.
+
+    Its bits are those of linear_bf16 in one part, and of `silu` behind it.
+    """
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    gate, up = gate_and_up(x, w, r, n, R, F, K, BM, BN, BK)
     tl.store(y + r[:, None] * F + n[None, :], gated(gate, up), mask=(r < R)[:, None] & (n < F)[None, :])
+
+
+@triton.jit
+def linear_gelu_bf16(y, x, w, R, F, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_silu_bf16 with `gelu_gated`; its bits are those of linear_bf16 in one part, and of `gelu` behind it."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    gate, up = gate_and_up(x, w, r, n, R, F, K, BM, BN, BK)
+    tl.store(y + r[:, None] * F + n[None, :], gelu_gated(gate, up), mask=(r < R)[:, None] & (n < F)[None, :])
 
 
 @triton.jit
@@ -589,6 +663,17 @@ def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
     gate = added(parts, splits, stride, row * 2 * F + c, m)
     up = added(parts, splits, stride, row * 2 * F + F + c, m)
     tl.store(x + row * F + c, gated(gate, up), mask=m)
+
+
+@triton.jit
+def gelu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
+    """Do what `silu` does, with `gelu_gated`."""
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    m = c < F
+    gate = added(parts, splits, stride, row * 2 * F + c, m)
+    up = added(parts, splits, stride, row * 2 * F + F + c, m)
+    tl.store(x + row * F + c, gelu_gated(gate, up), mask=m)
 
 
 @triton.jit

@@ -25,7 +25,15 @@ SETTINGS: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 TEMPLATE: Final = "chat_template.jinja"
 
-BEGINNING_CLASSES: Final = ("", "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
+BEGINNING_CLASSES: Final = (
+    "",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "CodeLlamaTokenizer",
+    "CodeLlamaTokenizerFast",
+    "GemmaTokenizer",
+    "GemmaTokenizerFast",
+)
 """Classes that rebuild the post-processor from the settings; "" if the settings name no class."""
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
@@ -47,9 +55,9 @@ def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
 def folder_begin_token(folder: Path) -> int | None:
     """Return the token that the tokenizer puts before a text; None if it puts none.
 
-    tokenizer.json's post-processor decides it. Llama's classes rebuild that if the settings have `add_bos_token`
-    (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5, ignore the setting. Raises
-    ModelRejected for processing of a text that the engine does not do.
+    tokenizer.json's post-processor decides it. Llama's and Gemma's classes rebuild that if the settings have
+    `add_bos_token` (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5, ignore the
+    setting. Raises ModelRejected for processing of a text that the engine does not do.
     """
     path = folder / TOKENIZER
     if not path.exists():

@@ -17,7 +17,7 @@ from gpulease.client.decode.model_config import ModelConfig
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
 from helpers.decode.mixed_schedules import schedules
-from helpers.decode.random_models import BIASED, HEAD_NORMS, SHARED_KEYS, TINY, WIDE, WINDOWS
+from helpers.decode.random_models import BIASED, GEMMA, GEMMA_IN_PARTS, HEAD_NORMS, SHARED_KEYS, TINY, WIDE, WINDOWS
 from helpers.made_models import LLAMA, write_folder
 from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
 
@@ -129,6 +129,8 @@ def test_packed_weights_have_the_bits_of_their_values_as_bf16(
     [
         pytest.param(SHARED_KEYS, id="64 wide, 3 a key"),
         pytest.param(WINDOWS, id="windows"),
+        pytest.param(GEMMA, id="Gemma 3"),
+        pytest.param(GEMMA_IN_PARTS, id="Gemma 3, sums in parts"),
         pytest.param(HEAD_NORMS, id="128 wide, norms of heads", marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,12 @@ from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES, GGUF_KEYS
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
-from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, ROPE_KEYS
+from gpulease.client.decode.checkpoint.hugging_face_keys import (
+    CONFIG_KEYS,
+    GENERATION_KEYS,
+    LAYERED_ROPE_KEYS,
+    ROPE_KEYS,
+)
 from gpulease.client.decode.checkpoint.quantized_weights import quantization_of
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import Effect, KeyTable, find_key, judged
@@ -131,11 +136,39 @@ PHI3_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
 }
 
 
+GLOBAL_LINEAR: Final = {"rope_type": "linear", "factor": 4.0}
+GEMMA3_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
+    "sliding_window": after(sliding_window=16),
+    "sliding_window_pattern": (
+        {"layer_types": None, "sliding_window_pattern": 2},
+        {"layer_types": None, "sliding_window_pattern": 1},
+    ),
+    "layer_types": after(layer_types=["full_attention", "sliding_attention"]),
+    "query_pre_attn_scalar": after(query_pre_attn_scalar=64),
+    "rope_local_base_freq": after(rope_local_base_freq=20_000.0),
+    "rope_scaling": after(rope_scaling=GLOBAL_LINEAR),
+    "rope_parameters": after(rope_parameters={"full_attention": GLOBAL_LINEAR}),
+}
+NO_LLAMA_3: Final = ("original_max_position_embeddings",)
+"""Keys of scalings that a Gemma 3 may not have."""
+
+MODEL_TYPES: Final = {Family.GEMMA3: "gemma3_text"}
+"""Where config.json has another name of a family."""
+
+
 def config_kind(family: Family) -> Kind:
     base = config_json(FOLDER_MODELS[family])
-    more = {Family.LLAMA: {}, Family.QWEN2: QWEN_CHANGES, Family.QWEN3: QWEN_CHANGES, Family.PHI3: PHI3_CHANGES}
-    tied = {"tie_word_embeddings": after(tie_word_embeddings=not base["tie_word_embeddings"])}
-    return Kind(CONFIG_KEYS[family], load_config, base, CONFIG_CHANGES | tied | more[family])
+    more = {
+        Family.LLAMA: {},
+        Family.QWEN2: QWEN_CHANGES,
+        Family.QWEN3: QWEN_CHANGES,
+        Family.PHI3: PHI3_CHANGES,
+        Family.GEMMA3: GEMMA3_CHANGES,
+    }
+    changes = CONFIG_CHANGES | {"tie_word_embeddings": after(tie_word_embeddings=not base["tie_word_embeddings"])}
+    if family is Family.GEMMA3:
+        changes = {key: change for key, change in changes.items() if key not in NO_LLAMA_3}
+    return Kind(CONFIG_KEYS[MODEL_TYPES.get(family, family)], load_config, base, changes | more[family])
 
 
 def load_generation(said: Said) -> Any:
@@ -164,6 +197,18 @@ ROPE_CHANGES: Final = {
     "truncate": (YARN, YARN | {"truncate": False}),
     "short_factor": (LONG, LONG | {"short_factor": [3.0] * 32}),
     "long_factor": (LONG, LONG | {"long_factor": [3.0] * 32}),
+}
+
+
+def load_layered_rope(said: Said) -> Any:
+    return load_config(config_json(FOLDER_MODELS["gemma3"]) | {"rope_parameters": {"full_attention": said}})
+
+
+LAYERED_ROPE_CHANGES: Final = {
+    "rope_theta": after(rope_theta=2e6),
+    "rope_type": after(rope_type="yarn"),
+    "type": ({"rope_type": None}, {"rope_type": None, "type": "linear"}),
+    "factor": after(factor=8.0),
 }
 
 
@@ -352,6 +397,7 @@ GGUF_CHANGES: Final = {
 KINDS: Final = {
     **{f"config.json of {family}": config_kind(family) for family in Family},
     "rope_parameters": Kind(ROPE_KEYS, load_rope, STRETCHED, ROPE_CHANGES),
+    "rope_parameters of Gemma 3": Kind(LAYERED_ROPE_KEYS, load_layered_rope, GLOBAL_LINEAR, LAYERED_ROPE_CHANGES),
     "generation_config.json": Kind(GENERATION_KEYS, load_generation, {}, {"eos_token_id": after(eos_token_id=[3, 5])}),
     "tokenizer.json": Kind(
         TOKENIZER_KEYS, lambda said: load_folder(said, {}), TOKENIZER, TOKENIZER_CHANGES, TOKENIZER_SAMPLES
@@ -445,9 +491,9 @@ def test_the_keys_of_the_gguf_library_are_known(family: Family, group: str) -> N
 @pytest.mark.parametrize("family", Family)
 def test_the_keys_of_transformers_are_known(family: Family) -> None:
     transformers = pytest.importorskip("transformers")
-    kind = f"{family.capitalize()}Config"
+    kind = {Family.GEMMA3: "Gemma3TextConfig"}.get(family, f"{family.capitalize()}Config")
     for name in (*getattr(transformers, kind)().to_dict(), "rope_scaling", "rope_theta"):
-        assert name in CONFIG_KEYS[family], name
+        assert name in CONFIG_KEYS[MODEL_TYPES.get(family, family)], name
     for name in transformers.GenerationConfig().to_dict():
         assert name in GENERATION_KEYS, name
     for name in transformers.modeling_rope_utils.RopeParameters.__annotations__:

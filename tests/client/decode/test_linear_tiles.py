@@ -5,7 +5,15 @@ import pytest
 from gpulease.client.decode.engine.kernel_library import manifest
 from gpulease.client.decode.engine.linear_tiles import SM_80, SM_90A, target_of, tile_of
 
-FUNCTIONS = ("linear_bf16", "linear_silu_bf16", "linear_q8_0", "linear_q4_k", "linear_fp8", "linear_awq")
+FUNCTIONS = (
+    "linear_bf16",
+    "linear_silu_bf16",
+    "linear_gelu_bf16",
+    "linear_q8_0",
+    "linear_q4_k",
+    "linear_fp8",
+    "linear_awq",
+)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

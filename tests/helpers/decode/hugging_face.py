@@ -17,6 +17,7 @@ CLASSES = {
     Family.QWEN2: "Qwen2ForCausalLM",
     Family.QWEN3: "Qwen3ForCausalLM",
     Family.PHI3: "Phi3ForCausalLM",
+    Family.GEMMA3: "Gemma3ForCausalLM",
 }
 MAX_BATCH = 64
 IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
@@ -25,9 +26,10 @@ IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("torc
 def config_json(config: ModelConfig) -> dict[str, Any]:
     # A Llama with windows is a Mistral.
     is_mistral = config.family is Family.LLAMA and bool(config.windows)
+    is_gemma = config.family is Family.GEMMA3
     told: dict[str, Any] = {
         "architectures": ["MistralForCausalLM" if is_mistral else CLASSES[config.family]],
-        "model_type": "mistral" if is_mistral else str(config.family),
+        "model_type": "mistral" if is_mistral else "gemma3_text" if is_gemma else str(config.family),
         "attention_bias": False,
         "bos_token_id": config.begin_token,
         "eos_token_id": config.end_tokens[0],
@@ -48,6 +50,14 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     if config.family is Family.PHI3:
         # Its class's default is another token, beyond these vocabularies.
         told["pad_token_id"] = config.end_tokens[0]
+    if is_gemma:
+        del told["hidden_act"]
+        told |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": int(config.score_divisor or 0),
+            "rope_local_base_freq": config.local_rope_theta,
+            "layer_types": [f"{'full' if window is None else 'sliding'}_attention" for window in config.windows],
+        }
     if config.turned_width is not None:
         told["partial_rotary_factor"] = config.turned_width / config.head_width
     if config.windows:
@@ -105,6 +115,10 @@ class Transformers:
         torch.backends.cuda.matmul.allow_tf32 = False
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        embedding = model.get_input_embeddings()
+        if hasattr(embedding, "embed_scale"):
+            # Of a model in bf16, as the files are, transformers rounds it.
+            embedding.embed_scale.copy_(embedding.embed_scale.to(torch.bfloat16))
         self._model = model.to(self._device).eval()
 
     def logits(self, token_ids: list[int]) -> Logits:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import gpulease.client.decode
 from gpulease.client.decode.model_config import (
     Family,
+    Gate,
     LinearScaling,
     LongScaling,
     ModelConfig,
@@ -133,7 +134,8 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
     for name, shape in shapes_of(config).items():
         values = random.standard_normal(shape)
         if "norm" in name:
-            values = 1 + values / 4
+            # Gemma's files have the weights' distance to 1.
+            values = values / 4 + (config.family is not Family.GEMMA3)
         elif name.endswith("bias"):
             values /= 2
         else:
@@ -171,6 +173,26 @@ FOLDER_MODELS = SMALL_MODELS | {
     "mistral": replace(SMALL_LLAMA, windows=(20, 20)),
     "qwen2 with windows": replace(
         SMALL_MODELS["qwen2"], width=160, heads=2, key_heads=2, head_width=80, windows=(None, 17)
+    ),
+    "gemma3": replace(
+        SMALL_LLAMA,
+        family=Family.GEMMA3,
+        layers=3,
+        width=288,
+        heads=3,
+        key_heads=1,
+        head_width=96,
+        inner_width=416,
+        rope_theta=1e6,
+        rope_scaling=LinearScaling(8.0),
+        norm_epsilon=1e-6,
+        has_head_norm=True,
+        windows=(17, None, 17),
+        gate=Gate.GELU,
+        has_outer_norms=True,
+        embedding_scale=17.0,
+        score_divisor=80.0,
+        local_rope_theta=10_000.0,
     ),
     "256 wide": replace(SMALL_LLAMA, layers=1, heads=2, key_heads=1, head_width=256),
 }

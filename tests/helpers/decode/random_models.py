@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, Gate, LinearScaling, ModelConfig
 
 TINY: Final = ModelConfig(
     family=Family.LLAMA,
@@ -34,6 +34,27 @@ HEAD_NORMS: Final = replace(SMALL, family=Family.QWEN3, head_width=128, has_head
 
 WINDOWS: Final = replace(SMALL, layers=2, windows=(None, 5))
 """A layer that sees all positions, and one that sees five."""
+
+GEMMA: Final = replace(
+    SMALL,
+    family=Family.GEMMA3,
+    layers=3,
+    width=96,
+    head_width=256,
+    is_tied=True,
+    rope_scaling=LinearScaling(8.0),
+    has_head_norm=True,
+    windows=(21, None, 21),
+    gate=Gate.GELU,
+    has_outer_norms=True,
+    embedding_scale=9.8125,
+    score_divisor=168.0,
+    local_rope_theta=500.0,
+)
+"""Gemma 3's layers; gate and up are one pass."""
+
+GEMMA_IN_PARTS: Final = replace(GEMMA, layers=2, width=1056, inner_width=1024, head_width=32, windows=(21, None))
+"""The same with sums in parts, and norms of rows that some blocks do not hold."""
 
 WIDTHS: Final = {f"heads {width} wide": replace(SMALL, head_width=width) for width in (80, 96, 256)}
 WINDOWED: Final = {

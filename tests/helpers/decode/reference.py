@@ -5,12 +5,20 @@ Tensors have the names and layouts of Hugging Face's files. In f64 the same code
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpulease.client.decode.model_config import LinearScaling, LongScaling, ModelConfig, YarnScaling
+from gpulease.client.decode.model_config import (
+    Family,
+    Gate,
+    LinearScaling,
+    LongScaling,
+    ModelConfig,
+    YarnScaling,
+)
 
 Array = npt.NDArray[np.floating[Any]]
 Tensors = Mapping[str, npt.NDArray[np.float32]]
@@ -41,7 +49,10 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[HEAD] = (config.vocabulary, config.width)
     for number in range(config.layers):
         layer = f"model.layers.{number}"
-        shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (config.width,)
+        norms = ["input", "post_attention"]
+        if config.has_outer_norms:
+            norms += ["pre_feedforward", "post_feedforward"]
+        shapes |= {f"{layer}.{name}_layernorm.weight": (config.width,) for name in norms}
         for name, shape in linears_of(config).items():
             shapes[f"{layer}.{name}.weight"] = shape
             if config.has_bias and name[-6] in "qkv":
@@ -91,7 +102,17 @@ def _normed(values: Array, weight: Array, epsilon: float) -> Array:
     return normed
 
 
-def _turned(heads: Array, config: ModelConfig, *, is_long: bool) -> Array:
+def _gelu(values: Array) -> Array:
+    """GELU as its approximation by tanh has it."""
+    root = values.dtype.type(math.sqrt(2 / math.pi))
+    shares: Array = (1 + np.tanh(root * (values + values.dtype.type(0.044715) * values**3))) / 2
+    return values * shares
+
+
+def _turned(heads: Array, config: ModelConfig, *, is_long: bool, is_local: bool) -> Array:
+    if is_local:
+        assert config.local_rope_theta is not None
+        config = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
     angles = np.outer(np.arange(len(heads)), frequencies(config, is_long=is_long))[:, None]
     scaling = config.rope_scaling
     factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
@@ -127,10 +148,12 @@ class Reference:
     def rows(self, token_ids: Sequence[int]) -> Array:
         """The rows [tokens, width] behind the last norm, of every position."""
         values = self._tensors[EMBEDDING][np.asarray(token_ids)]
+        if self._config.embedding_scale is not None:
+            values = values * values.dtype.type(self._config.embedding_scale)
         for number in range(self._config.layers):
             windows = self._config.windows
             values = self._layer(f"model.layers.{number}", values, windows[number] if windows else None)
-        return _normed(values, self._tensors[NORM], self._config.norm_epsilon)
+        return self._normed(NORM, values)
 
     def logits(self, token_ids: Sequence[int]) -> Array:
         """Logits [tokens, vocabulary] of every position."""
@@ -149,12 +172,25 @@ class Reference:
         return outputs
 
     def _layer(self, layer: str, values: Array, window: int | None) -> Array:
-        epsilon = self._config.norm_epsilon
-        normed = _normed(values, self._tensors[f"{layer}.input_layernorm.weight"], epsilon)
-        values = values + self._attended(layer, normed, window)
-        normed = _normed(values, self._tensors[f"{layer}.post_attention_layernorm.weight"], epsilon)
-        gate, up = self._linear(f"{layer}.mlp.gate_proj", normed), self._linear(f"{layer}.mlp.up_proj", normed)
-        return values + self._linear(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        attended = self._attended(layer, self._normed(f"{layer}.input_layernorm.weight", values), window)
+        if not self._config.has_outer_norms:
+            values = values + attended
+            return values + self._inner(layer, self._normed(f"{layer}.post_attention_layernorm.weight", values))
+        values = values + self._normed(f"{layer}.post_attention_layernorm.weight", attended)
+        inner = self._inner(layer, self._normed(f"{layer}.pre_feedforward_layernorm.weight", values))
+        return values + self._normed(f"{layer}.post_feedforward_layernorm.weight", inner)
+
+    def _normed(self, name: str, values: Array) -> Array:
+        weight = self._tensors[name]
+        # Gemma's files have the weights' distance to 1.
+        return _normed(
+            values, 1 + weight if self._config.family is Family.GEMMA3 else weight, self._config.norm_epsilon
+        )
+
+    def _inner(self, layer: str, values: Array) -> Array:
+        gate, up = self._linear(f"{layer}.mlp.gate_proj", values), self._linear(f"{layer}.mlp.up_proj", values)
+        gated = _gelu(gate) if self._config.gate is Gate.GELU else gate / (1 + np.exp(-gate))
+        return self._linear(f"{layer}.mlp.down_proj", gated * up)
 
     def _linear(self, name: str, values: Array) -> Array:
         projected: Array = self.kept(values) @ self._tensors[f"{name}.weight"].T
@@ -165,17 +201,21 @@ class Reference:
         """q, k or v as [positions, heads, head width], normalised where the family does."""
         heads = self._linear(f"{layer}.self_attn.{name}_proj", values)
         heads = heads.reshape(len(values), -1, self._config.head_width)
-        norm = self._tensors.get(f"{layer}.self_attn.{name}_norm.weight")
-        return heads if norm is None else _normed(heads, norm, self._config.norm_epsilon)
+        norm = f"{layer}.self_attn.{name}_norm.weight"
+        return self._normed(norm, heads) if norm in self._tensors else heads
 
     def _attended(self, layer: str, values: Array, window: int | None) -> Array:
         count, group = len(values), self._config.heads // self._config.key_heads
+        is_local = window is not None and self._config.local_rope_theta is not None
         q, k = (
-            self.kept(_turned(self._heads(layer, name, values), self._config, is_long=self.is_long)) for name in "qk"
+            self.kept(_turned(self._heads(layer, name, values), self._config, is_long=self.is_long, is_local=is_local))
+            for name in "qk"
         )
         k = k.repeat(group, 1)
         v = self.kept(self._heads(layer, "v", values)).repeat(group, 1)
-        scores = np.einsum("ihd,jhd->hij", q, k) / values.dtype.type(math.sqrt(self._config.head_width))
+        scores = np.einsum("ihd,jhd->hij", q, k) / values.dtype.type(
+            math.sqrt(self._config.score_divisor or self._config.head_width)
+        )
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
         if window is not None:
             scores[:, np.tril(np.ones((count, count), bool), -window)] = -np.inf

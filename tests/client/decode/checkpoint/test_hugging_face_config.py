@@ -16,7 +16,7 @@ from gpulease.client.decode.model_config import (
     RopeScaling,
     YarnScaling,
 )
-from helpers.made_models import FOLDER_MODELS, LLAMA, PHI3, QWEN2, QWEN3, config_json
+from helpers.made_models import FOLDER_MODELS, GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, config_json
 
 STRETCHED: Final = {
     "rope_type": "llama3",
@@ -156,8 +156,11 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"model_type": "gemma2"}, "model_type must be one of llama, qwen2, qwen3, mistral, phi3, not 'gemma2'"),
-        ({"model_type": "gemma3_text"}, "model_type must be .* not 'gemma3_text'"),
+        (
+            {"model_type": "gemma2"},
+            "model_type must be one of llama, qwen2, qwen3, mistral, phi3, gemma3_text, not 'gemma2'",
+        ),
+        ({"model_type": "gemma3n_text"}, "model_type must be .* not 'gemma3n_text'"),
         ({"model_type": "qwen3_moe"}, "model_type must be .* not 'qwen3_moe'"),
         ({"model_type": None}, "model_type must be one of .*, not ''"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .*Classification"),
@@ -331,6 +334,86 @@ def test_a_phi_3_s_original_context_is_next_to_its_scaling() -> None:
 def test_what_a_phi_3_may_not_say(says: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelRejected, match=sentence):
         read(config_json(PHI3) | says)
+
+
+GEMMA3_SAYS: Final = config_json(GEMMA3) | {"eos_token_id": 1}
+GLOBAL: Final = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+
+
+def test_what_a_gemma_3_leaves_out_is_as_in_transformers() -> None:
+    left_out = (
+        "num_key_value_heads", "head_dim", "eos_token_id", "rope_theta", "rope_local_base_freq", "layer_types",
+        "sliding_window", "query_pre_attn_scalar", "tie_word_embeddings", "rms_norm_eps", "hidden_activation",
+    )  # fmt: skip
+    said = {key: value for key, value in GEMMA3_SAYS.items() if key not in left_out} | {"num_hidden_layers": 13}
+    assert read(said) == replace(
+        GEMMA3,
+        layers=13,
+        key_heads=4,
+        head_width=256,
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        norm_epsilon=1e-6,
+        score_divisor=256.0,
+        windows=(*(4096,) * 5, None, *(4096,) * 5, None, 4096),
+    )
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_parameters": {"full_attention": GLOBAL, "sliding_attention": {"rope_theta": 5e3}}},
+        {"rope_local_base_freq": 5e3, "rope_parameters": {"full_attention": GLOBAL, "sliding_attention": None}},
+        {"rope_theta": 1e6, "rope_parameters": {"full_attention": {"type": "linear", "factor": 8}}},
+    ],
+)
+def test_each_spelling_of_a_gemma_3_s_rotary_embeddings(says: dict[str, Any]) -> None:
+    said = {key: value for key, value in GEMMA3_SAYS.items() if key != "rope_theta"}
+    if "sliding_attention" in says.get("rope_parameters", {}) and "rope_local_base_freq" not in says:
+        del said["rope_local_base_freq"]
+    assert read(said | says) == replace(GEMMA3, rope_theta=1e6, rope_scaling=LinearScaling(8.0))
+
+
+def test_a_gemma_3_s_embedding_is_scaled_by_the_root_of_its_width_as_bf16() -> None:
+    assert read(GEMMA3_SAYS | {"hidden_size": 1152}).embedding_scale == 34.0
+    assert read(GEMMA3_SAYS | {"hidden_size": 3840}).embedding_scale == 62.0
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"model_type": "gemma3"}, "model_type must be one of .*gemma3_text, not 'gemma3'"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not .Gemma3ForCausalLM."),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is '30.0'; the engine caps no logits"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is '50.0'; the engine caps no logits"),
+        ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; the activation of this family is GELU by tanh"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is 'True'; the engine attends to what ca"),
+        ({"attention_bias": True}, "attention_bias is 'True'"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, not 0.0"),
+        ({"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar must be a number"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be 2 of full_attention and sliding_attention"),
+        ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, not 0"),
+        ({"sliding_window": None}, "sliding_window must be a number of positions if layer_types has sliding"),
+        ({"rope_local_base_freq": -1.0}, "base must be positive and finite, not -1.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_type is missing; versions of transformers read"),
+        ({"rope_scaling": STRETCHED}, "rope_type must be one of default, linear, not 'llama3'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_parameters": GLOBAL}, "'rope_type' must be in full_attention or sliding_attention"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type of sliding_attention must be default, not 'linear'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor is '0.5'; the engine turns whole heads",
+        ),
+        ({"num_experts": 8}, "num_experts is '8'"),
+    ],
+)
+def test_what_a_gemma_3_may_not_say(says: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=sentence):
+        read(GEMMA3_SAYS | says)
 
 
 def test_what_a_mistral_leaves_out_is_as_in_transformers() -> None:

@@ -22,7 +22,7 @@ from gpulease.client.decode.checkpoint import (
     open_model,
     size_bytes,
 )
-from gpulease.client.decode.checkpoint.rotary import rotary_tables
+from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary_tables
 from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.decode.checkpoint.weights import Layout, Linear, ModelWeights
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -93,7 +93,14 @@ async def check_loaded(
         await check_linear(session, layer.gate_up, checkpoint, mlp[:2], of["gate_up"])
         await check_linear(session, layer.down, checkpoint, mlp[2:], of["down"])
         await check_f32(session, layer.attention_norm, checkpoint, f"{at}input_layernorm.weight")
-        await check_f32(session, layer.inner_norm, checkpoint, f"{at}post_attention_layernorm.weight")
+        inner_norm = "pre_feedforward" if config.has_outer_norms else "post_attention"
+        await check_f32(session, layer.inner_norm, checkpoint, f"{at}{inner_norm}_layernorm.weight")
+        outer = (layer.attention_outer_norm, layer.inner_outer_norm)
+        for buffer, name in zip(outer, ("post_attention", "post_feedforward"), strict=True):
+            if config.has_outer_norms:
+                await check_f32(session, buffer, checkpoint, f"{at}{name}_layernorm.weight")
+            else:
+                assert buffer is None
         if config.has_bias:
             await check_f32(session, layer.qkv_bias, checkpoint, *(f"{name}.bias" for name in qkv))
         if config.has_head_norm:
@@ -106,7 +113,16 @@ async def check_loaded(
     else:
         await check_linear(session, weights.head, checkpoint, ["lm_head.weight"], of["head"])
     tables = rotary_tables(config, checkpoint.rotation(POSITIONS), 0, POSITIONS)
-    for buffer, table in zip((weights.cosines, weights.sines), tables, strict=True):
+    buffers = (weights.cosines, weights.sines)
+    if weights.local_tables is not None:
+        # The first layer has a window, and the second has none.
+        assert [weights.tables(layer) for layer in range(2)] == [weights.local_tables, buffers]
+        tables, buffers = (
+            (*tables, *local_rotary_tables(config, 0, POSITIONS)),
+            (*buffers, *weights.local_tables),
+        )
+    assert len(tables) == (2 if config.local_rope_theta is None else 4)
+    for buffer, table in zip(buffers, tables, strict=True):
         assert (await values_of(session, buffer, np.float32) == table.ravel()).all()
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from gpulease.client.decode.checkpoint.tensors import q4_k_planes, q8_0_planes
 from gpulease.client.decode.engine.kernel_library import manifest
+from gpulease.client.decode.model_config import Gate
 from helpers.decode_kernels import Array, KernelRig, bf16, floats
 from helpers.packed_models import E4M3, e4m3_codes
 
@@ -180,15 +181,16 @@ def test_packed_weights_of_many_shapes_are_their_format_s_values(
 
 
 @pytest.mark.parametrize("tile", [16, *(pytest.param(tile, marks=pytest.mark.exhaustive) for tile in (64, 128))])
-def test_gated_values_have_the_bits_of_linear_and_silu(rig: KernelRig, tile: int) -> None:
+@pytest.mark.parametrize("gate", Gate)
+def test_gated_values_have_the_bits_of_linear_and_gate(rig: KernelRig, gate: Gate, tile: int) -> None:
     """Rows, columns and depth end inside a tile."""
     rng = np.random.default_rng(5)
     count, inner, columns = 20, 40, 176
     x, w = random_bf16(rng, count, columns), random_bf16(rng, 2 * inner, columns)
     parts = multiplied(rig, "bf16", 16, x, {"w": w}, 2 * inner)
     expected, found = np.zeros((2, count, inner), np.uint16)
-    rig.launch("silu", (count, 1), x=expected, parts=parts, splits=1, stride=count * 2 * inner, F=inner)
-    name = f"linear_silu_bf16_{tile}"
+    rig.launch(gate, (count, 1), x=expected, parts=parts, splits=1, stride=count * 2 * inner, F=inner)
+    name = f"linear_{gate}_bf16_{tile}"
     constants = manifest().kernels[name].constants
     grid = (-(-count // constants["BM"]), -(-inner // constants["BN"]))
     rig.launch(name, grid, y=found, x=x, w=w, R=count, F=inner, K=columns)
