@@ -144,6 +144,7 @@ GEMMA3_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
         {"layer_types": None, "sliding_window_pattern": 1},
     ),
     "layer_types": after(layer_types=["full_attention", "sliding_attention"]),
+    "num_hidden_layers": after(num_hidden_layers=3, layer_types=None),
     "query_pre_attn_scalar": after(query_pre_attn_scalar=64),
     "rope_local_base_freq": after(rope_local_base_freq=20_000.0),
     "rope_scaling": after(rope_scaling=GLOBAL_LINEAR),

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from gpulease.client.decode.checkpoint import Checkpoint, TensorType, open_model
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
+from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import Family, ModelConfig
 from helpers.made_models import (

@@ -112,15 +112,13 @@ async def check_loaded(
         assert weights.head == Linear(Layout.BF16, config.vocabulary, config.width, (weights.embedding,))
     else:
         await check_linear(session, weights.head, checkpoint, ["lm_head.weight"], of["head"])
-    tables = rotary_tables(config, checkpoint.rotation(POSITIONS), 0, POSITIONS)
-    buffers = (weights.cosines, weights.sines)
+    tables = [*rotary_tables(config, checkpoint.rotation(POSITIONS), 0, POSITIONS)]
+    buffers = [weights.cosines, weights.sines]
     if weights.local_tables is not None:
         # The first layer has a window, and the second has none.
-        assert [weights.tables(layer) for layer in range(2)] == [weights.local_tables, buffers]
-        tables, buffers = (
-            (*tables, *local_rotary_tables(config, 0, POSITIONS)),
-            (*buffers, *weights.local_tables),
-        )
+        assert [weights.tables(layer) for layer in range(2)] == [weights.local_tables, tuple(buffers)]
+        tables += local_rotary_tables(config, 0, POSITIONS)
+        buffers += weights.local_tables
     assert len(tables) == (2 if config.local_rope_theta is None else 4)
     for buffer, table in zip(buffers, tables, strict=True):
         assert (await values_of(session, buffer, np.float32) == table.ravel()).all()

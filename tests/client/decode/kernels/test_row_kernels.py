@@ -1,5 +1,7 @@
 """`embed`, `add_rmsnorm`, `norm_add_rmsnorm`, `silu` and `gelu` against numpy's float64."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -29,7 +31,9 @@ def test_embed_looks_up_tokens_and_results_and_writes_blocks(rig: KernelRig, wid
     results = np.zeros(2, RESULT)
     results["token"] = 11, 12
     h, tables = np.full((5, width), np.nan, np.float32), np.full((5, 3), -5, np.int32)
-    name, more = ("embed", {}) if scale is None else ("embed_scaled", {"scale": scale})
+    name, more = "embed", dict[str, Any]()
+    if scale is not None:
+        name, more = "embed_scaled", {"scale": scale}
     rig.launch(name, (5,), h=h, table=table, rows=rows, results=results, tables=tables, D=width, table_blocks=3, **more)
     # A product of two bf16 numbers is exact in f32.
     assert h[:4].astype(np.float64).tolist() == (floats(table[[7, 49, 12, 11]]) * (scale or 1)).tolist()
