@@ -370,7 +370,7 @@ class _Operator:
             case "move" if self._cards > 1:
                 others = [card for card in self._all_cards() if card["uuid"] != lease["card_uuid"]]
                 self._move(lease_id, self._random.choice(others)["uuid"], "moved to another card")
-            case "drain" if self._cards > 1 and self._drains:
+            case "drain" if self._drains:
                 self._drain(str(self._random.randrange(self._cards)))
 
     def _move(self, lease_id: int, card: str | None, what: str) -> None:
@@ -382,7 +382,7 @@ class _Operator:
             self._counts.did[f"not {what}"] += 1
 
     def _drain(self, card: str) -> None:
-        """Drain a card for a moment, and move what can be moved. The other cards must do with everybody."""
+        """Drain a card for a moment, and move what can be moved: to the other cards, or else to the host's memory."""
         ask(Opcode.CARD_DRAIN, CardDrain(card, DRAIN_MS), self._address)
         try:
             uuids = {str(one["index"]): one["uuid"] for one in self._all_cards()}
@@ -391,7 +391,9 @@ class _Operator:
             until = time.monotonic() + DRAINED_S
             for lease in _lease_reports(self._address):
                 if lease["card_uuid"] == uuid and time.monotonic() < until:
-                    self._move(int(lease["lease_id"], 16), self._random.choice(others), "moved off a drained card")
+                    other = self._random.choice(others) if others else None
+                    what = "moved off a drained card" if others else "parked cold"
+                    self._move(int(lease["lease_id"], 16), other, what)
             self._counts.did["drained cards"] += 1
         finally:
             _patient(lambda: ask(Opcode.CARD_DRAIN, CardDrain(card, None), self._address))
