@@ -7,6 +7,7 @@ byte; what ends has one end, and its bytes of the card and of the host are back.
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,13 +17,25 @@ from typing import Any
 
 import pytest
 
-from gpulease.client import Busy, GpuExclusivityClass, GpuLease, GpuLeaseError, GpuSession
+from gpulease.client import (
+    Busy,
+    GpuExclusivityClass,
+    GpuLease,
+    GpuLeaseError,
+    GpuSession,
+    RegionFenced,
+    RegionRevoked,
+    Unsupported,
+)
+from gpulease.client.sync.driver import ask
 from gpulease.client.sync.regions import Region
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseMove
 from helpers.audit_log import check_whole, records
 from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
 from helpers.leaks import SHARED_FOLDERS
-from helpers.stopping_worker import PARK_STEPS, RETURN_STEPS, STEPS
+from helpers.stopping_worker import ARRIVE_STEPS, LEAVE_STEPS, PARK_STEPS, RETURN_STEPS, STEPS
 from helpers.waiting import wait_until
 
 MIB = 1 << 20
@@ -57,6 +70,9 @@ class Parked:
     def row(self) -> dict[str, Any]:
         return self.node.now.query(self.lease.lease_id)
 
+    def region_row(self) -> dict[str, Any]:
+        return self.node.now.query(self.region.lease_id)
+
     @property
     def is_stopped(self) -> bool:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -64,6 +80,19 @@ class Parked:
     def check(self) -> None:
         for mark, part in enumerate(self.parts, 1):
             assert bytes(self.session.mem_read(part, 0, PART)) == bytes([mark]) * PART, "wrong bytes"
+
+    def leave(self) -> None:
+        """Have it leave its worker, once its client has nothing under way."""
+        until = time.monotonic() + 20
+        while True:
+            try:
+                ask(Opcode.LEASE_MOVE, LeaseMove(self.lease.lease_id, None), self.node.address)
+            except (Busy, Unsupported) as error:
+                if time.monotonic() > until or not ("has sent something" in str(error) or "returning" in str(error)):
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
     def go_on(self) -> None:
         with suppress(ProcessLookupError):
@@ -124,6 +153,17 @@ class ParkingNode:
         assert scene.ends() == [1, 1]
         check_whole(self.audit)
         assert loses_zygote or self.lasting.zygotes() == zygotes
+
+    def arriving(self, scene: Parked, step: str) -> "InBackground":
+        """Use a session again that has left its worker, and have the next one stop at a step."""
+        lease_id = scene.lease.lease_id
+        wait_until(lambda: not self.lasting.has_worker(lease_id), "its worker has ended")
+        self._step.write_text(step)
+        doing = InBackground(scene.check)
+        wait_until(lambda: self.lasting.has_worker(lease_id), "another worker is there")
+        scene.pid = self.lasting.worker_pid(lease_id)
+        self._step.write_text("")
+        return doing
 
     def rest(self) -> None:
         """Be as a test finds it: nothing went wrong, and no lease is left, not even a failed test's."""
@@ -228,6 +268,67 @@ def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, node: Park
             node.restart()
         doing.join(60)
         assert not doing.is_alive()
+        scene.check_gone()
+
+
+def on_the_way(node: ParkingNode, scene: Parked, step: str) -> InBackground:
+    """Have a session leave its worker, or arrive in another, until the worker has stopped itself at that step."""
+    if step in LEAVE_STEPS:
+        doing = InBackground(scene.leave)
+    else:
+        scene.leave()
+        doing = node.arriving(scene, step)
+    wait_until(lambda: scene.is_stopped, f"the worker stops at {step}")
+    return doing
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", [*LEAVE_STEPS, *ARRIVE_STEPS])
+@pytest.mark.parametrize("whom", ["worker", "broker", "both"])
+def test_a_kill_on_the_way_to_another_worker(whom: str, step: str, node: ParkingNode) -> None:
+    with node.parked(step if step in LEAVE_STEPS else "") as scene:
+        doing = on_the_way(node, scene, step)
+        if whom != "broker":
+            os.kill(scene.pid, signal.SIGKILL)
+        if whom != "worker":
+            node.restart()
+        scene.go_on()
+        doing.join(60)
+        assert not doing.is_alive()
+        # A session that has not left its worker continues there. Its image was in the broker that was killed.
+        if whom == "broker" and step in LEAVE_STEPS:
+            scene.check()
+            scene.leave()
+            scene.check()
+            scene.session.close()
+            scene.lease.free()
+        scene.check_gone()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", [*LEAVE_STEPS, *ARRIVE_STEPS])
+def test_a_region_that_is_revoked_on_the_way_to_another_worker(step: str, node: ParkingNode) -> None:
+    with node.parked(step if step in LEAVE_STEPS else "") as scene:
+        doing = on_the_way(node, scene, step)
+        revoking = InBackground(lambda: scene.region.revoke("maintenance"))
+        wait_until(lambda: scene.region_row()["state"] != "active", "the region ends")
+        scene.go_on()
+        for one in (doing, revoking):
+            one.join(60)
+            assert not one.is_alive()
+        assert revoking.error is None
+        for _ in range(2):
+            with pytest.raises((RegionRevoked, RegionFenced)):
+                scene.session.mem_read(scene.region, 0, 1)
+            for mark, part in enumerate(scene.parts[:2], 1):
+                assert bytes(scene.session.mem_read(part, 0, PART)) == bytes([mark]) * PART, "wrong bytes"
+            wait_until(lambda: scene.region_row()["state"] == "torndown", "the region has ended")
+            scene.leave()
+        # What it had is the slice's again.
+        with scene.lease.region(SLICE - 2 * PART) as another:
+            assert bytes(scene.session.mem_read(another, 0, PART)) == bytes(PART)
+        scene.session.close()
+        scene.lease.free()
         scene.check_gone()
 
 

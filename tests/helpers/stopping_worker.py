@@ -1,4 +1,4 @@
-"""A zygote whose workers stop at one step of a park or a return, once each, as SIGSTOP would stop them there.
+"""A zygote whose workers stop at one step of parking, once each, as SIGSTOP would stop them there.
 
 As a program, with a zygote's arguments and then the path of a file: each worker stops at the step that the file names
 when the worker is forked; at none if it names none.
@@ -14,20 +14,25 @@ from typing import Any, Final
 from gpulease.daemon.ptx import parked_memory
 from gpulease.daemon.ptx.memory import MemoryArena
 from gpulease.daemon.ptx.parked_memory import ParkedMemory
+from gpulease.daemon.session import server
+from gpulease.daemon.session.image import SessionParts
 from gpulease.daemon.session.parking import SessionParking
+from gpulease.daemon.session.server import SessionServer
 from gpulease.daemon.zygote import __main__ as zygote
 
 PARK_STEPS: Final = ("ordered", "copying", "copied", "moved")
 RETURN_STEPS: Final = ("wanted", "returning", "copying back", "returned")
 STEPS: Final = (*PARK_STEPS, *RETURN_STEPS)
+LEAVE_STEPS: Final = ("leaving", "imaged")
+ARRIVE_STEPS: Final = ("arriving", "adopting", "adopted", "returned")
 
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stop_around(of: type, name: str, *, before: bool) -> None:
-    """Have a method stop its process when it is called first, before or after it does its work."""
+def stop_around(of: Any, name: str, *, before: bool) -> None:
+    """Have a function of a class or module stop its process at its first call, before or after it does its work."""
     method: Callable[..., Any] = getattr(of, name)
 
     def stopping(*arguments: Any, **options: Any) -> Any:
@@ -76,6 +81,16 @@ def stop_at(step: str) -> None:
             stop_around(MemoryArena, "discard_all", before=True)
         case "moved":
             stop_around(SessionParking, "_enter", before=True)
+        case "leaving":
+            stop_around(server, "send_image", before=True)
+        case "imaged":
+            stop_around(server, "send_image", before=False)
+        case "arriving":
+            stop_around(SessionServer, "_adopt", before=True)
+        case "adopting":
+            stop_around(SessionParts, "restore", before=True)
+        case "adopted":
+            stop_around(SessionServer, "_take_over", before=False)
         case "wanted":
             stop_around(SessionParking, "want", before=False)
         case "returning":
