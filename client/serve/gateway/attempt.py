@@ -169,13 +169,16 @@ class DaemonEffects:
         return builder.acquire()
 
     def open(self, lease: GpuLease) -> GpuSession:
-        if self._by_token:
-            # A new grant for each session, because a token opens only one.
-            return GpuSession(lease, grant=lease.issue(COPYING, ttl_secs=MAX_TOKEN_S))
-        return GpuSession(lease)
+        # A new grant for each session, because a token opens only one.
+        return self._session(lease, lease.issue(COPYING, ttl_secs=MAX_TOKEN_S) if self._by_token else None)
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:
-        return GpuSession(lease, grant=grant)
+        return self._session(lease, grant)
+
+    def _session(self, lease: GpuLease, grant: Grant | None) -> GpuSession:
+        # Without shared memory: a request opens three sessions of a few operations each, and making and mapping a
+        # session's memory costs both sides more than its frames save, for inputs and outputs of any size.
+        return GpuSession(lease, grant=grant, shared_memory=False)
 
 
 CLAIM_MARGIN_S: Final = 15.0
