@@ -1,22 +1,22 @@
 """The idempotency store in one SQLite file, for gateways of one host.
 
-One thread owns the connection. It puts all waiting changes into one transaction, so that many callers share one sync of
-the disk ("group commit"). With the write-ahead log and `synchronous=FULL` (sqlite.org/pragma.html), committed changes
-survive a crash of the host. Other processes may use the same file: `BEGIN IMMEDIATE` makes each transaction the only
-writer before it reads. The file must not be on a network file system, where SQLite's locks do not work.
+A caller commits its change itself, together with all changes that wait at that moment, so that many callers share one
+sync of the disk ("group commit"), and a caller alone waits for no other thread. With the write-ahead log and
+`synchronous=FULL` (sqlite.org/pragma.html), committed changes survive a crash of the host. Other processes may use the
+same file: `BEGIN IMMEDIATE` makes each transaction the only writer before it reads. The file must not be on a network
+file system, where SQLite's locks do not work.
 
 Claims expire by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
 continues while the host sleeps. A claim from before the host's last boot has expired.
 """
 
 import os
-import queue
 import secrets
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,6 @@ from gpulease.client.serve.gateway.ledger import (
 )
 
 T = TypeVar("T")
-_Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 
 GROUP_MAX: Final = 64
 """Most changes in one transaction. Limits the wait of the first caller for the others."""
@@ -79,6 +78,28 @@ def _boot_id() -> str:
     return _BOOT_ID.read_text().strip()
 
 
+class _Change:
+    """A change that waits for its commit.
+
+    Attributes:
+        job: Makes the change in a transaction, and returns the caller's answer or raises GatewayError.
+        answer: The caller's answer, or the error to raise. Set once the transaction has ended.
+        is_done: Whether the transaction has ended.
+    """
+
+    __slots__ = ("answer", "is_done", "job")
+
+    def __init__(self, job: Callable[[sqlite3.Connection], Any]) -> None:
+        self.job = job
+        self.answer: Any = None
+        self.is_done = False
+
+    def set_answer(self, answer: Any) -> None:
+        # In this order: another thread may read the answer as soon as the change is done.
+        self.answer = answer
+        self.is_done = True
+
+
 class SqliteStore:
     """A ReplicatedIdempotencyStore in a file. Only its owner can read a new file."""
 
@@ -97,15 +118,14 @@ class SqliteStore:
             unix_s: The clock by which old operations are deleted, in seconds since 1970.
         """
         self._path, self._clock, self._unix_s = Path(path), clock, unix_s
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._closing = threading.Lock()
+        # `_changing` guards the queue and the end; `_committing` the connection, and is held during a commit.
+        self._changing, self._committing = threading.Lock(), threading.Lock()
+        self._waiting: deque[_Change] = deque()
         self._is_closed = False
-        opened: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name="gpulease-store", daemon=True)
-        # The connection must be used by the thread that opens it, so opening is that thread's first job.
-        self._thread.start()
-        # Wait until the file is open, so that the constructor raises what went wrong.
-        opened.result()
+        try:
+            self._connection = _open(self._path)
+        except (OSError, sqlite3.Error) as error:
+            raise _unavailable(self._path, error) from None
 
     def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> ReserveResult:
         """Implement `ReplicatedIdempotencyStore.reserve`."""
@@ -138,13 +158,13 @@ class SqliteStore:
 
     def close(self) -> None:
         """Commit waiting changes, then close the file. A second call does nothing."""
-        with self._closing:
-            if not self._is_closed:
-                self._is_closed = True
-                self._jobs.put(None)
-        self._thread.join()
-
-    # --- in the callers' threads ---
+        with self._changing:
+            self._is_closed = True
+        with self._committing:
+            # Their callers wait for the lock, and find their changes done.
+            while group := self._next_group():
+                self._commit(group)
+            self._connection.close()
 
     def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
         def job(connection: sqlite3.Connection) -> None:
@@ -154,85 +174,66 @@ class SqliteStore:
         self._do(job)
 
     def _do(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        done: Future[T] = Future()
-        with self._closing:
+        change = _Change(job)
+        with self._changing:
             if self._is_closed:
                 raise StoreUnavailable(f"the store {self._path} is closed")
-            # Under the lock, so that no job comes after the end marker that `close` puts.
-            self._jobs.put((job, done))
-        return done.result()
+            # Under the lock, so that no change comes after `close` has committed the last one.
+            self._waiting.append(change)
+        with self._committing:
+            # While this caller waited for the lock, another one may have committed its change with its own.
+            while not change.is_done:
+                if not (group := self._next_group()):
+                    raise StoreUnavailable(f"the store {self._path}: a caller was interrupted in the transaction")
+                self._commit(group)
+        if isinstance(change.answer, BaseException):
+            raise change.answer
+        answer: T = change.answer
+        return answer
 
-    # --- in the thread that has the connection ---
+    # --- under the commit's lock ---
 
     def _save(self, connection: sqlite3.Connection, key: str, before: Entry | None, after: Entry | None) -> None:
         if after is not None and after != before:
             row = (after.request_hash, after.epoch, after.claim_id, int(after.phase), after.clock_id)
             connection.execute(_UPSERT, (key, *row, after.claim_until_s, after.outcome, self._unix_s()))
 
-    def _run(self, opened: "Future[None]") -> None:
-        try:
-            connection = _open(self._path)
-        except (OSError, sqlite3.Error) as error:
-            self._is_closed = True
-            opened.set_exception(_unavailable(self._path, error))
-            return
-        except StoreUnavailable as error:
-            self._is_closed = True
-            opened.set_exception(error)
-            return
-        opened.set_result(None)
-        try:
-            while (group := self._next_group()) is not None:
-                self._commit(connection, group)
-        finally:
-            connection.close()
+    def _next_group(self) -> list[_Change]:
+        """Take all changes that wait, at most GROUP_MAX."""
+        with self._changing:
+            return [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP_MAX))]
 
-    def _next_group(self) -> list[_Job] | None:
-        """Wait for changes, and return all that wait. Returns None when the store is closed and none waits."""
-        first = self._jobs.get()
-        if first is None:
-            return None
-        group = [first]
-        with suppress(queue.Empty):
-            # Take what waits already, without waiting for more: under load, groups grow by themselves.
-            while len(group) < GROUP_MAX:
-                job = self._jobs.get_nowait()
-                if job is None:
-                    self._jobs.put(None)
-                    break
-                group.append(job)
-        return group
-
-    def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
-        """Commit the changes in one transaction, and wake each caller only when it is on the disk."""
-        answers: list[tuple[Future[Any], Any]] = []
+    def _commit(self, group: list[_Change]) -> None:
+        """Commit the changes in one transaction, and answer each caller only when it is on the disk."""
+        connection, answers = self._connection, list[Any]()
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for job, done in group:
+            for change in group:
                 try:
-                    answers.append((done, job(connection)))
+                    answers.append(change.job(connection))
                 except GatewayError as refused:  # the rule refused it, without any change
-                    answers.append((done, refused))
+                    answers.append(refused)
             connection.execute("COMMIT")
-        except (OSError, sqlite3.Error) as error:
+        except BaseException as error:
             # The rollback fails if the transaction never began.
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             # The whole transaction failed, also for callers with a rule that had succeeded.
-            answers = [(done, _unavailable(self._path, error)) for _, done in group]
+            for change in group:
+                change.set_answer(_unavailable(self._path, error))
+            # An interrupt of this caller, or a bug, is raised here; the other callers' changes were not made either.
+            if not isinstance(error, OSError | sqlite3.Error):
+                raise
+            return
         # Only after the commit: a caller must not act on a reservation that a crash could lose.
-        for done, answer in answers:
-            if isinstance(answer, BaseException):
-                # A rule's refusal, or the failure of the whole transaction.
-                done.set_exception(answer)
-            else:
-                done.set_result(answer)
+        for change, answer in zip(group, answers, strict=True):
+            change.set_answer(answer)
 
 
 def _open(path: Path) -> sqlite3.Connection:
     # Create it with this mode, because it holds outputs of requests. SQLite gives its other files the same mode.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         # WAL, so that a commit syncs one file, and readers do not block the writer.
         connection.execute("PRAGMA journal_mode = WAL")
@@ -257,5 +258,5 @@ def _load(connection: sqlite3.Connection, key: str) -> Entry | None:
     return None if row is None else Entry(row[0], row[1], row[2], OperationPhase(row[3]), row[4], row[5], row[6])
 
 
-def _unavailable(path: Path, error: Exception) -> StoreUnavailable:
+def _unavailable(path: Path, error: BaseException) -> StoreUnavailable:
     return StoreUnavailable(f"the store {path}: {error}")

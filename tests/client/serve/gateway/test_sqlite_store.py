@@ -5,6 +5,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,9 +54,9 @@ def test_callers_that_wait_share_a_commit(path: Path, gate: threading.Event, mon
     began = threading.Event()
     commit = SqliteStore._commit
 
-    def noted(store: SqliteStore, connection: sqlite3.Connection, group: list[object]) -> None:
+    def noted(store: SqliteStore, group: list[Any]) -> None:
         groups.append(len(group))
-        commit(store, connection, group)  # type: ignore[arg-type]
+        commit(store, group)
 
     def slow_clock() -> Moment:
         began.set()
@@ -70,13 +71,33 @@ def test_callers_that_wait_share_a_commit(path: Path, gate: threading.Event, mon
     others = [threading.Thread(target=store.reserve, args=(f"key {number}", HASH, 1)) for number in range(20)]
     for thread in others:
         thread.start()
-    while store._jobs.qsize() < len(others):
+    while len(store._waiting) < len(others):
         pass
     gate.set()
     for thread in (first, *others):
         thread.join()
     store.close()
     assert groups == [1, 20]
+
+
+def test_an_interrupted_commit_is_undone_and_the_next_one_works(path: Path) -> None:
+    class Clock:
+        error: BaseException | None = KeyboardInterrupt()
+
+        def __call__(self) -> Moment:
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+            return host_clock()
+
+    store = SqliteStore(path, clock=Clock())
+    with pytest.raises(KeyboardInterrupt):
+        store.reserve("k", HASH, 1)
+    assert isinstance(store.reserve("k", HASH, 1), Reservation)
+    store.close()
+    store.close()
+    with pytest.raises(StoreUnavailable, match="is closed"):
+        store.reserve("k", HASH, 1)
 
 
 @pytest.mark.parametrize("content", [b"this is no database, and never was one" * 40, None])
