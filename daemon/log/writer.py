@@ -347,6 +347,13 @@ MAX_WAITING_BYTES: Final = 4 << 20
 WRITE_BYTES: Final = 4096
 """Bytes of one write at most: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
 
+GATHER_S: Final = 0.005
+"""How long the thread lets lines gather between two writes, in seconds. A request logs several lines, and to wake the
+thread for each of them takes the broker longer than to make the line."""
+
+GATHERS: Final = 4
+"""Times in a row that the thread gathers no line before it sleeps until a line wakes it."""
+
 FLUSH_S: Final = 1.0
 """The longest wait, at the daemon's end, for the reader to take the last lines."""
 
@@ -361,13 +368,14 @@ class QueueingHandler(logging.Handler):
         self._waiting_bytes = 0
         self._dropped = 0
         # `_is_torn`: a part of a line was written. `_is_writing`: the thread has taken lines. `_is_given_up`: a flush
-        # took too long. `_has_ended`: the thread returns.
+        # took too long. `_has_ended`: the thread returns. `_is_asleep`: a line must wake the thread.
         self._dropped_in_write = 0
         self._is_torn = False
         self._is_writing = False
         self._is_closed = False
         self._is_given_up = False
         self._has_ended = False
+        self._is_asleep = False
         # `emit` takes the lock itself: entering the condition would cost it one more call.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -409,8 +417,9 @@ class QueueingHandler(logging.Handler):
             return
         self._lines.append(line)
         self._waiting_bytes += len(line)
-        # With more than one line, the thread has been woken already.
-        if len(self._lines) == 1:
+        # A thread that is awake takes the line when it has gathered enough.
+        if self._is_asleep:
+            self._is_asleep = False
             self._changed.notify_all()
 
     def flush(self) -> None:
@@ -470,7 +479,7 @@ class QueueingHandler(logging.Handler):
             self._is_writing = False
             self._changed.notify_all()
             while not self._lines and not self._is_closed:
-                self._changed.wait()
+                self._await_line()
             if not self._lines:
                 # The thread takes the lock no more, so that who holds it may join the thread.
                 self._has_ended = True
@@ -488,6 +497,22 @@ class QueueingHandler(logging.Handler):
                 self._waiting_bytes -= len(line)
                 chunk += line
             return bytes(chunk)
+
+    def _await_line(self) -> None:
+        """Wait for lines or the end, with the lock released."""
+        # Lines come in bursts: while one lasts, look from time to time instead of being woken.
+        for _ in range(GATHERS):
+            self._lock.release()
+            try:
+                time.sleep(GATHER_S)
+            finally:
+                self._lock.acquire()
+            if self._lines or self._is_closed:
+                return
+        # The burst is over. The next line is written at once.
+        self._is_asleep = True
+        self._changed.wait()
+        self._is_asleep = False
 
 
 class NonblockingHandler(logging.Handler):
