@@ -23,6 +23,12 @@ MAX_LAYERS: Final = 1024
 MAX_CONTEXT: Final = 1 << 24
 """Most positions, so that a number in a file can't create an enormous table."""
 
+MAX_EXPERTS: Final = 256
+"""Most experts of a layer: the lanes of the kernels that choose and gather them."""
+
+MAX_CHOSEN: Final = 16
+"""Most experts of a row: the places of the kernel that chooses them."""
+
 MAX_SIZE: Final = 1 << 24
 """Limit of every other size. Products of two sizes fit in 64 bits, and indexes within a row in 32 bits."""
 
@@ -33,6 +39,7 @@ class Family(StrEnum):
     LLAMA = "llama"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
     PHI3 = "phi3"
     GEMMA3 = "gemma3"
 
@@ -104,6 +111,25 @@ AnyScaling = RopeScaling | LinearScaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The feed-forward parts of a layer, of which each row has some.
+
+    Attributes:
+        count: Experts of a layer.
+        chosen: Experts of a row.
+        width: Values between an expert's gate, up and down (moe_intermediate_size).
+        is_normalised: Whether the shares of a row's experts add up to 1.
+        dense_layers: The layers that have one feed-forward part for all rows instead, in ascending order.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    is_normalised: bool
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder-only model.
 
@@ -136,6 +162,7 @@ class ModelConfig:
         score_divisor: The scores of attention are divided by its root; None for `head_width`.
         local_rope_theta: The base of the rotary embeddings of layers with a window, which are not scaled; None if they
             have those of the other layers.
+        experts: The experts of the layers that have some; None without any.
     """
 
     family: Family
@@ -162,6 +189,7 @@ class ModelConfig:
     embedding_scale: float | None = None
     score_divisor: float | None = None
     local_rope_theta: float | None = None
+    experts: Experts | None = None
 
     @property
     def turned_pairs(self) -> int:
@@ -172,6 +200,10 @@ class ModelConfig:
         """Return a layer's window; None if sequences of `positions` positions do not exceed it."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= positions else window
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return a layer's experts; None if it has one feed-forward part for all rows."""
+        return self.experts if self.experts and layer not in self.experts.dense_layers else None
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer has the rotary embeddings of layers with a window."""
@@ -205,7 +237,17 @@ def check_config(config: ModelConfig, where: str) -> None:
     if config.heads % config.key_heads or config.heads // config.key_heads > MAX_SHARE:
         shares = f"{config.heads} query heads on {config.key_heads} key heads"
         raise ModelRejected(f"{where}: {shares}; each key head must have as many, {MAX_SHARE} at most")
-    for name, columns in {"hidden size": config.width, "inner size": config.inner_width}.items():
+    columns_of = {"hidden size": config.width, "inner size": config.inner_width}
+    if (experts := config.experts) is not None:
+        columns_of["experts' inner size"] = experts.width
+        if not 1 <= experts.count <= MAX_EXPERTS:
+            raise ModelRejected(f"{where}: experts must be 1 to {MAX_EXPERTS}, not {experts.count}")
+        if not 1 <= experts.chosen <= min(experts.count, MAX_CHOSEN):
+            most = min(experts.count, MAX_CHOSEN)
+            raise ModelRejected(f"{where}: experts of a row must be 1 to {most}, not {experts.chosen}")
+        if not 1 <= experts.width <= MAX_SIZE:
+            raise ModelRejected(f"{where}: experts' inner size must be 1 to {MAX_SIZE}, not {experts.width}")
+    for name, columns in columns_of.items():
         if columns % COLUMNS_STEP:
             raise ModelRejected(f"{where}: {name} must be a multiple of {COLUMNS_STEP}, not {columns}")
     if config.turned_width is not None and (

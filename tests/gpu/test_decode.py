@@ -22,6 +22,7 @@ from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
 from helpers.decode.random_models import (
     BIASED,
+    EXPERTS,
     GEMMA,
     GEMMA_IN_PARTS,
     HEAD_NORMS,
@@ -150,6 +151,7 @@ def test_the_tiny_model_s_bits_are_the_embedded_driver_s(
         ("4 layers of SmolLM2's shape", MIDDLING),
         ("Gemma 3", GEMMA),
         ("Gemma 3, sums in parts", GEMMA_IN_PARTS),
+        ("experts", EXPERTS),
     ],
 )
 def test_a_random_model_s_bits_are_the_embedded_driver_s(
@@ -216,7 +218,10 @@ def batch_of(lines: Sequence[Line], count: int, seed: int) -> list[MixedStep]:
     return [MixedStep(tuple(step), number % 2 == 1) for number, step in enumerate(steps)]
 
 
-@pytest.mark.parametrize(("name", "config"), [("the tiny model", None), ("4 layers of SmolLM2's shape", MIDDLING)])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("the tiny model", None), ("4 layers of SmolLM2's shape", MIDDLING), ("experts", EXPERTS)],
+)
 def test_a_batch_s_bits_are_each_row_s_own(
     daemon: Daemon, table: BitsTable, name: str, config: ModelConfig | None
 ) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gpulease.client.decode.checkpoint.gguf_file import LAYER, TOP
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
-from gpulease.client.decode.model_config import Family, Gate, ModelConfig
+from gpulease.client.decode.model_config import Experts, Family, Gate, ModelConfig
 
 LLAMA: Final = ModelConfig(
     family=Family.LLAMA,
@@ -47,7 +47,15 @@ GEMMA3: Final = replace(
     score_divisor=24.0,
     local_rope_theta=5_000.0,
 )
-FOLDER_MODELS: Final = MODELS | {"phi3": PHI3, "gemma3": GEMMA3}
+QWEN3_MOE: Final = replace(
+    LLAMA,
+    family=Family.QWEN3_MOE,
+    layers=3,
+    head_width=64,
+    has_head_norm=True,
+    experts=Experts(count=6, chosen=2, width=64, is_normalised=True, dense_layers=(0, 2)),
+)
+FOLDER_MODELS: Final = MODELS | {"phi3": PHI3, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
 """Families, and those among them that folders may have."""
 
 Weights = dict[str, NDArray[np.float32]]
@@ -89,10 +97,20 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         Family.LLAMA: "Llama",
         Family.QWEN2: "Qwen2",
         Family.QWEN3: "Qwen3",
+        Family.QWEN3_MOE: "Qwen3Moe",
         Family.PHI3: "Phi3",
         Family.GEMMA3: "Gemma3",
     }
     own: dict[str, Any] = {"model_type": str(config.family), "hidden_act": "silu"}
+    if (experts := config.experts) is not None:
+        own |= {
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.chosen,
+            "moe_intermediate_size": experts.width,
+            "norm_topk_prob": experts.is_normalised,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+        }
     if config.family is Family.GEMMA3:
         own = {
             "model_type": "gemma3_text",

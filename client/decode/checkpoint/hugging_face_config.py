@@ -11,7 +11,7 @@ from gpulease.client.decode.checkpoint.hugging_face_rotary import FULL, SLIDING,
 from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
-from gpulease.client.decode.model_config import MAX_LAYERS, MAX_SIZE, Family, Gate, ModelConfig, check_config
+from gpulease.client.decode.model_config import MAX_LAYERS, MAX_SIZE, Experts, Family, Gate, ModelConfig, check_config
 from gpulease.client.texts import quoted
 
 MISTRAL: Final = "mistral"
@@ -24,6 +24,7 @@ TYPES: Final[dict[str, tuple[Family, str]]] = {
     Family.LLAMA: (Family.LLAMA, "LlamaForCausalLM"),
     Family.QWEN2: (Family.QWEN2, "Qwen2ForCausalLM"),
     Family.QWEN3: (Family.QWEN3, "Qwen3ForCausalLM"),
+    Family.QWEN3_MOE: (Family.QWEN3_MOE, "Qwen3MoeForCausalLM"),
     MISTRAL: (Family.LLAMA, "MistralForCausalLM"),
     Family.PHI3: (Family.PHI3, "Phi3ForCausalLM"),
     GEMMA3_TEXT: (Family.GEMMA3, "Gemma3ForCausalLM"),
@@ -33,13 +34,19 @@ TYPES: Final[dict[str, tuple[Family, str]]] = {
 DEFAULT_NORM_EPSILON: Final = 1e-6
 PHI3_NORM_EPSILON: Final = 1e-5
 HEAD_WIDTHS: Final = {Family.QWEN3: 128, Family.GEMMA3: 256}
-KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL: 8, GEMMA3_TEXT: 4}
+KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL: 8, GEMMA3_TEXT: 4, Family.QWEN3_MOE: 4}
+DEFAULT_EXPERTS: Final = 128
+DEFAULT_CHOSEN: Final = 8
+DEFAULT_EXPERT_WIDTH: Final = 768
 GEMMA3_END_TOKEN: Final = 1
 GEMMA3_SCORE_DIVISOR: Final = 256.0
 GEMMA3_PATTERN: Final = 6
 DEFAULT_WINDOW: Final = 4096
 DEFAULT_FULL_LAYERS: Final = 28
 """The classes' defaults for members that a file leaves out."""
+
+WINDOWED: Final = (MISTRAL, Family.PHI3, GEMMA3_TEXT)
+"""Types of models that have windows without a switch."""
 
 LAYER_TYPES: Final = (FULL, SLIDING)
 
@@ -90,7 +97,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         is_tied=said.flag("tie_word_embeddings", is_gemma),
         rope_scaling=rotary.scaling,
         has_bias=family is Family.QWEN2,
-        has_head_norm=family in (Family.QWEN3, Family.GEMMA3),
+        has_head_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
         begin_token=begin_token,
         end_tokens=tuple(dict.fromkeys(ends)),
         windows=_windows(said, kind, layers),
@@ -100,9 +107,38 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         embedding_scale=_embedding_scale(width) if is_gemma else None,
         score_divisor=said.number("query_pre_attn_scalar", GEMMA3_SCORE_DIVISOR) if is_gemma else None,
         local_rope_theta=rotary.local_theta,
+        experts=_experts(said, layers) if family is Family.QWEN3_MOE else None,
     )
     check_config(config, said.where)
     return config
+
+
+def _experts(said: Members, layers: int) -> Experts | None:
+    """Return a Qwen3-MoE's experts; None if no layer has any."""
+    # transformers 5 writes another name than the one that older files have, and reads both.
+    names = [name for name in ("num_experts", "num_local_experts") if said.values.get(name) is not None]
+    counts = [said.whole(name) for name in names] or [DEFAULT_EXPERTS]
+    if len(set(counts)) > 1:
+        raise ModelRejected(f"{said.where}: num_experts is {counts[0]}, and num_local_experts {counts[1]}")
+    step = said.whole("decoder_sparse_step", 1)
+    if step < 1:
+        raise ModelRejected(f"{said.where}: decoder_sparse_step must be at least 1, not {step}")
+    named = said.items("mlp_only_layers")
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in named):
+        raise ModelRejected(f"{said.where}: mlp_only_layers must be numbers of layers, not {quoted_value(named)}")
+    if not 1 <= layers <= MAX_LAYERS:
+        return None
+    # As in transformers: every step-th layer has experts, but for those that are named.
+    dense = tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
+    if counts[0] == 0 or len(dense) == layers:
+        return None
+    return Experts(
+        counts[0],
+        said.whole("num_experts_per_tok", DEFAULT_CHOSEN),
+        said.whole("moe_intermediate_size", DEFAULT_EXPERT_WIDTH),
+        said.flag("norm_topk_prob", False),
+        dense,
+    )
 
 
 def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
@@ -111,7 +147,7 @@ def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
         return ()
     # A Qwen has windows if a flag says so, by a list of its layers, or else in those from max_window_layers on. A Gemma
     # has them by such a list, or else in all layers but each sixth, or as the file says.
-    is_qwen = kind not in (MISTRAL, Family.PHI3, GEMMA3_TEXT)
+    is_qwen = kind in (Family.QWEN2, Family.QWEN3)
     named = said.items("layer_types") if is_qwen or kind == GEMMA3_TEXT else []
     if named and (len(named) != layers or not all(isinstance(name, str) and name in LAYER_TYPES for name in named)):
         raise ModelRejected(
@@ -122,7 +158,7 @@ def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
         if pattern < 1:
             raise ModelRejected(f"{said.where}: sliding_window_pattern must be at least 1, not {pattern}")
         named = [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
-    if is_qwen and not said.flag("use_sliding_window", False):
+    if kind not in WINDOWED and not said.flag("use_sliding_window", False):
         if SLIDING in named:
             raise ModelRejected(f"{said.where}: layer_types must be without {SLIDING} if use_sliding_window is false")
         return ()
@@ -134,7 +170,7 @@ def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
             )
         return ()
     window = said.whole("sliding_window", DEFAULT_WINDOW)
-    if kind in (MISTRAL, Family.PHI3):
+    if kind in (MISTRAL, Family.PHI3, Family.QWEN3_MOE):
         return (window,) * layers
     full = said.whole("max_window_layers", DEFAULT_FULL_LAYERS)
     has_window = [name == SLIDING for name in named] or [layer >= full for layer in range(layers)]

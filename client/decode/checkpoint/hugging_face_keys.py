@@ -1,8 +1,8 @@
 """The keys of config.json and generation_config.json, and the effect of each.
 
 The lists are those of transformers 5 and of 4.57, which wrote most of the existing files: PreTrainedConfig,
-Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, RopeParameters, GenerationConfig;
-and the keys that make close relatives of these families compute differently.
+Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, RopeParameters,
+GenerationConfig; and the keys that make close relatives of these families compute differently.
 """
 
 from typing import Final
@@ -230,6 +230,24 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     # Qwen2 always has biases of q, k and v, and no others; no key says so.
     Family.QWEN2: {**_COMMON, **_QWEN, **no_effect("attention_bias")},
     Family.QWEN3: {**_COMMON, **_QWEN, **_WITH_BIASES},
+    # Its class has windows of all layers or of none.
+    Family.QWEN3_MOE: {
+        **_COMMON,
+        **_WITH_BIASES,
+        **used(
+            "use_sliding_window",
+            "sliding_window",
+            "num_experts",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+        ),
+        **refused("the engine computes no experts for all rows", {"shared_expert_intermediate_size": (0,)}),
+        **no_effect("max_window_layers", "router_aux_loss_coef"),
+    },
     # MistralConfig has a window without a switch, and its class no biases, whatever the file says.
     "mistral": {**_COMMON, **used("sliding_window"), **no_effect("attention_bias", "use_sliding_window", _WINDOW[1])},
     # So has Phi3Config.

@@ -11,6 +11,9 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
 
+ROUTER: Final = "mlp.gate.weight"
+"""The name, within a layer, of the linear that rates its experts."""
+
 IGNORED: Final = "rotary_emb.inv_freq"
 """Suffix of tensors in old checkpoints that transformers ignores, and computes itself. It also ignores the weights of a
 head that is tied to the embedding, which some files contain."""
@@ -21,9 +24,17 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def feed_forward_parts(config: ModelConfig, layer: int) -> list[tuple[str, int]]:
+    """Return the prefix, within a layer, and the inner width of its feed-forward part, or of each expert's."""
+    experts = config.experts_of(layer)
+    if experts is None:
+        return [("mlp.", config.inner_width)]
+    return [(f"mlp.experts.{expert}.", experts.width) for expert in range(experts.count)]
+
+
 def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape of each tensor that the engine reads."""
-    width, inner = config.width, config.inner_width
+    width = config.width
     queries, keys = config.heads * config.head_width, config.key_heads * config.head_width
     yield EMBEDDING, (config.vocabulary, width)
     for layer in range(config.layers):
@@ -41,9 +52,12 @@ def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         if config.has_outer_norms:
             yield f"{at}pre_feedforward_layernorm.weight", (width,)
             yield f"{at}post_feedforward_layernorm.weight", (width,)
-        yield f"{at}mlp.gate_proj.weight", (inner, width)
-        yield f"{at}mlp.up_proj.weight", (inner, width)
-        yield f"{at}mlp.down_proj.weight", (width, inner)
+        if (experts := config.experts_of(layer)) is not None:
+            yield f"{at}{ROUTER}", (experts.count, width)
+        for part, its_inner in feed_forward_parts(config, layer):
+            yield f"{at}{part}gate_proj.weight", (its_inner, width)
+            yield f"{at}{part}up_proj.weight", (its_inner, width)
+            yield f"{at}{part}down_proj.weight", (width, its_inner)
     yield NORM, (width,)
     # A tied head is the embedding, so the file need not have one.
     if not config.is_tied:

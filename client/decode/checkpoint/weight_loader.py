@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 
 from gpulease.client.aio import GpuSession, Stream
 from gpulease.client.decode.checkpoint.contract import Checkpoint
-from gpulease.client.decode.checkpoint.model_tensors import EMBEDDING, HEAD, NORM, layer_prefix
+from gpulease.client.decode.checkpoint.model_tensors import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    ROUTER,
+    feed_forward_parts,
+    layer_prefix,
+)
 from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary_tables
 from gpulease.client.decode.checkpoint.tensor_file import FileRows
 from gpulease.client.decode.checkpoint.tensors import PACKED, Tensor, TensorType, plane_bytes
@@ -293,6 +300,7 @@ class _Loader:
             down=await self._linear(parts["down"]),
             attention_outer_norm=await vector("attention_outer_norm"),
             inner_outer_norm=await vector("inner_outer_norm"),
+            router=await self._linear(parts["router"]) if "router" in parts else None,
         )
 
     async def _linear(self, target: _Target) -> Linear:
@@ -412,14 +420,21 @@ def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str
 
     # Behind attention, Gemma 3 has the outer norm by the name that other families' inner norm has.
     inner_norm = "pre_feedforward_layernorm.weight" if config.has_outer_norms else "post_attention_layernorm.weight"
+    parts, inner = [part for part, _ in feed_forward_parts(config, layer)], ("gate", "up")
+    # Experts have kernels for bf16 alone.
+    packed_inner = packed and config.experts_of(layer) is None
     targets = {
         "attention_norm": _f32_of(*tensors("input_layernorm.weight")),
         "qkv": _linear_of(tensors(*(f"self_attn.{name}_proj.weight" for name in "qkv")), packed),
         "output": _linear_of(tensors("self_attn.o_proj.weight"), packed),
         "inner_norm": _f32_of(*tensors(inner_norm)),
-        "gate_up": _linear_of(tensors("mlp.gate_proj.weight", "mlp.up_proj.weight"), packed),
-        "down": _linear_of(tensors("mlp.down_proj.weight"), packed),
+        "gate_up": _linear_of(
+            tensors(*(f"{part}{name}_proj.weight" for part in parts for name in inner)), packed_inner
+        ),
+        "down": _linear_of(tensors(*(f"{part}down_proj.weight" for part in parts)), packed_inner),
     }
+    if config.experts_of(layer) is not None:
+        targets["router"] = _bf16_of(*tensors(ROUTER))
     if config.has_outer_norms:
         targets["attention_outer_norm"] = _f32_of(*tensors("post_attention_layernorm.weight"))
         targets["inner_outer_norm"] = _f32_of(*tensors("post_feedforward_layernorm.weight"))

@@ -51,10 +51,11 @@ class LayerWeights:
         k_norm: [head_width], or None.
         output: The attention's output projection.
         inner_norm: [width].
-        gate_up: Rows of gate, then up.
-        down: The projection back to `width`.
+        gate_up: Rows of gate, then up; with experts those of each expert, one after the other.
+        down: The projection back to `width`; with experts that of each, one after the other.
         attention_outer_norm: [width], of the attention's output; None without one.
         inner_outer_norm: [width], of what `down` gives; None without one.
+        router: Rates the layer's experts; None if it has none.
     """
 
     attention_norm: Buffer
@@ -68,6 +69,7 @@ class LayerWeights:
     down: Linear
     attention_outer_norm: Buffer | None = None
     inner_outer_norm: Buffer | None = None
+    router: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
-from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tile_of
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tile_of, tiles_of
+from gpulease.client.decode.model_config import Experts, ModelConfig
 from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, mask_words
 from gpulease.client.handles import Buffer
 
@@ -123,21 +123,34 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     """
     rows, heads = limits.max_rows, config.heads
     # Rows and columns of a layer's linears: qkv, output, gate_up, down. They share one buffer for their parts.
-    linears = (
+    linears = [
         ((heads + 2 * config.key_heads) * config.head_width, config.width),
         (config.width, heads * config.head_width),
         (2 * config.inner_width, config.width),
         (config.width, config.inner_width),
-    )
+    ]
+    parts, gated, experts = 0, config.inner_width, dict[str, int]()
+    if (its := config.experts) is not None:
+        # The router's parts, and a part for each of a row's experts.
+        linears.append((its.count, config.width))
+        parts, gated = its.chosen * config.width, max(gated, its.chosen * its.width)
+        chosen = rows * its.chosen
+        tilings = [(_expert_tiles(its, rows, expert_rows), expert_rows) for expert_rows in _expert_tile_rows()]
+        experts = {
+            "chosen": chosen * 4,
+            "shares": chosen * 4,
+            "tiles": max(tiles for tiles, _ in tilings) * 4,
+            "pairs": max(tiles * expert_rows for tiles, expert_rows in tilings) * 4,
+        }
     # Bytes of one f32 per head and part of a sequence, for steps with attention that is cut.
     attention = _split_rows(rows, config) * heads * limits.splits * 4
     # Buffers of one step, reused by every layer. Two steps under way run one after the other on the card.
     sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, heads * config.head_width) * 2,
-        "gated": rows * config.inner_width * 2,
+        "gated": rows * gated * 2,
         "q": rows * heads * config.head_width * 2,
-        "parts": rows * 4 * max(parts_of(*shape)[0] * shape[0] for shape in linears),
+        "parts": rows * 4 * max(parts, *(parts_of(*shape)[0] * shape[0] for shape in linears)),
         "logits": rows * 4 * parts_of(config.vocabulary, config.width)[0] * config.vocabulary,
         "totals": attention * config.head_width,
         "tops": attention,
@@ -148,6 +161,8 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "rows": rows * ROW.itemsize,
         "results": rows * RESULT.itemsize,
         "tables": limits.tables * limits.table_blocks * 4,
+        # Of models with experts alone.
+        **experts,
         # Of guided steps alone.
         "guided": rows * config.vocabulary * 4,
         "guided_bests": rows * _scanned_blocks(config) * 4,
@@ -263,20 +278,23 @@ class ForwardPass:
             "embed_scaled" if scaled else "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"],
             results=b["results"], tables=b["tables"], D=width, table_blocks=limits.table_blocks, **scaled,
         )  # fmt: skip
-        # The norm after a linear adds its parts to the residual, so it needs to know the linear before it, and the
-        # outer norm of these parts. The first norm has none, because `embed` writes the residual itself.
-        before: Linear | None = None
-        outer: Buffer | None = None
+        # The norm after a linear adds its parts to the residual, so it needs to know their number, and the outer norm
+        # of these parts. The first norm has none, because `embed` writes the residual itself.
+        before, outer = 0, None
         for index, layer in enumerate(self.weights.layers):
             # Attention: norm, qkv, rotation and append, attend, output projection.
             yield self._normalise(rows, layer.attention_norm, before, outer)
             yield from self._attend(rows, index, layer)
             yield self._linear(layer.output, rows, "x")
             # Feed-forward: norm (which adds the attention's output), gate and up, down projection.
-            yield self._normalise(rows, layer.inner_norm, layer.output, layer.attention_outer_norm)
-            yield from self._gate(rows, layer.gate_up)
-            yield self._linear(layer.down, rows, "gated")
-            before, outer = layer.down, layer.inner_outer_norm
+            yield self._normalise(rows, layer.inner_norm, _splits(layer.output), layer.attention_outer_norm)
+            experts = config.experts_of(index)
+            if experts is None:
+                yield from self._gate(rows, layer.gate_up)
+                yield self._linear(layer.down, rows, "gated")
+            else:
+                yield from self._experts(rows, layer, experts)
+            before, outer = experts.chosen if experts else _splits(layer.down), layer.inner_outer_norm
         # The last norm adds the last layer's output; then the head, and the choice of tokens.
         yield self._normalise(rows, self.weights.norm, before, outer)
         yield self._linear(self.weights.head, rows, "x", "logits")
@@ -316,8 +334,8 @@ class ForwardPass:
             **logits, blocks=blocks,
         )  # fmt: skip
 
-    def _normalise(self, rows: int, weight: Buffer, before: Linear | None, outer: Buffer | None) -> KernelLaunch:
-        """Return the launch that adds the parts of the linear `before` to h, and writes h's norm to x.
+    def _normalise(self, rows: int, weight: Buffer, before: int, outer: Buffer | None) -> KernelLaunch:
+        """Return the launch that adds the `before` parts of a linear to h, and writes h's norm to x.
 
         With an `outer` norm, the parts' sum is normalised by it before it is added.
         """
@@ -325,7 +343,7 @@ class ForwardPass:
         kind, more = ("add_rmsnorm", dict[str, Value]()) if outer is None else ("norm_add_rmsnorm", {"outer": outer})
         return KernelLaunch(
             _norm_name(kind, self.weights.config), (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
-            splits=_splits(before) if before else 0, stride=rows * width, D=width,
+            splits=before, stride=rows * width, D=width,
             eps=self.weights.config.norm_epsilon, **more,
         )  # fmt: skip
 
@@ -386,6 +404,37 @@ class ForwardPass:
         stride = rows * 2 * inner
         yield KernelLaunch(gate, grid, x=b["gated"], parts=b["parts"], splits=splits, stride=stride, F=inner)
 
+    def _experts(self, rows: int, layer: LayerWeights, experts: Experts) -> Iterator[KernelLaunch]:
+        """Yield the launches that turn h's norm, in x, into the parts of each row's experts."""
+        assert layer.router is not None
+        b, width, count = self._buffers, self.weights.config.width, experts.count
+        # Rate the experts, and choose each row's.
+        yield self._linear(layer.router, rows, "x")
+        yield KernelLaunch(
+            "route", (rows,), experts=b["chosen"], shares=b["shares"], parts=b["parts"], rows=b["rows"],
+            splits=_splits(layer.router), stride=rows * count, E=count, K=experts.chosen,
+            is_normalised=int(experts.is_normalised),
+        )  # fmt: skip
+        # Gather the rows of each expert, so that its weights are read once for a tile of them. The number of tiles is
+        # the most that any choice needs; those that are left over compute nothing.
+        pairs, expert_rows = rows * experts.chosen, _rows_per_expert_tile(experts, rows)
+        tiles = _expert_tiles(experts, rows, expert_rows)
+        found: dict[str, Value] = {"pairs": b["pairs"], "tiles": b["tiles"]}
+        yield KernelLaunch(
+            "group", (count,), **found, experts=b["chosen"], P=pairs, E=count, T=tiles, rows_per_tile=expert_rows
+        )
+        # Gate and up, then down, times the expert's share. The next norm adds a row's experts as it does parts.
+        gated, down = (f"{name}_{expert_rows}" for name in ("experts_silu_bf16", "experts_bf16"))
+        (gate_plane,), (down_plane,) = layer.gate_up.planes, layer.down.planes
+        yield KernelLaunch(
+            gated, (tiles, grid_of(gated, 1, experts.width)[1]), y=b["gated"], x=b["x"], w=gate_plane, **found, R=rows,
+            F=experts.width, K=width, C=experts.chosen,
+        )  # fmt: skip
+        yield KernelLaunch(
+            down, (tiles, grid_of(down, 1, width)[1]), parts=b["parts"], y=b["gated"], w=down_plane,
+            shares=b["shares"], **found, R=rows, N=width, K=experts.width, C=experts.chosen,
+        )  # fmt: skip
+
     def _linear(self, linear: Linear, rows: int, x: str, parts: str = "parts") -> KernelLaunch:
         """Return the launch that multiplies buffer `x` by a linear's weights, and writes the parts of its sums."""
         splits, chunk = parts_of(linear.rows, linear.columns)
@@ -403,6 +452,24 @@ def _split_rows(rows: int, config: ModelConfig) -> int:
     With more rows there are enough programs without that.
     """
     return min(rows, (MAX_PROGRAMS - 1) // config.key_heads)
+
+
+def _expert_tile_rows() -> list[int]:
+    """Return the rows of the tiles that experts are computed in, in ascending order."""
+    return [manifest().kernels[name].constants["BM"] for name in tiles_of("experts_bf16", SM_80)]
+
+
+def _rows_per_expert_tile(experts: Experts, rows: int) -> int:
+    """Return the rows of the tiles for a step: the smallest ones that hold the rows that an expert has on average."""
+    sizes = _expert_tile_rows()
+    return next((size for size in sizes if size * experts.count >= rows * experts.chosen), sizes[-1])
+
+
+def _expert_tiles(experts: Experts, rows: int, expert_rows: int) -> int:
+    """Return the most tiles of `expert_rows` rows that the experts of `rows` rows need, however they are chosen."""
+    pairs = rows * experts.chosen
+    # Each expert with a pair has one tile that need not be full.
+    return pairs // expert_rows + min(experts.count, pairs)
 
 
 def _scanned_blocks(config: ModelConfig) -> int:

@@ -57,6 +57,9 @@ LINEAR_SILU_TILES: Final[dict[str, Tile]] = {
     "64": (64, 32, 64, 5, 4),
     "128": (128, 32, 64, 4, 4),
 }
+EXPERT_TILES: Final = ("16", "64")
+"""Names of the tiles for experts. A tile has rows of one expert, so larger ones would mostly be empty."""
+
 LINEAR_TILES_SM_90A: Final[dict[str, Tile]] = {
     "64x64": (64, 64, 64, 5, 4),
     "64x128": (64, 128, 64, 4, 4),
@@ -124,6 +127,12 @@ def jobs() -> dict[str, Job]:
             {"BLOCK_V": 2048, "LANES": 256},
             warps=4,
         ),
+        "route": Job(
+            s.route,
+            _types("experts:w shares:f parts:f rows:w splits stride E K is_normalised"),
+            {"LANES": 256, "PLACES": 16},
+        ),
+        "group": Job(s.group, _types("pairs:w tiles:w experts:w P E T rows_per_tile"), {"LANES": 256, "BLOCK_P": 32}),
         "sample_guided": Job(
             s.sample_guided,
             _types(
@@ -169,6 +178,13 @@ def jobs() -> dict[str, Job]:
         found[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
         found[f"linear_fp8_{name}"] = _linear(s.linear_fp8, "w:u scales:f", tile, "sm_80")
         found[f"linear_awq_{name}"] = _linear(s.linear_awq, "w:u scales:h zeros:u", tile, "sm_80")
+    for name in EXPERT_TILES:
+        found[f"experts_silu_bf16_{name}"] = _experts(
+            s.experts_silu_bf16, "y:b x:b w:b pairs:w tiles:w R F K C", ("F", "K"), LINEAR_SILU_TILES[name]
+        )
+        found[f"experts_bf16_{name}"] = _experts(
+            s.experts_bf16, "parts:f y:b w:b shares:f pairs:w tiles:w R N K C", ("N", "K"), LINEAR_TILES[name]
+        )
     for width in HEAD_WIDTHS:
         found |= _attention_jobs(width)
     return found
@@ -186,6 +202,12 @@ def _linear_gated(function: Any, tile: Tile, target: str) -> Job:
     constants = {"BM": rows, "BN": columns, "BK": depth}
     types = _types("y:b x:b w:b R F K")
     return Job(function, types, constants, warps, stages, ("F", "K"), target)
+
+
+def _experts(function: Any, types: str, divisible: tuple[str, ...], tile: Tile) -> Job:
+    rows, columns, depth, stages, warps = tile
+    constants = {"BM": rows, "BN": columns, "BK": depth}
+    return Job(function, _types(types), constants, warps, stages, divisible)
 
 
 def _attention_jobs(width: int) -> dict[str, Job]:

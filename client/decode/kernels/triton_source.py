@@ -677,6 +677,124 @@ def gelu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
 
 
 @triton.jit
+def route(experts, shares, parts, rows, splits, stride, E, K, is_normalised, LANES: tl.constexpr, PLACES: tl.constexpr):
+    """Choose each row's K likeliest of E experts, the likeliest first, of equal ones the lowest; and their shares.
+
+    `parts` are the router's logits [splits, R, E]. Shares [R, K] are probabilities over all experts, or over the chosen
+    ones if `is_normalised`. A padded row's experts [R, K] are -1. E is at most LANES, and K at most PLACES.
+    """
+    row = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    places = tl.arange(0, PLACES)
+    logits = added(parts, splits, stride, row * E + lanes, lanes < E)
+    # NaN is unequal to itself, and is chosen last: whatever the logits are, each place gets an expert that exists.
+    numbers = tl.where((lanes < E) & (logits == logits), logits, -float("inf"))
+    weights = tl.where(lanes < E, exp2((numbers - tl.max(numbers, 0)) * LOG2_E), 0.0)
+    total = tl.sum(weights, 0)
+    free = tl.where(lanes < E, 1, 0)
+    chosen = tl.full((PLACES,), -1, tl.int32)
+    their = tl.zeros((PLACES,), tl.float32)
+    all_chosen = tl.zeros((), tl.float32)
+    for place in range(K):
+        best = tl.max(tl.where(free > 0, numbers, -float("inf")), 0)
+        found = tl.min(tl.where((free > 0) & (numbers == best), lanes, LANES), 0)
+        share = tl.div_rn(tl.sum(tl.where(lanes == found, weights, 0.0), 0), total)
+        chosen = tl.where(places == place, found, chosen)
+        their = tl.where(places == place, share, their)
+        # In the places' order, which is the row's own.
+        all_chosen += share
+        free = tl.where(lanes == found, 0, free)
+    if is_normalised > 0:
+        their = tl.div_rn(their, all_chosen)
+    chosen = tl.where(tl.load(rows + row * WORDS + POSITION) >= 0, chosen, -1)
+    tl.store(experts + row * K + places, chosen, mask=places < K)
+    tl.store(shares + row * K + places, their, mask=places < K)
+
+
+@triton.jit
+def group(pairs, tiles, experts, P, E, T, rows_per_tile, LANES: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Gather the pairs of rows and experts by expert: each of T tiles has an expert, and up to `rows_per_tile` pairs.
+
+    `experts` [P] has each pair's, or -1 for none. Program e writes the tiles of expert e, of E: `tiles` [T] gets e and
+    `pairs` [T, rows_per_tile] the pairs, in ascending order, and -1 behind the last one. Tiles behind all of them get
+    -1. T is at least P // rows_per_tile and the number of experts with a pair, together. E is at most LANES.
+
+    Where a pair comes to lie depends on the other rows. What is computed for it does not: rows of a tile are products
+    of their own.
+    """
+    e = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    i = tl.arange(0, BLOCK_P)
+    # Step 1: count all experts' pairs, as every program does by itself, to know where this one's tiles begin.
+    counts = tl.zeros((LANES,), tl.int32)
+    for p in range(0, P, BLOCK_P):
+        its = tl.load(experts + p + i, mask=p + i < P, other=-1)
+        counts += tl.sum((its[:, None] == lanes[None, :]).to(tl.int32), 0)
+    its_tiles = (counts + rows_per_tile - 1) // rows_per_tile
+    begin = tl.sum(tl.where(lanes < e, its_tiles, 0), 0)
+    end = begin + tl.sum(tl.where(lanes == e, its_tiles, 0), 0)
+    # Step 2: write this expert's pairs in their order.
+    to = pairs + begin * rows_per_tile
+    done = tl.zeros((), tl.int32)
+    for p in range(0, P, BLOCK_P):
+        own = (tl.load(experts + p + i, mask=p + i < P, other=-1) == e).to(tl.int32)
+        tl.store(to + done + tl.cumsum(own, 0) - own, p + i, mask=own > 0)
+        done += tl.sum(own, 0)
+    # Step 3: fill the last tile.
+    for at in range(done, (end - begin) * rows_per_tile, BLOCK_P):
+        tl.store(to + at + i, -1, mask=at + i < (end - begin) * rows_per_tile)
+    for tile in range(begin, end):
+        tl.store(tiles + tile, e)
+    # The last expert's program knows how many tiles there are.
+    if e == E - 1:
+        for tile in range(end, T):
+            tl.store(tiles + tile, -1)
+
+
+@triton.jit
+def experts_silu_bf16(y, x, w, pairs, tiles, R, F, K, C, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """linear_silu_bf16 for each pair of a row and an expert: y [R C, F] bf16, by pairs.
+
+    x [R, K], w [E, 2 F, K]; a row has C pairs. `pairs` and `tiles` are what `group` wrote for tiles of BM rows. A
+    pair's bits are those of linear_silu_bf16 on its expert's weights.
+    """
+    tile = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    e = tl.load(tiles + tile)
+    if e >= 0:
+        pair = tl.load(pairs + tile * BM + tl.arange(0, BM))
+        # Without a pair, a row beyond the last one, which reads as 0.
+        r = tl.where(pair >= 0, pair // C, R)
+        gate, up = gate_and_up(x, w + e.to(tl.int64) * 2 * F * K, r, n, R, F, K, BM, BN, BK)
+        tl.store(y + pair[:, None] * F + n[None, :], gated(gate, up), mask=(pair >= 0)[:, None] & (n < F)[None, :])
+
+
+@triton.jit
+def experts_bf16(parts, y, w, shares, pairs, tiles, R, N, K, C, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Multiply each pair's values by its expert's weights and its share: parts [C, R, N] f32.
+
+    y [R C, K] bf16, w [E, N, K], shares [R C]. The place of an expert among those of its row is its part, so the next
+    kernel adds them in the row's own order. A pair without an expert writes nothing.
+    """
+    tile = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    e = tl.load(tiles + tile)
+    if e >= 0:
+        pair = tl.load(pairs + tile * BM + tl.arange(0, BM))
+        r = tl.where(pair >= 0, pair, R * C)
+        total = tl.zeros((BM, BN), tl.float32)
+        wide = e.to(tl.int64) * N * K + n[None, :].to(tl.int64) * K
+        for k0 in range(0, K, BK):
+            k = k0 + tl.arange(0, BK)
+            a = rows_tile(y, r, k, R * C, K, K)
+            m = (n < N)[None, :] & (k < K)[:, None]
+            total = tl.dot(a, tl.load(w + wide + k[:, None], mask=m, other=0.0), total)
+        total = total * tl.load(shares + pair, mask=pair >= 0, other=0.0)[:, None]
+        at = (pair % C).to(tl.int64) * R * N + (pair // C) * N
+        tl.store(parts + at[:, None] + n[None, :], total, mask=(pair >= 0)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
 def ordered(x):
     """A float's bits as an integer of the same order; the sum makes a zero of the negative one."""
     # Negative floats order backwards as integers, so all bits but the sign are flipped.

@@ -17,7 +17,17 @@ from gpulease.client.decode.model_config import ModelConfig
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
 from helpers.decode.mixed_schedules import schedules
-from helpers.decode.random_models import BIASED, GEMMA, GEMMA_IN_PARTS, HEAD_NORMS, SHARED_KEYS, TINY, WIDE, WINDOWS
+from helpers.decode.random_models import (
+    BIASED,
+    EXPERTS,
+    GEMMA,
+    GEMMA_IN_PARTS,
+    HEAD_NORMS,
+    SHARED_KEYS,
+    TINY,
+    WIDE,
+    WINDOWS,
+)
 from helpers.made_models import LLAMA, write_folder
 from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
 
@@ -129,12 +139,13 @@ def test_packed_weights_have_the_bits_of_their_values_as_bf16(
     [
         pytest.param(SHARED_KEYS, id="64 wide, 3 a key"),
         pytest.param(WINDOWS, id="windows"),
+        pytest.param(EXPERTS, id="experts"),
         pytest.param(GEMMA, id="Gemma 3"),
         pytest.param(GEMMA_IN_PARTS, id="Gemma 3, sums in parts"),
         pytest.param(HEAD_NORMS, id="128 wide, norms of heads", marks=pytest.mark.slow),
     ],
 )
-def test_other_attention_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
+def test_other_layers_have_the_bits_that_they_have_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
     try_model(shared_daemon, config)
 
 

@@ -150,6 +150,19 @@ GEMMA3_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
     "rope_scaling": after(rope_scaling=GLOBAL_LINEAR),
     "rope_parameters": after(rope_parameters={"full_attention": GLOBAL_LINEAR}),
 }
+STEPS: Final = {"mlp_only_layers": [0], "decoder_sparse_step": 1}
+MOE_CHANGES: Final[dict[str, tuple[Said, Said]]] = {
+    "num_hidden_layers": after(num_hidden_layers=5),
+    "use_sliding_window": after(use_sliding_window=True),
+    "sliding_window": ({"use_sliding_window": True}, {"use_sliding_window": True, "sliding_window": 16}),
+    "num_experts": after(num_experts=7),
+    "num_local_experts": ({"num_experts": None}, {"num_experts": None, "num_local_experts": 7}),
+    "num_experts_per_tok": after(num_experts_per_tok=3),
+    "moe_intermediate_size": after(moe_intermediate_size=96),
+    "norm_topk_prob": after(norm_topk_prob=False),
+    "decoder_sparse_step": after(decoder_sparse_step=1),
+    "mlp_only_layers": (STEPS, STEPS | {"mlp_only_layers": [0, 1]}),
+}
 NO_LLAMA_3: Final = ("original_max_position_embeddings",)
 """Keys of scalings that a Gemma 3 may not have."""
 
@@ -165,6 +178,7 @@ def config_kind(family: Family) -> Kind:
         Family.QWEN3: QWEN_CHANGES,
         Family.PHI3: PHI3_CHANGES,
         Family.GEMMA3: GEMMA3_CHANGES,
+        Family.QWEN3_MOE: MOE_CHANGES,
     }
     changes = CONFIG_CHANGES | {"tie_word_embeddings": after(tie_word_embeddings=not base["tie_word_embeddings"])}
     if family is Family.GEMMA3:
@@ -492,7 +506,9 @@ def test_the_keys_of_the_gguf_library_are_known(family: Family, group: str) -> N
 @pytest.mark.parametrize("family", Family)
 def test_the_keys_of_transformers_are_known(family: Family) -> None:
     transformers = pytest.importorskip("transformers")
-    kind = {Family.GEMMA3: "Gemma3TextConfig"}.get(family, f"{family.capitalize()}Config")
+    kind = {Family.GEMMA3: "Gemma3TextConfig", Family.QWEN3_MOE: "Qwen3MoeConfig"}.get(
+        family, f"{family.capitalize()}Config"
+    )
     for name in (*getattr(transformers, kind)().to_dict(), "rope_scaling", "rope_theta"):
         assert name in CONFIG_KEYS[MODEL_TYPES.get(family, family)], name
     for name in transformers.GenerationConfig().to_dict():

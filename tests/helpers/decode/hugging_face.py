@@ -16,6 +16,7 @@ CLASSES = {
     Family.LLAMA: "LlamaForCausalLM",
     Family.QWEN2: "Qwen2ForCausalLM",
     Family.QWEN3: "Qwen3ForCausalLM",
+    Family.QWEN3_MOE: "Qwen3MoeForCausalLM",
     Family.PHI3: "Phi3ForCausalLM",
     Family.GEMMA3: "Gemma3ForCausalLM",
 }
@@ -50,6 +51,15 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     if config.family is Family.PHI3:
         # Its class's default is another token, beyond these vocabularies.
         told["pad_token_id"] = config.end_tokens[0]
+    if (experts := config.experts) is not None:
+        told |= {
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.chosen,
+            "moe_intermediate_size": experts.width,
+            "norm_topk_prob": experts.is_normalised,
+            "mlp_only_layers": list(experts.dense_layers),
+            "decoder_sparse_step": 1,
+        }
     if is_gemma:
         del told["hidden_act"]
         told |= {

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 import gpulease.client.decode
 from gpulease.client.decode.model_config import (
+    Experts,
     Family,
     Gate,
     LinearScaling,
@@ -193,6 +194,28 @@ FOLDER_MODELS = SMALL_MODELS | {
         embedding_scale=17.0,
         score_divisor=80.0,
         local_rope_theta=10_000.0,
+    ),
+    "qwen3_moe": replace(
+        SMALL_LLAMA,
+        family=Family.QWEN3_MOE,
+        layers=3,
+        width=160,
+        heads=3,
+        key_heads=1,
+        head_width=80,
+        inner_width=224,
+        has_head_norm=True,
+        is_tied=False,
+        experts=Experts(count=11, chosen=3, width=96, is_normalised=True, dense_layers=(1,)),
+    ),
+    "qwen3_moe, shares as they are": replace(
+        SMALL_LLAMA,
+        family=Family.QWEN3_MOE,
+        layers=2,
+        heads=2,
+        key_heads=2,
+        has_head_norm=True,
+        experts=Experts(count=5, chosen=2, width=160, is_normalised=False),
     ),
     "256 wide": replace(SMALL_LLAMA, layers=1, heads=2, key_heads=1, head_width=256),
 }

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from gpulease.client.decode.model_config import Family, Gate, LinearScaling, ModelConfig
+from gpulease.client.decode.model_config import Experts, Family, Gate, LinearScaling, ModelConfig
 
 TINY: Final = ModelConfig(
     family=Family.LLAMA,
@@ -55,6 +55,17 @@ GEMMA: Final = replace(
 
 GEMMA_IN_PARTS: Final = replace(GEMMA, layers=2, width=1056, inner_width=1024, head_width=32, windows=(21, None))
 """The same with sums in parts, and norms of rows that some blocks do not hold."""
+
+EXPERTS: Final = replace(
+    SMALL,
+    family=Family.QWEN3_MOE,
+    layers=3,
+    width=96,
+    head_width=32,
+    has_head_norm=True,
+    experts=Experts(count=7, chosen=3, width=64, is_normalised=True, dense_layers=(1,)),
+)
+"""Layers with experts, and one without."""
 
 WIDTHS: Final = {f"heads {width} wide": replace(SMALL, head_width=width) for width in (80, 96, 256)}
 WINDOWED: Final = {

@@ -28,17 +28,23 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 
-def linears_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def linears_of(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """The linears of a layer, as [outputs, inputs]."""
     queries, keys = config.heads * config.head_width, config.key_heads * config.head_width
+    parts, inner = ["mlp"], config.inner_width
+    linears = {}
+    if (experts := config.experts_of(layer)) is not None:
+        parts, inner = [f"mlp.experts.{expert}" for expert in range(experts.count)], experts.width
+        linears["mlp.gate"] = (experts.count, config.width)
+    for part in parts:
+        linears |= {f"{part}.{name}_proj": (inner, config.width) for name in ("gate", "up")}
+        linears[f"{part}.down_proj"] = (config.width, inner)
     return {
+        **linears,
         "self_attn.q_proj": (queries, config.width),
         "self_attn.k_proj": (keys, config.width),
         "self_attn.v_proj": (keys, config.width),
         "self_attn.o_proj": (config.width, queries),
-        "mlp.gate_proj": (config.inner_width, config.width),
-        "mlp.up_proj": (config.inner_width, config.width),
-        "mlp.down_proj": (config.width, config.inner_width),
     }
 
 
@@ -53,7 +59,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.has_outer_norms:
             norms += ["pre_feedforward", "post_feedforward"]
         shapes |= {f"{layer}.{name}_layernorm.weight": (config.width,) for name in norms}
-        for name, shape in linears_of(config).items():
+        for name, shape in linears_of(config, number).items():
             shapes[f"{layer}.{name}.weight"] = shape
             if config.has_bias and name[-6] in "qkv":
                 shapes[f"{layer}.{name}.bias"] = shape[:1]
@@ -188,9 +194,24 @@ class Reference:
         )
 
     def _inner(self, layer: str, values: Array) -> Array:
-        gate, up = self._linear(f"{layer}.mlp.gate_proj", values), self._linear(f"{layer}.mlp.up_proj", values)
+        experts = self._config.experts_of(int(layer.rpartition(".")[2]))
+        if experts is None:
+            return self._fed_forward(f"{layer}.mlp", values)
+        logits = self._linear(f"{layer}.mlp.gate", values)
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        chosen = np.argsort(-shares, -1, kind="stable")[:, : experts.chosen]
+        total = np.zeros_like(values)
+        for row, its in enumerate(chosen):
+            weights = shares[row, its] / (shares[row, its].sum() if experts.is_normalised else 1)
+            for expert, weight in zip(its, weights, strict=True):
+                total[row] += weight * self._fed_forward(f"{layer}.mlp.experts.{expert}", values[[row]])[0]
+        return total
+
+    def _fed_forward(self, part: str, values: Array) -> Array:
+        gate, up = self._linear(f"{part}.gate_proj", values), self._linear(f"{part}.up_proj", values)
         gated = _gelu(gate) if self._config.gate is Gate.GELU else gate / (1 + np.exp(-gate))
-        return self._linear(f"{layer}.mlp.down_proj", gated * up)
+        return self._linear(f"{part}.down_proj", gated * up)
 
     def _linear(self, name: str, values: Array) -> Array:
         projected: Array = self.kept(values) @ self._tensors[f"{name}.weight"].T

@@ -9,6 +9,7 @@ from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import (
+    Experts,
     Family,
     LinearScaling,
     LongScaling,
@@ -16,7 +17,7 @@ from gpulease.client.decode.model_config import (
     RopeScaling,
     YarnScaling,
 )
-from helpers.made_models import FOLDER_MODELS, GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, config_json
+from helpers.made_models import FOLDER_MODELS, GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE, config_json
 
 STRETCHED: Final = {
     "rope_type": "llama3",
@@ -158,10 +159,10 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
     [
         (
             {"model_type": "gemma2"},
-            "model_type must be one of llama, qwen2, qwen3, mistral, phi3, gemma3_text, not 'gemma2'",
+            "model_type must be one of llama, qwen2, qwen3, qwen3_moe, mistral, phi3, gemma3_text, not 'gemma2'",
         ),
         ({"model_type": "gemma3n_text"}, "model_type must be .* not 'gemma3n_text'"),
-        ({"model_type": "qwen3_moe"}, "model_type must be .* not 'qwen3_moe'"),
+        ({"model_type": "qwen2_moe"}, "model_type must be .* not 'qwen2_moe'"),
         ({"model_type": None}, "model_type must be one of .*, not ''"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .*Classification"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the engine's activation is SiLU"),
@@ -414,6 +415,67 @@ def test_a_gemma_3_s_embedding_is_scaled_by_the_root_of_its_width_as_bf16() -> N
 def test_what_a_gemma_3_may_not_say(says: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelRejected, match=sentence):
         read(GEMMA3_SAYS | says)
+
+
+MOE_SAYS: Final = config_json(QWEN3_MOE)
+
+
+def test_what_a_qwen3_moe_leaves_out_is_as_in_transformers() -> None:
+    left_out = (
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+        "mlp_only_layers", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    )  # fmt: skip
+    said = {key: value for key, value in MOE_SAYS.items() if key not in left_out}
+    experts = Experts(128, 8, 768, is_normalised=False)
+    assert read(said) == replace(QWEN3_MOE, key_heads=4, head_width=32, norm_epsilon=1e-6, experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("says", "dense"),
+    [
+        ({"decoder_sparse_step": 1}, ()),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [2, 0, 0, 99]}, (0, 2)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": None}, (0, 2)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, None),
+        ({"decoder_sparse_step": 4}, None),
+        ({"num_experts": 0}, None),
+    ],
+)
+def test_layers_without_experts_are_those_of_transformers(says: dict[str, Any], dense: tuple[int, ...] | None) -> None:
+    assert QWEN3_MOE.experts is not None
+    wanted = None if dense is None else replace(QWEN3_MOE.experts, dense_layers=dense)
+    assert read(MOE_SAYS | says) == replace(QWEN3_MOE, experts=wanted)
+
+
+def test_a_qwen3_moe_s_window_is_that_of_all_layers() -> None:
+    windowed = MOE_SAYS | {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}
+    assert read(windowed) == replace(QWEN3_MOE, windows=(48,) * 3)
+    assert read(windowed | {"use_sliding_window": False}) == QWEN3_MOE
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"num_local_experts": 7}, "num_experts is 6, and num_local_experts 7"),
+        ({"num_experts": 257}, "experts must be 1 to 256, not 257"),
+        ({"num_experts": -1}, "experts must be 1 to 256, not -1"),
+        ({"num_experts_per_tok": 7}, "experts of a row must be 1 to 6, not 7"),
+        ({"num_experts_per_tok": 0}, "experts of a row must be 1 to 6, not 0"),
+        ({"num_experts": 64, "num_experts_per_tok": 17}, "experts of a row must be 1 to 16, not 17"),
+        ({"moe_intermediate_size": 100}, "experts' inner size must be a multiple of 32, not 100"),
+        ({"moe_intermediate_size": 0}, "experts' inner size must be 1 to"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1, not 0"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers must be numbers of layers"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is '512'; the engine computes no"),
+        ({"attention_bias": True}, "attention_bias is 'True'"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is not .Qwen3MoeForCausalLM."),
+    ],
+)
+def test_what_a_qwen3_moe_may_not_say(says: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=sentence):
+        read(MOE_SAYS | says)
 
 
 def test_what_a_mistral_leaves_out_is_as_in_transformers() -> None:

@@ -13,8 +13,8 @@ from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.quantized_weights import quantization_of
 from gpulease.client.decode.checkpoint.tensors import PACKED, plane_bytes, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import MAX_LAYERS
-from helpers.made_models import LLAMA, PHI3, QWEN2, random_weights, write_folder
+from gpulease.client.decode.model_config import MAX_LAYERS, ModelConfig
+from helpers.made_models import LLAMA, PHI3, QWEN2, QWEN3_MOE, random_weights, write_folder
 from helpers.packed_models import AWQ, COMPRESSED, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
 
 ONE_LAYER: Final = {
@@ -206,9 +206,11 @@ def test_packed_weights_without_the_member_are_named(tmp_path: Path) -> None:
         open_model(folder)
 
 
-def test_packed_weights_of_fused_tensors_are_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, PHI3, random_weights(PHI3), says={"quantization_config": FP8})
-    with pytest.raises(ModelRejected, match="quantization_config: the engine reads no packed weights of phi3 models"):
+@pytest.mark.parametrize("config", [PHI3, QWEN3_MOE], ids=["fused tensors", "experts"])
+def test_packed_weights_of_other_layers_are_refused(tmp_path: Path, config: ModelConfig) -> None:
+    folder = write_folder(tmp_path, config, random_weights(config), says={"quantization_config": FP8})
+    says = f"quantization_config: the engine reads no packed weights of {config.family} models"
+    with pytest.raises(ModelRejected, match=says):
         open_model(folder)
 
 

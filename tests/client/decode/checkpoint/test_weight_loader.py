@@ -22,6 +22,7 @@ from gpulease.client.decode.checkpoint import (
     open_model,
     size_bytes,
 )
+from gpulease.client.decode.checkpoint.model_tensors import feed_forward_parts
 from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary_tables
 from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.decode.checkpoint.weights import Layout, Linear, ModelWeights
@@ -87,11 +88,15 @@ async def check_loaded(
     for number, layer in enumerate(weights.layers):
         at = f"model.layers.{number}."
         qkv = [f"{at}self_attn.{name}_proj" for name in "qkv"]
-        mlp = [f"{at}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+        parts = [f"{at}{part}" for part, _ in feed_forward_parts(config, number)]
+        gate_up = [f"{part}{name}_proj.weight" for part in parts for name in ("gate", "up")]
         await check_linear(session, layer.qkv, checkpoint, [f"{name}.weight" for name in qkv], of["qkv"])
         await check_linear(session, layer.output, checkpoint, [f"{at}self_attn.o_proj.weight"], of["output"])
-        await check_linear(session, layer.gate_up, checkpoint, mlp[:2], of["gate_up"])
-        await check_linear(session, layer.down, checkpoint, mlp[2:], of["down"])
+        await check_linear(session, layer.gate_up, checkpoint, gate_up, of["gate_up"])
+        await check_linear(session, layer.down, checkpoint, [f"{part}down_proj.weight" for part in parts], of["down"])
+        assert (layer.router is None) == (config.experts_of(number) is None)
+        if layer.router is not None:
+            await check_linear(session, layer.router, checkpoint, [f"{at}mlp.gate.weight"], Layout.BF16)
         await check_f32(session, layer.attention_norm, checkpoint, f"{at}input_layernorm.weight")
         inner_norm = "pre_feedforward" if config.has_outer_norms else "post_attention"
         await check_f32(session, layer.inner_norm, checkpoint, f"{at}{inner_norm}_layernorm.weight")
