@@ -28,16 +28,13 @@ from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
-from gpulease.daemon.leases.time_turns import TURN_QUEUE_NS, Taker, Turn, Turns
+from gpulease.daemon.leases.time_turns import ROUND_NS, SWITCH_NS, TURN_QUEUE_NS, Taker, Turn, Turns
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
 
 Key = int | str
 """A session's number, or a tenant's name."""
 
 AnyKey = TypeVar("AnyKey", bound=Key)
-
-ROUND_NS: Final = 10 * NS_PER_MS
-"""Time between two rounds: long against the driver's slice of 1.35 ms, short against a person's patience."""
 
 FINE_NS: Final = 2 * NS_PER_MS
 """Mean time between two samples of a round in which a tenant's sessions may hide how they overlap
@@ -140,6 +137,10 @@ class TimeShares:
     def obeyed(self) -> frozenset[str]:
         """The tenants with latency sessions that all others have yielded to since the last round."""
         return frozenset(self._obeyed)
+
+    def next_round_ns(self, now_ns: int) -> int:
+        """Return when the limits are to be renewed after a round at `now_ns`."""
+        return self._turns.next_round_ns(now_ns)
 
     def limits(
         self,
@@ -341,7 +342,8 @@ class TimeShares:
         self, more_ns: int, by_tenant: Mapping[str, Sequence[SharedSession]], caps: Mapping[str, float]
     ) -> None:
         """Add to each balance what its part of the last round was, less what was used of the card."""
-        used = {tenant: sum((one.time.more_gpu_ns for one in own), 0.0) for tenant, own in by_tenant.items()}
+        spent = {one.session: self._spent_ns(one, more_ns) for own in by_tenant.values() for one in own}
+        used = {tenant: sum((spent[one.session] for one in own), 0.0) for tenant, own in by_tenant.items()}
         # A tenant that was limited by its cap gets that part of the clock's time. The others share what was used.
         owed: dict[Key, float] = {}
         for tenant in by_tenant:
@@ -356,10 +358,16 @@ class TimeShares:
                 owed[one.session] = self._owed.get(one.session, 0.0)
             # Who was not held back had what it wanted, whatever its part: it is owed nothing for this round.
             waiting = [one for one in own if one.session in self._parts and self._has_waited(one)]
-            self._even_out(owed, {one.session: one.time.more_gpu_ns for one in waiting})
+            self._even_out(owed, {one.session: spent[one.session] for one in waiting})
             _forgive(owed, [one.session for one in waiting])
         # Only those of this round are remembered.
         self._owed = owed
+
+    def _spent_ns(self, one: SharedSession, more_ns: int) -> float:
+        """Return the GPU time that a session is charged for the last round: without what its turns take to begin."""
+        if one.session not in self._turns:
+            return one.time.more_gpu_ns
+        return max(0.0, one.time.more_gpu_ns - SWITCH_NS * more_ns / self._turns[one.session].period_ns)
 
     def _even_out(self, owed: dict[Key, float], used: Mapping[Key, float]) -> None:
         """Settle between some: their parts of what they used together, less what each used."""

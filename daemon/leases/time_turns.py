@@ -7,8 +7,8 @@ its own turn, and no more of it than ends there. Then a session's GPU time is it
 whatever the driver does.
 
 Turns come again after a period, without the broker. It changes their lengths between two periods only, because a
-balance within a period only shows which session was on. A session that leaves a part of its turn idle gets no more
-turns for a while: its pauses would be everyone's.
+balance within a period only shows which session was on. A session that leaves much of its turns idle gets no more
+turns for a while: its pauses would be everyone's. A short gap, or a turn that its worker saw late, costs it nothing.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,11 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from gpulease.daemon.leases.time_account import SessionTime
+from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
+
+ROUND_NS: Final = 10 * NS_PER_MS
+"""Time between two rounds: long against the driver's slice of 1.35 ms, short against a person's patience."""
 
 MIN_PERIOD_NS: Final = 20 * NS_PER_MS
 MAX_PERIOD_NS: Final = 100 * NS_PER_MS
@@ -36,17 +40,24 @@ _SATURATES: Final = 0.95
 """A session that works or waits in this part of the time saturates the card."""
 
 _MOST_IDLE: Final = 0.15
-"""The time in which a session neither works nor waits, in parts of its turns, if it is to get more of them.
+"""The part of its turns in which a session may neither work nor wait, in the long run, if it is to get more of them. A
+client that waits for its work before it launches more leaves some 1 ms idle each time."""
 
-Turns count as MIN_TURN_NS at least. A client that waits for its work before it launches more is idle for some 0.1 ms
-each time."""
+_MOST_LATE: Final = 0.5
+"""The part of its turns that it may leave unused while it waits: for a latency session, or because its worker saw the
+turn's begin late, or because a long kernel does not fit into what is left of the turn."""
 
-_LEAST_TURN_USE: Final = 0.5
-"""The part of its turns in which a session works, if it is to get more of them: a long kernel may leave less of a turn
-than the next one needs, and a worker may see a turn's begin late."""
+_PATIENCE_NS: Final = 15 * NS_PER_MS
+"""How much more than these a session may leave unused at once: some turns in which its worker wakes late, or a gap of
+its client. With less, sessions that saturate the card lose their turns by chance."""
 
-_BAR_NS: Final = 2 * NS_PER_S
-"""How long a session gets no turns after it left some of them idle."""
+_MIN_BAR_NS: Final = 200 * NS_PER_MS
+_MAX_BAR_NS: Final = 2 * NS_PER_S
+"""How long a session gets no turns after it left too much of them unused: the first time, and doubled each time up to
+the second, until it has used its turns for as long again. Without turns, what it gets is only as exact as the account."""
+
+_FORGET_NS: Final = 2 * _MAX_BAR_NS
+"""How long after its last turn a session's use of its turns is forgotten."""
 
 
 class Turn(NamedTuple):
@@ -71,6 +82,41 @@ class Turn(NamedTuple):
         return periods * self.length_ns + min(phase_ns, self.length_ns)
 
 
+@dataclass(slots=True)
+class _TurnUse:
+    """How a session has used its turns.
+
+    Attributes:
+        patience_ns: How much more of its turns it may leave unused before it gets none.
+        next_bar_ns: How long it gets none then.
+        barred_until_ns: Until when it gets none.
+        seen_ns: When it had a turn last.
+    """
+
+    patience_ns: float = float(_PATIENCE_NS)
+    next_bar_ns: int = _MIN_BAR_NS
+    barred_until_ns: int = 0
+    seen_ns: int = 0
+
+
+class Bar(NamedTuple):
+    """Why a session gets no turns for a while, for the log.
+
+    Attributes:
+        session: Its number.
+        bar_ns: For how long.
+        due_ns: The length of its turns since they were renewed.
+        busy_ns: For how long it worked since then.
+        held_ns: For how long its work was held back since then.
+    """
+
+    session: int
+    bar_ns: int
+    due_ns: int
+    busy_ns: int
+    held_ns: int
+
+
 class Taker(NamedTuple):
     """A session that may take turns.
 
@@ -90,15 +136,19 @@ class Taker(NamedTuple):
 
 
 class Turns:
-    """The turns of one card's sessions: what each may use of a period, and when the period ends."""
+    """The turns of one card's sessions: what each may use of a period, and when the period ends.
+
+    Attributes:
+        bars: The sessions that lost their turns in the last update.
+    """
 
     def __init__(self) -> None:
         self._turns: dict[int, Turn] = {}
-        # When the present period ends; since when the turns are as they are, and each session's account then.
-        self._until_ns = self._since_ns = 0
+        # When the present period began and ends; since when the turns are as they are, and each session's account then.
+        self._began_ns = self._until_ns = self._since_ns = 0
         self._before: dict[int, tuple[int, int]] = {}
-        # Until when a session gets no turns.
-        self._barred: dict[int, int] = {}
+        self._uses: dict[int, _TurnUse] = {}
+        self.bars: list[Bar] = []
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -111,6 +161,13 @@ class Turns:
 
     def clear(self) -> None:
         self._turns.clear()
+
+    def next_round_ns(self, now_ns: int) -> int:
+        """Return when the next round is due: some round ends with the period, where balances show no part of a turn."""
+        left_ns = self._until_ns - now_ns
+        if not self._turns or left_ns <= 0:
+            return now_ns + ROUND_NS
+        return now_ns + left_ns // max(1, round(left_ns / ROUND_NS))
 
     def update(
         self,
@@ -131,10 +188,11 @@ class Turns:
             only_for_caps: There are turns only if all capped sessions would get too much without them, and all sessions
                 that are busy take turns.
         """
+        self.bars = []
         if self._turns and all(session in takers for session in self._turns) and now_ns < self._until_ns:
             return
         chosen = {session: one for session, one in takers.items() if self._takes_turns(session, one, now_ns, more_ns)}
-        self._barred = {session: until_ns for session, until_ns in self._barred.items() if until_ns > now_ns}
+        self._uses = {session: use for session, use in self._uses.items() if now_ns - use.seen_ns < _FORGET_NS}
         self._turns = {}
         if len(chosen) < 2:
             return
@@ -148,8 +206,10 @@ class Turns:
         parts = _parts(chosen, round_ns)
         least = min((part for part in parts.values() if part), default=1.0)
         period_ns = int(min(max(MIN_PERIOD_NS, MIN_TURN_NS / least), MAX_PERIOD_NS))
-        # Each period begins a whole number of periods after the clock's, so turns move little from one to the next.
-        began_ns = now_ns - now_ns % period_ns
+        # Each period begins where the one before ended, so turns move little from one to the next. If a session has gone,
+        # the rest of the period is shared from where it is: the first in line must not gain by others' comings and goings.
+        began_ns = self._began_ns if now_ns < self._until_ns else self._until_ns
+        began_ns += (now_ns - began_ns) // period_ns * period_ns
         # One that has nothing to get begins nothing: even in a moment it could begin a long kernel each time.
         switches_ns = sum(bool(part) for part in parts.values()) * SWITCH_NS
         edges = [0.0]
@@ -158,27 +218,40 @@ class Turns:
         for session, (begin, end) in zip(parts, pairwise(edges), strict=True):
             # 0 would mean no turns, and so no limit.
             self._turns[session] = Turn(began_ns + int(begin), max(1, int(end) - int(begin)), period_ns)
-        self._since_ns, self._until_ns = now_ns, began_ns + period_ns
+        self._since_ns, self._began_ns, self._until_ns = now_ns, began_ns, began_ns + period_ns
         self._before = {session: (one.time.busy_ns, one.time.held_ns) for session, one in chosen.items()}
 
     def _takes_turns(self, session: int, one: Taker, now_ns: int, more_ns: int) -> bool:
-        """Return whether a session gets turns; note it if it got some and left them idle."""
+        """Return whether a session gets turns; note how it used those that it had."""
         if (turn := self._turns.get(session)) is not None:
-            busy_ns, held_ns = self._before[session]
-            busy_ns, held_ns = one.time.busy_ns - busy_ns, one.time.held_ns - held_ns
-            # It has to have worked or waited, but for a part of its turn, and used its turn if there was one.
-            due_ns = turn.time_between(self._since_ns, now_ns)
-            idle_ns = now_ns - self._since_ns - busy_ns - held_ns
-            # It may have been sampled just before its turn: then a wait of its client must not count against it.
-            most_idle_ns = max(due_ns, MIN_TURN_NS) * _MOST_IDLE
-            if idle_ns <= most_idle_ns and (busy_ns >= due_ns * _LEAST_TURN_USE or due_ns < MIN_TURN_NS):
-                return True
-            self._barred[session] = now_ns + _BAR_NS
-        if self._barred.get(session, 0) > now_ns:
+            return self._keeps_turns(session, one, turn, now_ns)
+        if session in self._uses and now_ns < self._uses[session].barred_until_ns:
             return False
         busy_ns, held_ns = one.time.more_busy_ns, one.time.more_held_ns
         wanted_ns = busy_ns + held_ns if one.is_limited else busy_ns
         return bool(busy_ns) and wanted_ns >= more_ns * _SATURATES
+
+    def _keeps_turns(self, session: int, one: Taker, turn: Turn, now_ns: int) -> bool:
+        """Charge a session for what it left unused of its turns, and return whether it gets more of them."""
+        use = self._uses.setdefault(session, _TurnUse())
+        use.seen_ns = now_ns
+        busy_ns, held_ns = self._before[session]
+        busy_ns, held_ns = one.time.busy_ns - busy_ns, one.time.held_ns - held_ns
+        due_ns = turn.time_between(self._since_ns, now_ns)
+        # What it leaves idle next to its turns is nobody's loss. It may be held back and work at once: so this is the
+        # least that it can have been idle.
+        unused_ns = max(0, due_ns - busy_ns)
+        idle_ns = min(unused_ns, max(0, now_ns - self._since_ns - busy_ns - held_ns))
+        earned_ns = min(due_ns * _MOST_IDLE - idle_ns, due_ns * _MOST_LATE - unused_ns)
+        use.patience_ns = min(use.patience_ns + earned_ns, _PATIENCE_NS)
+        if use.patience_ns >= 0.0:
+            if use.patience_ns == _PATIENCE_NS:
+                use.next_bar_ns = _MIN_BAR_NS
+            return True
+        self.bars.append(Bar(session, use.next_bar_ns, due_ns, busy_ns, held_ns))
+        use.barred_until_ns, use.patience_ns = now_ns + use.next_bar_ns, 0.0
+        use.next_bar_ns = min(2 * use.next_bar_ns, _MAX_BAR_NS)
+        return False
 
 
 def _parts(takers: Mapping[int, Taker], round_ns: int) -> dict[int, float]:

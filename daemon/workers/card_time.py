@@ -357,7 +357,7 @@ class CardTimes:
         members, used = card.members, card.round
         times = {number: time for number, time in used.sessions.items() if number in members}
         card.is_fine = card.by_weights and used.may_hide({number: members[number].tenant for number in times})
-        card.round, card.round_due_ns = RoundTimes(), now_ns + ROUND_NS
+        card.round = RoundTimes()
         sessions = [
             SharedSession(
                 number,
@@ -377,6 +377,7 @@ class CardTimes:
             used.more_busy_ns,
             shares=card.by_weights,
         )
+        card.round_due_ns = card.shares.next_round_ns(now_ns)
         active = set(times)
         for number, wanted in limits.items():
             self._write_limits(members[number], wanted)

@@ -168,7 +168,8 @@ class SimulatedCard:
             if self.now_ns >= self._round_ns:
                 self._round(limits)
                 # The broker's loop is never exactly on time.
-                self._round_ns = self.now_ns + every_ns + self._random.randrange(every_ns // 10)
+                due_ns = self.shares.next_round_ns(self.now_ns) if every_ns == ROUND_NS else self.now_ns + every_ns
+                self._round_ns = due_ns + self._random.randrange(every_ns // 10)
             elif self._is_fine and self.now_ns >= self._sample_ns:
                 self._sample()
             self._tick()

@@ -5,7 +5,7 @@ import pytest
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
 from gpulease.daemon.leases.time_shares import ROUND_NS
-from gpulease.daemon.leases.time_turns import MAX_PERIOD_NS, MIN_PERIOD_NS, MIN_TURN_NS, Taker, Turn, Turns
+from gpulease.daemon.leases.time_turns import MAX_PERIOD_NS, MIN_PERIOD_NS, MIN_TURN_NS, Bar, Taker, Turn, Turns
 
 from .simulated_card import MS, US, S, SimulatedCard, SimulatedSession
 
@@ -70,18 +70,97 @@ def test_how_much_of_its_turns_lies_between_two_times() -> None:
     assert turn.time_between(60, 200) == 20 + 60
 
 
-@pytest.mark.parametrize(("idle_ns", "goes_on"), [(100 * US, True), (2 * MS, False)])
-def test_a_client_s_wait_before_its_first_turn_does_not_cost_it_its_turns(idle_ns: int, goes_on: bool) -> None:
+class Periods:
+    """Two sessions with turns of 10 ms each, and what the first one does with its own."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.now_ns = S
+        self._times = [SessionTime(busy_ns=S), SessionTime(busy_ns=S)]
+        self.update(MIN_PERIOD_NS)
+        self.now_ns = self.turns[1].begin_ns
+
+    def update(self, busy_ns: int, held_ns: int = 0) -> list[Bar]:
+        """Let a period pass. Returns who lost its turns because of it."""
+        self._times[0].busy_ns += busy_ns
+        self._times[0].held_ns += held_ns
+        self._times[1].busy_ns += MIN_PERIOD_NS // 2
+        self._times[1].held_ns += MIN_PERIOD_NS // 2
+        for time, more_ns in zip(self._times, (busy_ns, MIN_PERIOD_NS), strict=True):
+            time.more_busy_ns = more_ns
+        self.now_ns += MIN_PERIOD_NS
+        takers = {
+            number: Taker(time, MS, MS, is_capped=False, is_limited=True) for number, time in enumerate(self._times, 1)
+        }
+        self.turns.update(self.now_ns, MIN_PERIOD_NS, MIN_PERIOD_NS, takers)
+        return self.turns.bars
+
+
+def test_gaps_of_a_client_and_late_wakes_cost_no_turns() -> None:
+    periods = Periods()
+    for _ in range(100):
+        # A client that has nothing to launch for 1 ms each time.
+        assert not periods.update(9 * MS, 10 * MS)
+    # A worker that wakes late now and then, and one whole turn in which it did not run.
+    for _ in range(10):
+        assert not periods.update(2 * MS, 18 * MS)
+        assert not periods.update(9 * MS, 10 * MS)
+        assert not periods.update(10 * MS, 10 * MS)
+    assert not periods.update(0, 20 * MS)
+    assert len(periods.turns) == 2
+
+
+def test_what_is_idle_next_to_its_turns_costs_nothing() -> None:
+    periods = Periods()
+    for _ in range(20):
+        assert not periods.update(10 * MS)
+
+
+def test_a_session_that_leaves_its_turns_unused_loses_them_for_longer_each_time() -> None:
+    periods = Periods()
+    lengths, begun_ns = [], 0
+    for _ in range(500):
+        bars = periods.update(0 if len(periods.turns) else 20 * MS)
+        lengths += [bar.bar_ns for bar in bars]
+        begun_ns = begun_ns or (periods.now_ns if bars else 0)
+        assert all(bar.session == 1 and bar.due_ns == 10 * MS and not bar.busy_ns for bar in bars)
+    assert lengths[:5] == [200 * MS, 400 * MS, 800 * MS, 1600 * MS, 2 * S]
+    # The first time after two periods.
+    assert begun_ns <= S + 4 * MIN_PERIOD_NS
+
+
+def test_a_session_that_uses_its_turns_again_is_forgiven() -> None:
+    periods = Periods()
+    while not periods.update(0):
+        pass
+    for _ in range(100):
+        periods.update(20 * MS if len(periods.turns) < 2 else 10 * MS, 10 * MS)
+    assert len(periods.turns) == 2
+    bars: list[Bar] = []
+    while not bars:
+        bars = periods.update(0)
+    assert [bar.bar_ns for bar in bars] == [200 * MS]
+
+
+def test_rounds_end_with_the_periods() -> None:
+    periods = Periods()
+    # 20 ms of a period are two rounds, however late the first one was.
+    assert periods.turns.next_round_ns(periods.now_ns + MS // 2) == pytest.approx(periods.now_ns + 10.25 * MS, abs=2)
+    assert periods.turns.next_round_ns(periods.now_ns + 11 * MS) == periods.now_ns + 20 * MS
+    assert Turns().next_round_ns(S) == S + ROUND_NS
+
+
+def test_a_period_begins_where_the_one_before_ended() -> None:
+    """If another length moved all turns, some would get two at once and some none."""
     turns = Turns()
-    takers = {1: saturating(1 * MS), 2: saturating(1 * MS)}
-    # The first session waits for its turn in the next period, and its limits are renewed as that begins.
-    begin_ns, more_ns = S - S % MIN_PERIOD_NS + 12 * MS, 8100 * US
-    turns.update(begin_ns, ROUND_NS, ROUND_NS, takers)
-    waited = SessionTime(busy_ns=S, held_ns=more_ns - idle_ns, more_busy_ns=1, more_held_ns=ROUND_NS)
-    used = SessionTime(busy_ns=S + more_ns, more_busy_ns=ROUND_NS, is_busy=True)
-    takers = {1: takers[1]._replace(time=waited, is_limited=True), 2: takers[2]._replace(time=used)}
-    turns.update(begin_ns + more_ns, ROUND_NS, ROUND_NS, takers)
-    assert (1 in turns) is goes_on
+    now_ns = S
+    turns.update(now_ns, ROUND_NS, ROUND_NS, {1: saturating(1 * MS), 2: saturating(3 * MS)})
+    for at, part in enumerate((1.0, 0.9, 1.1, 0.8), 2):
+        end_ns = turns[1].begin_ns + turns[1].period_ns
+        time = SessionTime(busy_ns=at * S, held_ns=at * S, more_busy_ns=ROUND_NS)
+        takers = {one: saturating(share * MS)._replace(time=time) for one, share in ((1, part), (2, 3.0))}
+        turns.update(end_ns + MS, ROUND_NS, ROUND_NS, takers)
+        assert turns[1].begin_ns == end_ns
 
 
 def test_turns_end_soon_after_a_session_stops() -> None:

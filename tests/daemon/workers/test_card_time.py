@@ -218,7 +218,8 @@ def test_weights_are_on_the_pages_while_both_want_the_card(node: Node) -> None:
     limits, other = node.limits(first), node.limits(second)
     assert other.turn_ns >= 2.8 * limits.turn_ns
     assert limits.turn_ns + other.turn_ns == limits.turn_period_ns
-    assert limits.until_ns == node.now_ns + LAPSE_NS
+    # A round ends with each period, so they come every 8 to 15 ms.
+    assert node.now_ns + LAPSE_NS - 15 * MS <= limits.until_ns <= node.now_ns + LAPSE_NS
     # Alone, the first one is not limited any more.
     node.idle(second)
     for _ in range(3):
