@@ -53,8 +53,9 @@ its client. With less, sessions that saturate the card lose their turns by chanc
 
 _MIN_BAR_NS: Final = 200 * NS_PER_MS
 _MAX_BAR_NS: Final = 2 * NS_PER_S
-"""How long a session gets no turns after it left too much of them unused: the first time, and doubled each time up to
-the second, until it has used its turns for as long again. Without turns, what it gets is only as exact as the account."""
+"""How long a session gets no turns after it left too much of them unused. The first time, it is the first; each
+further time it is doubled, up to the second; once all of its patience is back, it is the first again. Without turns,
+what a session gets is only as exact as the account."""
 
 _FORGET_NS: Final = 2 * _MAX_BAR_NS
 """How long after its last turn a session's use of its turns is forgotten."""
@@ -206,8 +207,8 @@ class Turns:
         parts = _parts(chosen, round_ns)
         least = min((part for part in parts.values() if part), default=1.0)
         period_ns = int(min(max(MIN_PERIOD_NS, MIN_TURN_NS / least), MAX_PERIOD_NS))
-        # Each period begins where the one before ended, so turns move little from one to the next. If a session has gone,
-        # the rest of the period is shared from where it is: the first in line must not gain by others' comings and goings.
+        # Each period begins where the one before ended, so turns move little from one to the next. If a session has
+        # gone, the others' turns change in the midst of the period: if it began again, the first in line would gain.
         began_ns = self._began_ns if now_ns < self._until_ns else self._until_ns
         began_ns += (now_ns - began_ns) // period_ns * period_ns
         # One that has nothing to get begins nothing: even in a moment it could begin a long kernel each time.
