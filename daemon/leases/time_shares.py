@@ -28,7 +28,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
-from gpulease.daemon.leases.time_turns import ROUND_NS, SWITCH_NS, TURN_QUEUE_NS, Taker, Turn, Turns
+from gpulease.daemon.leases.time_turns import ROUND_NS, SWITCH_NS, TURN_QUEUE_NS, Bar, Taker, Turn, Turns
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
 
 Key = int | str
@@ -137,6 +137,11 @@ class TimeShares:
     def obeyed(self) -> frozenset[str]:
         """The tenants with latency sessions that all others have yielded to since the last round."""
         return frozenset(self._obeyed)
+
+    @property
+    def bars(self) -> Sequence[Bar]:
+        """The sessions that lost their turns in the last round."""
+        return self._turns.bars
 
     def next_round_ns(self, now_ns: int) -> int:
         """Return when the limits are to be renewed after a round at `now_ns`."""

@@ -162,6 +162,7 @@ class Turns:
 
     def clear(self) -> None:
         self._turns.clear()
+        self.bars = []
 
     def next_round_ns(self, now_ns: int) -> int:
         """Return when the next round is due: some round ends with the period, where balances show no part of a turn."""

@@ -269,6 +269,12 @@ class LogEvent(Enum):
     RECLAIM_AWAITED = LogKind(
         "reclaim.awaited", DEBUG, "the card does not report the memory as free yet", ("lease_id", "reason")
     )
+    TURNS_LOST = LogKind(
+        "session.turns_lost",
+        DEBUG,
+        "the session left too much of its turns on the card unused, and gets none for a while",
+        ("lease_id", "for_ms", "due_ms", "busy_ms", "held_ms"),
+    )
     ZYGOTE_DIED = LogKind("zygote.died", ERROR, "the zygote died: every session ends with it; it will be restarted")
     ZYGOTE_NOT_STARTED = LogKind("zygote.not_started", ERROR, "the zygote can't be started", ("reason", "hint"))
     ZYGOTE_BACK = LogKind("zygote.back", INFO, "the zygote is back")

@@ -31,7 +31,8 @@ from gpulease.daemon.contract.messages import LatencyWord
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.leases import CoreLimits, LeaseTable
 from gpulease.daemon.leases.time_account import LeaseTimeUse, RoundTimes, TimeAccount
-from gpulease.daemon.leases.time_shares import FINE_NS, LAPSE_NS, ROUND_NS, SharedSession, TimeShares
+from gpulease.daemon.leases.time_shares import FINE_NS, LAPSE_NS, SharedSession, TimeShares
+from gpulease.daemon.leases.time_turns import ROUND_NS
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
@@ -378,6 +379,18 @@ class CardTimes:
             shares=card.by_weights,
         )
         card.round_due_ns = card.shares.next_round_ns(now_ns)
+        for bar in card.shares.bars:
+            # What it did since its turns were renewed says why.
+            spent = (bar.bar_ns, bar.due_ns, bar.busy_ns, bar.held_ns)
+            for_ms, due_ms, busy_ms, held_ms = (round(part_ns / NS_PER_MS, 2) for part_ns in spent)
+            log_event(
+                LogEvent.TURNS_LOST,
+                lease_id=members[bar.session].lease_id,
+                for_ms=for_ms,
+                due_ms=due_ms,
+                busy_ms=busy_ms,
+                held_ms=held_ms,
+            )
         active = set(times)
         for number, wanted in limits.items():
             self._write_limits(members[number], wanted)

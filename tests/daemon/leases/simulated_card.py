@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from gpulease.daemon.contract.control_page import TimeClaims, TimeLimits
 from gpulease.daemon.leases.time_account import RoundTimes, TimeAccount
-from gpulease.daemon.leases.time_shares import FINE_NS, ROUND_NS, SharedSession, TimeShares
+from gpulease.daemon.leases.time_shares import FINE_NS, SharedSession, TimeShares
+from gpulease.daemon.leases.time_turns import ROUND_NS
 
 US = 1000
 MS = 1000 * US
@@ -20,11 +22,14 @@ SLICE_NS = 1400 * US
 
 @dataclass(slots=True)
 class SimulatedSession:
-    """A session that runs kernels of one length, one after the other or with a pause after each.
+    """A session that runs kernels of one length, one after the other, with a pause after each, or in batches.
 
     Attributes:
         kernel_ns: GPU time of a kernel.
         pause_ns: Time from a kernel's end to the next launch; 0: there is always a next one in the queue.
+        batch_ns: Its client launches so much work at once, all of which is queued while nothing is limited, waits for
+            it, and launches more after the pause; 0: one kernel at a time.
+        lateness: How often its worker wakes up to 4 ms late for a turn.
         done_ns: GPU time that it really got.
         lie: Changes what its worker claims.
     """
@@ -37,6 +42,11 @@ class SimulatedSession:
     starts_ns: int = 0
     stops_ns: int = 1 << 62
     lie: Callable[[TimeClaims], TimeClaims] | None = None
+    batch_ns: int = 0
+    lateness: float = 0.0
+    random: Random = field(default_factory=partial(Random, 1))
+    left_ns: float = 0.0
+    asleep_until_ns: int = 0
     done_ns: float = 0.0
     work_ns: float = 0.0
     next_ns: int = 0
@@ -47,13 +57,26 @@ class SimulatedSession:
         """Launch what may be launched in the tick that begins."""
         wants = self.starts_ns <= now_ns < self.stops_ns and now_ns >= self.next_ns
         held = False
-        if wants and self.work_ns < (TICK if not self.pause_ns else 1):
+        if self.batch_ns:
+            wants = wants and self._has_batch()
+        if wants and self.work_ns < (TICK if self.batch_ns or not self.pause_ns else 1):
             held = self._is_held(now_ns, words)
             if not held:
                 # As many as fill the tick at once; with pauses, one after the other.
-                kernels = 1 if self.pause_ns else math.ceil((TICK - self.work_ns) / self.kernel_ns)
+                kernels = math.ceil((TICK - self.work_ns) / self.kernel_ns)
+                if self.batch_ns:
+                    kernels = round(self.left_ns / self.kernel_ns) if self.limits == TimeLimits() else kernels
+                    self.left_ns -= kernels * self.kernel_ns
+                elif self.pause_ns:
+                    kernels = 1
                 self.work_ns += kernels * self.kernel_ns
         self._note(now_ns, self.work_ns > 0, held)
+
+    def _has_batch(self) -> bool:
+        """Return whether work of a batch is to be launched; the next batch follows once all of one has ended."""
+        if self.left_ns < 1 and not self.work_ns:
+            self.left_ns = self.batch_ns
+        return self.left_ns >= 1
 
     def run(self, gpu_ns: float, end_ns: int, tick_end_ns: int) -> None:
         """Get so much of the card in a tick; if it has nothing more to do, it ends at `end_ns`."""
@@ -61,7 +84,8 @@ class SimulatedSession:
         self.done_ns += gpu_ns
         if self.work_ns < 1:
             self.work_ns = 0.0
-            self.next_ns = end_ns + self.pause_ns
+            # Between the kernels of a batch there is no pause.
+            self.next_ns = end_ns + self.pause_ns if self.left_ns < 1 else end_ns
             # At the end of the tick it may begin more without a pause.
             if end_ns < tick_end_ns:
                 self._note(end_ns, False, bool(self.claims.held_back_since_ns))
@@ -75,6 +99,13 @@ class SimulatedSession:
         if limits.turn_ns:
             phase_ns = (now_ns - limits.turn_begin_ns) % limits.turn_period_ns
             if phase_ns >= limits.turn_ns:
+                to_turn_ns = limits.turn_period_ns - phase_ns
+                # It wakes up for its turn at some time, of which it can see nothing before.
+                if self.lateness and self.asleep_until_ns < now_ns:
+                    is_late = self.random.random() < self.lateness
+                    self.asleep_until_ns = now_ns + to_turn_ns + int(self.random.random() * 4 * MS * is_late)
+                return True
+            if now_ns < self.asleep_until_ns:
                 return True
             # The middle of a short kernel is to be within the turn.
             half_ns = self.kernel_ns // 2 if self.kernel_ns <= 500 * US else 0

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import TimeClaims, TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
-from gpulease.daemon.leases.time_shares import LAPSE_NS, ROUND_NS, SharedSession, TimeShares, busy_times, fill
+from gpulease.daemon.leases.time_shares import LAPSE_NS, SharedSession, TimeShares, busy_times, fill
+from gpulease.daemon.leases.time_turns import ROUND_NS
 
 from .simulated_card import MS, US, Relay, S, SimulatedCard, SimulatedSession
 
@@ -207,6 +208,25 @@ def test_a_worker_that_claims_to_be_idle_gets_what_the_driver_gives_it_and_no_mo
     found = shares_of(liar, SimulatedSession("ann", 1), SimulatedSession("bob", 1))
     # The driver gives it half of the time, because the others take turns; they get the same.
     assert found == pytest.approx([0.5, 0.25, 0.25], rel=0.05)
+
+
+def test_a_worker_that_dies_while_it_waits_keeps_no_turns() -> None:
+    dead = SimulatedSession("eve", 3, stops_ns=S + S // 2, lie=lambda claims: claims._replace(held_back_since_ns=1))
+    other = SimulatedSession("bob", 1)
+    card = SimulatedCard(dead, other, is_sliced=True)
+    card.run(0.45)
+    assert other.limits.turn_ns
+    card.run(0.25)
+    assert card.run(0.5)[1] >= 0.97 * 0.5 * S
+
+
+def test_a_session_that_wastes_its_turns_on_purpose_wastes_its_own_part() -> None:
+    # As much as it can without losing them: idle for a part of each turn.
+    wasting = SimulatedSession("eve", 1, 1 * MS, pause_ns=2 * MS, batch_ns=10 * MS)
+    card = SimulatedCard(wasting, SimulatedSession("ann"), SimulatedSession("bob"), is_sliced=True)
+    card.run(0.5)
+    found = card.run(2.0)
+    assert all(got >= 2 * S / 3 * 0.93 for got in found[1:])
 
 
 # --- any sessions ---

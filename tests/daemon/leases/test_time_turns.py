@@ -1,11 +1,21 @@
 """Turns of sessions that saturate a card, on a card that works for one session at a time."""
 
+from random import Random
+
 import pytest
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
-from gpulease.daemon.leases.time_shares import ROUND_NS
-from gpulease.daemon.leases.time_turns import MAX_PERIOD_NS, MIN_PERIOD_NS, MIN_TURN_NS, Bar, Taker, Turn, Turns
+from gpulease.daemon.leases.time_turns import (
+    MAX_PERIOD_NS,
+    MIN_PERIOD_NS,
+    MIN_TURN_NS,
+    ROUND_NS,
+    Bar,
+    Taker,
+    Turn,
+    Turns,
+)
 
 from .simulated_card import MS, US, S, SimulatedCard, SimulatedSession
 
@@ -31,6 +41,39 @@ def test_kernels_get_the_time_that_weights_say(kernel_ns: int, weights: tuple[in
     assert [got / sum(found) for got in found] == pytest.approx([one / sum(weights) for one in weights], rel=0.08)
     # Changes from one session to another are rarer than the driver's own.
     assert sum(found) >= 2 * S * 0.93
+
+
+def waiting(tenant: str, weight: int, kernel_ns: int, seed: int, *, lateness: float = 0.0) -> SimulatedSession:
+    """Return a session as on a card: a client that waits for each batch, and is back a millisecond later."""
+    random = Random(seed)
+    pause_ns = random.randrange(MS // 2, 3 * MS // 2)
+    return SimulatedSession(tenant, weight, kernel_ns, pause_ns, batch_ns=25 * MS, lateness=lateness, random=random)
+
+
+@pytest.mark.parametrize("lateness", [0.0, 0.05])
+@pytest.mark.parametrize("kernel_ns", [20 * US, 200 * US])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_weights_hold_for_clients_that_wait_between_batches(kernel_ns: int, seed: int, lateness: float) -> None:
+    sessions = [
+        waiting(f"t{at}", weight, kernel_ns, 10 * seed + at, lateness=lateness) for at, weight in ((1, 1), (2, 3))
+    ]
+    card = SimulatedCard(*sessions, is_sliced=True, seed=seed)
+    card.run(0.5)
+    for _ in range(2):
+        least, most = card.run(1.0)
+        assert most / least == pytest.approx(3.0, rel=0.05)
+        assert least + most >= 0.9 * S
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("lateness", [0.0, 0.2])
+def test_six_tenants_with_kernels_of_all_lengths_and_clients_that_wait_get_the_same(seed: int, lateness: float) -> None:
+    lengths = (20 * US, 50 * US, 100 * US, 200 * US, 500 * US, 1 * MS)
+    sessions = [waiting(f"t{ns}", 2, ns, 10 * seed + at, lateness=lateness) for at, ns in enumerate(lengths)]
+    card = SimulatedCard(*sessions, is_sliced=True, seed=seed)
+    card.run(0.5)
+    found = card.run(1.0)
+    assert sum(found) ** 2 / (len(found) * sum(got**2 for got in found)) >= 0.98
 
 
 def test_turns_follow_each_other_and_fill_the_period() -> None:

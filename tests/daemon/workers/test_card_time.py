@@ -1,5 +1,6 @@
 """The broker's samples of claims, on real pages: accounts, limits, latency words, another broker's start."""
 
+import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.leases.time_shares import LAPSE_NS, LATENCY_QUEUE_NS
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.workers.card_time import CardTimes
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
@@ -225,6 +228,30 @@ def test_weights_are_on_the_pages_while_both_want_the_card(node: Node) -> None:
     for _ in range(3):
         node.look(10 * MS)
     assert node.limits(first) == TimeLimits()
+
+
+@pytest.mark.parametrize("node", [{"bob": TenantLimits(max_weight=3)}], indirect=True)
+def test_the_log_says_why_a_session_lost_its_turns(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    first, second = node.open("ann"), node.open("bob", weight=3)
+    node.look()
+    node.busy(first)
+    node.busy(second)
+    for _ in range(3):
+        node.look(10 * MS)
+    assert node.limits(second).turn_ns
+    # From now on it only waits, and leaves turns of some 15 ms unused.
+    node.idle(second)
+    node.pages[second].counters[Counter.HELD_BACK_SINCE_NS] = node.now_ns
+    while node.limits(first).turn_ns:
+        node.look(10 * MS)
+    records = [getattr(record, ATTRIBUTE) for record in caplog.records]
+    (found,) = [fields for name, fields in records if name == LogEvent.TURNS_LOST.kind.name]
+    assert int(found["lease_id"], 16) == second + 1
+    assert found["for_ms"] == 200
+    assert found["due_ms"] > 10
+    assert not found["busy_ms"]
+    assert found["held_ms"] > found["due_ms"]
 
 
 @pytest.mark.parametrize("node", [{"ann": TenantLimits(max_weight=3)}], indirect=True)
