@@ -1,6 +1,7 @@
 """Tiny models of random weights, written as Hugging Face's folders and as GGUF files."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from gpulease.client.decode.checkpoint.gguf_file import LAYER, TOP
+from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
 from gpulease.client.decode.model_config import Experts, Family, Gate, ModelConfig
@@ -55,6 +57,9 @@ QWEN3_MOE: Final = replace(
     has_head_norm=True,
     experts=Experts(count=6, chosen=2, width=64, is_normalised=True, dense_layers=(0, 2)),
 )
+ALL_EXPERTS: Final = replace(QWEN3_MOE, experts=Experts(count=6, chosen=2, width=64, is_normalised=True))
+"""Layers that all have experts, as GGUF files have them."""
+
 FOLDER_MODELS: Final = MODELS | {"phi3": PHI3, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
 """Families, and those among them that folders may have."""
 
@@ -108,7 +113,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
             "num_experts_per_tok": experts.chosen,
             "moe_intermediate_size": experts.width,
             "norm_topk_prob": experts.is_normalised,
-            "decoder_sparse_step": 2,
+            "decoder_sparse_step": 2 if experts.dense_layers else 1,
             "mlp_only_layers": [],
         }
     if config.family is Family.GEMMA3:
@@ -187,6 +192,9 @@ def gguf_name(name: str) -> str:
     for theirs, ours in TOP.items():
         if ours == name:
             return theirs
+    if ".mlp.experts." in name:
+        _, _, layer, _, _, part, _ = name.split(".")
+        return f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight"
     _, _, layer, part = name.split(".", 3)
     part, _, end = part.rpartition(".")
     (theirs,) = [theirs for theirs, ours in LAYER.items() if ours == part]
@@ -214,10 +222,32 @@ def random_blocks(kind: TensorType, rows: int, columns: int, seed: int = 0) -> N
     return blocks.reshape(rows, -1)
 
 
+def stacked(weights: Mapping[str, NDArray[np.float32]]) -> Weights:
+    """The tensors with those of a layer's experts in one, by names without the expert's number."""
+    made: dict[str, list[NDArray[np.float32]]] = {}
+    for name, values in weights.items():
+        made.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(values)
+    return {name: np.stack(values) if ".experts." in name else values[0] for name, values in made.items()}
+
+
+def architecture(config: ModelConfig) -> str:
+    """The name of a model's architecture in GGUF files."""
+    return next(name for name, family in GGUF_FAMILIES.items() if family is config.family)
+
+
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     """A model's shape in the terms of a GGUF file."""
-    at = f"{config.family}."
-    return {
+    at = f"{architecture(config)}."
+    experts = (
+        {
+            f"{at}expert_count": config.experts.count,
+            f"{at}expert_used_count": config.experts.chosen,
+            f"{at}expert_feed_forward_length": config.experts.width,
+        }
+        if config.experts
+        else {}
+    )
+    return experts | {
         f"{at}block_count": config.layers,
         f"{at}context_length": config.context,
         f"{at}embedding_length": config.width,
@@ -252,11 +282,11 @@ def write_gguf(
         says: Changes the metadata, a None takes a key away.
         more: Further tensors, by GGUF's names.
     """
-    writer = GGUFWriter(path, str(config.family))
+    writer = GGUFWriter(path, architecture(config))
     for key, value in (gguf_metadata(config) | dict(says or {})).items():
         if value is not None:
             _add(writer, key, value)
-    for name, values in weights.items():
+    for name, values in stacked(weights).items():
         its = TensorType.F32 if values.ndim == 1 else kind
         its = next((other for end, other in (kinds or {}).items() if name.endswith(end)), its)
         heads = {"q": config.heads, "k": config.key_heads}.get(name.rpartition("_proj")[0][-1:])

@@ -43,8 +43,12 @@ LAYER: Final = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
 """GGUF's names and Hugging Face's: of the model's own tensors, and of a layer's, after `blk.N.`."""
+
+EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors of a layer that have those of all experts, one after the other, and the names of an expert's."""
 
 PERMUTED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 """Suffixes of the names of tensors that llama.cpp's converter reorders by rows, in Llama models."""
@@ -72,6 +76,7 @@ class GgufFile:
         self.pooling = gguf_pooling(self._said)
         # Llama 3's scaling comes as a tensor, not as metadata. It is not one of the model's weights.
         divisors = entries.pop(ROTARY_DIVISORS, None)
+        self._split_experts(entries)
         check_names(self.config, entries, self.name)
         self._tensors = {name: self._tensor(name, entries[name], shape) for name, shape in model_tensors(self.config)}
         self._rotation = Rotation(self._divisors_of(divisors))
@@ -91,6 +96,29 @@ class GgufFile:
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Raises ModelRejected if it is missing or of an unsupported kind."""
         return gguf_tokenizer(judged(self._said, GGUF_KEYS[self.config.family]), self.config.begin_token)
+
+    def _split_experts(self, entries: dict[str, GgufTensor]) -> None:
+        """Replace each tensor of all experts of a layer by one for each of them."""
+        if self.config.experts is None:
+            return
+        count = self.config.experts.count
+        for layer in range(self.config.layers):
+            for theirs, ours in EXPERTS.items():
+                entry = entries.pop(name := f"blk.{layer}.{theirs}.weight", None)
+                if entry is None:
+                    continue
+                if len(entry.shape) != 3 or entry.shape[0] != count:
+                    raise ModelRejected(
+                        f"{self.name}: tensor {name} must have {count} matrices, not the shape {list(entry.shape)}"
+                    )
+                rows, columns = entry.shape[1:]
+                # A type that is not read is refused with the first expert's tensor.
+                what = f"{self.name}: tensor {name}"
+                size_bytes = 0 if entry.kind is None else rows * row_bytes(entry.kind, columns, what)
+                for expert in range(count):
+                    part = f"{layer_prefix(layer)}mlp.experts.{expert}.{ours}.weight"
+                    offset = entry.offset + expert * size_bytes
+                    entries[part] = GgufTensor((rows, columns), entry.kind, entry.kind_number, offset)
 
     def _divisors_of(self, entry: GgufTensor | None) -> NDArray[np.float64]:
         half = self.config.head_width // 2

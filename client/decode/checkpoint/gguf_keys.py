@@ -156,11 +156,29 @@ _ARCHITECTURE: Final[KeyTable] = {
 }
 """Keys that come after the architecture's name and a dot."""
 
-GGUF_FAMILIES: Final = (Family.LLAMA, Family.QWEN2, Family.QWEN3)
-"""The families that are read from GGUF files."""
+_WITH_EXPERTS: Final[KeyTable] = {
+    **_ARCHITECTURE,
+    **used("expert_count", "expert_used_count", "expert_feed_forward_length"),
+}
+"""The same of a family with experts. llama.cpp's Qwen3-MoE reads no key of their gate and their shares."""
+
+GGUF_FAMILIES: Final = {
+    "llama": Family.LLAMA,
+    "qwen2": Family.QWEN2,
+    "qwen3": Family.QWEN3,
+    "qwen3moe": Family.QWEN3_MOE,
+}
+"""The families that are read from GGUF files, by the architectures' names there."""
 
 GGUF_KEYS: Final[dict[Family, KeyTable]] = {
-    family: {**_GENERAL, **_TOKENIZER, **{f"{family}.{name}": key for name, key in _ARCHITECTURE.items()}}
-    for family in GGUF_FAMILIES
+    family: {
+        **_GENERAL,
+        **_TOKENIZER,
+        **{
+            f"{name}.{key}": entry
+            for key, entry in (_WITH_EXPERTS if family is Family.QWEN3_MOE else _ARCHITECTURE).items()
+        },
+    }
+    for name, family in GGUF_FAMILIES.items()
 }
 """All keys of metadata with their effects, by family."""

@@ -15,7 +15,7 @@ from helpers.decode.engine_rig import running
 from helpers.decode.engine_scorer import EngineScorer
 from helpers.decode.gguf_files import write_gguf
 from helpers.decode.llama_cpp import IS_INSTALLED
-from helpers.decode.made_models import F32, SMALL_MODELS, TINY_FOLDER, random_tensors, tiny_model
+from helpers.decode.made_models import F32, GGUF_MODELS, TINY_FOLDER, random_tensors, tiny_model
 from helpers.decode.prompts import prompts
 from helpers.decode.recorded import recorded
 from helpers.decode.reference import Reference
@@ -41,9 +41,9 @@ def check(config: ModelConfig, tensors: dict[str, F32], asked: list[list[int]], 
     assert logits.decided_differing == greedy.wrong == 0
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", GGUF_MODELS)
 def test_every_family_is_computed_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
-    config, tensors = SMALL_MODELS[name], random_tensors(SMALL_MODELS[name])
+    config, tensors = GGUF_MODELS[name], random_tensors(GGUF_MODELS[name])
     random = np.random.default_rng(0)
     asked = [[int(token) for token in random.integers(1, config.vocabulary, length)] for length in (1, 20, 75)]
     check(config, tensors, asked, 8, tmp_path)

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from gpulease.client.decode.model_config import Family, ModelConfig
 from helpers.decode.made_models import F32
 from helpers.decode.reference import frequencies
+from helpers.made_models import stacked
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -23,6 +24,7 @@ ARCHITECTURES = {
     Family.LLAMA: gguf.MODEL_ARCH.LLAMA,
     Family.QWEN2: gguf.MODEL_ARCH.QWEN2,
     Family.QWEN3: gguf.MODEL_ARCH.QWEN3,
+    Family.QWEN3_MOE: gguf.MODEL_ARCH.QWEN3MOE,
 }
 SUPERBLOCK = 256
 
@@ -107,7 +109,10 @@ def kept(values: F32, kind: Type) -> F32:
 
 def kept_tensors(tensors: Mapping[str, F32], kind: Type) -> dict[str, F32]:
     """A model's tensors as a reader gets them back from `write_gguf`: matrices of `kind`, the rest of f32."""
-    return {name: kept(tensor, kind) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    return {
+        name: kept(tensor, kind) if tensor.ndim == 2 and not name.endswith("mlp.gate.weight") else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _paired(tensor: F32, heads: int) -> F32:
@@ -140,12 +145,13 @@ def write_gguf(
     if config.rope_scaling is not None:
         plain = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
         writer.add_tensor("rope_freqs.weight", (plain / frequencies(config)).astype(np.float32))
-    for name, tensor in tensors.items():
+    for name, tensor in stacked(tensors).items():
         stem, _, ending = name.rpartition(".")
         if config.family is Family.LLAMA and stem.endswith(("q_proj", "k_proj")):
             tensor = _paired(tensor, config.heads if stem.endswith("q_proj") else config.key_heads)
         told = f"{names.get_name(stem)}.{ending}"
-        if tensor.ndim == 2:
+        # llama.cpp's converter leaves the router in f32, as it does vectors.
+        if tensor.ndim > 1 and not stem.endswith("mlp.gate"):
             writer.add_tensor(told, quantise(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(told, tensor)
@@ -168,6 +174,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_dimension_count(config.head_width)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    if config.experts is not None:
+        writer.add_expert_count(config.experts.count)
+        writer.add_expert_used_count(config.experts.chosen)
+        writer.add_expert_feed_forward_length(config.experts.width)
 
 
 def _add_tokens(writer: gguf.GGUFWriter, config: ModelConfig, tokenizer: Path | None) -> None:

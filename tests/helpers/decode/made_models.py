@@ -115,6 +115,17 @@ SMALL_MODELS = {
 }
 """A small shape of every family, and of Llama 3's stretched embeddings."""
 
+GGUF_MODELS = SMALL_MODELS | {
+    "qwen3_moe": replace(
+        SMALL_LLAMA,
+        family=Family.QWEN3_MOE,
+        has_head_norm=True,
+        is_tied=False,
+        experts=Experts(count=9, chosen=3, width=256, is_normalised=True),
+    )
+}
+"""Shapes of every family that GGUF files may have."""
+
 SCALED_MODELS = {
     "linear": replace(SMALL_LLAMA, rope_scaling=LinearScaling(4.0)),
     "yarn": replace(SMALL_LLAMA, rope_scaling=YarnScaling(4.0, 8.0, 1.0, 64, 1.25, is_truncated=False)),

@@ -14,6 +14,7 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.decode.text.gguf_special_tokens import CONTROL
 from helpers.made_models import (
+    ALL_EXPERTS,
     LLAMA,
     MODELS,
     QWEN2,
@@ -28,7 +29,10 @@ from helpers.made_models import (
 SMALL: Final = replace(QWEN2, layers=1, width=32, heads=1, key_heads=1, inner_width=32, vocabulary=4)
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+GGUF_MODELS: Final = MODELS | {"qwen3_moe": ALL_EXPERTS}
+
+
+@pytest.mark.parametrize("config", GGUF_MODELS.values(), ids=GGUF_MODELS)
 @pytest.mark.parametrize("kind", [TensorType.BF16, TensorType.F32])
 def test_a_file_has_the_values_of_the_folder_it_was_made_of(
     tmp_path: Path, config: ModelConfig, kind: TensorType
@@ -41,6 +45,29 @@ def test_a_file_has_the_values_of_the_folder_it_was_made_of(
         ours, theirs = file.tensor(name), folder.tensor(name)
         assert ours.shape == theirs.shape
         assert (ours.bf16(0, ours.rows) == theirs.bf16(0, theirs.rows)).all(), name
+
+
+def test_experts_without_a_width_of_their_own_share_the_layer_s(tmp_path: Path) -> None:
+    assert ALL_EXPERTS.experts is not None
+    config = replace(ALL_EXPERTS, layers=1, inner_width=128)
+    says = {"qwen3moe.expert_feed_forward_length": None}
+    assert open_model(write_gguf(tmp_path / "a.gguf", config, random_weights(config), says=says)).config == config
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"expert_count": 5}, r"blk.0.ffn_gate_exps.weight must have 5 matrices, not the shape \[6, 64, 256\]"),
+        ({"expert_count": None}, "expert_count is missing"),
+        ({"expert_used_count": 7}, "experts of a row must be 1 to 6, not 7"),
+        ({"expert_shared_count": 1}, "expert_shared_count is '1'"),
+    ],
+)
+def test_what_a_file_may_not_say_of_experts(tmp_path: Path, says: dict[str, Any], sentence: str) -> None:
+    config = replace(ALL_EXPERTS, layers=1)
+    told = {f"qwen3moe.{key}": value for key, value in says.items()}
+    with pytest.raises(ModelRejected, match=sentence):
+        open_model(write_gguf(tmp_path / "a.gguf", config, random_weights(config), says=told))
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -142,7 +169,10 @@ def refused(path: Path, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"general.architecture": "gemma"}, "general.architecture must be one of llama, qwen2, qwen3, not 'gemma'"),
+        (
+            {"general.architecture": "gemma"},
+            "general.architecture must be one of llama, qwen2, qwen3, qwen3moe, not 'gemma'",
+        ),
         ({"qwen2.block_count": None}, "qwen2.block_count is missing"),
         ({"qwen2.block_count": "many"}, "qwen2.block_count must be an integer, not 'many'"),
         ({"qwen2.block_count": 2}, "tensor model.layers.1.input_layernorm.weight is missing"),
