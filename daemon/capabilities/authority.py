@@ -20,7 +20,7 @@ from gpulease.daemon.capabilities.claims import (
     TokenGrant,
     audience_of,
 )
-from gpulease.daemon.capabilities.keys import Draw, KeyRing
+from gpulease.daemon.capabilities.keys import Draw, Key, KeyRing
 from gpulease.protocol.capabilities import NODE_LEASE, Permission, names_of
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
@@ -137,6 +137,7 @@ class CapabilityAuthority:
         self._save = save
         self._nonces = NonceStore() if nonces is None else nonces
         self._revoked = NonceStore() if revoked is None else revoked
+        self._public: tuple[int, bytes] | None = None
 
     def audience_of(self, tenant: str) -> bytes:
         """Return the bytes by which tokens of this node name a tenant as their holder."""
@@ -174,7 +175,13 @@ class CapabilityAuthority:
         # Step 4: sign. The wall clock is only for holders that narrow the token offline.
         key = self._ring.signing
         token = self._recent.mint(key, claims, now_ns // NS_PER_MS, int(self._unix_s() * 1000))
-        return TokenGrant(token, claims, bytes(tokens.public_key(key).to_bytes()))
+        return TokenGrant(token, claims, self._public_bytes(key))
+
+    def _public_bytes(self, key: Key) -> bytes:
+        # Computed once for each key: it costs as much as a signature.
+        if self._public is None or self._public[0] != key.number:
+            self._public = key.number, bytes(tokens.public_key(key).to_bytes())
+        return self._public[1]
 
     def validate(self, token: bytes, audience: bytes, permission: Permission) -> Claims:
         """Return a token's claims if `audience` may use it now for one of the permissions in `permission`.

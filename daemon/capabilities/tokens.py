@@ -158,6 +158,9 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
 
 def agrees(opened: Opened, now_ms: int, permission: Permission) -> bool:
     """Return whether the token's own checks pass for this permission now, evaluated by the library."""
+    # The daemon's block has facts and no check, so a token without appended blocks has nothing to evaluate.
+    if opened.biscuit.block_count() == 1:
+        return True
     source = "time({now}); permission({name}); allow if true"
     authorizer = _limited(source, {"now": now_ms, "name": str(permission.name)}).build(opened.biscuit)
     try:
