@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import construct as c
 
 from gpulease.protocol.errors import BodyError, LocalProtocolError
-from gpulease.protocol.messages import Body, Empty, ErrorBody
+from gpulease.protocol.messages import AttachReply, Body, Empty, ErrorBody, Hello, HelloReply
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import NOT_PLAIN, BadValue, Record
@@ -22,12 +22,26 @@ _REPLIES: Final = {op: spec.reply for op, spec in SPECS.items()}
 _BODIES: Final[set[type[Body]]] = {ErrorBody, *_REQUESTS.values(), *_REPLIES.values()}
 _SCHEMAS: Final[dict[type[Body], Any]] = {body: Record(body) for body in _BODIES}
 
+_GREETINGS: Final = frozenset({Hello, HelloReply, AttachReply})
+"""Bodies that begin a connection. Nearly all connections of a process send and receive the same ones."""
+
+MAX_GREETING_BYTES: Final = 1024
+"""Largest payload of a greeting that is kept."""
+
+_last_built: dict[type[Body], tuple[bytes, Body]] = {}
+_last_parsed: dict[type[Body], tuple[bytes, Body]] = {}
+"""The payload and the body of the last greeting of each kind that was built, and that was parsed."""
+
 
 def build_body(body: Body) -> bytes:
     """Return a body's payload. Raises LocalProtocolError if a field does not fit its encoding."""
     if type(body) is Empty:
         return b""
-    schema = _SCHEMAS[type(body)]
+    kind = type(body)
+    is_greeting = kind in _GREETINGS
+    if is_greeting and (last := _last_built.get(kind)) is not None and last[1] == body:
+        return last[0]
+    schema = _SCHEMAS[kind]
     # Step 1: the plain form. It raises for everything that construct might refuse, so its success is final.
     plain: bytes | None
     try:
@@ -35,6 +49,8 @@ def build_body(body: Body) -> bytes:
     except NOT_PLAIN:
         plain = None
     if plain is not None:
+        if is_greeting and len(plain) <= MAX_GREETING_BYTES:
+            _last_built[kind] = plain, body
         return plain
     # Step 2: construct, for its verdict and its message alone. A value that the plain form refused wrongly is still
     # encoded here.
@@ -49,12 +65,18 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     if not payload and kind is Empty:
         return _EMPTY  # type: ignore[return-value]
     schema, data = _SCHEMAS[kind], bytes(payload)
+    # The same bytes make the same body, and a body can't change.
+    is_greeting = kind in _GREETINGS
+    if is_greeting and (last := _last_parsed.get(kind)) is not None and last[0] == data:
+        return last[1]  # type: ignore[return-value]
     # Step 1: the plain form, which must also have used every byte: a read past the payload's end gives another offset.
     try:
         body, end = schema.plain.read(data, 0)
     except NOT_PLAIN:
         end = -1
     if end == len(data):
+        if is_greeting and len(data) <= MAX_GREETING_BYTES:
+            _last_parsed[kind] = data, body
         return body  # type: ignore[no-any-return]
     # Step 2: construct decides whether the payload is malformed, and says where.
     stream = c.io.BytesIO(data)

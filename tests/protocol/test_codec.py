@@ -29,6 +29,23 @@ def test_every_body_comes_back_as_it_went(name: str, data: st.DataObject) -> Non
     assert parse_body(BODY_CLASSES[name], memoryview(payload)) == body
 
 
+def test_greetings_in_turn_and_repeated_are_each_their_own() -> None:
+    options = (Tlv(7, b"seven"),)
+    bodies = [
+        m.Hello(0, "a", ()),
+        m.Hello(0, "a", options),
+        m.HelloReply(0, "a", 5, ()),
+        m.AttachReply(9, "cpu", "u", options),
+    ]
+    payloads = [build_body(body) for body in bodies * 3]
+    assert payloads == [codec._SCHEMAS[type(body)].build(body) for body in bodies * 3]
+    assert [parse_body(type(body), payload) for body, payload in zip(bodies * 3, payloads, strict=True)] == bodies * 3
+    assert parse_body(m.Hello, payloads[0]) is parse_body(m.Hello, payloads[0])
+    for _ in range(2):
+        with pytest.raises(BodyError, match="belong to nothing"):
+            parse_body(m.Hello, payloads[0] + b"\0")
+
+
 @settings(max_examples=120, deadline=None)
 @given(body=strategies.BODIES, data=st.data())
 def test_a_body_cut_short_or_with_a_tail_is_malformed(body: m.Body, data: st.DataObject) -> None:
