@@ -6,6 +6,10 @@ sync of the disk ("group commit"), and a caller alone waits for no other thread.
 same file: `BEGIN IMMEDIATE` makes each transaction the only writer before it reads. The file must not be on a network
 file system, where SQLite's locks do not work.
 
+A transaction of reservations alone is committed with `synchronous=NORMAL`: it survives a crash of its process, but the
+host's may undo it. That crash also ends every attempt, expires every claim, and comes before the effect: `start` syncs
+the log, and with it the reservation.
+
 Claims expire by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
 continues while the host sleeps. A claim from before the host's last boot has expired.
 """
@@ -83,14 +87,16 @@ class _Change:
 
     Attributes:
         job: Makes the change in a transaction, and returns the caller's answer or raises GatewayError.
+        is_synced: Whether its transaction must survive a crash of the host.
         answer: The caller's answer, or the error to raise. Set once the transaction has ended.
         is_done: Whether the transaction has ended.
     """
 
-    __slots__ = ("answer", "is_done", "job")
+    __slots__ = ("answer", "is_done", "is_synced", "job")
 
-    def __init__(self, job: Callable[[sqlite3.Connection], Any]) -> None:
+    def __init__(self, job: Callable[[sqlite3.Connection], Any], *, is_synced: bool) -> None:
         self.job = job
+        self.is_synced = is_synced
         self.answer: Any = None
         self.is_done = False
 
@@ -122,6 +128,8 @@ class SqliteStore:
         self._changing, self._committing = threading.Lock(), threading.Lock()
         self._waiting: deque[_Change] = deque()
         self._is_closed = False
+        # Whether the connection's next transaction is synced, as `_open` leaves it.
+        self._is_synced = True
         try:
             self._connection = _open(self._path)
         except (OSError, sqlite3.Error) as error:
@@ -138,7 +146,7 @@ class SqliteStore:
             self._save(connection, key, before, after)
             return answer
 
-        return self._do(job)
+        return self._do(job, is_synced=False)
 
     def start(self, held: Reservation) -> None:
         self._move(held, lambda entry: ledger.start(entry, held))
@@ -173,8 +181,8 @@ class SqliteStore:
 
         self._do(job)
 
-    def _do(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        change = _Change(job)
+    def _do(self, job: Callable[[sqlite3.Connection], T], *, is_synced: bool = True) -> T:
+        change = _Change(job, is_synced=is_synced)
         with self._changing:
             if self._is_closed:
                 raise StoreUnavailable(f"the store {self._path} is closed")
@@ -206,7 +214,11 @@ class SqliteStore:
     def _commit(self, group: list[_Change]) -> None:
         """Commit the changes in one transaction, and answer each caller only when it is on the disk."""
         connection, answers = self._connection, list[Any]()
+        is_synced = any(change.is_synced for change in group)
         try:
+            if is_synced is not self._is_synced:
+                connection.execute(f"PRAGMA synchronous = {'FULL' if is_synced else 'NORMAL'}")
+                self._is_synced = is_synced
             connection.execute("BEGIN IMMEDIATE")
             for change in group:
                 try:

@@ -1,7 +1,8 @@
 """The idempotency store: which operations were begun, and their outcomes.
 
 A store outlives the processes that use it, and several may use it at the same time. Its rules are in `ledger`. A store
-makes each rule one durable transaction: when a method returns, its effect survives a crash.
+makes each rule one durable transaction: when a method returns, its effect survives a crash. The one exception is a
+reservation in a store of one host, which a crash of the host may undo, because the attempt ends with it.
 """
 
 from typing import Final, Protocol

@@ -38,15 +38,25 @@ def test_its_files_are_its_owners_alone(path: Path) -> None:
     assert modes == {0o600}
 
 
-def test_it_syncs_each_commit_of_a_write_ahead_log(path: Path) -> None:
+def test_it_syncs_each_commit_of_a_write_ahead_log_but_a_reservation(path: Path) -> None:
     store = SqliteStore(path)
-    pragmas = store._do(
-        lambda connection: [
-            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
-        ]
-    )
+
+    def pragma(name: str) -> object:
+        return store._connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+    normal, full = 1, 2
+    assert pragma("journal_mode") == "wal"
+    levels = []
+    for key in ("first", "second"):
+        held = store.reserve(key, HASH, 1)
+        assert isinstance(held, Reservation)
+        levels.append(pragma("synchronous"))
+        store.start(held)
+        levels.append(pragma("synchronous"))
+        store.complete(held, b"outcome")
+        levels.append(pragma("synchronous"))
     store.close()
-    assert pragmas == ["wal", 2]
+    assert levels == [normal, full, full] * 2
 
 
 def test_callers_that_wait_share_a_commit(path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
