@@ -7,7 +7,7 @@ Failures and late replies take the general way (`RequestPipeline`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from gpulease.client.core.exchange import doing_of, receive
@@ -154,14 +154,13 @@ class _KnownReply:
         return result
 
 
-@lru_cache(maxsize=256)
-def _parts(op: Opcode, payload_bytes: int, answer_bytes: int, session_id: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """Return the constant parts of a request's and its reply's frames; a lease's sessions share them."""
-    # Build one frame of each kind by the general code, then cut it around the request id and the payload.
-    request = build_frame(op, bytes(payload_bytes), request_id=0, session_id=session_id)
-    reply = build_frame(op, bytes(answer_bytes), request_id=0, session_id=session_id, flags=_REPLY)
-    middle, tail = request[MIDDLE_AT : len(request) - payload_bytes], reply[MIDDLE_AT : len(reply) - answer_bytes]
-    return request[:REQUEST_ID_OFFSET], middle, reply[:REQUEST_ID_OFFSET], tail
+@cache
+def _heads(op: Opcode, payload_bytes: int, answer_bytes: int) -> tuple[bytes, bytes]:
+    """Return what comes before the request id in a request's and its reply's frames: the same for all sessions."""
+    # Build one frame of each kind by the general code, and cut it.
+    request = build_frame(op, bytes(payload_bytes), request_id=0)
+    reply = build_frame(op, bytes(answer_bytes), request_id=0, flags=_REPLY)
+    return request[:REQUEST_ID_OFFSET], reply[:REQUEST_ID_OFFSET]
 
 
 class FastRequest(_KnownReply):
@@ -186,8 +185,9 @@ class FastRequest(_KnownReply):
         """
         super().__init__(operations, op, makes)
         self._answer_bytes = answer_bytes
-        parts = _parts(op, payload_bytes, answer_bytes, self._attachment.session_id)
-        self._head, self._middle, self._reply_head, self._reply_tail = parts
+        self._head, self._reply_head = _heads(op, payload_bytes, answer_bytes)
+        # In both frames, the session's id alone is between the request id and the payload (`framing.HEADER`).
+        self._middle = self._reply_tail = self._attachment.session_id.to_bytes(16)
 
     def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA) -> Outcome[None]:
         """Send the request, under the session's lock.
