@@ -12,11 +12,11 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from gpulease.client.decode.checkpoint.gguf_file import LAYER, TOP
+from gpulease.client.decode.checkpoint.gguf_file import GEMMA_LAYER, LAYER, TOP
 from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
-from gpulease.client.decode.model_config import Experts, Family, Gate, ModelConfig
+from gpulease.client.decode.model_config import Experts, Family, Gate, LinearScaling, ModelConfig
 
 LLAMA: Final = ModelConfig(
     family=Family.LLAMA,
@@ -187,7 +187,7 @@ def write_folder(
 # --- GGUF files. ---
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, *, is_gemma: bool = False) -> str:
     """GGUF's name of a tensor that Hugging Face calls so."""
     for theirs, ours in TOP.items():
         if ours == name:
@@ -197,7 +197,7 @@ def gguf_name(name: str) -> str:
         return f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight"
     _, _, layer, part = name.split(".", 3)
     part, _, end = part.rpartition(".")
-    (theirs,) = [theirs for theirs, ours in LAYER.items() if ours == part]
+    (theirs,) = [theirs for theirs, ours in (GEMMA_LAYER if is_gemma else LAYER).items() if ours == part]
     return f"blk.{layer}.{theirs}.{end}"
 
 
@@ -238,16 +238,22 @@ def architecture(config: ModelConfig) -> str:
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     """A model's shape in the terms of a GGUF file."""
     at = f"{architecture(config)}."
-    experts = (
-        {
+    more: dict[str, Any] = {}
+    if config.experts is not None:
+        more = {
             f"{at}expert_count": config.experts.count,
             f"{at}expert_used_count": config.experts.chosen,
             f"{at}expert_feed_forward_length": config.experts.width,
         }
-        if config.experts
-        else {}
-    )
-    return experts | {
+    if config.family is Family.GEMMA3:
+        more = {
+            f"{at}attention.sliding_window": next(window for window in config.windows if window is not None),
+            f"{at}attention.sliding_window_pattern": config.windows.index(None) + 1,
+            f"{at}rope.freq_base_swa": config.local_rope_theta,
+        }
+        if isinstance(config.rope_scaling, LinearScaling):
+            more |= {f"{at}rope.scaling.type": "linear", f"{at}rope.scaling.factor": config.rope_scaling.factor}
+    return more | {
         f"{at}block_count": config.layers,
         f"{at}context_length": config.context,
         f"{at}embedding_length": config.width,
@@ -287,6 +293,9 @@ def write_gguf(
         if value is not None:
             _add(writer, key, value)
     for name, values in stacked(weights).items():
+        if config.family is Family.GEMMA3 and name.endswith("norm.weight"):
+            # The converter adds the 1 (Gemma3Model.norm_shift).
+            values = values + np.float32(1)
         its = TensorType.F32 if values.ndim == 1 else kind
         its = next((other for end, other in (kinds or {}).items() if name.endswith(end)), its)
         heads = {"q": config.heads, "k": config.key_heads}.get(name.rpartition("_proj")[0][-1:])
@@ -297,7 +306,7 @@ def write_gguf(
             data: NDArray[Any] = random_blocks(its, values.shape[0], values.shape[1], len(name))
         else:
             data = quantize(values, number)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=number)
+        writer.add_tensor(gguf_name(name, is_gemma=config.family is Family.GEMMA3), data, raw_dtype=number)
     for name, values in more:
         writer.add_tensor(name, values)
     writer.write_header_to_file()

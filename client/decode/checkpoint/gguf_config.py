@@ -1,16 +1,29 @@
 """The shape of a model from a GGUF file's metadata, read like llama.cpp does (load_hparams in llama-model.cpp)."""
 
+from dataclasses import replace
 from typing import Final
 
 from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES, GGUF_KEYS
+from gpulease.client.decode.checkpoint.tensors import gemma_embedding_scale
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
-from gpulease.client.decode.model_config import Experts, Family, ModelConfig, check_config
+from gpulease.client.decode.model_config import (
+    MAX_LAYERS,
+    Experts,
+    Family,
+    Gate,
+    LinearScaling,
+    ModelConfig,
+    check_config,
+)
 from gpulease.client.decode.text.gguf_special_tokens import begin_token, end_tokens
 from gpulease.client.texts import quoted
 
 DEFAULT_ROPE_THETA: Final = 10_000.0
+PATTERN: Final = "attention.sliding_window_pattern"
+DEFAULT_PATTERN: Final = 6
+LAYERS_OF_27B: Final = 62
 
 
 def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
@@ -44,9 +57,10 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
         chosen = said.whole(f"{at}expert_used_count")
         width_of_one = said.whole(f"{at}expert_feed_forward_length", inner_width // max(chosen, 1))
         experts = Experts(said.whole(f"{at}expert_count"), chosen, width_of_one, is_normalised=True)
+    layers = said.whole(f"{at}block_count")
     config = ModelConfig(
         family=family,
-        layers=said.whole(f"{at}block_count"),
+        layers=layers,
         width=width,
         heads=heads,
         key_heads=said.whole(f"{at}attention.head_count_kv", heads),
@@ -59,10 +73,41 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
         is_tied=is_tied,
         # GGUF has no keys for these two: they follow from the family.
         has_bias=family is Family.QWEN2,
-        has_head_norm=family in (Family.QWEN3, Family.QWEN3_MOE),
+        has_head_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
         begin_token=begin_token(said),
         end_tokens=end_tokens(said),
         experts=experts,
     )
+    if family is Family.GEMMA3:
+        config = _gemma_3(said, at, config)
     check_config(config, said.where)
     return config
+
+
+def _gemma_3(said: Members, at: str, config: ModelConfig) -> ModelConfig:
+    """Add what llama.cpp's Gemma 3 has and other families lack."""
+    window, pattern = said.whole(f"{at}attention.sliding_window", 0), said.whole(f"{at}{PATTERN}", DEFAULT_PATTERN)
+    if pattern < 1:
+        raise ModelRejected(f"{said.where}: {at}{PATTERN} must be at least 1, not {pattern}")
+    windows: list[int | None] = []
+    if window > 0 and 1 <= config.layers <= MAX_LAYERS:
+        windows = [window if (layer + 1) % pattern else None for layer in range(config.layers)]
+    # The scaling is that of the layers without a window.
+    kind = said.text(f"{at}rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ModelRejected(f"{said.where}: {at}rope.scaling.type must be none or linear, not {quoted(kind)}")
+    factor = said.number(f"{at}rope.scaling.factor", said.number(f"{at}rope.scale_linear", 0.0)) or 1.0
+    if not factor >= 1:
+        raise ModelRejected(f"{said.where}: {at}rope.scaling.factor must be at least 1, or 0 for none, not {factor}")
+    # The key of the scores' divisor is missing in these files; its 27B alone has another than the heads' width.
+    is_27b = config.layers == LAYERS_OF_27B
+    return replace(
+        config,
+        windows=tuple(windows) if any(windows) else (),
+        rope_scaling=LinearScaling(factor) if kind == "linear" and factor != 1 else None,
+        local_rope_theta=said.number(f"{at}rope.freq_base_swa", DEFAULT_ROPE_THETA),
+        gate=Gate.GELU,
+        has_outer_norms=True,
+        embedding_scale=gemma_embedding_scale(config.width),
+        score_divisor=float(config.width // config.heads if is_27b and config.heads > 0 else config.head_width),
+    )

@@ -1,5 +1,6 @@
 """A model in one GGUF file, in the types and names of llama.cpp's converter."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from gpulease.client.decode.checked_file import Members, file_sha256
 from gpulease.client.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.decode.checkpoint.gguf_header import TYPES, GgufTensor, gguf_header
-from gpulease.client.decode.checkpoint.gguf_keys import GGUF_KEYS
+from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES, GGUF_KEYS
 from gpulease.client.decode.checkpoint.model_tensors import (
     EMBEDDING,
     HEAD,
@@ -21,7 +22,7 @@ from gpulease.client.decode.checkpoint.model_tensors import (
     model_tensors,
 )
 from gpulease.client.decode.checkpoint.pooling import gguf_pooling
-from gpulease.client.decode.checkpoint.rotary import Rotation
+from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, reordered_heads, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -47,6 +48,13 @@ LAYER: Final = {
 }
 """GGUF's names and Hugging Face's: of the model's own tensors, and of a layer's, after `blk.N.`."""
 
+GEMMA_LAYER: Final = LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""The same in a Gemma 3, whose norms in GGUF files are what they multiply by."""
+
 EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors of a layer that have those of all experts, one after the other, and the names of an expert's."""
 
@@ -65,7 +73,9 @@ class GgufFile:
         self._file = TensorFile(path)
         header = gguf_header(self._file.mapped, path)
         # From here on all names are Hugging Face's, as everywhere else.
-        entries = {_canonical(name): entry for name, entry in header.tensors.items()}
+        is_gemma = GGUF_FAMILIES.get(str(header.metadata.get("general.architecture"))) is Family.GEMMA3
+        parts = GEMMA_LAYER if is_gemma else LAYER
+        entries = {_canonical(name, parts): entry for name, entry in header.tensors.items()}
         if len(entries) < len(header.tensors):
             raise ModelRejected(f"{path}: a layer's tensor is in it twice")
         if EMBEDDING not in entries or len(entries[EMBEDDING].shape) != 2:
@@ -79,14 +89,14 @@ class GgufFile:
         self._split_experts(entries)
         check_names(self.config, entries, self.name)
         self._tensors = {name: self._tensor(name, entries[name], shape) for name, shape in model_tensors(self.config)}
-        self._rotation = Rotation(self._divisors_of(divisors))
+        self._rotation = rotation_of(self.config, 1) if divisors is None else Rotation(self._divisors_of(divisors))
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model. Raises KeyError for a name that it does not have."""
         return self._tensors[name]
 
     def rotation(self, positions: int) -> Rotation:
-        """Return how positions turn heads: by the file's divisors, whatever the `positions`, or by ones."""
+        """Return how positions turn heads: by the file's divisors or factor, whatever the `positions`."""
         return self._rotation
 
     def sha256(self) -> str:
@@ -120,10 +130,8 @@ class GgufFile:
                     offset = entry.offset + expert * size_bytes
                     entries[part] = GgufTensor((rows, columns), entry.kind, entry.kind_number, offset)
 
-    def _divisors_of(self, entry: GgufTensor | None) -> NDArray[np.float64]:
+    def _divisors_of(self, entry: GgufTensor) -> NDArray[np.float64]:
         half = self.config.head_width // 2
-        if entry is None:
-            return np.ones(half)
         # The values are divisors, so zero or NaN would break every position's rotation.
         divisors: NDArray[np.float64] = self._tensor(ROTARY_DIVISORS, entry, (half,)).f32(0, 1)[0].astype(np.float64)
         if not (np.isfinite(divisors) & (divisors > 0)).all():
@@ -147,13 +155,13 @@ class GgufFile:
         return Tensor(name, wanted, entry.kind, rows)
 
 
-def _canonical(name: str) -> str:
+def _canonical(name: str, parts: Mapping[str, str]) -> str:
     """Return a tensor's name in Hugging Face's checkpoints; its GGUF name if it has no other."""
     if name in TOP:
         return TOP[name]
     # blk.N.PART.weight or blk.N.PART.bias; other names stay, and `check_names` refuses them.
     block, _, rest = name.removeprefix("blk.").partition(".")
     part, _, end = rest.rpartition(".")
-    if name.startswith("blk.") and block.isdecimal() and part in LAYER and end in ("weight", "bias"):
-        return f"{layer_prefix(int(block))}{LAYER[part]}.{end}"
+    if name.startswith("blk.") and block.isdecimal() and part in parts and end in ("weight", "bias"):
+        return f"{layer_prefix(int(block))}{parts[part]}.{end}"
     return name

@@ -162,22 +162,37 @@ _WITH_EXPERTS: Final[KeyTable] = {
 }
 """The same of a family with experts. llama.cpp's Qwen3-MoE reads no key of their gate and their shares."""
 
+_WITH_WINDOWS: Final[KeyTable] = {
+    **_ARCHITECTURE,
+    **used(
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "rope.freq_base_swa",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scale_linear",
+    ),
+    # Its graph has one activation.
+    **no_effect("hidden_activation"),
+}
+"""The same of Gemma 3."""
+
 GGUF_FAMILIES: Final = {
     "llama": Family.LLAMA,
     "qwen2": Family.QWEN2,
     "qwen3": Family.QWEN3,
     "qwen3moe": Family.QWEN3_MOE,
+    "gemma3": Family.GEMMA3,
 }
 """The families that are read from GGUF files, by the architectures' names there."""
+
+_ARCHITECTURES: Final = {Family.QWEN3_MOE: _WITH_EXPERTS, Family.GEMMA3: _WITH_WINDOWS}
 
 GGUF_KEYS: Final[dict[Family, KeyTable]] = {
     family: {
         **_GENERAL,
         **_TOKENIZER,
-        **{
-            f"{name}.{key}": entry
-            for key, entry in (_WITH_EXPERTS if family is Family.QWEN3_MOE else _ARCHITECTURE).items()
-        },
+        **{f"{name}.{key}": entry for key, entry in _ARCHITECTURES.get(family, _ARCHITECTURE).items()},
     }
     for name, family in GGUF_FAMILIES.items()
 }

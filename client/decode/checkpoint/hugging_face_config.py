@@ -1,17 +1,14 @@
 """The shape of a model from its config.json, as transformers' configs of its families read it."""
 
-import math
 from typing import Final
-
-import numpy as np
 
 from gpulease.client.decode.checked_file import Members, quoted_value
 from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS
 from gpulease.client.decode.checkpoint.hugging_face_rotary import FULL, SLIDING, layered_rotary_of, rotary_of
-from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
+from gpulease.client.decode.checkpoint.tensors import gemma_embedding_scale
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
-from gpulease.client.decode.model_config import MAX_LAYERS, MAX_SIZE, Experts, Family, Gate, ModelConfig, check_config
+from gpulease.client.decode.model_config import MAX_LAYERS, Experts, Family, Gate, ModelConfig, check_config
 from gpulease.client.texts import quoted
 
 MISTRAL: Final = "mistral"
@@ -104,7 +101,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
         turned_width=rotary.turned_width,
         gate=Gate.GELU if is_gemma else Gate.SILU,
         has_outer_norms=is_gemma,
-        embedding_scale=_embedding_scale(width) if is_gemma else None,
+        embedding_scale=gemma_embedding_scale(width) if is_gemma else None,
         score_divisor=said.number("query_pre_attn_scalar", GEMMA3_SCORE_DIVISOR) if is_gemma else None,
         local_rope_theta=rotary.local_theta,
         experts=_experts(said, layers) if family is Family.QWEN3_MOE else None,
@@ -175,12 +172,6 @@ def _windows(said: Members, kind: str, layers: int) -> tuple[int | None, ...]:
     full = said.whole("max_window_layers", DEFAULT_FULL_LAYERS)
     has_window = [name == SLIDING for name in named] or [layer >= full for layer in range(layers)]
     return tuple(window if found else None for found in has_window) if any(has_window) else ()
-
-
-def _embedding_scale(width: int) -> float:
-    """Return the root of the width as bf16, because transformers rounds it to the embedding's type."""
-    words = rounded_to_bf16(np.array([math.sqrt(min(max(width, 0), MAX_SIZE))], np.float32)).astype(np.uint32) << 16
-    return float(words.view(np.float32)[0])
 
 
 def _model_type(said: Members) -> str:

@@ -3,6 +3,7 @@
 GGML's types and their blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from gpulease.client.decode.checkpoint.weights import Layout
 from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.model_config import MAX_SIZE
 
 
 class TensorType(StrEnum):
@@ -249,6 +251,12 @@ def awq_values(values: NDArray[np.uint8], scales: NDArray[np.float16], zeros: ND
     unpacked = np.concatenate([pairs & 15, pairs >> 4], 2).reshape(len(values), -1, GROUP).astype(np.float32)
     with np.errstate(invalid="ignore"):
         return ((unpacked - zeros[:, :, None]) * scales[:, :, None].astype(np.float32)).reshape(len(values), -1)
+
+
+def gemma_embedding_scale(width: int) -> float:
+    """Return the root of the width as bf16, because transformers rounds it to the embedding's type."""
+    words = rounded_to_bf16(np.array([math.sqrt(min(max(width, 0), MAX_SIZE))], np.float32)).astype(np.uint32) << 16
+    return float(words.view(np.float32)[0])
 
 
 def with_one_added(tensor: Tensor) -> Tensor:

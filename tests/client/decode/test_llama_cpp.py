@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from gpulease.client.decode.checkpoint import open_model
 from gpulease.client.decode.engine.forward_pass import StepLimits
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import Gate, ModelConfig
 from helpers.daemon import Daemon
 from helpers.decode.agreement import compare_scorers
 from helpers.decode.engine_rig import running
@@ -26,6 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_INSTALLED, reason="xll
 MAX_ERROR = 1e-4
 """Of log-probabilities, both sides in f32: measured 4e-5 and less."""
 
+MAX_GELU_ERROR = 5e-3
+"""The same where gates are GELU, which llama.cpp reads from a table in f16: measured 2e-3."""
+
 MAX_ENGINE_ERROR = 0.35
 """Of the tiny model's log-probabilities: 0.25 of its logits, and the error of their sum."""
 
@@ -37,7 +40,7 @@ def check(config: ModelConfig, tensors: dict[str, F32], asked: list[list[int]], 
     reference = recorded("llama_cpp", folder / "model.gguf", asked, count, folder / "found")
     logits, greedy = compare_scorers(reference, Reference(config, tensors), asked, count, are_normalised=True)
     print(logits, greedy, sep="\n")
-    assert logits.worst_error < MAX_ERROR
+    assert logits.worst_error < (MAX_GELU_ERROR if config.gate is Gate.GELU else MAX_ERROR)
     assert logits.decided_differing == greedy.wrong == 0
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
-from gpulease.client.decode.model_config import Family, ModelConfig
+from gpulease.client.decode.model_config import Family, LinearScaling, ModelConfig, RopeScaling
 from helpers.decode.made_models import F32
 from helpers.decode.reference import frequencies
 from helpers.made_models import stacked
@@ -25,6 +25,7 @@ ARCHITECTURES = {
     Family.QWEN2: gguf.MODEL_ARCH.QWEN2,
     Family.QWEN3: gguf.MODEL_ARCH.QWEN3,
     Family.QWEN3_MOE: gguf.MODEL_ARCH.QWEN3MOE,
+    Family.GEMMA3: gguf.MODEL_ARCH.GEMMA3,
 }
 SUPERBLOCK = 256
 
@@ -142,13 +143,16 @@ def write_gguf(
     _add_shape(writer, config)
     _add_tokens(writer, config, tokenizer)
     names = gguf.get_tensor_name_map(architecture, config.layers)
-    if config.rope_scaling is not None:
+    if isinstance(config.rope_scaling, RopeScaling):
         plain = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
         writer.add_tensor("rope_freqs.weight", (plain / frequencies(config)).astype(np.float32))
     for name, tensor in stacked(tensors).items():
         stem, _, ending = name.rpartition(".")
         if config.family is Family.LLAMA and stem.endswith(("q_proj", "k_proj")):
             tensor = _paired(tensor, config.heads if stem.endswith("q_proj") else config.key_heads)
+        if config.family is Family.GEMMA3 and stem.endswith("norm"):
+            # As the converter does (Gemma3Model.norm_shift).
+            tensor = tensor + np.float32(1)
         told = f"{names.get_name(stem)}.{ending}"
         # llama.cpp's converter leaves the router in f32, as it does vectors.
         if tensor.ndim > 1 and not stem.endswith("mlp.gate"):
@@ -174,6 +178,14 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_dimension_count(config.head_width)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    if config.family is Family.GEMMA3:
+        writer.add_sliding_window(next(window for window in config.windows if window is not None))
+        writer.add_sliding_window_pattern(config.windows.index(None) + 1)
+        if config.local_rope_theta is not None:
+            writer.add_rope_freq_base_swa(config.local_rope_theta)
+        if isinstance(config.rope_scaling, LinearScaling):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(config.rope_scaling.factor)
     if config.experts is not None:
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.chosen)

@@ -122,7 +122,24 @@ GGUF_MODELS = SMALL_MODELS | {
         has_head_norm=True,
         is_tied=False,
         experts=Experts(count=9, chosen=3, width=256, is_normalised=True),
-    )
+    ),
+    "gemma3": replace(
+        SMALL_LLAMA,
+        family=Family.GEMMA3,
+        layers=3,
+        heads=3,
+        key_heads=1,
+        rope_theta=1e6,
+        rope_scaling=LinearScaling(8.0),
+        norm_epsilon=1e-6,
+        has_head_norm=True,
+        windows=(17, 17, None),
+        gate=Gate.GELU,
+        has_outer_norms=True,
+        embedding_scale=16.0,
+        score_divisor=64.0,
+        local_rope_theta=20_000.0,
+    ),
 }
 """Shapes of every family that GGUF files may have."""
 

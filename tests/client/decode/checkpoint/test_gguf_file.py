@@ -7,18 +7,22 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 
+from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint import TensorType, open_model
+from gpulease.client.decode.checkpoint.gguf_config import gguf_config
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import BLOCKS, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import LinearScaling, ModelConfig
 from gpulease.client.decode.text.gguf_special_tokens import CONTROL
 from helpers.made_models import (
     ALL_EXPERTS,
+    GEMMA3,
     LLAMA,
     MODELS,
     QWEN2,
     QWEN3,
+    gguf_metadata,
     gguf_name,
     permuted,
     random_weights,
@@ -29,7 +33,8 @@ from helpers.made_models import (
 SMALL: Final = replace(QWEN2, layers=1, width=32, heads=1, key_heads=1, inner_width=32, vocabulary=4)
 
 
-GGUF_MODELS: Final = MODELS | {"qwen3_moe": ALL_EXPERTS}
+GEMMA: Final = replace(GEMMA3, end_tokens=(), score_divisor=32.0, rope_scaling=LinearScaling(4.0))
+GGUF_MODELS: Final = MODELS | {"qwen3_moe": ALL_EXPERTS, "gemma3": GEMMA}
 
 
 @pytest.mark.parametrize("config", GGUF_MODELS.values(), ids=GGUF_MODELS)
@@ -38,13 +43,45 @@ def test_a_file_has_the_values_of_the_folder_it_was_made_of(
     tmp_path: Path, config: ModelConfig, kind: TensorType
 ) -> None:
     weights = random_weights(config)
-    folder = open_model(write_folder(tmp_path / "folder", config, weights))
+    scaling: Any = config.rope_scaling and {"rope_type": "linear", "factor": 4.0}
+    folder = open_model(write_folder(tmp_path / "folder", config, weights, says={"rope_scaling": scaling}))
     file = open_model(write_gguf(tmp_path / "a.gguf", config, weights, kind=kind))
-    assert file.config == folder.config
+    assert file.config == replace(folder.config, end_tokens=()) == config
+    assert (file.rotation(64).divisors == folder.rotation(64).divisors).all()
     for name, _ in model_tensors(config):
         ours, theirs = file.tensor(name), folder.tensor(name)
         assert ours.shape == theirs.shape
-        assert (ours.bf16(0, ours.rows) == theirs.bf16(0, theirs.rows)).all(), name
+        if kind is TensorType.F32 or len(ours.shape) > 1:
+            assert (ours.f32(0, ours.rows) == theirs.f32(0, theirs.rows)).all(), name
+
+
+def test_a_gemma_3_s_metadata_is_read_as_llama_cpp_does(tmp_path: Path) -> None:
+    def read(**says: Any) -> ModelConfig:
+        told = {f"gemma3.{key.replace('__', '.')}": value for key, value in says.items()}
+        return open_model(write_gguf(tmp_path / "a.gguf", config, weights, says=told)).config
+
+    config = replace(GEMMA, layers=7, windows=(24, None) * 3 + (24,))
+    weights = random_weights(config)
+    assert read() == config
+    left_out = read(attention__sliding_window_pattern=None, rope__freq_base_swa=None, rope__scaling__factor=None)
+    windows = (*[24] * 5, None, 24)
+    assert left_out == replace(config, windows=windows, local_rope_theta=1e4, rope_scaling=None)
+    assert read(attention__sliding_window=None) == replace(config, windows=())
+    assert read(rope__scaling__type="none") == replace(config, rope_scaling=None)
+    for says, sentence in (
+        ({"rope__scaling__type": "yarn"}, "rope.scaling.type must be none or linear, not 'yarn'"),
+        ({"rope__scaling__factor": 0.5}, "rope.scaling.factor must be at least 1"),
+        ({"attention__sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, not 0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is '30.0'"),
+    ):
+        with pytest.raises(ModelRejected, match=sentence):
+            read(**says)
+
+
+def test_the_scores_of_gemma_3_27b_have_another_divisor() -> None:
+    said = gguf_metadata(replace(GEMMA, layers=62, width=672, heads=4, key_heads=2, windows=(24, None) * 31))
+    found = gguf_config(Members(said | {"general.architecture": "gemma3"}, "a.gguf"), 64, is_tied=True)
+    assert (found.score_divisor, found.head_width) == (168.0, 32)
 
 
 def test_experts_without_a_width_of_their_own_share_the_layer_s(tmp_path: Path) -> None:
@@ -171,7 +208,7 @@ def refused(path: Path, sentence: str) -> None:
     [
         (
             {"general.architecture": "gemma"},
-            "general.architecture must be one of llama, qwen2, qwen3, qwen3moe, not 'gemma'",
+            "general.architecture must be one of llama, qwen2, qwen3, qwen3moe, gemma3, not 'gemma'",
         ),
         ({"qwen2.block_count": None}, "qwen2.block_count is missing"),
         ({"qwen2.block_count": "many"}, "qwen2.block_count must be an integer, not 'many'"),
