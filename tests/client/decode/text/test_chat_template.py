@@ -28,6 +28,47 @@ def test_a_chat_is_a_prompt_for_the_next_turn() -> None:
     assert rendered(CHATML, add_generation_prompt=False) == "<|im_start|>user\nHi <&> 'you'<|im_end|>\n"
 
 
+GEMMA: Final = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}
+    {%- set loop_messages = messages[1:] -%}
+{%- else -%}
+    {%- set first_user_prefix = "" -%}
+    {%- set loop_messages = messages -%}
+{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif -%}
+    {%- set role = "model" if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}
+            {{ item['text'] | trim }}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{'<start_of_turn>model\n'}}
+{%- endif -%}"""
+"""That of Gemma 3, without its images."""
+
+
+def test_gemma_s_turns_alternate_and_begin_with_the_system_s() -> None:
+    asked = {"role": "user", "content": " Hi  "}
+    said = [{"role": "system", "content": "Be brief."}, asked, {"role": "assistant", "content": "Yes?"}]
+    again = {"role": "user", "content": [{"type": "text", "text": " Go\non "}]}
+    assert rendered(GEMMA, [*said, again]) == (
+        "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nYes?<end_of_turn>\n"
+        "<start_of_turn>user\nGo\non<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(RequestRejected, match="roles must alternate"):
+        rendered(GEMMA, [asked, asked])
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
@@ -73,6 +73,7 @@ def test_other_tokens_around_a_text_are_refused(
         ("alone", {"add_bos_token": None, "bos_token": "<end>"}, 256),
         ("alone", {"add_eos_token": False}, 256),
         ("alone", {"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, None),
+        (None, {"add_bos_token": True, "bos_token": "<begin>", "tokenizer_class": "GemmaTokenizer"}, 256),
         ("alone", {"add_bos_token": False, "tokenizer_class": "PreTrainedTokenizerFast"}, 256),
         (None, {"add_bos_token": True, "bos_token": "<begin>", "tokenizer_class": "Qwen2Tokenizer"}, None),
     ],
@@ -81,6 +82,28 @@ def test_the_settings_say_whether_a_text_begins_with_a_token(
     tmp_path: Path, begins: str | None, says: dict[str, Any], token: int | None
 ) -> None:
     assert folder_begin_token(write(tmp_path, library(begins), says)) == token
+
+
+def test_a_gemma_s_pieces_have_spaces_at_their_ends_and_bytes_for_other_letters(tmp_path: Path) -> None:
+    """Its file is a BPE of pieces with ▁, without a space before a text: as transformers' GemmaTokenizer builds it."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "a", "b", "▁", "a▁", "▁▁"]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    numbers |= {f"<0x{byte:02X}>": len(pieces) + byte for byte in range(256)}
+    merges = [("a", "▁"), ("▁", "▁")]
+    made = LibraryTokenizer(models.BPE(numbers, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(pieces[:5])
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    says = {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>"}
+    more = {"sp_model_kwargs": None, "spaces_between_special_tokens": False, "image_token": "<start_of_turn>"}
+    folder = write(tmp_path, made, says | more)
+    assert folder_begin_token(folder) == 2
+    tokenizer = folder_tokenizer(folder, 2)
+    tokens = tokenizer.encode("a b  a<start_of_turn>é")
+    assert tokens == [2, 8, 6, 9, 5, 4, len(pieces) + 0xC3, len(pieces) + 0xA9]
+    assert tokenizer.decode([*tokens[1:5], *tokens[6:]]) == "a b  aé"
 
 
 def test_settings_that_begin_with_no_token_are_refused(tmp_path: Path) -> None:
