@@ -131,6 +131,8 @@ def jobs() -> dict[str, Job]:
             s.route,
             _types("experts:w shares:f parts:f rows:w splits stride E K is_normalised"),
             {"LANES": 256, "PLACES": 16},
+            # One warp, because each place needs several reductions over the lanes, one after the other.
+            warps=1,
         ),
         "group": Job(s.group, _types("pairs:w tiles:w experts:w P E T rows_per_tile"), {"LANES": 256, "BLOCK_P": 32}),
         "sample_guided": Job(
