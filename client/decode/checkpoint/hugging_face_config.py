@@ -126,7 +126,8 @@ def _experts(said: Members, layers: int) -> Experts | None:
     if not 1 <= layers <= MAX_LAYERS:
         return None
     # As in transformers: every step-th layer has experts, but for those that are named.
-    dense = tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
+    only = set(named)
+    dense = tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
     if counts[0] == 0 or len(dense) == layers:
         return None
     return Experts(

@@ -98,7 +98,7 @@ class ModelWeights:
     size_bytes: int
     local_tables: tuple[Buffer, Buffer] | None = None
 
-    def tables(self, layer: int) -> tuple[Buffer, Buffer]:
+    def rotary_tables(self, layer: int) -> tuple[Buffer, Buffer]:
         """Return the cosines and sines of a layer."""
         if self.local_tables is not None and self.config.is_local(layer):
             return self.local_tables

@@ -358,7 +358,7 @@ class ForwardPass:
         # kernel.
         rope = f"rope_append_{width}"
         programs = -(-(heads + 2 * key_heads) // manifest().kernels[rope].constants["HEADS"])
-        cosines, sines = self.weights.tables(index)
+        cosines, sines = self.weights.rotary_tables(index)
         yield KernelLaunch(
             rope, (rows, programs), q=b["q"], parts=b["parts"], bias=layer.qkv_bias,
             q_norm=layer.q_norm, k_norm=layer.k_norm, cosines=cosines, sines=sines,

@@ -121,7 +121,7 @@ async def check_loaded(
     buffers = [weights.cosines, weights.sines]
     if weights.local_tables is not None:
         # The first layer has a window, and the second has none.
-        assert [weights.tables(layer) for layer in range(2)] == [weights.local_tables, tuple(buffers)]
+        assert [weights.rotary_tables(layer) for layer in range(2)] == [weights.local_tables, tuple(buffers)]
         tables += local_rotary_tables(config, 0, POSITIONS)
         buffers += weights.local_tables
     assert len(tables) == (2 if config.local_rope_theta is None else 4)
