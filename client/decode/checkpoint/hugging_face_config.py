@@ -1,9 +1,9 @@
 """The shape of a model from its config.json, as transformers' configs of its families read it."""
 
-from typing import Final
+from typing import Any, Final
 
 from gpulease.client.decode.checked_file import Members, quoted_value
-from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS
+from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GENERATION_KEYS, IMAGE_MODEL_KEYS
 from gpulease.client.decode.checkpoint.hugging_face_rotary import FULL, SLIDING, layered_rotary_of, rotary_of
 from gpulease.client.decode.checkpoint.tensors import gemma_embedding_scale
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -15,7 +15,10 @@ MISTRAL: Final = "mistral"
 """A `model_type` of its own: a Llama with a sliding window."""
 
 GEMMA3_TEXT: Final = "gemma3_text"
-"""The `model_type` of a Gemma 3 that reads no images. That of one that does is "gemma3", and is refused."""
+"""The `model_type` of a Gemma 3 that reads no images."""
+
+GEMMA3_IMAGES: Final = "gemma3"
+"""That of one that reads them. Its `text_config` describes a model of the type GEMMA3_TEXT, the part that is read."""
 
 TYPES: Final[dict[str, tuple[Family, str]]] = {
     Family.LLAMA: (Family.LLAMA, "LlamaForCausalLM"),
@@ -25,6 +28,7 @@ TYPES: Final[dict[str, tuple[Family, str]]] = {
     MISTRAL: (Family.LLAMA, "MistralForCausalLM"),
     Family.PHI3: (Family.PHI3, "Phi3ForCausalLM"),
     GEMMA3_TEXT: (Family.GEMMA3, "Gemma3ForCausalLM"),
+    GEMMA3_IMAGES: (Family.GEMMA3, "Gemma3ForConditionalGeneration"),
 }
 """The family of each `model_type`, and the class that config.json names for it."""
 
@@ -35,6 +39,16 @@ KEY_HEADS: Final[dict[str, int]] = {Family.QWEN2: 32, Family.QWEN3: 32, MISTRAL:
 DEFAULT_EXPERTS: Final = 128
 DEFAULT_CHOSEN: Final = 8
 DEFAULT_EXPERT_WIDTH: Final = 768
+GEMMA3_TEXT_DEFAULTS: Final[dict[str, Any]] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
+"""Of members that are in all files of other families; a Gemma 3 with images leaves out what its class has."""
+
 GEMMA3_END_TOKEN: Final = 1
 GEMMA3_SCORE_DIVISOR: Final = 256.0
 GEMMA3_PATTERN: Final = 6
@@ -58,6 +72,8 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     """
     # The family decides which table of keys applies, so it is read first.
     kind = _model_type(said)
+    if kind == GEMMA3_IMAGES:
+        said, kind = _text_config(said), GEMMA3_TEXT
     family = TYPES[kind][0]
     said = judged(said, CONFIG_KEYS[kind])
     # The head width: named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
@@ -108,6 +124,25 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
     )
     check_config(config, said.where)
     return config
+
+
+def _text_config(said: Members) -> Members:
+    """Return the members that describe the text part of a Gemma 3 with images, in the form of a GEMMA3_TEXT."""
+    said = judged(said, IMAGE_MODEL_KEYS)
+    text = said.object("text_config")
+    if text is None:
+        raise ModelRejected(f"{said.where}: text_config is missing")
+    if (name := text.text("model_type", GEMMA3_TEXT)) != GEMMA3_TEXT:
+        raise ModelRejected(f"{text.where}: model_type must be {GEMMA3_TEXT}, not {quoted(name)}")
+    # Members around the text part take precedence, and so must agree with those in it.
+    is_tied = said.flag("tie_word_embeddings", True)
+    if text.flag("tie_word_embeddings", is_tied) is not is_tied:
+        raise ModelRejected(f"{text.where}: tie_word_embeddings must be {is_tied}, as next to it")
+    around = {"tie_word_embeddings": is_tied}
+    if said.values.get("eos_token_id") is not None:
+        around["eos_token_id"] = said.values["eos_token_id"]
+    own = {key: value for key, value in text.values.items() if key != "architectures"}
+    return Members(GEMMA3_TEXT_DEFAULTS | own | around, text.where)
 
 
 def _experts(said: Members, layers: int) -> Experts | None:

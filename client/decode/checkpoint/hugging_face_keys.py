@@ -7,7 +7,7 @@ GenerationConfig; and the keys that make close relatives of these families compu
 
 from typing import Final
 
-from gpulease.client.decode.file_keys import KeyTable, advice, no_effect, refused, used
+from gpulease.client.decode.file_keys import Effect, KeyTable, advice, no_effect, refused, used
 from gpulease.client.decode.model_config import Family
 
 GENERATION_KEYS: Final[KeyTable] = {
@@ -284,6 +284,24 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     },
 }
 """Keys of config.json, by the `model_type` that reads them."""
+
+IMAGE_MODEL_KEYS: Final[KeyTable] = {
+    **{key: entry for key, entry in _COMMON.items() if entry.effect is not Effect.USED},
+    **used("model_type", "architectures", "text_config", "eos_token_id", "tie_word_embeddings"),
+    **refused("the engine reads no packed weights of models with images", {"quantization_config": ()}),
+    # The parts for images, and the tokens in whose place they come.
+    **no_effect(
+        "vision_config",
+        "mm_tokens_per_image",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+        "boi_token_id",
+        "eoi_token_id",
+        "image_token_id",
+    ),
+}
+"""Keys of config.json of a Gemma 3 that reads images, around `text_config`."""
 
 ROPE_KEYS: Final[KeyTable] = {
     **used(

@@ -80,6 +80,25 @@ def fused_tensors(config: ModelConfig) -> Iterator[tuple[str, dict[str, int]]]:
         yield f"{at}mlp.gate_up_proj.weight", inner
 
 
+TEXT_PREFIXES: Final = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+IMAGE_PREFIXES: Final = ("vision_tower.", "multi_modal_projector.")
+"""Prefixes of the tensors of a model with images, as transformers 4 and 5 write them."""
+
+
+def text_name(name: str) -> str | None:
+    """Return the name of a tensor of a model with images in its text part; None if it is for images alone."""
+    if name.removeprefix("model.").startswith(IMAGE_PREFIXES):
+        return None
+    for prefix, own in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
 def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
     """Raise ModelRejected if a tensor is missing, or if there is one that the engine would ignore.
 

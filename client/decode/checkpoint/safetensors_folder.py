@@ -19,8 +19,14 @@ from gpulease.client.decode.checked_file import (
     read_bytes,
     rejected,
 )
-from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_config
-from gpulease.client.decode.checkpoint.model_tensors import check_names, check_shape, fused_tensors, model_tensors
+from gpulease.client.decode.checkpoint.hugging_face_config import GEMMA3_IMAGES, hugging_face_config
+from gpulease.client.decode.checkpoint.model_tensors import (
+    check_names,
+    check_shape,
+    fused_tensors,
+    model_tensors,
+    text_name,
+)
 from gpulease.client.decode.checkpoint.pooling import folder_pooling
 from gpulease.client.decode.checkpoint.quantized_weights import FileTensor, packed_tensors, quantization_of
 from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of, turned_order
@@ -60,9 +66,12 @@ class SafetensorsFolder:
         self.pooling = folder_pooling(folder)
         # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
         found: dict[str, FileTensor] = {}
+        has_images = said.text("model_type", "") == GEMMA3_IMAGES
         for path in self._files():
             file = TensorFile(path)
-            for name, shape, kind, offset in _entries(file):
+            for written, shape, kind, offset in _entries(file):
+                if (name := text_name(written) if has_images else written) is None:
+                    continue
                 if name in found:
                     raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name].file.path.name} too")
                 found[name] = FileTensor(file, shape, kind, offset)

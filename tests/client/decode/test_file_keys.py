@@ -20,6 +20,7 @@ from gpulease.client.decode.checkpoint.hugging_face_config import hugging_face_c
 from gpulease.client.decode.checkpoint.hugging_face_keys import (
     CONFIG_KEYS,
     GENERATION_KEYS,
+    IMAGE_MODEL_KEYS,
     LAYERED_ROPE_KEYS,
     ROPE_KEYS,
 )
@@ -219,6 +220,20 @@ def load_layered_rope(said: Said) -> Any:
     return load_config(config_json(FOLDER_MODELS["gemma3"]) | {"rope_parameters": {"full_attention": said}})
 
 
+IMAGE_TEXT: Final = {key: value for key, value in config_json(FOLDER_MODELS["gemma3"]).items() if key[:3] != "tie"}
+IMAGE_MODEL: Final = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": IMAGE_TEXT,
+}
+IMAGE_MODEL_CHANGES: Final = {
+    "model_type": after(model_type="gemma3n"),
+    "architectures": after(architectures=["Gemma3ForCausalLM"]),
+    "text_config": after(text_config=IMAGE_TEXT | {"hidden_size": 512}),
+    "eos_token_id": after(eos_token_id=[3, 5]),
+    "tie_word_embeddings": after(tie_word_embeddings=False),
+}
+
 LAYERED_ROPE_CHANGES: Final = {
     "rope_theta": after(rope_theta=2e6),
     "rope_type": after(rope_type="yarn"),
@@ -411,6 +426,12 @@ GGUF_CHANGES: Final = {
 
 KINDS: Final = {
     **{f"config.json of {family}": config_kind(family) for family in Family},
+    "config.json of a Gemma 3 with images": Kind(
+        IMAGE_MODEL_KEYS,
+        lambda said: hugging_face_config(Members(said, "config.json"), None, None),
+        IMAGE_MODEL,
+        IMAGE_MODEL_CHANGES,
+    ),
     "rope_parameters": Kind(ROPE_KEYS, load_rope, STRETCHED, ROPE_CHANGES),
     "rope_parameters of Gemma 3": Kind(LAYERED_ROPE_KEYS, load_layered_rope, GLOBAL_LINEAR, LAYERED_ROPE_CHANGES),
     "generation_config.json": Kind(GENERATION_KEYS, load_generation, {}, {"eos_token_id": after(eos_token_id=[3, 5])}),

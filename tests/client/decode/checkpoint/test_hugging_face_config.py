@@ -159,7 +159,7 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
     [
         (
             {"model_type": "gemma2"},
-            "model_type must be one of llama, qwen2, qwen3, qwen3_moe, mistral, phi3, gemma3_text, not 'gemma2'",
+            "must be one of llama, qwen2, qwen3, qwen3_moe, mistral, phi3, gemma3_text, gemma3, not 'gemma2'",
         ),
         ({"model_type": "gemma3n_text"}, "model_type must be .* not 'gemma3n_text'"),
         ({"model_type": "qwen2_moe"}, "model_type must be .* not 'qwen2_moe'"),
@@ -384,7 +384,6 @@ def test_a_gemma_3_s_embedding_is_scaled_by_the_root_of_its_width_as_bf16() -> N
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        ({"model_type": "gemma3"}, "model_type must be one of .*gemma3_text, not 'gemma3'"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not .Gemma3ForCausalLM."),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is '30.0'; the engine caps no logits"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is '50.0'; the engine caps no logits"),
@@ -415,6 +414,42 @@ def test_a_gemma_3_s_embedding_is_scaled_by_the_root_of_its_width_as_bf16() -> N
 def test_what_a_gemma_3_may_not_say(says: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelRejected, match=sentence):
         read(GEMMA3_SAYS | says)
+
+
+IMAGES_SAYS: Final = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {key: value for key, value in GEMMA3_SAYS.items() if key not in ("architectures", "eos_token_id")},
+    "vision_config": {"model_type": "siglip_vision_model"},
+    "mm_tokens_per_image": 256,
+    "eos_token_id": [1, 6],
+}
+
+
+def test_the_text_part_of_a_gemma_3_with_images_is_read() -> None:
+    assert read(IMAGES_SAYS) == replace(GEMMA3, end_tokens=(1, 6))
+    # What Gemma 3 4B says: its class has the rest.
+    left_out = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    found = read(IMAGES_SAYS | {"text_config": left_out | scaling | {"model_type": "gemma3_text"}})
+    assert (found.heads, found.key_heads, found.head_width, found.vocabulary) == (8, 4, 256, 262208)
+    assert (found.context, found.rope_scaling, found.embedding_scale) == (131072, LinearScaling(8.0), 50.5)
+    assert found.windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34))
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        ({"text_config": None}, "text_config is missing"),
+        ({"text_config": {"model_type": "gemma2"}}, "text_config: model_type must be gemma3_text, not 'gemma2'"),
+        ({"text_config": {"final_logit_softcapping": 30.0}}, "text_config: final_logit_softcapping is '30.0'"),
+        ({"tie_word_embeddings": False}, "text_config: tie_word_embeddings must be False, as next to it"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "reads no packed weights of models with images"),
+    ],
+)
+def test_what_a_gemma_3_with_images_may_not_say(says: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelRejected, match=sentence):
+        read(IMAGES_SAYS | says)
 
 
 MOE_SAYS: Final = config_json(QWEN3_MOE)

@@ -17,14 +17,36 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import Family, ModelConfig
 from helpers.made_models import (
     FOLDER_MODELS,
+    GEMMA3,
     PHI3,
     QWEN2,
     Weights,
+    config_json,
     fused,
     random_weights,
     write_folder,
     write_safetensors,
 )
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_gemma_3_with_images_the_text_part_is_read(tmp_path: Path, prefix: str) -> None:
+    weights = random_weights(GEMMA3)
+    text = {key: value for key, value in config_json(GEMMA3).items() if key != "architectures"}
+    says: dict[str, Any] = {"model_type": "gemma3", "eos_token_id": 1, "text_config": text}
+    says["architectures"] = ["Gemma3ForConditionalGeneration"]
+    named = {name.replace("model.", prefix, 1): values for name, values in weights.items()}
+    images = {"vision_tower.vision_model.post_layernorm.weight", "model.multi_modal_projector.mm_soft_emb_norm.weight"}
+    write_folder(tmp_path, GEMMA3, named | dict.fromkeys(images, np.zeros(7, np.float32)))
+    (tmp_path / "config.json").write_text(json.dumps(says))
+    checkpoint = open_model(tmp_path)
+    assert checkpoint.config == GEMMA3
+    check_values(checkpoint, GEMMA3, weights)
+    # In a folder without images, the same names are not known.
+    write_folder(tmp_path, GEMMA3, named)
+    with pytest.raises(ModelRejected, match=r"tensor model\.embed_tokens\.weight is missing"):
+        open_model(tmp_path)
+
 
 SMALL: Final = replace(QWEN2, layers=1, width=32, heads=1, key_heads=1, inner_width=32, vocabulary=4)
 
