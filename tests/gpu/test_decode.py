@@ -4,13 +4,15 @@
 """
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model
 from gpulease.client.decode.decode_requests import SamplingParameters
@@ -107,30 +109,49 @@ class Script:
         return np.concatenate(found)
 
 
-def compare_drivers(
-    card: Daemon, embedded: Daemon, checkpoint: Checkpoint, script: Script, size_bytes: int, rows: int = 16
-) -> Tally:
-    """Compute a script on both: every step's logits and results, and at the end all keys and values."""
-    tally = Tally()
+OTHER_ATTENTION: Final = WIDTHS | WINDOWED
+ATTENTION_SCRIPTS: Final = (Script((24, 3), 8, 2), Script((132, 3), 13, 2))
+ATTENTION_BYTES: Final = 256 << 20
+"""Of each lease: the embedded card has room for one of each model and script."""
+
+# Where values were found, and the values: results and logits of each step, then keys and values of each tenant.
+Values = list[tuple[str, NDArray[Any]]]
+
+
+async def compute(
+    address: str, checkpoint: Checkpoint, script: Script, size_bytes: int = 512 << 20, rows: int = 16
+) -> Values:
+    """Compute a script on one daemon: every step's logits and results, and at the end all keys and values."""
     limits = StepLimits(rows, len(script.lengths), max(script.lengths) + script.emitted)
-    config = checkpoint.config
+    found: Values = []
+    async with opened(address, checkpoint, limits, size_bytes=size_bytes) as rig:
+        for number, step in enumerate(script.steps()):
+            found.append((f"results of step {number}", await rig.compute(script.rows(rig, step), (0, 1))))
+            found.append((f"logits of step {number}", await rig.engine.logits(len(step))))
+        for tenant, pool in enumerate(rig.pools):
+            words = pool.blocks * block_bytes(checkpoint.config) // 4
+            kept = np.frombuffer(await rig.memory(tenant), np.uint32)[:words]
+            found.append((f"keys and values of tenant {tenant}", kept))
+    return found
 
-    async def part() -> None:
-        async with (
-            opened(card.address, checkpoint, limits, size_bytes=size_bytes) as one,
-            opened(embedded.address, checkpoint, limits, size_bytes=size_bytes) as other,
-        ):
-            for number, step in enumerate(script.steps()):
-                found = [await rig.compute(script.rows(rig, step), (0, 1)) for rig in (one, other)]
-                tally.compare(f"results of step {number}", *found)
-                tally.compare(f"logits of step {number}", *[await rig.engine.logits(len(step)) for rig in (one, other)])
-            for tenant, pool in enumerate(one.pools):
-                kept = [np.frombuffer(await rig.memory(tenant), np.uint32) for rig in (one, other)]
-                words = pool.blocks * block_bytes(config) // 4
-                tally.compare(f"keys and values of tenant {tenant}", kept[0][:words], kept[1][:words])
 
-    asyncio.run(part())
+def compare(found: Values, expected: Values) -> Tally:
+    tally = Tally()
+    for (place, got), (_, wanted) in zip(found, expected, strict=True):
+        tally.compare(place, got, wanted)
     return tally
+
+
+def compare_drivers(
+    card: Daemon, embedded: Daemon, checkpoint: Checkpoint, script: Script, size_bytes: int = 512 << 20, rows: int = 16
+) -> Tally:
+    """Compute a script on both at the same time, and compare all values."""
+
+    async def both() -> list[Values]:
+        sides = (compute(side.address, checkpoint, script, size_bytes, rows) for side in (card, embedded))
+        return await asyncio.gather(*sides)
+
+    return compare(*asyncio.run(both()))
 
 
 def test_the_tiny_model_s_bits_are_the_embedded_driver_s(
@@ -157,18 +178,44 @@ def test_the_tiny_model_s_bits_are_the_embedded_driver_s(
 def test_a_random_model_s_bits_are_the_embedded_driver_s(
     daemon: Daemon, shared_daemon: Daemon, table: BitsTable, name: str, config: ModelConfig
 ) -> None:
-    tally = compare_drivers(daemon, shared_daemon, RandomCheckpoint(config, 1), Script((20, 3)), 512 << 20)
+    tally = compare_drivers(daemon, shared_daemon, RandomCheckpoint(config, 1), Script((20, 3)))
     table.note(f"{name}: whole steps on the card", "the embedded driver", tally)
 
 
-@pytest.mark.parametrize("name", [*WIDTHS, *WINDOWED])
+@pytest.fixture(scope="module")
+def embedded_attention(shared_daemon: Daemon) -> dict[tuple[str, Script], Values | BaseException]:
+    """What the embedded driver computes of each model and script, or why it could not.
+
+    It compiles each model's kernels for half a minute, so all are computed at the same time, by a worker each.
+    """
+    cases = [(name, script) for name in OTHER_ATTENTION for script in ATTENTION_SCRIPTS]
+    cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+    async def one(name: str, script: Script) -> Values:
+        async with cores:
+            checkpoint = RandomCheckpoint(OTHER_ATTENTION[name], 1)
+            return await compute(shared_daemon.address, checkpoint, script, ATTENTION_BYTES)
+
+    async def all_cases() -> list[Values | BaseException]:
+        return await asyncio.gather(*(one(*case) for case in cases), return_exceptions=True)
+
+    return dict(zip(cases, asyncio.run(all_cases()), strict=True))
+
+
+@pytest.mark.parametrize("name", OTHER_ATTENTION)
 def test_other_attention_s_bits_are_the_embedded_driver_s(
-    daemon: Daemon, shared_daemon: Daemon, table: BitsTable, name: str
+    daemon: Daemon,
+    embedded_attention: dict[tuple[str, Script], Values | BaseException],
+    table: BitsTable,
+    name: str,
 ) -> None:
     """Of sequences in one part, and of one in two parts."""
-    checkpoint = RandomCheckpoint((WIDTHS | WINDOWED)[name], 1)
-    for script in (Script((24, 3), 8, 2), Script((132, 3), 13, 2)):
-        tally = compare_drivers(daemon, shared_daemon, checkpoint, script, 512 << 20)
+    checkpoint = RandomCheckpoint(OTHER_ATTENTION[name], 1)
+    for script in ATTENTION_SCRIPTS:
+        expected = embedded_attention[name, script]
+        if isinstance(expected, BaseException):
+            raise expected
+        tally = compare(asyncio.run(compute(daemon.address, checkpoint, script, ATTENTION_BYTES)), expected)
         table.note(f"{name}, {script.lengths[0]} tokens: whole steps on the card", "the embedded driver", tally)
 
 
@@ -187,7 +234,7 @@ def test_packed_weights_have_the_embedded_driver_s_bits_in_every_tile(
     """Steps of 100, 31 and 2 rows, with sums in parts."""
     config = replace(LLAMA, width=1024, inner_width=1152)
     folder = write_packed_folder(tmp_path, config, packed_entries(config, method)[0], PACKINGS[method])
-    tally = compare_drivers(daemon, shared_daemon, open_model(folder), Script((100, 30), 70), 512 << 20, 128)
+    tally = compare_drivers(daemon, shared_daemon, open_model(folder), Script((100, 30), 70), rows=128)
     table.note(f"weights in {method}: whole steps on the card", "the embedded driver", tally)
 
 
