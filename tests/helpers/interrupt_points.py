@@ -85,16 +85,20 @@ class InterruptPoints:
     ) -> Iterator[tuple[Point, Point]]:
         """Interrupt the operation at each point that it comes to, and again at each point of what runs after that.
 
-        Yields behind each pair. `end` as in `walk`. With `every` above 1, some first points stand for all.
+        Yields behind each pair. `end` as in `walk`. With `every` above 1, some first points stand for all. Of first
+        points behind which the very same points follow, one stands for all: what is cleaned up is the same.
         """
+        walked = set[frozenset[Point]]()
         end(self._run(operation))
         for first in islice(self._not_walked(), 0, None, every):
             before, self._met, self._walks_from = self._met, {}, 1
             end(self._run(operation, first))
-            for second in self._not_walked():
+            path = frozenset(self._met)
+            for second in () if path in walked else self._not_walked():
                 end(self._run(operation, first, second))
                 if self.interrupts == len((first, second)):
                     yield first, second
+            walked.add(path)
             self._met, self._walks_from = before, 0
 
     def _not_walked(self) -> Iterator[Point]:
