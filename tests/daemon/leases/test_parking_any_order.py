@@ -789,6 +789,13 @@ TestParkingAnyOrder = ParkingAnyOrder.TestCase
 
 @pytest.mark.exhaustive
 class TestManyParkingOrders(TestParkingAnyOrder):  # type: ignore[valid-type, misc]
+    settings = settings(FEW, max_examples=150)
+
+
+@pytest.mark.slow
+class TestParkingCampaign(TestParkingAnyOrder):  # type: ignore[valid-type, misc]
+    """After a change of parking: this search finds what one of hundreds of runs shows."""
+
     settings = settings(FEW, max_examples=600)
 
 
