@@ -5,8 +5,9 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from gpulease.client.decode.engine.forward_pass import StepLimits, block_bytes
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.decode.row_records import NO_ROW, PAGE, Rows
 from gpulease.client.decode.sample_models import TINY_MODEL, find_smollm2
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, running
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, Seat, Tally, opened
 from helpers.decode.random_models import (
     BIASED,
@@ -109,10 +110,40 @@ class Script:
         return np.concatenate(found)
 
 
-OTHER_ATTENTION: Final = WIDTHS | WINDOWED
-ATTENTION_SCRIPTS: Final = (Script((24, 3), 8, 2), Script((132, 3), 13, 2))
-ATTENTION_BYTES: Final = 256 << 20
-"""Of each lease: the embedded card has room for one of each model and script."""
+@dataclass(frozen=True)
+class Case:
+    """A model and a script that are computed on a card and by the embedded driver."""
+
+    open: Callable[[], Checkpoint]
+    script: Script
+    size_bytes: int = 256 << 20
+
+
+RANDOM_MODELS: Final = {
+    "3 heads a key, 64 wide": SHARED_KEYS,
+    "sums in parts": WIDE,
+    "Qwen2's biases": BIASED,
+    "Qwen3's norms, heads 128 wide": HEAD_NORMS,
+    "4 layers of SmolLM2's shape": MIDDLING,
+    "Gemma 3": GEMMA,
+    "Gemma 3, sums in parts": GEMMA_IN_PARTS,
+    "experts": EXPERTS,
+}
+
+# The tiny model's longest line has attention over two splits; other attention is of sequences in one part, and of one
+# in two parts.
+CASES: Final = {
+    "the tiny model": Case(partial(open_model, TINY_MODEL), Script((140, 19, 2), 5)),
+    **{
+        name: Case(partial(RandomCheckpoint, config, 1), Script((20, 3)), 512 << 20)
+        for name, config in RANDOM_MODELS.items()
+    },
+    **{
+        f"{name}, {script.lengths[0]} tokens": Case(partial(RandomCheckpoint, config, 1), script)
+        for name, config in (WIDTHS | WINDOWED).items()
+        for script in (Script((24, 3), 8, 2), Script((132, 3), 13, 2))
+    },
+}
 
 # Where values were found, and the values: results and logits of each step, then keys and values of each tenant.
 Values = list[tuple[str, NDArray[Any]]]
@@ -154,69 +185,35 @@ def compare_drivers(
     return compare(*asyncio.run(both()))
 
 
-def test_the_tiny_model_s_bits_are_the_embedded_driver_s(
-    daemon: Daemon, shared_daemon: Daemon, table: BitsTable
-) -> None:
-    """Its longest line has attention over two splits."""
-    tally = compare_drivers(daemon, shared_daemon, open_model(TINY_MODEL), Script((140, 19, 2), 5), 256 << 20)
-    table.note("the tiny model's whole steps on the card", "the embedded driver", tally)
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("3 heads a key, 64 wide", SHARED_KEYS),
-        ("sums in parts", WIDE),
-        ("Qwen2's biases", BIASED),
-        ("Qwen3's norms, heads 128 wide", HEAD_NORMS),
-        ("4 layers of SmolLM2's shape", MIDDLING),
-        ("Gemma 3", GEMMA),
-        ("Gemma 3, sums in parts", GEMMA_IN_PARTS),
-        ("experts", EXPERTS),
-    ],
-)
-def test_a_random_model_s_bits_are_the_embedded_driver_s(
-    daemon: Daemon, shared_daemon: Daemon, table: BitsTable, name: str, config: ModelConfig
-) -> None:
-    tally = compare_drivers(daemon, shared_daemon, RandomCheckpoint(config, 1), Script((20, 3)))
-    table.note(f"{name}: whole steps on the card", "the embedded driver", tally)
-
-
 @pytest.fixture(scope="module")
-def embedded_attention(shared_daemon: Daemon) -> dict[tuple[str, Script], Values | BaseException]:
-    """What the embedded driver computes of each model and script, or why it could not.
+def embedded() -> dict[str, Values | BaseException]:
+    """What the embedded driver computes of each case, or why it could not.
 
-    It compiles each model's kernels for half a minute, so all are computed at the same time, by a worker each.
+    It compiles a model's kernels for half a minute, so all cases are computed at the same time, each by its own worker.
     """
-    cases = [(name, script) for name in OTHER_ATTENTION for script in ATTENTION_SCRIPTS]
     cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
-    async def one(name: str, script: Script) -> Values:
+    async def one(address: str, case: Case) -> Values:
         async with cores:
-            checkpoint = RandomCheckpoint(OTHER_ATTENTION[name], 1)
-            return await compute(shared_daemon.address, checkpoint, script, ATTENTION_BYTES)
+            return await compute(address, case.open(), case.script, case.size_bytes)
 
-    async def all_cases() -> list[Values | BaseException]:
-        return await asyncio.gather(*(one(*case) for case in cases), return_exceptions=True)
+    async def every(address: str) -> list[Values | BaseException]:
+        return await asyncio.gather(*(one(address, case) for case in CASES.values()), return_exceptions=True)
 
-    return dict(zip(cases, asyncio.run(all_cases()), strict=True))
+    # A card with room for all of them.
+    with running(Daemon(vram=("16GiB",))) as daemon:
+        return dict(zip(CASES, asyncio.run(every(daemon.address)), strict=True))
 
 
-@pytest.mark.parametrize("name", OTHER_ATTENTION)
-def test_other_attention_s_bits_are_the_embedded_driver_s(
-    daemon: Daemon,
-    embedded_attention: dict[tuple[str, Script], Values | BaseException],
-    table: BitsTable,
-    name: str,
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_s_bits_are_the_embedded_driver_s(
+    daemon: Daemon, embedded: dict[str, Values | BaseException], table: BitsTable, name: str
 ) -> None:
-    """Of sequences in one part, and of one in two parts."""
-    checkpoint = RandomCheckpoint(OTHER_ATTENTION[name], 1)
-    for script in ATTENTION_SCRIPTS:
-        expected = embedded_attention[name, script]
-        if isinstance(expected, BaseException):
-            raise expected
-        tally = compare(asyncio.run(compute(daemon.address, checkpoint, script, ATTENTION_BYTES)), expected)
-        table.note(f"{name}, {script.lengths[0]} tokens: whole steps on the card", "the embedded driver", tally)
+    case, expected = CASES[name], embedded[name]
+    if isinstance(expected, BaseException):
+        raise expected
+    found = asyncio.run(compute(daemon.address, case.open(), case.script, case.size_bytes))
+    table.note(f"{name}: whole steps on the card", "the embedded driver", compare(found, expected))
 
 
 def test_smollm2_s_bits_are_the_embedded_driver_s(daemon: Daemon, shared_daemon: Daemon, table: BitsTable) -> None:
