@@ -76,8 +76,7 @@ class SafetensorsFolder:
                     raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name].file.path.name} too")
                 found[name] = FileTensor(file, shape, kind, offset)
         quantization = quantization_of(said)
-        is_plain = self.config.turned_width is None and self.config.experts is None
-        if quantization is not None and (not is_plain or any(fused_tensors(self.config))):
+        if quantization is not None and (self.config.turned_width is not None or any(fused_tensors(self.config))):
             raise ModelRejected(
                 f"{quantization.where}: the engine reads no packed weights of {self.config.family} models"
             )

@@ -13,7 +13,7 @@ from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.quantized_weights import quantization_of
 from gpulease.client.decode.checkpoint.tensors import PACKED, plane_bytes, rounded_to_bf16
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import MAX_LAYERS, ModelConfig
+from gpulease.client.decode.model_config import MAX_LAYERS, Experts
 from helpers.made_models import LLAMA, PHI3, QWEN2, QWEN3_MOE, random_weights, write_folder
 from helpers.packed_models import AWQ, COMPRESSED, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
 
@@ -38,6 +38,21 @@ def test_values_are_those_of_the_format_s_definition(tmp_path: Path, method: str
         assert tensor.shape == shape
         assert (tensor.kind is KINDS[method]) == name.endswith("_proj.weight")
         assert (tensor.bf16(0, tensor.rows).reshape(shape) == rounded_to_bf16(values[name])).all(), name
+
+
+@pytest.mark.parametrize("method", SAID)
+def test_experts_are_packed_and_their_router_is_not(tmp_path: Path, method: str) -> None:
+    config = replace(QWEN3_MOE, experts=Experts(count=3, chosen=2, width=128, is_normalised=True), layers=1)
+    entries, values = packed_entries(config, method)
+    # As Qwen3-30B-A3B-FP8 lists them.
+    said = SAID[method] | {
+        "ignore" if method == "compressed" else "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]
+    }
+    checkpoint = open_model(write_packed_folder(tmp_path, config, entries, said))
+    for name, kind in (("mlp.gate", TensorType.BF16), ("mlp.experts.2.down_proj", KINDS[method])):
+        tensor = checkpoint.tensor(f"model.layers.0.{name}.weight")
+        assert tensor.kind is kind
+        assert (tensor.bf16(0, tensor.rows) == rounded_to_bf16(values[tensor.name])).all()
 
 
 @pytest.mark.parametrize("method", SAID)
@@ -206,11 +221,9 @@ def test_packed_weights_without_the_member_are_named(tmp_path: Path) -> None:
         open_model(folder)
 
 
-@pytest.mark.parametrize("config", [PHI3, QWEN3_MOE], ids=["fused tensors", "experts"])
-def test_packed_weights_of_other_layers_are_refused(tmp_path: Path, config: ModelConfig) -> None:
-    folder = write_folder(tmp_path, config, random_weights(config), says={"quantization_config": FP8})
-    says = f"quantization_config: the engine reads no packed weights of {config.family} models"
-    with pytest.raises(ModelRejected, match=says):
+def test_packed_weights_of_fused_tensors_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, PHI3, random_weights(PHI3), says={"quantization_config": FP8})
+    with pytest.raises(ModelRejected, match="quantization_config: the engine reads no packed weights of phi3 models"):
         open_model(folder)
 
 

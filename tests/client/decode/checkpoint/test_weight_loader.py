@@ -27,10 +27,20 @@ from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary
 from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
 from gpulease.client.decode.checkpoint.weights import Layout, Linear, ModelWeights
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.model_config import Experts, ModelConfig
 from gpulease.client.handles import Buffer
 from helpers.daemon import Daemon, python_environment
-from helpers.made_models import FOLDER_MODELS, LLAMA, MODELS, QWEN2, QWEN3, random_weights, write_folder, write_gguf
+from helpers.made_models import (
+    FOLDER_MODELS,
+    LLAMA,
+    MODELS,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    random_weights,
+    write_folder,
+    write_gguf,
+)
 from helpers.packed_models import PACKINGS, packed_entries, write_packed_folder
 from helpers.waiting import wait_until
 
@@ -179,6 +189,23 @@ def test_a_tensor_of_many_chunks_is_loaded_whole(daemon: Daemon, small_chunks: N
 
 def test_a_file_s_tensor_of_many_windows_is_loaded_whole(daemon: Daemon, tmp_path: Path, small_chunks: None) -> None:
     load_and_check(daemon, open_model(write_folder(tmp_path / "model", QWEN2, random_weights(QWEN2))))
+
+
+def test_packed_experts_become_bf16(daemon: Daemon, tmp_path: Path) -> None:
+    config = replace(QWEN3_MOE, layers=2, experts=Experts(3, 2, 128, is_normalised=True, dense_layers=(0,)))
+    folder = write_packed_folder(tmp_path, config, packed_entries(config, "fp8")[0], PACKINGS["fp8"])
+
+    async def scenario() -> None:
+        checkpoint = open_model(folder)
+        size = size_bytes(checkpoint, positions=POSITIONS)
+        async with session_of(daemon, size) as session:
+            layers = (await load_weights(session, checkpoint, positions=POSITIONS)).layers
+            layouts = [(layer.qkv.layout, layer.gate_up.layout, layer.down.layout) for layer in layers]
+            assert layouts == [(Layout.FP8,) * 3, (Layout.FP8, Layout.BF16, Layout.BF16)]
+            names = [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(3)]
+            await check_linear(session, layers[1].down, checkpoint, names, Layout.BF16)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("method", PACKINGS)
