@@ -15,6 +15,7 @@ from gpulease.client.serve.gateway import (
     DaemonEffects,
     InferenceRequest,
     NodeAuthority,
+    SpareConnections,
     SqliteStore,
     serve_inference_request,
 )
@@ -36,6 +37,7 @@ class _GatewayLoad:
         self._name, self._store, self._address = name, store, address
         self._run = secrets.token_hex(8)
         self._numbers = itertools.count()
+        self._spare = SpareConnections()
 
     def ask(self) -> float:
         """Send one request; returns its seconds. Raises GpuLeaseError."""
@@ -54,7 +56,7 @@ class _GatewayLoad:
             now_secs=time.time(),
         )
         # The whole way of a request but HTTP: lease, session, kernel, result, store.
-        effects = DaemonEffects(self._store, self._address, wait_s=30.0)
+        effects = DaemonEffects(self._store, self._address, wait_s=30.0, spare=self._spare)
         output = serve_inference_request(effects, NodeAuthority(), request, model.image, model.kernel).output
         took_s = time.perf_counter() - started
         # A wrong output makes all times meaningless.

@@ -103,6 +103,7 @@ def gateway(
         from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
         from gpulease.client.serve.gateway.admission import GatewayBounds
         from gpulease.client.serve.gateway.gateway import Gateway
+    from gpulease.client.core.spare_connections import SpareConnections
     from gpulease.client.serve.gateway.attempt import DaemonEffects, NodeAuthority
     from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
     from gpulease.client.serve.gateway.store import open_store
@@ -121,10 +122,11 @@ def gateway(
         sock, url = stack.enter_context(listening(listen))
         known = known_hosts(sock, host_names)
         store = stack.enter_context(contextlib.closing(open_store(store_url)))
+        spare = stack.enter_context(contextlib.closing(SpareConnections()))
         app = Gateway(
             served,
             lambda wait_s, join_s: DaemonEffects(
-                store, address, wait_s=wait_s, join_s=join_s, by_token=attach_by_token
+                store, address, wait_s=wait_s, join_s=join_s, by_token=attach_by_token, spare=spare
             ),
             NodeAuthority(),
             store,

@@ -38,6 +38,7 @@ from gpulease.client.core.exchange import (
 )
 from gpulease.client.core.fleet_acquire import Fleet, acquire_in
 from gpulease.client.core.lease_request import ASK_FIRST, LeaseRequest, device_of, milliseconds
+from gpulease.client.core.spare_connections import SpareConnections
 from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.core.waits import Locked, Procedure, Sleep, is_held
 from gpulease.client.errors import (
@@ -357,9 +358,11 @@ class LeaseHandle:
         fleet: The fleet that granted it; None if it was a single daemon.
         name: Its name, which is unique in its fleet; "" without one.
         epoch: The number of the name's claim; 0 without a name.
+        spare: Gets the connection once the lease is freed, together with the reply to HELLO; None: it is closed.
     """
 
     token = b""
+    spare: tuple[SpareConnections, HelloReply] | None = None
     channel: Channel
     asked: LeaseAlloc | None = None
     fleet: Fleet | None = None
@@ -455,7 +458,11 @@ class LeaseHandle:
         """Free the lease. If it had ended before, raises the error of its end."""
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
         self.over = Failure(Status.LEASE_FREED, "the lease was freed")
-        self.channel.close()
+        if self.spare is not None and self.channel.can_part:
+            connections, hello = self.spare
+            connections.give(self.channel.part(), hello)
+        else:
+            self.channel.close()
 
     def owed_free(self) -> OwedGrant:
         """The lease itself, for a call that frees it: if that is interrupted, it is freed over another connection."""
@@ -922,7 +929,9 @@ def owed_lease() -> OwedGrant:
     return OwedGrant(free_of)
 
 
-def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGrant) -> Procedure[LeaseHandle]:
+def acquire(
+    where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGrant, spare: SpareConnections | None = None
+) -> Procedure[LeaseHandle]:
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
     Args:
@@ -930,6 +939,7 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGra
         wanted: The request.
         lock: The API's kind of lock.
         owed: Notes what may have been granted; its settling gives that back.
+        spare: Connections to the daemon to use first, and to give the lease's own to; only for a single daemon.
     """
     # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
     if isinstance(where, Fleet):
@@ -937,7 +947,7 @@ def acquire(where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGra
         lease.fleet = where
     else:
         limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
-        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, owed)
+        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, owed, spare)
     lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
     lease.is_latency = LATENCY.read(wanted.parameters)
     # The grant does not carry the name's epoch: ask for it.
@@ -1032,6 +1042,7 @@ def _open(
     reply_limit_s: float,
     grant_of: Callable[[Any], LeaseGrant],
     owed: OwedGrant | None = None,
+    spare: SpareConnections | None = None,
 ) -> Procedure[LeaseHandle]:
     """Connect, send the request that yields a lease, and keep the connection for the lease; close it on any failure.
 
@@ -1043,13 +1054,22 @@ def _open(
         reply_limit_s: Longest wait for the reply, in seconds.
         grant_of: Makes the grant from the reply's body.
         owed: Notes what the request may make; None if it makes nothing.
+        spare: Connections to use first; the daemon takes back what it makes for one that has ended meanwhile.
     """
     doing = doing_of(op)
     deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
+    found = None if spare is None else spare.take()
     try:
-        # Step 1: connect; the request goes out behind HELLO.
-        channel, hello, number = yield from dial_for(address, deadline, First(op, body, owed=owed))
+        # Step 1: connect; the request goes out behind HELLO. Or send it on a spare connection.
+        if found is None:
+            channel, hello, number = yield from dial_for(address, deadline, First(op, body, owed=owed))
+        else:
+            channel, hello = found
+            number, frame = channel.link.request(op, body, makes=owed is not None)
+            if owed is not None:
+                owed.channel, owed.number = channel, number
+            yield from send(channel, (frame,), deadline)
         deadline = FixedDeadline(reply_limit_s, doing, address)
         # The grant may take long. PINGs show meanwhile whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, deadline, pong_limit_s=CONNECT_LIMIT_S)
@@ -1058,11 +1078,15 @@ def _open(
         if owed is not None:
             owed.made = reply
             channel.link.claim(number)
-        return _lease_on(channel, hello, grant_of(reply), lock)
+        lease = _lease_on(channel, hello, grant_of(reply), lock)
+        if spare is not None:
+            lease.spare = spare, hello
+        return lease
     except LinkEnded as ended:
         assert channel is not None
         channel.close()
-        raise disconnected(ended, channel, doing) from None
+        if found is None:
+            raise disconnected(ended, channel, doing) from None
     except GpuLeaseError:
         if channel is not None:
             channel.close()
@@ -1072,6 +1096,10 @@ def _open(
         if channel is not None and owed is None:
             channel.close()
         raise
+    # The spare connection had ended, with a daemon that is gone or has started again. The others have ended with it.
+    if spare is not None:
+        spare.close()
+    return (yield from _open(address, lock, op, body, reply_limit_s, grant_of, owed, spare))
 
 
 def free_of(granted: LeaseGrant | RegionGrant) -> First:

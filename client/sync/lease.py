@@ -11,6 +11,7 @@ from gpulease.client.core.events import OnWarning
 from gpulease.client.core.lease import LeaseHandle, LeaseReport, LeaseUse, LeaseView, acquire, owed_lease, reacquire
 from gpulease.client.core.lease_request import LeaseRequest
 from gpulease.client.core.regions import open_region, owed_region, resize
+from gpulease.client.core.spare_connections import SpareConnections
 from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.errors import GpuLeaseError
@@ -32,8 +33,14 @@ class GpuBuilder(LeaseRequest):
 
         Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
-        owed = owed_lease()
-        return drive_owing(owed, acquire(self._where(), self._request(), threading.RLock(), owed), GpuLease)
+        return acquire_with(self, None)
+
+
+def acquire_with(builder: GpuBuilder, spare: SpareConnections | None) -> "GpuLease":
+    """Acquire a lease as `GpuBuilder.acquire`, on a spare connection if there is one."""
+    owed = owed_lease()
+    wanted = acquire(builder._where(), builder._request(), threading.RLock(), owed, spare)
+    return drive_owing(owed, wanted, GpuLease)
 
 
 class GpuLease(LeaseView):

@@ -279,6 +279,25 @@ class Channel:
             pass
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
 
+    @property
+    def can_part(self) -> bool:
+        """True if `part` may be called: a plain connection, nothing due on it, and no interrupted operation."""
+        link = self.link
+        return (
+            type(self) is Channel
+            and self.is_finished
+            and link.end is None
+            and link.is_at_rest
+            and not (link.has_leftovers or link.notifications or self.descriptors)
+        )
+
+    def part(self) -> "Channel":
+        """Return another channel with this one's connection. This one is closed, without closing the connection."""
+        sock, link = self.sock, self.link
+        # From here on an operation of another thread finds this channel ended.
+        self.link, self.sock = _PARTED_LINK, _CLOSED_SOCKET
+        return Channel(sock, self.address, link)
+
     def disown(self) -> None:
         """Leave the connection to the parent process, which has its own descriptor for it (`fork_guard.Inherited`)."""
         # Never shut the socket down here: that would end the parent's connection, too.
@@ -293,6 +312,24 @@ class Channel:
         self.link.break_off(Failure(Status.DISCONNECTED, "the connection was closed here"))
         self.drop_descriptors()
         self.sock.close()
+
+
+def _parted_link() -> Link:
+    link = Link()
+    link.break_off(Failure(Status.DISCONNECTED, "the connection was passed on"))
+    return link
+
+
+def _closed_socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.close()
+    return sock
+
+
+_PARTED_LINK: Final = _parted_link()
+_CLOSED_SOCKET: Final = _closed_socket()
+"""What a channel has after `part`. All these channels share them, because an ended link and a closed socket never
+change."""
 
 
 def resolve(address: Address) -> list[tuple[int, Any]]:

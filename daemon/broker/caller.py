@@ -60,7 +60,7 @@ class Caller:
     Attributes:
         tokens: The tokens that the peer has presented on this connection.
         driver: The name of the driver of the node's cards.
-        acquired: The leases granted on this connection.
+        acquired: The leases granted on this connection, of a peer without a proven identity.
     """
 
     runtime: Runtime

@@ -1,5 +1,6 @@
 """Requests served on leases of their own: their results, and every failure beside them."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from gpulease.client.serve.gateway import (
     OperationFailed,
     OperationInProgress,
     OutcomeUnknown,
+    SpareConnections,
     SqliteStore,
     StaleEpoch,
     serve_inference_request,
@@ -32,7 +34,7 @@ from gpulease.client.serve.gateway.ledger import Moment
 from gpulease.client.serve.gateway.sqlite_store import host_clock
 from helpers.daemon import Daemon
 from helpers.gateway_rig import Gateway
-from helpers.gateway_steps import INPUT, KERNEL, OUTPUT, request, serve_told
+from helpers.gateway_steps import AFFINE, INPUT, KERNEL, OUTPUT, request, serve_told
 from helpers.waiting import wait_until
 
 FAILING = (Path(__file__).parents[1] / "client" / "serve" / "gateway" / "kernels.ptx").read_bytes()
@@ -274,6 +276,45 @@ def check_failing(gateway: Gateway, number: int, step: str) -> None:
     else:
         assert serve().output == OUTPUT
     assert steps.count("guest.launch") == 1
+
+
+def test_requests_on_one_control_connection_and_after_its_end(daemon: Daemon, store: SqliteStore) -> None:
+    spare = SpareConnections()
+    effects = DaemonEffects(store, daemon.address, spare=spare)
+
+    def serve(request_id: str) -> InferenceResponse:
+        asked = request(request_id)
+        return serve_inference_request(effects, NodeAuthority(), asked, AFFINE.read_bytes(), KERNEL)
+
+    def kept() -> tuple[int, int]:
+        ((channel, _),) = spare._spare
+        return channel.sock.fileno(), channel.sock.family
+
+    first = serve("first")
+    connection = kept()
+    second = serve("second")
+    assert kept() == connection
+    assert first.lease_id != second.lease_id
+    # The daemon sees the end of the connection, as the client does after a restart of the daemon.
+    spare._spare[0][0].sock.shutdown(socket.SHUT_WR)
+    assert serve("third").output == OUTPUT
+    # And one that ends only when it is used again.
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    spare._spare[0][0].sock.close()
+    spare._spare[0][0].sock = near
+
+    def hang_up() -> None:
+        far.recv(1 << 16)
+        far.close()
+
+    hanging_up = threading.Thread(target=hang_up)
+    hanging_up.start()
+    assert serve("fourth").output == OUTPUT
+    hanging_up.join()
+    leases = {one.lease_id for one in (first, second)}
+    assert {daemon.query(lease_id)["cause"] for lease_id in leases} == {"freed"}
+    assert not daemon.leases()
 
 
 def test_without_a_daemon(store: SqliteStore, tmp_path: Path) -> None:

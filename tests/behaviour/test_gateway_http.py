@@ -22,6 +22,7 @@ from helpers.waiting import wait_until
 MODELS = Path(__file__).parents[1] / "client" / "serve" / "gateway" / "models.toml"
 SIZE = INPUT.nbytes
 SOON_S = 60.0
+IN_FLIGHT = 2
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("gateway")
     bounds = (
         "--max-in-flight",
-        "2",
+        str(IN_FLIGHT),
         "--max-queue",
         "1",
         "--queue-secs",
@@ -41,11 +42,14 @@ def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> 
         "models.example",
     )
     found = GatewayProcess(shared_daemon, folder, "--models", str(MODELS), *bounds)
+    # It keeps its control connections for later requests, one for each in flight.
+    shared_daemon.kept_connections = IN_FLIGHT
     try:
         yield found
         found.stop()
     finally:
         found.discard()
+        shared_daemon.kept_connections = 0
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, Protocol
 
+from gpulease.client.core.spare_connections import SpareConnections
 from gpulease.client.core.tokens import Grant
 from gpulease.client.errors import Denied, GpuLeaseError, LeaseExpired
 from gpulease.client.handles import Module
@@ -45,7 +46,7 @@ from gpulease.client.serve.gateway.inference import (
 )
 from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.sync.lease import GpuBuilder, GpuLease
+from gpulease.client.sync.lease import GpuBuilder, GpuLease, acquire_with
 from gpulease.client.sync.session import GpuSession
 from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.back_off import back_off_s
@@ -140,7 +141,8 @@ class DaemonEffects:
     """The real effects, with a store and the daemon at `address` (None: the one that `GpuBuilder` finds).
 
     With `by_token`, the owner opens each of its sessions with a new grant of COPYING to itself, because a token opens
-    only one session. Daemons with `require_token = ["attach"]` need that.
+    only one session. Daemons with `require_token = ["attach"]` need that. With `spare`, a request's lease uses the
+    control connection of an earlier one that was freed.
     """
 
     def __init__(
@@ -151,9 +153,10 @@ class DaemonEffects:
         wait_s: float = 0.0,
         join_s: float = 0.0,
         by_token: bool = False,
+        spare: SpareConnections | None = None,
     ) -> None:
         self.store, self.wait_s, self.join_s = store, wait_s, join_s
-        self._address, self._by_token = address, by_token
+        self._address, self._by_token, self._spare = address, by_token, spare
 
     def monotonic_s(self) -> float:
         return time.monotonic()
@@ -166,7 +169,7 @@ class DaemonEffects:
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
         # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
-        return builder.acquire()
+        return acquire_with(builder, self._spare)
 
     def open(self, lease: GpuLease) -> GpuSession:
         # A new grant for each session, because a token opens only one.

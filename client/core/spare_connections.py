@@ -1,0 +1,58 @@
+"""Control connections of freed leases, which later acquires of the same daemon use again."""
+
+import weakref
+from collections import deque
+from typing import Final
+
+from gpulease.client.fork_guard import register
+from gpulease.client.transport.channel import Channel
+from gpulease.protocol.messages import HelloReply
+
+MAX_SPARE: Final = 16
+"""Most connections kept. Each counts towards the tenant's connections on the daemon."""
+
+
+class SpareConnections:
+    """Connections to one daemon that no lease uses: for programs that acquire one lease after the other.
+
+    An acquire then needs neither a connect nor HELLO. Threads may share the object. Dropping it closes them all.
+    """
+
+    def __init__(self) -> None:
+        self._spare: deque[tuple[Channel, HelloReply]] = deque()
+        self._closing = weakref.finalize(self, _close_all, self._spare)
+        register(self)
+
+    def give(self, channel: Channel, hello: HelloReply) -> None:
+        """Keep a lease's connection, which nothing uses any more; close it if enough are kept."""
+        if len(self._spare) >= MAX_SPARE:
+            channel.close()
+        else:
+            self._spare.append((channel, hello))
+
+    def take(self) -> tuple[Channel, HelloReply] | None:
+        """Return a connection that looks alive, and the reply to its HELLO; None if there is none."""
+        while True:
+            try:
+                # The last one given: the daemon is the most likely to have it still.
+                channel, hello = self._spare.pop()
+            except IndexError:
+                return None
+            # Nothing is due on a spare connection: whatever has come is the daemon's goodbye, or the end.
+            if not channel.pump():
+                return channel, hello
+            channel.close()
+
+    def close(self) -> None:
+        """Close the connections that are spare now."""
+        _close_all(self._spare)
+
+    def disown(self) -> None:
+        """Leave the connections to the parent process (`fork_guard.Inherited`): each is registered itself."""
+        self._spare.clear()
+
+
+def _close_all(spare: deque[tuple[Channel, HelloReply]]) -> None:
+    while spare:
+        channel, _ = spare.pop()
+        channel.close()
