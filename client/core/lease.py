@@ -697,8 +697,10 @@ class LeaseHandle:
         is_stale = self.channel.link.end is not None
         if is_stale:
             # The connection may have ended directly after a reply, unnoticed until now.
+            is_polled = self.channel.is_polled
             self.channel.close()
             self.channel, _ = yield from dial(self.address, FixedDeadline(CONNECT_LIMIT_S, doing, self.address))
+            self.channel.is_polled = is_polled
         self.channel.link.drop_unclaimed()
         return is_stale
 
@@ -762,6 +764,9 @@ class OwedReply(Owed):
         self._frame_bytes = len(frame)
         self._channel, self._number = channel, number
         yield from send(channel, self._unsent, deadline)
+        # The daemon is about to order something of the session's worker, which can wake up meanwhile.
+        if (operations := self.lease.attached()) is not None:
+            operations.attachment.channel.announce()
         answer = yield from receive(channel, number, deadline)
         self._take(channel, number, answer)
         return answer
@@ -949,6 +954,8 @@ def acquire(
         limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
         lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, owed, spare)
     lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
+    # A tenant that wants its session to sleep at once wants its requests to the daemon to do so, too.
+    lease.channel.is_polled = lease.channel.is_polled and lease.waiting is not Waiting.BLOCK
     lease.is_latency = LATENCY.read(wanted.parameters)
     # The grant does not carry the name's epoch: ask for it.
     if name := LEASE_NAME.read(wanted.parameters):

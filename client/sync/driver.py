@@ -3,6 +3,7 @@
 import inspect
 import math
 import select
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -12,13 +13,25 @@ from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
+from gpulease.protocol.time_units import NS_PER_S
 
 T = TypeVar("T")
 
 MAX_POLL_S: Final = 3600.0
 """Longest single poll, in seconds: poll() takes milliseconds as a C int. A longer wait polls again."""
+
+CONTROL_POLL_NS: Final = 1_000_000
+"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds: a local daemon
+answers most requests in less. To wake up costs tens of microseconds, and a core that has slept runs slower for longer
+than that."""
+
+_CONTROL_POLL_NS: Final = spin_policy_of(None, CONTROL_POLL_NS).spin_ns
+
+_POLLING: Final = threading.Lock()
+"""Held by the one thread that polls: several would only take the interpreter's lock from each other."""
 
 
 def drive(procedure: Procedure[T]) -> T:
@@ -79,7 +92,24 @@ def _wait(step: Wait) -> bool:
     # Almost every wait is for incoming bytes, so its poll object is made once per channel.
     if channel.waiter is None:
         channel.waiter = _incoming(channel)
+    if channel.is_polled and channel.link.awaits_reply and _poll(channel.waiter, step.timeout_s):
+        return True
     return bool(channel.waiter(timeout_ms))
+
+
+def _poll(waiter: Callable[[int], Any], timeout_s: float) -> bool:
+    """Poll for bytes without sleeping, for a bounded time; False if none came, or if another thread polls."""
+    if not _CONTROL_POLL_NS or not _POLLING.acquire(blocking=False):
+        return False
+    try:
+        until_ns = time.monotonic_ns() + min(_CONTROL_POLL_NS, int(timeout_s * NS_PER_S))
+        # Each poll lets the program's other threads run.
+        while not waiter(0):
+            if time.monotonic_ns() >= until_ns:
+                return False
+        return True
+    finally:
+        _POLLING.release()
 
 
 def _incoming(channel: Channel) -> Callable[[int], Any]:

@@ -104,6 +104,8 @@ class Channel:
         unfinished: Ends a step of an operation that may have been interrupted; None if there is none. Whoever uses the
             channel next calls it (`finish`). Calling it twice is harmless.
         sending: What is left of the buffers that an operation sends, and their whole size; None if none sends.
+        is_polled: Whether the synchronous API polls the socket for a reply before it sleeps; a session's kinds of
+            channel spin by themselves (`spin`).
     """
 
     waits_for_room = True
@@ -118,6 +120,8 @@ class Channel:
         self.descriptors: list[int] = []
         self.unfinished: Callable[[], None] | None = None
         self.sending: tuple[deque[memoryview], int] | None = None
+        # A daemon on another host answers too late for that.
+        self.is_polled = isinstance(address, UnixAddress)
         self._counts: list[int] = []
         self._received_before = 0
         register(self)
@@ -181,6 +185,9 @@ class Channel:
 
     def send_rest(self) -> None:
         """Send queued frames before the channel is closed, waiting for a bounded time."""
+
+    def announce(self) -> None:
+        """Wake the worker, where that pays, because the daemon is about to order something of it."""
 
     def spin(self) -> bool:
         """Poll for bytes without sleeping, for a bounded time, where that pays; False if none came."""

@@ -93,6 +93,7 @@ class RingChannel(Channel):
     def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
         """Map the ring. Raises OSError or ValueError if that fails; then `channel` is unchanged."""
         super().__init__(channel.sock, channel.address, channel.link)
+        self.is_polled = False
         self._peer = select.poll()
         self._peer.register(self.sock, select.POLLRDHUP)
         # The ring's ends take their own views of the mapping, which `release` gives back before it is closed.
@@ -112,6 +113,12 @@ class RingChannel(Channel):
     def writer(self) -> FrameWriter:
         """The ring's own writer: a method around it would cost a tenth of a launch."""
         return self._requests
+
+    def announce(self) -> None:
+        """Ring without a request: the worker polls for the daemon's order then (`ORDER_POLL_NS` of its server)."""
+        if self._spin_ns and not self._is_closed:
+            with contextlib.suppress(OSError):
+                _ring(self.sock)
 
     def spin(self) -> bool:
         """Poll the ring for bytes, for a bounded time."""

@@ -58,7 +58,6 @@ class MemoryReserve:
             return
         self._asked_ns = now_ns
         if self._is_strict or _is_limited() or now_ns - self._checked_ns >= UNLIMITED_CHECK_NS:
-            self._checked_ns = now_ns
             self._check()
 
     def is_enough(self) -> bool:
@@ -100,6 +99,8 @@ class MemoryReserve:
             self._mapping = None
 
     def _check(self) -> None:
+        # The event of a request that was just checked needs no second check.
+        self._asked_ns = self._checked_ns = time.monotonic_ns()
         if not _has_room(ROOM_BYTES) and self._mapping is not None:
             self.release()
 

@@ -27,6 +27,7 @@ from gpulease.daemon.contract.messages import ForwardRevokedReport
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.host.fair_queue import FairQueue
+from gpulease.daemon.host.loop_polling import LoopPolling
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.leases import (
     AcquireRequested,
@@ -183,6 +184,7 @@ class Runtime:
         self.recorder = LeaseLog(recorder, table.get, workers.pid)
         self.publisher = Publisher(table, self._on_warning)
         self.fair_queue = FairQueue()
+        self._polling = LoopPolling()
         self.claims: FleetClaims | None = None
         self.memory_reserve = MemoryReserve()
         self.timers = Timers(self.post, self.memory_reserve.secure)
@@ -439,6 +441,7 @@ class Runtime:
         # Outcomes answer requests; some have a second use, below.
         executors: dict[type[Any], Callable[[Any], None]] = dict.fromkeys(get_args(Outcome), self._answer)
         executors |= {
+            Granted: self._answer_grant,
             ArmTimer: self._arm_timer,
             SpawnWorker: self._spawn_worker,
             SpawnSubmit: self._spawn_submit,
@@ -457,7 +460,7 @@ class Runtime:
             WarmEnded: self._end_warm_context,
             SubmitFenced: self._fence_submit,
             SlicesCleared: self._clear_fences,
-            OpenRegion: self._regions.open,
+            OpenRegion: self._open_region,
             SetRegion: self._regions.set,
             EndRegion: self._regions.end,
             ProveRegion: self._region_prover.prove,
@@ -499,6 +502,11 @@ class Runtime:
             self._pending.refuse(outcome.request, FAULT)
             raise
 
+    def _answer_grant(self, outcome: Granted) -> None:
+        self._answer(outcome)
+        # Its client is about to attach.
+        self._polling.stay_awake()
+
     # Timers.
 
     def _arm_timer(self, effect: ArmTimer) -> None:
@@ -528,6 +536,13 @@ class Runtime:
         if effect.terms.is_parkable:
             self._parks.start()
         self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
+        # A warm worker is ready within a fraction of a millisecond.
+        self._polling.stay_awake()
+
+    def _open_region(self, effect: OpenRegion) -> None:
+        self._regions.open(effect)
+        # The worker maps its memory in a fraction of a millisecond.
+        self._polling.stay_awake()
 
     def _moved(self, effect: LeaseMoved | WorkerReplaced) -> None:
         # What the session uses from now on is the other card's, or the other worker's.

@@ -337,6 +337,10 @@ class Wire(Protocol):
 
     spins_when_quiet: bool
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has arrived, as far as that is known without a system call."""
+
     def set_quantum(self, quantum_ns: int) -> None:
         """Set for how long native code may serve the connection in one call."""
 
@@ -370,6 +374,7 @@ class Wire(Protocol):
 
 class SocketWire:
     spins_when_quiet = False
+    is_empty = False
 
     def __init__(self, sock: socket.socket, spin_policy: WorkerSpinPolicy) -> None:
         self._sock = sock
@@ -496,6 +501,10 @@ class RingWire:
             spin_ns=0 if policy.yields else SPIN_NS,
             quantum_ns=QUANTUM_NS,
         )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._requests.has_bytes
 
     def set_quantum(self, quantum_ns: int) -> None:
         self._ends.quantum_ns = quantum_ns

@@ -83,6 +83,7 @@ from gpulease.protocol.opcodes import Flag, Opcode, SessionOption, Status
 from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Given, Wanted
+from gpulease.protocol.time_units import NS_PER_MS
 
 BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
 """Most memory of incomplete frames that all connections of a session may hold: one of the largest frames, and many
@@ -98,6 +99,14 @@ READS_PER_ROUND: Final = 16
 MAX_UNSENT: Final = 4096
 """Most messages about regions kept for a broker with a full socket. Beyond that, refusals are not reported, because
 a tenant can cause them at will."""
+
+ORDER_POLL_NS: Final = 400_000
+"""Time for which the worker polls its connections and the broker without sleeping, in nanoseconds: after a bell without
+a request, by which a client announces what it asks of the broker, and instead of the last spins of a session with
+regions. A wake-up takes tens of microseconds, and the driver's first call after it twice its time."""
+
+ATTACH_POLL_NS: Final = 2_000_000
+"""The same after the lease's beginning, because its client is about to attach."""
 
 RETRY_MS: Final = 10
 """Longest sleep while such messages wait for the broker."""
@@ -151,6 +160,9 @@ class SessionServer:
         # While the session is parked: connections that sent something, and the broker's orders that need it back.
         self._held: set[int] = set()
         self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
+        # Until when it polls instead of sleeping, on time.monotonic_ns().
+        self._polls = self._spin_policy.spins_when_quiet and not self._spin_policy.yields
+        self._poll_until_ns = time.monotonic_ns() + ATTACH_POLL_NS if self._polls else 0
         session.on_wait = self._serve_regions
 
     def run(self) -> None:
@@ -179,10 +191,13 @@ class SessionServer:
             # Step 3: sleep, or only poll if there is work. A session that is idle prepares for its park meanwhile.
             if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare(served_ns)) is not None:
                 timeout_ms = min(timeout_ms, pause_ms)
-            heard = {fd for fd, _ in self._poll.poll(self._sleep_ms(timeout_ms))}
+            heard = {fd for fd, _ in self._await_events(timeout_ms)}
             self._session.pacer.poll()
             for connection in awake:
                 connection.wire.end_sleep(connection.fd in heard)
+                # A bell without a request announces an order of the broker.
+                if connection.fd in heard and self._polls and connection.wire.is_empty:
+                    self._poll_until_ns = time.monotonic_ns() + ORDER_POLL_NS
             # Step 4: the broker first, because it may have ended the lease.
             if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
                 return
@@ -201,6 +216,17 @@ class SessionServer:
             self._session.regions.advance()
             self._check_parked()
             self._tell_of_session()
+
+    def _await_events(self, timeout_ms: int) -> list[tuple[int, int]]:
+        """Return what poll(2) reports, after a wait of at most `timeout_ms`; while it pays, without sleeping."""
+        if self._poll_until_ns and not (self._ready or self._heard) and self._session.pacer.nap_s() is None:
+            until_ns = min(self._poll_until_ns, time.monotonic_ns() + timeout_ms * NS_PER_MS)
+            while (now_ns := time.monotonic_ns()) < until_ns:
+                if events := self._poll.poll(0):
+                    return events
+            if now_ns >= self._poll_until_ns:
+                self._poll_until_ns = 0
+        return self._poll.poll(self._sleep_ms(timeout_ms))
 
     def _sleep_ms(self, timeout_ms: int) -> int:
         """Return how long to sleep in poll(2): at most `timeout_ms`, and not at all if there is work or a nap is over.
@@ -795,6 +821,12 @@ class SessionServer:
                 Status.BUSY,
             )
 
+    @property
+    def _spins_per_reply(self) -> int:
+        # A session with regions polls its ring once, and then looks for the broker's orders.
+        spins = self._spin_policy.spins_per_reply
+        return min(spins, 1) if self._session.regions.had_any and not self._spin_policy.yields else spins
+
     def _serve_frames(self, connection: AttachedConnection, *, may_hold: bool = True) -> None:
         """Serve all requests that have arrived completely. Raises ConnectionLost or FramingError."""
         if may_hold and self._session.is_away:
@@ -809,7 +841,7 @@ class SessionServer:
         # After a failure native code does not answer the ring's word.
         if self._session.keeps_failure:
             connection.decline_awaited()
-            connection.spins_left = self._spin_policy.spins_per_reply
+            connection.spins_left = self._spins_per_reply
         else:
             self._tell_of_session()
 
@@ -831,7 +863,7 @@ class SessionServer:
                     break
                 reply = session.handle(frame)
             if reply is not None:
-                connection.spins_left = self._spin_policy.spins_per_reply
+                connection.spins_left = self._spins_per_reply
                 if not self._send(connection, reply):
                     break
 
@@ -841,7 +873,7 @@ class SessionServer:
             while (frame := connection.receive_buffer.next_frame()) is not None:
                 reply = guest.refuse(frame) or self._session.handle(frame)
                 if reply is not None:
-                    connection.spins_left = self._spin_policy.spins_per_reply
+                    connection.spins_left = self._spins_per_reply
                     if not self._send(connection, reply):
                         break
 

@@ -1,7 +1,7 @@
 """Regions on CUDA: memory that the page tables map and unmap (CUDA driver API, "Virtual Memory Management").
 
 A region is a range of addresses of its own, reserved once and never released: a stale pointer can't meet a later
-region. Its memory is two pieces: a small first one, the scratch, and the rest. At its end the scratch is zeroed, the
+region. Addresses take no memory, so they are reserved for many regions at a time. Its memory is two pieces: a small first one, the scratch, and the rest. At its end the scratch is zeroed, the
 rest goes back to the card, and the scratch is mapped repeatedly in the rest's place. So a kernel that still has a
 pointer meets its own region's zeros, or what such kernels wrote there, and the context lives.
 
@@ -21,6 +21,13 @@ from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, Re
 MAX_RESERVED_BYTES: Final = 32 << 40
 """Most addresses that all regions of a context take, ended ones included, in bytes. Stops a session that opens
 regions for ever from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
+
+AHEAD_BYTES: Final = 16 << 30
+"""Addresses that are reserved at a time, in bytes: the driver needs 20 us for it, however many there are."""
+
+MAX_CUT_BYTES: Final = AHEAD_BYTES // 4
+"""Largest region whose addresses are cut from these; a larger one reserves its own. So at most a third as many addresses
+as the regions have is lost at the ends."""
 
 SCRATCH_PARTS: Final = 16
 """The scratch is the region's size divided by this, rounded up to whole pages; it is mapped at most so often."""
@@ -55,6 +62,8 @@ class CudaRegions:
         self._pages = pages
         self._wait = wait
         self._regions: dict[int, _Region] = {}
+        # Addresses that no region has had yet.
+        self._next_address = self._ahead_bytes = 0
         self.reserved_bytes = 0
 
     @property
@@ -152,7 +161,7 @@ class CudaRegions:
             if size_bytes:
                 region.pieces.append(pages.take(size_bytes))
         # Step 2: addresses. They stay reserved for ever, so they are counted even if a later step fails.
-        region.address = pages.reserve(region.size_bytes)
+        region.address = self._take_addresses(region.size_bytes)
         self.reserved_bytes += region.size_bytes
         # Step 3: map both pieces one after another, and allow access to the whole.
         offset = 0
@@ -160,6 +169,19 @@ class CudaRegions:
             pages.map(piece, region.address + offset, piece.size_bytes)
             offset += piece.size_bytes
         pages.allow(region.address, region.size_bytes)
+
+    def _take_addresses(self, size_bytes: int) -> int:
+        """Return the first of addresses that no region has had, reserved for it."""
+        if size_bytes > MAX_CUT_BYTES:
+            return self._pages.reserve(size_bytes)
+        # A page without memory follows each region: a kernel that writes past its end does not reach the next one.
+        cut_bytes = size_bytes + self.granule_bytes
+        if cut_bytes > self._ahead_bytes:
+            self._next_address, self._ahead_bytes = self._pages.reserve(AHEAD_BYTES), AHEAD_BYTES
+        address = self._next_address
+        self._next_address += cut_bytes
+        self._ahead_bytes -= cut_bytes
+        return address
 
     def _drop(self, region: _Region) -> None:
         # Mappings first, then handles: memory is released when neither is left.
