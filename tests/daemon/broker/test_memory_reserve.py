@@ -1,8 +1,12 @@
-"""The memory reserve, in a process of its own whose limit is lowered and raised."""
+"""The memory reserve; most of it in a process of its own whose limit is lowered and raised."""
 
 import subprocess
 import sys
 
+import pytest
+
+from gpulease.daemon.broker import memory_reserve
+from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from helpers.daemon import python_environment
 
 SCRIPT = """
@@ -45,6 +49,27 @@ async def meet_the_end():
 asyncio.run(meet_the_end())
 room.close()
 """
+
+
+def test_the_event_of_a_checked_request_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+    now_ns = 10**12
+
+    def has_room(size_bytes: int) -> bool:
+        checks.append(size_bytes)
+        return True
+
+    monkeypatch.setattr(memory_reserve, "_has_room", has_room)
+    monkeypatch.setattr(memory_reserve, "_is_limited", lambda: True)
+    monkeypatch.setattr("gpulease.daemon.broker.memory_reserve.time.monotonic_ns", lambda: now_ns)
+    room = MemoryReserve()
+    assert room.is_enough()
+    room.secure()
+    assert len(checks) == 1
+    now_ns += memory_reserve.CHECK_NS
+    room.secure()
+    assert len(checks) == 2
+    room.close()
 
 
 def test_the_reserve_is_given_up_and_kept_back_again() -> None:

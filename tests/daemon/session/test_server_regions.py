@@ -1,6 +1,8 @@
 """The worker's loop with regions, on the embedded driver: the broker speaks through its channel, a tenant beside it."""
 
+import select
 import threading
+import time
 
 import pytest
 
@@ -13,6 +15,8 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.drivers.interface import Poll
 from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.session import server as server_module
+from gpulease.daemon.session.connection import SPINS_PER_REPLY
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import (
     AttachReply,
@@ -26,9 +30,12 @@ from gpulease.protocol.messages import (
 )
 from gpulease.protocol.opcodes import Opcode, SessionOption, Status
 from gpulease.protocol.session_words import RegionWord
+from gpulease.protocol.time_units import NS_PER_S
 from helpers.kernels import TRANSFORM
+from helpers.ring_pair import pair
 from helpers.server_rig import REGION, SLICE, Worker, worker
 from helpers.session_rig import SIZES
+from helpers.waiting import wait_until
 
 
 def granule_of(welcome: AttachReply) -> int:
@@ -98,3 +105,51 @@ def test_a_region_ends_while_the_session_waits_for_other_launches(monkeypatch: p
         go_on.set()
         assert made.reply() == Empty()
         assert made.reply() == Empty()
+
+
+def test_a_bell_without_a_request_makes_the_worker_poll_for_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "ORDER_POLL_NS", 600 * NS_PER_S)
+    with worker(ring=True) as (made, welcome):
+        server = made.server
+        assert server is not None
+        server._polls = True
+        made.sock.sendall(b"\0")
+        wait_until(lambda: server._poll_until_ns, "the worker polls")
+        # Orders and requests are served as usual.
+        made.open_region(granule_of(welcome))
+        assert made.ask(Opcode.SYNC, Empty()) == Empty()
+
+
+@pytest.mark.parametrize("timeout_ms", [0, 60_000])
+def test_a_worker_that_polls_does_not_sleep(monkeypatch: pytest.MonkeyPatch, timeout_ms: int) -> None:
+    timeouts: list[int] = []
+
+    class Poll:
+        """poll(2), at the third call of which there is something."""
+
+        def poll(self, timeout: int) -> list[tuple[int, int]]:
+            timeouts.append(timeout)
+            return [(1, select.POLLIN)] if len(timeouts) == 3 or timeout else []
+
+    with pair(is_native=False) as made:
+        server = made.server
+        monkeypatch.setattr(server, "_poll", Poll())
+        server._poll_until_ns = time.monotonic_ns() + 60 * NS_PER_S
+        server._await_events(timeout_ms)
+        assert timeouts == ([0, 0, 0] if timeout_ms else [0])
+        # With work to do, or once the time is over, it is the usual wait.
+        timeouts.clear()
+        server._ready.add(made.connection.fd)
+        server._await_events(timeout_ms)
+        server._ready.clear()
+        server._poll_until_ns = 1
+        server._await_events(7)
+        assert (timeouts, server._poll_until_ns) == ([0, 7], 0)
+
+
+def test_a_session_with_regions_polls_its_ring_once_after_a_reply() -> None:
+    with worker() as (made, welcome):
+        assert made.server is not None
+        assert made.server._spins_per_reply == SPINS_PER_REPLY
+        made.open_region(granule_of(welcome))
+        assert made.server._spins_per_reply == 1

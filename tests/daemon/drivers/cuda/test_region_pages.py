@@ -5,7 +5,7 @@ The rules are the CUDA driver API's, "Virtual Memory Management".
 
 import pytest
 
-from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
+from gpulease.daemon.drivers.cuda.region_pages import AHEAD_BYTES, MAX_CUT_BYTES, CudaRegions
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, RegionReturn, keep_waiting
 from helpers.mapping_card import CARD_BYTES, GIB, MIB, PAGE, Card, pages_on, wait
 
@@ -164,6 +164,24 @@ def test_addresses_are_used_once_and_their_number_is_bounded(
     assert len(seen) == places
     with pytest.raises(OutOfMemory, match="addresses"):
         regions.open(PAGE)
+
+
+def test_addresses_are_reserved_for_many_regions_at_a_time(card: Card, regions: CudaRegions) -> None:
+    sizes = [PAGE, 64 * MIB, MAX_CUT_BYTES, MAX_CUT_BYTES, MAX_CUT_BYTES, MAX_CUT_BYTES, PAGE]
+    places = [(regions.open(size), size) for size in sizes]
+    # The sixth had no room in the first reservation, and the seventh is in the second.
+    assert list(card.reserved.values()) == [AHEAD_BYTES, AHEAD_BYTES]
+    # A page without memory follows each.
+    ends = [address + size for address, size in sorted(places)]
+    assert all(end + PAGE <= start for end, (start, _) in zip(ends, sorted(places)[1:], strict=False))
+    assert not set(ends) & card.mapped.keys()
+
+
+def test_a_large_region_has_a_reservation_of_its_own(card: Card, regions: CudaRegions) -> None:
+    small = regions.open(PAGE)
+    large = regions.open(MAX_CUT_BYTES + PAGE)
+    assert card.reserved[large] == MAX_CUT_BYTES + PAGE
+    assert regions.open(PAGE) == small + 2 * PAGE
 
 
 @pytest.mark.parametrize("size", [0, -PAGE, MIB, PAGE + 1])
