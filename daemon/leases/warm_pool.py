@@ -432,17 +432,17 @@ class WarmPool:
     # --- refilling ---
 
     def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        # Make one more only if all of this holds: some are missing, the card is not busy with an acquire or another
-        # context, there is room in addition to all promises, and the card may have contexts at all.
+        # Make one more only if all of this holds: the card is not busy with an acquire or another context, some are
+        # missing, there is room in addition to all promises, and the card may have contexts at all.
+        if account.pending_leases:
+            return
         kept = [context for context in account.yielding() if context.tenant is None]
-        is_busy = account.pending_leases or any(context.state is WarmState.WARMING for context in kept)
-        needed_bytes = account.promised_bytes + account.warm_bytes + account.card.overhead_bytes
-        if (
-            len(kept) + account.leaving >= account.warm_wanted
-            or is_busy
-            or needed_bytes > account.capacity_bytes
-            or not self._store.may_keep_warm(account)
+        if len(kept) + account.leaving >= account.warm_wanted or any(
+            context.state is WarmState.WARMING for context in kept
         ):
+            return
+        needed_bytes = account.promised_bytes + account.warm_bytes + account.card.overhead_bytes
+        if needed_bytes > account.capacity_bytes or not self._store.may_keep_warm(account):
             return
         # The pause after a taken or lost context may not be over; one timer serves the whole pool.
         due_ns = self._refills[account.card.uuid].next_ns

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -67,6 +66,7 @@ from gpulease.daemon.workers.session_images import SessionImages
 from gpulease.daemon.workers.worker import ReapedWorker, Worker
 from gpulease.daemon.workers.zygote_client import ZygoteClient, Zygotes
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote
+from gpulease.protocol.fast_dataclass import replace
 from gpulease.protocol.opcodes import Status
 
 MAX_REASON_CHARS: Final = 1000

@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, Self
 
 from gpulease.daemon.contract.control_page import SESSION_TOTALS, BrokerPage, Counter, PageFds
@@ -26,7 +25,7 @@ from gpulease.daemon.record.metrics.families import MetricFamily
 from gpulease.daemon.workers.region_link import RegionLink
 from gpulease.daemon.workers.zygote_client import ZygoteClient
 from gpulease.protocol.failures import KILLED, LEASE_ENDS
-from gpulease.protocol.fast_dataclass import dataclass
+from gpulease.protocol.fast_dataclass import dataclass, replace
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 

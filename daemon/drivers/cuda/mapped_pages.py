@@ -72,6 +72,9 @@ class MappedPages:
         # Mappings made since a return began.
         self._returning: list[tuple[int, int]] = []
         self._events: list[Any] = []
+        # What the driver is asked for each time, made once: each is an object with checked fields.
+        self._properties = _card_memory(api)
+        self._access = [_both_ways(api)]
         self.held_bytes = 0
         self.is_broken = False
 
@@ -81,7 +84,7 @@ class MappedPages:
         # Queried once. Pages of another size than PAGE_BYTES would not fit the bookkeeping.
         if self._granule_bytes is None:
             option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            error, least_bytes = self._api.cuMemGetAllocationGranularity(self._properties(), option)
+            error, least_bytes = self._api.cuMemGetAllocationGranularity(self._properties, option)
             self._granule_bytes = 0 if error or PAGE_BYTES % int(least_bytes) else PAGE_BYTES
         return self._granule_bytes
 
@@ -124,12 +127,7 @@ class MappedPages:
             self._allow(address, size_bytes)
 
     def _allow(self, address: int, size_bytes: int) -> None:
-        api = self._api
-        access = api.CUmemAccessDesc()
-        access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = 0
-        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self.check(api.cuMemSetAccess(address, size_bytes, [access], 1))
+        self.check(self._api.cuMemSetAccess(address, size_bytes, self._access, 1))
 
     def begin_zeroing(self, piece: Piece, address: int, size_bytes: int) -> None:
         """Begin to zero mapped bytes. `piece`: the piece that is mapped at `address`."""
@@ -306,17 +304,8 @@ class MappedPages:
 
     # --- the driver ---
 
-    def _properties(self) -> Any:
-        # Memory of the one card that this process sees, as cuMemAlloc would give it.
-        api = self._api
-        memory = api.CUmemAllocationProp()
-        memory.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        memory.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        memory.location.id = 0
-        return memory
-
     def _create(self, size_bytes: int) -> Any:
-        return self.check(self._api.cuMemCreate(size_bytes, self._properties(), 0))
+        return self.check(self._api.cuMemCreate(size_bytes, self._properties, 0))
 
     def check(self, answer: tuple[Any, ...]) -> Any:
         """Return the first value of a call of the driver. Raises the call's error."""
@@ -327,6 +316,24 @@ class MappedPages:
         if error:
             raise self._failure(error)
         return answer[1] if len(answer) > 1 else None
+
+
+def _card_memory(api: Any) -> Any:
+    """Describe memory of the one card that this process sees, as cuMemAlloc would give it."""
+    memory = api.CUmemAllocationProp()
+    memory.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    memory.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    memory.location.id = 0
+    return memory
+
+
+def _both_ways(api: Any) -> Any:
+    """Describe the card's access to such memory, for reading and writing."""
+    access = api.CUmemAccessDesc()
+    access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = 0
+    access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
 
 
 _DISABLE_TIMING: Final = 2
