@@ -7,6 +7,7 @@ a tenant may have compromised its worker, so a worker's messages are checked lik
 import array
 import os
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -28,9 +29,20 @@ MAX_FDS: Final = 4
 """Most descriptors in one message."""
 
 
+class _Incoming(threading.local):
+    """The memory into which a thread receives: taken once, because most messages are a thousandth of its size."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(MAX_MESSAGE_BYTES))
+
+
+_INCOMING: Final = _Incoming()
+
 # Plain integers: an operation on an IntFlag costs as much as the system call.
 _TRUNCATED: Final = int(socket.MSG_TRUNC)
 _LACKS_FDS: Final = int(socket.MSG_CTRUNC)
+
+_FDS_SPACE: Final = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
 
 class ChannelClosed(Exception):
@@ -53,7 +65,10 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, .
     if len(data) > MAX_MESSAGE_BYTES or len(fds) > MAX_FDS:
         raise ValueError(f"a message of {len(data)} bytes and {len(fds)} descriptors is too large")
     try:
-        socket.send_fds(sock, [data], list(fds), socket.MSG_NOSIGNAL)
+        if fds:
+            socket.send_fds(sock, [data], list(fds), socket.MSG_NOSIGNAL)
+        else:
+            sock.send(data, socket.MSG_NOSIGNAL)
     except BlockingIOError:
         raise
     except OSError as error:
@@ -125,13 +140,13 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Returns an empty list of descriptors if one of them was lost. Raises ChannelClosed, or BlockingIOError if no message
     has arrived.
     """
-    space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+    view = _INCOMING.view
     try:
         try:
-            data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            size_bytes, ancillary, flags, _ = sock.recvmsg_into([view], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             # The peer died with messages unread. The kernel reports that once, before the peer's own last messages.
-            data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            size_bytes, ancillary, flags, _ = sock.recvmsg_into([view], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         raise
     except OSError as error:
@@ -142,10 +157,12 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     # A message that is too long arrives truncated. No process of ours sends one.
-    message = None if flags & _TRUNCATED else _unpack(data)
+    message = None if flags & _TRUNCATED else _unpack(view[:size_bytes])
+    # It may contain bytes of a tenant, and the next lease's may be another's.
+    view[:size_bytes] = bytes(size_bytes)
     if message is None:
         close_all(fds)
-        raise ChannelClosed("the other process closed the channel" if not data else "a malformed message")
+        raise ChannelClosed("a malformed message" if size_bytes else "the other process closed the channel")
     if flags & _LACKS_FDS:
         # There were more than MAX_FDS descriptors, or more than this process may open: some are missing.
         close_all(fds)
@@ -159,7 +176,7 @@ def close_all(fds: "array.array[int] | list[int]") -> None:
         socket.close(fd)
 
 
-def _unpack(data: bytes) -> dict[str, Any] | None:
+def _unpack(data: memoryview) -> dict[str, Any] | None:
     try:
         message = msgpack.unpackb(data) if data else None
     except (ValueError, msgpack.UnpackException):
