@@ -54,6 +54,7 @@ from gpulease.daemon.session.connection import (
     ALONE_WAIT_NS,
     NO_WAIT_S,
     QUANTUM_NS,
+    RING_LAYOUT,
     SHARED_WAIT_NS,
     UNSENT_BYTES,
     AttachedConnection,
@@ -66,7 +67,7 @@ from gpulease.daemon.session.connection import (
 )
 from gpulease.daemon.session.image import CantLeave
 from gpulease.daemon.session.image_channel import ConnectionFds, ReceivedImage, send_image
-from gpulease.daemon.session.memory_operations import SessionArena
+from gpulease.daemon.session.memory_operations import MAX_ARENA_BYTES, SessionArena
 from gpulease.daemon.session.native.layout import Outcome
 from gpulease.daemon.session.parking import HELD_LOOK_MS
 from gpulease.daemon.session.replies import refusal_of
@@ -143,6 +144,8 @@ class SessionServer:
         self._session = session
         self._spin_policy = spin_policy or WorkerSpinPolicy()
         self._welcome = welcome
+        # By what a connection gets; see `_reply_body`.
+        self._reply_bodies: dict[tuple[Given, bool, bool], bytes] = {}
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, AttachedConnection] = {}
         # Descriptors of connections that have more to serve.
@@ -169,6 +172,8 @@ class SessionServer:
         """Serve; returns when the broker is gone or orders the session scrubbed."""
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
+        # Ready before the first client comes: what nearly every client asks for.
+        self._reply_body(Given(RING_LAYOUT, MAX_ARENA_BYTES, words=True), owns=True, has_word=self._has_sync_word)
         served_ns = time.monotonic_ns()
         while True:
             # Step 1: a sign of life, and the connections' deadlines.
@@ -339,6 +344,7 @@ class SessionServer:
             case ResizeSliceOrder():
                 regions.resize(message)
                 self._welcome = replace(self._welcome, slice_bytes=self._session.slice_bytes)
+                self._reply_bodies.clear()
             case _:
                 return False
         close_all(fds)
@@ -717,16 +723,9 @@ class SessionServer:
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         words_fd = self._session.regions.page_fd if attach.words and can_share(connection.sock) else -1
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0)
-        card = self._session.compute_capability.to_bytes(2, "big") + self._session.cuda_version.to_bytes(4, "big")
-        options = (*given.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
         # Only a lease's single, local owner can wait by the ring's word: native code answers it without a check.
-        if ring is not None and connection.guest is None and self._max_connections == 1 and self._session.is_native:
-            options += (Tlv(SessionOption.SYNC_WORD, b""),)
-        if attach.owns:
-            options += (Tlv(SessionOption.OWN_MEMORY, b""),)
-        if granule_bytes := self._session.region_granule_bytes:
-            options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
-        body = build_body(replace(self._welcome, options=options))
+        has_word = ring is not None and connection.guest is None and self._has_sync_word
+        body = self._reply_body(given, owns=attach.owns, has_word=has_word)
         header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
         # Descriptors travel with the frame, in the order in which the options name them.
@@ -748,6 +747,27 @@ class SessionServer:
             connection.wire = ring
             self._set_waits()
             self._spin_for_latency(connection)
+
+    @property
+    def _has_sync_word(self) -> bool:
+        return self._max_connections == 1 and self._session.is_native
+
+    def _reply_body(self, given: Given, *, owns: bool, has_word: bool) -> bytes:
+        """Return the body of ATTACH's reply, which is the same for most connections."""
+        key = (given, owns, has_word)
+        body = self._reply_bodies.get(key)
+        if body is None:
+            session = self._session
+            card = session.compute_capability.to_bytes(2, "big") + session.cuda_version.to_bytes(4, "big")
+            options = (*given.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
+            if has_word:
+                options += (Tlv(SessionOption.SYNC_WORD, b""),)
+            if owns:
+                options += (Tlv(SessionOption.OWN_MEMORY, b""),)
+            if granule_bytes := session.region_granule_bytes:
+                options += (Tlv(SessionOption.REGIONS, granule_bytes.to_bytes(4, "big")),)
+            body = self._reply_bodies[key] = build_body(replace(self._welcome, options=options))
+        return body
 
     def _arena_for(self, connection: AttachedConnection, wanted: Wanted) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.
