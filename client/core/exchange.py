@@ -8,6 +8,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Final, NamedTuple, cast
 
 from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed
@@ -60,11 +61,8 @@ class FixedDeadline:
 
     def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        # The end and the texts are made once; `remaining_s` is read before every wait.
         self._end = clock() + seconds
-        self._why = f"{doing}: the daemon at {address} did not answer within {seconds:g} s"
-        other = "" if isinstance(address, UnixAddress) else ", or another program listens there"
-        self._hint = f"The daemon hangs or its host is overloaded: see its log{other}"
+        self._seconds, self._doing, self._address = seconds, doing, address
 
     def remaining_s(self) -> float:
         """Seconds left; negative after the deadline."""
@@ -72,7 +70,11 @@ class FixedDeadline:
 
     def over(self) -> Procedure[None]:
         """Raise Disconnected, which names the daemon and the time."""
-        raise Disconnected(self._why, self._hint)
+        other = "" if isinstance(self._address, UnixAddress) else ", or another program listens there"
+        raise Disconnected(
+            f"{self._doing}: the daemon at {self._address} did not answer within {self._seconds:g} s",
+            f"The daemon hangs or its host is overloaded: see its log{other}",
+        )
         yield  # makes this a procedure, as `Deadline` says
 
 
@@ -232,6 +234,7 @@ def ask(channel: Channel, op: Opcode, body: Body, deadline: Deadline) -> Procedu
     return result
 
 
+@cache
 def doing_of(op: Opcode) -> str:
     """The name of an operation in messages: the opcode's, in lower case."""
     return op.name.lower()

@@ -3,6 +3,7 @@
 import math
 import os
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
 
 from gpulease.client.core.fleet_acquire import Fleet
@@ -64,6 +65,10 @@ ASK_FIRST: Final = "Ask for one: lease = GpuBuilder().min_vram(...).acquire()"
 """Hint for a program that uses a builder, or nothing, as a lease."""
 
 
+# Most programs use one address.
+_parse_address: Final = lru_cache(maxsize=16)(parse_address)
+
+
 def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
     """The given address, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
 
@@ -74,7 +79,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
         if text is not None:
             utf8(text, "the daemon's address")
         # The argument, else the environment, else the daemon of this host.
-        address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
+        address = _parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
     except ValueError as error:
         raise InvalidRequest(f"the daemon's address: {error}") from None
     return with_files(address, files)
