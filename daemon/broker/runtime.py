@@ -441,7 +441,6 @@ class Runtime:
         # Outcomes answer requests; some have a second use, below.
         executors: dict[type[Any], Callable[[Any], None]] = dict.fromkeys(get_args(Outcome), self._answer)
         executors |= {
-            Granted: self._answer_grant,
             ArmTimer: self._arm_timer,
             SpawnWorker: self._spawn_worker,
             SpawnSubmit: self._spawn_submit,
@@ -502,11 +501,6 @@ class Runtime:
             self._pending.refuse(outcome.request, FAULT)
             raise
 
-    def _answer_grant(self, outcome: Granted) -> None:
-        self._answer(outcome)
-        # Its client is about to attach.
-        self._polling.stay_awake()
-
     # Timers.
 
     def _arm_timer(self, effect: ArmTimer) -> None:
@@ -536,8 +530,6 @@ class Runtime:
         if effect.terms.is_parkable:
             self._parks.start()
         self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
-        # A warm worker is ready within a fraction of a millisecond.
-        self._polling.stay_awake()
 
     def _open_region(self, effect: OpenRegion) -> None:
         self._regions.open(effect)

@@ -12,9 +12,8 @@ from typing import Final
 MIN_POLL_CORES: Final = 4
 """Cores that this process must have to poll. With fewer, it would take the core of the process that it waits for."""
 
-POLL_NS: Final = 700_000
-"""Time for which the loop polls after `stay_awake`, in nanoseconds: a worker maps a region's memory in 300 us, opens a
-prepared context in 350 us, and a client attaches 400 us after its grant."""
+POLL_NS: Final = 500_000
+"""Time for which the loop polls after `stay_awake`, in nanoseconds: a worker maps a region's memory in 350 us."""
 
 MAX_TURNS: Final = 2_000
 """Most turns of the loop for which it polls after `stay_awake`, each of a microsecond or more."""

@@ -1,7 +1,9 @@
 """Regions on CUDA: memory that the page tables map and unmap (CUDA driver API, "Virtual Memory Management").
 
 A region is a range of addresses of its own, reserved once and never released: a stale pointer can't meet a later
-region. Addresses take no memory, so they are reserved for many regions at a time. Its memory is two pieces: a small first one, the scratch, and the rest. At its end the scratch is zeroed, the
+region. Addresses take no memory, so they are reserved for many regions at a time.
+
+A region's memory is two pieces: a small first one, the scratch, and the rest. At its end the scratch is zeroed, the
 rest goes back to the card, and the scratch is mapped repeatedly in the rest's place. So a kernel that still has a
 pointer meets its own region's zeros, or what such kernels wrote there, and the context lives.
 
@@ -26,8 +28,8 @@ AHEAD_BYTES: Final = 16 << 30
 """Addresses that are reserved at a time, in bytes: the driver needs 20 us for it, however many there are."""
 
 MAX_CUT_BYTES: Final = AHEAD_BYTES // 4
-"""Largest region whose addresses are cut from these; a larger one reserves its own. So at most a third as many addresses
-as the regions have is lost at the ends."""
+"""Largest region whose addresses are cut from these; a larger one reserves its own. So the ends that are lost have at
+most a third as many addresses as the regions."""
 
 SCRATCH_PARTS: Final = 16
 """The scratch is the region's size divided by this, rounded up to whole pages; it is mapped at most so often."""
