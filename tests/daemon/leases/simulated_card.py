@@ -65,7 +65,7 @@ class SimulatedSession:
                 # As many as fill the tick at once; with pauses, one after the other.
                 kernels = math.ceil((TICK - self.work_ns) / self.kernel_ns)
                 if self.batch_ns:
-                    kernels = round(self.left_ns / self.kernel_ns) if self.limits == TimeLimits() else kernels
+                    kernels = math.ceil(self.left_ns / self.kernel_ns) if self.limits == TimeLimits() else kernels
                     self.left_ns -= kernels * self.kernel_ns
                 elif self.pause_ns:
                     kernels = 1
@@ -98,7 +98,8 @@ class SimulatedSession:
             return True
         if limits.turn_ns:
             phase_ns = (now_ns - limits.turn_begin_ns) % limits.turn_period_ns
-            if phase_ns >= limits.turn_ns:
+            # A turn that is shorter than a tick could last one here.
+            if phase_ns >= limits.turn_ns or limits.turn_ns < TICK:
                 to_turn_ns = limits.turn_period_ns - phase_ns
                 # It wakes up for its turn at some time, of which it can see nothing before.
                 if self.lateness and self.asleep_until_ns < now_ns:

@@ -1,8 +1,11 @@
 """Turns of sessions that saturate a card, on a card that works for one session at a time."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
@@ -50,7 +53,7 @@ def waiting(tenant: str, weight: int, kernel_ns: int, seed: int, *, lateness: fl
     return SimulatedSession(tenant, weight, kernel_ns, pause_ns, batch_ns=25 * MS, lateness=lateness, random=random)
 
 
-@pytest.mark.parametrize("lateness", [0.0, 0.05])
+@pytest.mark.parametrize("lateness", [0.05, pytest.param(0.0, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kernel_ns", [20 * US, 200 * US])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_weights_hold_for_clients_that_wait_between_batches(kernel_ns: int, seed: int, lateness: float) -> None:
@@ -66,7 +69,7 @@ def test_weights_hold_for_clients_that_wait_between_batches(kernel_ns: int, seed
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (2, 3, 4))])
-@pytest.mark.parametrize("lateness", [0.0, 0.2])
+@pytest.mark.parametrize("lateness", [0.2, pytest.param(0.0, marks=pytest.mark.exhaustive)])
 def test_six_tenants_with_kernels_of_all_lengths_and_clients_that_wait_get_the_same(seed: int, lateness: float) -> None:
     lengths = (20 * US, 50 * US, 100 * US, 200 * US, 500 * US, 1 * MS)
     sessions = [waiting(f"t{ns}", 2, ns, 10 * seed + at, lateness=lateness) for at, ns in enumerate(lengths)]
@@ -74,6 +77,34 @@ def test_six_tenants_with_kernels_of_all_lengths_and_clients_that_wait_get_the_s
     card.run(0.5)
     found = card.run(1.0)
     assert sum(found) ** 2 / (len(found) * sum(got**2 for got in found)) >= 0.98
+
+
+# Clients that wait for each batch and are back soon, on workers that may wake late.
+WAITING = st.builds(
+    SimulatedSession,
+    weight=st.integers(1, 5),
+    kernel_ns=st.sampled_from([20 * US, 200 * US, 1 * MS, 3 * MS]),
+    pause_ns=st.integers(150 * US, 2 * MS),
+    batch_ns=st.sampled_from([25 * MS, 60 * MS]),
+    lateness=st.sampled_from([0.0, 0.1]),
+)
+
+
+@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(WAITING, min_size=2, max_size=5))
+def test_clients_that_wait_get_their_parts_and_the_card_is_not_idle(mix: list[SimulatedSession]) -> None:
+    def card() -> SimulatedCard:
+        sessions = [replace(one, tenant=f"t{at}", random=Random(at)) for at, one in enumerate(mix)]
+        return SimulatedCard(*sessions, is_sliced=True)
+
+    limited, free = card(), card()
+    # What was queued before the turns began is paid back first.
+    limited.run(2.0)
+    found = limited.run(1.0)
+    free.run(0.3, limits=False)
+    assert sum(found) >= sum(free.run(1.0, limits=False)) * 0.9
+    for one, got in zip(mix, found, strict=True):
+        assert got / S >= one.weight / sum(other.weight for other in mix) * 0.8
 
 
 def test_turns_follow_each_other_and_fill_the_period() -> None:
