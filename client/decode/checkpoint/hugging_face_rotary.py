@@ -19,6 +19,14 @@ DEFAULT_BETA_SLOW: Final = 1.0
 KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of `rope_type`."""
 
+MIN_DIVISOR: Final = 0.25
+"""Least divisor of LongRoPE. The published models' are about 1 or more. With this one, the angles of MAX_CONTEXT
+positions are still reduced exactly (`rotary.PART_BITS`); the smallest numbers of a float would make them infinite."""
+
+MAX_ATTENTION_FACTOR: Final = 1000.0
+"""The published models' factors are below 2. Scores grow with the square, and become infinite with the largest floats.
+"""
+
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 LAYERED_KINDS: Final = ("default", "linear")
@@ -186,8 +194,8 @@ def _divisors(scaling: Members, key: str, pairs: int) -> tuple[float, ...]:
             f" {len(values)}"
         )
     divisors = tuple(Members({key: value}, scaling.where).number(key) for value in values)
-    if wrong := [divisor for divisor in divisors if divisor <= 0]:
-        raise ModelRejected(f"{scaling.where}: {key} must have numbers above 0, not {wrong[0]}")
+    if wrong := [divisor for divisor in divisors if divisor < MIN_DIVISOR]:
+        raise ModelRejected(f"{scaling.where}: {key} must have numbers of at least {MIN_DIVISOR}, not {wrong[0]}")
     return divisors
 
 
@@ -199,6 +207,9 @@ def _factor(scaling: Members) -> float:
 
 
 def _attention_factor(scaling: Members, default: float) -> float:
-    if not (factor := scaling.number("attention_factor", default)) > 0:
-        raise ModelRejected(f"{scaling.where}: attention_factor must be above 0, not {quoted_value(factor)}")
+    if not 0 < (factor := scaling.number("attention_factor", default)) <= MAX_ATTENTION_FACTOR:
+        raise ModelRejected(
+            f"{scaling.where}: attention_factor must be above 0, and at most {MAX_ATTENTION_FACTOR}, not"
+            f" {quoted_value(factor)}"
+        )
     return factor
