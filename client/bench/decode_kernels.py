@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 from gpulease.client.bench.decode_steps import RowBlocks, decode_rows
+from gpulease.client.decode.checkpoint.weights import Plane
 from gpulease.client.decode.engine.engine import DecodeEngine
 from gpulease.client.decode.engine.forward_pass import chunk_of
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, manifest
@@ -189,12 +190,6 @@ def _kind(launch: KernelLaunch) -> str:
 
 def _weight_bytes(launch: KernelLaunch) -> int:
     """Bytes of a linear layer's weights; 0 for other kernels."""
-    values = launch.values
     if not launch.name.startswith("linear"):
         return 0
-    # All buffers of the launch but its operands and parts are weights.
-    return sum(
-        value.size_bytes
-        for name, value in values.items()
-        if isinstance(value, Buffer) and name not in ("parts", "x", "y")
-    )
+    return sum(value.size_bytes for value in launch.values.values() if isinstance(value, Plane))

@@ -55,12 +55,16 @@ class TensorFile:
 
     def fill(self, offset: int, into: NDArray[np.uint8]) -> None:
         """Copy the bytes from `offset` on to `into`. Raises ModelRejected if the file has become too short."""
-        # Request the part that a later copy will need, unless it is in the page cache: then the request takes as long
-        # as a part of the copy. Both calls release the interpreter's lock, which madvise() of a mapping does not.
+        # Releases the interpreter's lock once: with many threads, getting it again takes as long as copying 2 MiB.
+        np.copyto(into, self.view(offset, into.nbytes))
+
+    def read_ahead(self, offset: int, size: int) -> None:
+        """Have the kernel read what is AHEAD_BYTES behind the bytes from `offset` on, as many as `size`."""
+        # Unless it is in the page cache: then the request takes as long as a part of the copy. Both calls release the
+        # interpreter's lock, which madvise() of a mapping does not.
         ahead = offset + AHEAD_BYTES
         if ahead < len(self.mapped) and not self._is_cached(ahead):
-            os.posix_fadvise(self._descriptor, ahead, into.nbytes, os.POSIX_FADV_WILLNEED)
-        np.copyto(into, self.view(offset, into.nbytes))
+            os.posix_fadvise(self._descriptor, ahead, size, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, offset: int) -> bool:
         """Return whether a byte of the file is in the page cache; False if the file system does not say."""
@@ -88,5 +92,9 @@ class FileRows:
         return self._file.view(self._offset + begin * self._row_bytes, size).reshape(end - begin, -1)
 
     def fill(self, begin: int, into: NDArray[np.uint8]) -> None:
-        """Copy the rows from `begin` on until `into` is full. Raises ModelRejected."""
-        self._file.fill(self._offset + begin * self._row_bytes, into)
+        """Copy the rows from their byte `begin` on until `into` is full. Raises ModelRejected."""
+        self._file.fill(self._offset + begin, into)
+
+    def read_ahead(self, begin: int, size: int) -> None:
+        """Have the kernel read what is behind the rows' bytes from `begin` on (`TensorFile.read_ahead`)."""
+        self._file.read_ahead(self._offset + begin, size)

@@ -1,20 +1,24 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
-Theory of operation. First the sizes of all tensors are added up. Then the buffers are allocated, and meanwhile rows are
-copied, in chunks, to those that exist. Threads prepare the next few chunks while others are copied. Rows that are bf16
-in a file are copied to windows, arrays of the session's arena, which the card reads itself; a few such copies are in
-flight, each in a stream, so that the bus never waits for the host. Rows of other types are converted. So only a few
-chunks of the model are in the host's memory at a time, besides the page cache, and several threads share its page
-faults.
+Theory of operation. All weights are planes of one allocation, because a card's driver takes up to a millisecond for
+each allocation. Its content is the image (`_Image`). The planes whose bytes are a file's own come first in the image,
+next to each other, and are filled through a few windows. A window is an array of the session's arena, which the card
+reads itself. Several threads fill it at once, each a part, from the page cache. Two windows are being copied at a time,
+each in a stream of its own, so that the bus never waits for the host. All else (norms, tables, weights in other
+encodings) is converted by the same threads and written from ordinary memory. So only a few windows and chunks of the
+model are in the host's memory at a time, besides the page cache.
 """
 
 import asyncio
 import os
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import chain
+from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -33,127 +37,273 @@ from gpulease.client.decode.checkpoint.model_tensors import (
 from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary_tables
 from gpulease.client.decode.checkpoint.tensor_file import FileRows
 from gpulease.client.decode.checkpoint.tensors import PACKED, Tensor, TensorType, plane_bytes
-from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
-from gpulease.client.decode.model_config import ModelConfig
+from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights, Plane
 from gpulease.client.errors import AllocFailed, GpuLeaseError
 from gpulease.client.handles import Buffer
 
 CHUNK_BYTES: Final = 8 << 20
-"""Bytes of a chunk on the card: enough that the fixed cost of a copy is small, few enough for a smooth progress bar."""
+"""Bytes of converted rows on the card that are written at a time: enough that the fixed cost of a copy is small, few
+enough for a smooth progress bar."""
 
-WINDOW_BYTES: Final = 16 << 20
-"""The same for rows that are copied unchanged from a file. A card's bus copies such a chunk in some 0.3 ms, and
-requesting the copy takes a tenth of that."""
+WINDOW_BYTES: Final = 32 << 20
+"""Bytes of a window. A card's bus copies it in some 0.7 ms; requesting the copy and waiting for it takes both sides a
+third of that."""
 
-AHEAD: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Chunks that are read or converted ahead of the copies, each in a thread. It bounds their memory and cores."""
+PART_BYTES: Final = 8 << 20
+"""Bytes of a window that a thread fills at a time: enough that waiting for the interpreter's lock, 0.4 ms for each,
+takes a small part of the time, few enough that all threads have work."""
 
-COPIES: Final = 3
-"""Windows that the card copies at a time. While the host waits for the first, and fills its window again, the card
-continues with the others."""
+COPIES: Final = 2
+"""Windows that the card copies at a time. While the host waits for the first, the card continues with the second."""
 
-IN_STREAM_FROM_BYTES: Final = 1 << 20
-"""Smallest copy that is left in flight: a smaller one is done sooner than a stream could be waited for."""
+WINDOWS: Final = 4
+"""Windows: those that the card copies, and those that the threads fill meanwhile. Their first use costs the host
+fresh pages and the card's driver their registration."""
+
+READERS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+"""Threads that read and convert: as many as the windows that the card does not copy have parts. One copies 5 GB/s from
+the page cache while all do, and a card's bus takes 50."""
+
+ALIGNMENT_BYTES: Final = 256
+"""Alignment of planes in the image, as of a card's allocations (CUDA C++ Programming Guide, "Device Memory
+Accesses")."""
 
 PAGE_BYTES: Final = 2 << 20
-SHARING_BYTES: Final = 1 << 20
-STEP_BYTES: Final = 512
-"""A card gives an allocation of more than `SHARING_BYTES` its own pages of `PAGE_BYTES`. Smaller ones share pages, in
-multiples of `STEP_BYTES`."""
+"""A card gives an allocation of more than 1 MiB whole pages of this size."""
 
 Planes = tuple[NDArray[Any], ...]
 
-_TablesMaker = Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]
-"""Returns the cosines and sines of positions [begin, end)."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Target:
-    """Buffers to be allocated, and the rows that fill them, one tensor after the other.
+class _Section:
+    """Rows of a target that come from one tensor.
 
     Attributes:
-        row_bytes: Bytes of a row in each buffer.
-        tensors: The tensors that the rows belong to.
-        planes: Returns a tensor's rows [begin, end) as values for each buffer.
-        is_as_read: Whether the first buffer's are the unchanged bytes of the tensors' files.
+        rows: How many.
+        planes: Returns rows [begin, end) as values for each of the target's planes.
+        file_rows: The rows in a file, if the first plane's are their unchanged bytes.
+    """
+
+    rows: int
+    planes: Callable[[int, int], Planes]
+    file_rows: FileRows | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """Planes of the image, and the rows that fill them, one section after the other.
+
+    Attributes:
+        row_bytes: Bytes of a row in each plane.
+        sections: The rows.
+        layout: The layout of a linear's planes.
+        columns: The columns of a linear.
     """
 
     row_bytes: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
-    planes: Callable[[Tensor, int, int], Planes]
-    is_as_read: bool
+    sections: tuple[_Section, ...]
+    layout: Layout = Layout.BF16
+    columns: int = 0
 
     @property
     def rows(self) -> int:
-        return sum(tensor.rows for tensor in self.tensors)
+        return sum(section.rows for section in self.sections)
 
-    @property
-    def sizes(self) -> list[int]:
-        return [self.rows * nbytes for nbytes in self.row_bytes]
+    def is_of_file(self, plane: int) -> bool:
+        """Return whether all bytes of a plane are a file's own."""
+        return plane == 0 and all(section.file_rows is not None for section in self.sections)
 
-    def rows_of(self, tensor: Tensor) -> FileRows | None:
-        """Return a tensor's rows in its file if the first buffer gets them unchanged; None if they are converted."""
-        return tensor.read if self.is_as_read and isinstance(tensor.read, FileRows) else None
 
-    def chunks(self, buffers: tuple[Buffer, ...]) -> Iterator["_Chunk"]:
-        """Yield the target's rows in chunks of whole rows, with their places in the buffers."""
-        before = 0
-        for tensor in self.tensors:
-            most = CHUNK_BYTES if self.rows_of(tensor) is None else WINDOW_BYTES
-            step = max(1, most // sum(self.row_bytes))
-            # Chunks never cross tensors, because each tensor may be in another file.
-            for begin in range(0, tensor.rows, step):
-                end = min(begin + step, tensor.rows)
-                offsets = tuple((before + begin) * nbytes for nbytes in self.row_bytes)
-                yield _Chunk(self, buffers, offsets, tensor, begin, end)
-            before += tensor.rows
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A range of a file's rows that a thread copies to a window: from byte `begin` of the rows, to byte `at`."""
+
+    file_rows: FileRows
+    begin: int
+    at: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class _Window:
+    """A range of the image that is copied from a window, and its parts."""
+
+    offset: int
+    size_bytes: int = 0
+    parts: list[_Part] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    target: _Target
-    buffers: tuple[Buffer, ...]
-    offsets: tuple[int, ...]
-    tensor: Tensor
+    """Rows of a section that are converted, and their places in the image."""
+
+    section: _Section
     begin: int
     end: int
+    offsets: tuple[int, ...]
 
-    @property
-    def file_rows(self) -> FileRows | None:
-        return self.target.rows_of(self.tensor)
-
-    def planes(self) -> Planes:
-        return self.target.planes(self.tensor, self.begin, self.end)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Made:
-    """A chunk that a thread prepares, and the window with its values; None for converted values."""
-
-    chunk: _Chunk
-    planes: asyncio.Future[Planes]
-    window: NDArray[np.uint8] | None
+    def values(self) -> list[tuple[int, NDArray[Any]]]:
+        """Return the values of each plane that is not copied from a window, with their places."""
+        planes = self.section.planes(self.begin, self.end)
+        converted = slice(self.section.file_rows is not None, None)
+        return list(zip(self.offsets[converted], planes[converted], strict=True))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Copy:
-    """A copy of a window in flight, alone in its stream."""
+class _Image:
+    """The content of the allocation that holds a model: where each plane is, and what fills it.
 
-    stream: Stream
-    window: NDArray[np.uint8]
-    size_bytes: int
+    Attributes:
+        size_bytes: Bytes of the allocation.
+        filled_bytes: Bytes that a load writes: all but the gaps between planes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, packed: bool, positions: int) -> None:
+        config = self._config = checkpoint.config
+        # The embedding is always bf16: a row of it is looked up, not multiplied.
+        self._embedding = _bf16_of(checkpoint.tensor(EMBEDDING))
+        self._layers = [_layer_targets(checkpoint, layer, packed) for layer in range(config.layers)]
+        self._norm = _f32_of(checkpoint.tensor(NORM))
+        # A tied head reads the embedding's plane, so its weights are loaded once, and stay bf16.
+        self._head = None if config.is_tied else _linear_of((checkpoint.tensor(HEAD),), packed)
+        # Cosines and sines, and those of layers with a base of their own.
+        rotation = cache(lambda: checkpoint.rotation(positions))
+        makers: list[Callable[[int, int], Planes]] = [lambda begin, end: rotary_tables(config, rotation(), begin, end)]
+        if config.local_rope_theta is not None:
+            makers.append(partial(local_rotary_tables, config))
+        row_bytes = config.head_width // 2 * 4
+        self._tables = [_Target((row_bytes, row_bytes), (_Section(positions, maker),)) for maker in makers]
+        self._place()
+
+    def _place(self) -> None:
+        """Give each plane its place: first those that are a file's own, then all others."""
+        layers = (target for layer in self._layers for target in layer.values())
+        head = () if self._head is None else (self._head,)
+        self._targets = (self._embedding, *layers, self._norm, *head, *self._tables)
+        planes = [(target, plane) for target in self._targets for plane in range(len(target.row_bytes))]
+        planes.sort(key=lambda one: not one[0].is_of_file(one[1]))
+        self._offsets: dict[tuple[_Target, int], int] = {}
+        self.filled_bytes = end = 0
+        for target, plane in planes:
+            self._offsets[target, plane] = at = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            size = target.rows * target.row_bytes[plane]
+            self.filled_bytes += size
+            end = at + size
+        self.size_bytes = end
+
+    def weights(self, buffer: Buffer, size_bytes: int) -> ModelWeights:
+        """Return the handles of the model in the allocation `buffer`."""
+
+        def planes(target: _Target) -> tuple[Plane, ...]:
+            return tuple(
+                Plane(buffer, self._offsets[target, plane], target.rows * nbytes)
+                for plane, nbytes in enumerate(target.row_bytes)
+            )
+
+        def linear(target: _Target) -> Linear:
+            return Linear(target.layout, target.rows, target.columns, planes(target))
+
+        def layer(targets: dict[str, _Target]) -> LayerWeights:
+            def vector(name: str) -> Plane | None:
+                return planes(targets[name])[0] if name in targets else None
+
+            attention_norm, inner_norm = vector("attention_norm"), vector("inner_norm")
+            assert attention_norm is not None
+            assert inner_norm is not None
+            return LayerWeights(
+                attention_norm=attention_norm,
+                qkv=linear(targets["qkv"]),
+                qkv_bias=vector("qkv_bias"),
+                q_norm=vector("q_norm"),
+                k_norm=vector("k_norm"),
+                output=linear(targets["output"]),
+                inner_norm=inner_norm,
+                gate_up=linear(targets["gate_up"]),
+                down=linear(targets["down"]),
+                attention_outer_norm=vector("attention_outer_norm"),
+                inner_outer_norm=vector("inner_outer_norm"),
+                router=linear(targets["router"]) if "router" in targets else None,
+            )
+
+        config, (embedding,) = self._config, planes(self._embedding)
+        tied = Linear(Layout.BF16, config.vocabulary, config.width, (embedding,))
+        (cosines, sines), *local = map(planes, self._tables)
+        return ModelWeights(
+            config,
+            embedding,
+            tuple(map(layer, self._layers)),
+            planes(self._norm)[0],
+            tied if self._head is None else linear(self._head),
+            cosines,
+            sines,
+            size_bytes,
+            (local[0][0], local[0][1]) if local else None,
+        )
+
+    def windows(self) -> Iterator[_Window]:
+        """Yield what is copied from windows, in the image's order."""
+        runs = sorted(self._file_runs(), key=lambda run: run[0])
+        window: _Window | None = None
+        for offset, rows, size in runs:
+            done = 0
+            while done < size:
+                # A window is full, or ends at a gap: then another one begins.
+                if (
+                    window is None
+                    or window.size_bytes == WINDOW_BYTES
+                    or window.offset + window.size_bytes != (offset + done)
+                ):
+                    if window is not None:
+                        yield window
+                    window = _Window(offset + done)
+                part = min(PART_BYTES, size - done, WINDOW_BYTES - window.size_bytes)
+                window.parts.append(_Part(rows, done, window.size_bytes, part))
+                window.size_bytes += part
+                done += part
+        if window is not None:
+            yield window
+
+    def _file_runs(self) -> Iterator[tuple[int, FileRows, int]]:
+        """Yield the place and the size of each section that is copied from a window."""
+        for target in self._targets:
+            at = self._offsets[target, 0]
+            for section in target.sections:
+                size = section.rows * target.row_bytes[0]
+                if section.file_rows is not None:
+                    yield at, section.file_rows, size
+                at += size
+
+    def converted(self) -> Iterator[list[_Chunk]]:
+        """Yield what is converted, as lists of chunks of together at most CHUNK_BYTES, or of one."""
+        chunks: list[_Chunk] = []
+        size = 0
+        for target in self._targets:
+            before = 0
+            for section in target.sections:
+                is_of_file = section.file_rows is not None
+                nbytes = sum(target.row_bytes[is_of_file:])
+                step = max(1, CHUNK_BYTES // nbytes) if nbytes else section.rows
+                for begin in range(0, section.rows if nbytes else 0, step):
+                    end = min(begin + step, section.rows)
+                    if chunks and size + (end - begin) * nbytes > CHUNK_BYTES:
+                        yield chunks
+                        chunks, size = [], 0
+                    places = enumerate(target.row_bytes)
+                    offsets = tuple(self._offsets[target, plane] + (before + begin) * one for plane, one in places)
+                    chunks.append(_Chunk(section, begin, end, offsets))
+                    size += (end - begin) * nbytes
+                before += section.rows
+        if chunks:
+            yield chunks
 
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
-    """Return the card memory that `load_weights` takes, rounded like a card rounds allocations, to size a lease."""
-    # Small allocations share pages; large ones are rounded up to whole pages of their own.
-    own = shared = 0
-    for size in _buffer_sizes(checkpoint, packed, positions):
-        if size > SHARING_BYTES:
-            own += -(-size // PAGE_BYTES) * PAGE_BYTES
-        else:
-            shared += -(-size // STEP_BYTES) * STEP_BYTES
-    return own + (-(-shared // PAGE_BYTES) + 1) * PAGE_BYTES
+    """Return the card memory that `load_weights` takes, to size a lease."""
+    return _whole_pages(_Image(checkpoint, packed, positions))
+
+
+def _whole_pages(image: _Image) -> int:
+    # One page more: the card's driver takes it for the streams of the copies.
+    return (-(-image.size_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
 
 
 async def load_weights(
@@ -164,7 +314,7 @@ async def load_weights(
     positions: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Load a model. On any failure, all buffers are freed.
+    """Load a model. On any failure, its memory is freed.
 
     Args:
         session: The session that gets the weights into its memory.
@@ -172,91 +322,149 @@ async def load_weights(
         packed: Leave weights of a type in PACKED as they are if all weights that are fused into one linear have that
             type. Otherwise they become bf16.
         positions: Positions of the tables of cosines and sines.
-        progress: Called after every chunk with the bytes that are on the card and the bytes in all.
+        progress: Called after every copy with the bytes that are on the card and the bytes in all.
 
     Raises AllocFailed if the lease has no room for the model, ModelRejected for a file that became shorter, and the
     session's errors.
     """
     # Refuse a lease that is too small before the first byte is read: a large model takes minutes.
-    wanted = size_bytes(checkpoint, packed=packed, positions=positions)
+    image = _Image(checkpoint, packed, positions)
+    wanted = _whole_pages(image)
     if wanted > session.slice_bytes:
         raise AllocFailed(
             f"{checkpoint.name} takes {wanted:,} bytes; the lease has {session.slice_bytes:,}",
             "Acquire a lease of at least the model's bytes, and those of its sequences",
         )
-    # A request for memory takes a card's driver some 0.1 ms, so files are read and copied meanwhile.
-    loader = _Loader(session, progress, sum(_buffer_sizes(checkpoint, packed, positions)))
-    filling = asyncio.ensure_future(loader.fill())
+    buffer = await session.mem_alloc(image.size_bytes)
+    loader = _Loader(session, buffer, image, progress)
     try:
-        weights = await loader.load(checkpoint, packed, positions, wanted)
-        await filling
+        await loader.fill()
     except BaseException:
-        filling.cancel()
-        await asyncio.wait([filling])
-        # Retrieve its error: if both failed, only the first failure is raised.
-        if not filling.cancelled():
-            filling.exception()
-        await loader.free()
+        # A lost session has freed it already.
+        with suppress(GpuLeaseError):
+            await session.mem_free(buffer)
         raise
-    return weights
+    finally:
+        loader.close()
+    return image.weights(buffer, wanted)
+
+
+class _Readers:
+    """Threads that fill windows and convert rows, for one load."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_closed = False
+        # Daemon threads: one that waits for a disk must not keep the program from exiting.
+        for _ in range(READERS):
+            threading.Thread(target=self._work, name="gpulease-reader", daemon=True).start()
+
+    def run(self, steps: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
+        """Run steps, at least one, at the same time; the future gets their results, or the error of one of them."""
+        done: asyncio.Future[list[Any]] = self._loop.create_future()
+        results: list[Any] = [None] * len(steps)
+        errors: list[BaseException] = []
+        left = [True] + [False] * (len(steps) - 1)
+
+        def run_one(number: int) -> None:
+            try:
+                results[number] = steps[number]()
+            except BaseException as error:  # raised where the future is awaited
+                errors.append(error)
+            # A list's pop is atomic: exactly one thread, the one that ends the last step, gets the first item.
+            if left.pop():
+                # The loop may have been closed meanwhile.
+                with suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(end)
+
+        def end() -> None:
+            if done.done():
+                return
+            if errors:
+                done.set_exception(errors[0])
+            else:
+                done.set_result(results)
+
+        for number in range(len(steps)):
+            self._steps.put(partial(run_one, number))
+        return done
+
+    def close(self) -> None:
+        """End the threads, after the steps that they are in."""
+        self._is_closed = True
+        for _ in range(READERS):
+            self._steps.put(None)
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            if not self._is_closed:
+                step()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """What the readers prepare: a window, or converted values with their places in the image."""
+
+    done: "asyncio.Future[list[Any]]"
+    window: _Window | None = None
+    memory: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """A copy of a window in flight, alone in its stream."""
+
+    stream: Stream
+    memory: NDArray[np.uint8]
+    size_bytes: int
 
 
 class _Loader:
-    """A load in progress: the buffers that were allocated, and the chunks that are still to be copied."""
+    """A load in progress."""
 
-    def __init__(self, session: GpuSession, progress: Callable[[int, int], None] | None, total_bytes: int) -> None:
+    def __init__(
+        self, session: GpuSession, buffer: Buffer, image: _Image, progress: Callable[[int, int], None] | None
+    ) -> None:
         self._session = session
+        self._buffer = buffer
+        self._image = image
         self._progress = progress
-        self._buffers: list[Buffer] = []
-        # The chunks of each target whose buffers are allocated; None behind the last one.
-        self._chunks: asyncio.Queue[Iterator[_Chunk] | None] = asyncio.Queue()
-        # Free windows, of WINDOW_BYTES each. There are as many as chunks ahead, and those being copied.
-        self._windows: list[NDArray[np.uint8]] = []
+        self._readers = _Readers()
+        # What the readers prepare, the oldest first.
+        self._ahead: deque[_Job] = deque()
+        # Windows that neither the readers nor the card use.
+        self._free: list[NDArray[np.uint8]] = []
         # Copies of windows in flight, the oldest first, and the streams without one.
         self._copies: deque[_Copy] = deque()
         self._streams: list[Stream] = []
-        self._total_bytes, self._done_bytes = total_bytes, 0
-
-    async def load(self, checkpoint: Checkpoint, packed: bool, positions: int, size: int) -> ModelWeights:
-        """Allocate all buffers, and queue the chunks that fill them."""
-        config = checkpoint.config
-        # The embedding is always bf16: a row of it is looked up, not multiplied.
-        embedding = (await self._make(_bf16_of(checkpoint.tensor(EMBEDDING))))[0]
-        layers = tuple([await self._layer(checkpoint, layer, packed) for layer in range(config.layers)])
-        norm = (await self._make(_f32_of(checkpoint.tensor(NORM))))[0]
-        # A tied head reads the embedding's buffer, so its weights are loaded once, and stay bf16.
-        if config.is_tied:
-            head = Linear(Layout.BF16, config.vocabulary, config.width, (embedding,))
-        else:
-            head = await self._linear(_linear_of((checkpoint.tensor(HEAD),), packed))
-        # The tables are small and computed here, so they are written at once.
-        rotation, local_tables = checkpoint.rotation(positions), None
-        cosines, sines = await self._tables(config, positions, partial(rotary_tables, config, rotation))
-        if config.local_rope_theta is not None:
-            local_tables = await self._tables(config, positions, partial(local_rotary_tables, config))
-        self._chunks.put_nowait(None)
-        return ModelWeights(config, embedding, layers, norm, head, cosines, sines, size, local_tables)
+        self._done_bytes = 0
 
     async def fill(self) -> None:
-        """Copy all chunks, in order, as `load` queues them, while threads prepare up to AHEAD more."""
-        ahead: deque[_Made] = deque()
+        """Fill the image, in order, while the readers prepare what comes next."""
+        works: Iterator[_Window | list[_Chunk]] = chain(self._image.converted(), self._image.windows())
         try:
-            while (chunks := await self._chunks.get()) is not None:
-                for chunk in chunks:
-                    # Keep AHEAD chunks in preparation while the oldest one is copied; copies begin in order.
-                    ahead.append(self._begin(chunk))
-                    if len(ahead) > AHEAD:
-                        await self._write(ahead.popleft())
-            while ahead:
-                await self._write(ahead.popleft())
+            for work in works:
+                # Bounded by the windows that the card does not copy, or by the memory of converted values.
+                most = WINDOWS - COPIES if isinstance(work, _Window) else READERS
+                while len(self._ahead) >= most:
+                    await self._write(self._ahead.popleft())
+                self._ahead.append(self._begin(work))
+            while self._ahead:
+                await self._write(self._ahead.popleft())
             while self._copies:
                 self._streams.append(await self._end_copy())
         finally:
-            for made in ahead:
-                # After a failure, retrieve the other threads' errors: only the first one is raised.
-                if not made.planes.cancel() and not made.planes.cancelled():
-                    made.planes.exception()
             await self._end_copies()
+
+    def close(self) -> None:
+        """End the readers, and forget what they were to prepare."""
+        self._readers.close()
+        for job in self._ahead:
+            # After a failure, retrieve the other jobs' errors: only the first one is raised.
+            if not job.done.cancel() and not job.done.cancelled():
+                job.done.exception()
+        self._ahead.clear()
 
     async def _end_copies(self) -> None:
         """Wait for the copies that a failure has left in flight, and free the streams and the windows."""
@@ -268,86 +476,27 @@ class _Loader:
         self._copies.clear()
         self._streams.clear()
         # Free their room in the arena.
-        self._windows.clear()
+        self._free.clear()
 
-    async def free(self) -> None:
-        """Free all buffers. Errors are ignored, because a lost session has freed them already."""
-        for buffer in self._buffers:
-            with suppress(GpuLeaseError):
-                await self._session.mem_free(buffer)
+    def _begin(self, work: _Window | list[_Chunk]) -> _Job:
+        """Give the readers the parts of a window, or chunks to convert."""
+        if not isinstance(work, _Window):
+            return _Job(self._readers.run([lambda: [value for chunk in work for value in chunk.values()]]))
+        memory = self._free.pop() if self._free else self._session.empty(WINDOW_BYTES, np.uint8)
+        steps = [
+            partial(part.file_rows.fill, part.begin, memory[part.at : part.at + part.size_bytes]) for part in work.parts
+        ]
+        # Files that are not in the page cache are read ahead of the windows.
+        first = work.parts[0]
+        steps.append(partial(first.file_rows.read_ahead, first.begin, work.size_bytes))
+        return _Job(self._readers.run(steps), work, memory)
 
-    # --- what to allocate ---
-
-    async def _layer(self, checkpoint: Checkpoint, layer: int, packed: bool) -> LayerWeights:
-        # The same targets as `size_bytes` counted, so the lease's size and the load can't disagree.
-        parts = _layer_targets(checkpoint, layer, packed)
-
-        async def vector(name: str) -> Buffer | None:
-            return (await self._make(parts[name]))[0] if name in parts else None
-
-        attention_norm, inner_norm = await vector("attention_norm"), await vector("inner_norm")
-        assert attention_norm is not None
-        assert inner_norm is not None
-        return LayerWeights(
-            attention_norm=attention_norm,
-            qkv=await self._linear(parts["qkv"]),
-            qkv_bias=await vector("qkv_bias"),
-            q_norm=await vector("q_norm"),
-            k_norm=await vector("k_norm"),
-            output=await self._linear(parts["output"]),
-            inner_norm=inner_norm,
-            gate_up=await self._linear(parts["gate_up"]),
-            down=await self._linear(parts["down"]),
-            attention_outer_norm=await vector("attention_outer_norm"),
-            inner_outer_norm=await vector("inner_outer_norm"),
-            router=await self._linear(parts["router"]) if "router" in parts else None,
-        )
-
-    async def _linear(self, target: _Target) -> Linear:
-        # All tensors of a packed target have one type (`_linear_of`), so the first one's decides the layout.
-        first = target.tensors[0]
-        layout = PACKED[first.kind] if target.planes is _packed else Layout.BF16
-        return Linear(layout, target.rows, first.columns, await self._make(target))
-
-    async def _make(self, target: _Target) -> tuple[Buffer, ...]:
-        buffers = tuple([await self._alloc(size) for size in target.sizes])
-        self._chunks.put_nowait(target.chunks(buffers))
-        return buffers
-
-    async def _alloc(self, size: int) -> Buffer:
-        buffer = await self._session.mem_alloc(size)
-        self._buffers.append(buffer)
-        return buffer
-
-    # --- copies ---
-
-    def _begin(self, chunk: _Chunk) -> "_Made":
-        """Start a thread that prepares a chunk's values, in a window if they are copied unchanged."""
-        rows = chunk.file_rows
-        if rows is None:
-            return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(chunk.planes)), None)
-        # Reuse a free window. A single row can be larger than WINDOW_BYTES, and then needs a larger one.
-        size = (chunk.end - chunk.begin) * chunk.target.row_bytes[0]
-        has_room = self._windows and self._windows[-1].nbytes >= size
-        window = self._windows.pop() if has_room else self._session.empty(max(size, WINDOW_BYTES), np.uint8)
-
-        def read() -> Planes:
-            # In a thread: page faults and the copy release the interpreter's lock.
-            rows.fill(chunk.begin, window[:size])
-            return (window[:size], *chunk.planes()[1:])
-
-        return _Made(chunk, asyncio.ensure_future(asyncio.to_thread(read)), window)
-
-    async def _write(self, made: "_Made") -> None:
-        chunk, planes = made.chunk, await made.planes
-        in_stream = made.window is not None and planes[0].nbytes >= IN_STREAM_FROM_BYTES
-        copies = list(zip(chunk.buffers, chunk.offsets, planes, strict=True))
-        for buffer, offset, plane in copies[in_stream:]:
-            await self._copy(buffer, offset, plane)
-        if made.window is None:
-            return
-        if not in_stream:
-            self._windows.append(made.window)
+    async def _write(self, job: _Job) -> None:
+        results = await job.done
+        if job.window is None or job.memory is None:
+            for offset, values in results[0]:
+                await self._session.mem_write(self._buffer, offset, values)
+                self._count(values.nbytes)
             return
         # Each copy in flight has a stream, because a wait for a stream waits for all of its copies.
         if self._streams:
@@ -357,59 +506,28 @@ class _Loader:
         else:
             stream = await self._end_copy()
         # From here on `_end_copies` waits for the copy, even if this call is cancelled.
-        buffer, offset, values = copies[0]
-        self._copies.append(_Copy(stream, made.window, values.nbytes))
-        await self._session.mem_write(buffer, offset, values, stream)
+        self._copies.append(_Copy(stream, job.memory, job.window.size_bytes))
+        values = job.memory[: job.window.size_bytes]
+        await self._session.mem_write(self._buffer, job.window.offset, values, stream)
 
     async def _end_copy(self) -> Stream:
         """Wait for the oldest copy in flight; returns its stream."""
         copy = self._copies[0]
         await copy.stream.sync()
-        # The card no longer reads the window, so a later chunk may use it.
-        self._windows.append(copy.window)
+        # The card no longer reads the window, so it may be filled again.
+        self._free.append(copy.memory)
         self._copies.popleft()
         self._count(copy.size_bytes)
         return copy.stream
-
-    async def _tables(self, config: ModelConfig, positions: int, made: _TablesMaker) -> tuple[Buffer, Buffer]:
-        """Allocate tables of cosines and sines, and fill them by `made`, which has positions [begin, end)."""
-        size = _table_bytes(config, positions)
-        buffers = await self._alloc(size), await self._alloc(size)
-        # In chunks: the f64 intermediates of a long context would take several times the tables' memory.
-        step = max(1, CHUNK_BYTES // (config.head_width // 2 * 8))
-        for begin in range(0, positions, step):
-            for buffer, table in zip(buffers, made(begin, min(begin + step, positions)), strict=True):
-                await self._copy(buffer, begin * table.shape[1] * 4, table)
-        return buffers
-
-    async def _copy(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
-        await self._session.mem_write(buffer, offset, values)
-        self._count(values.nbytes)
 
     def _count(self, size_bytes: int) -> None:
         """Report bytes that are on the card now."""
         self._done_bytes += size_bytes
         if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes)
+            self._progress(self._done_bytes, self._image.filled_bytes)
 
 
 # --- from tensors to targets ---
-
-
-def _buffer_sizes(checkpoint: Checkpoint, packed: bool, positions: int) -> list[int]:
-    sizes = [size for target in _model_targets(checkpoint, packed) for size in target.sizes]
-    pairs = 1 if checkpoint.config.local_rope_theta is None else 2
-    return sizes + 2 * pairs * [_table_bytes(checkpoint.config, positions)]
-
-
-def _model_targets(checkpoint: Checkpoint, packed: bool) -> Iterator[_Target]:
-    config = checkpoint.config
-    yield _bf16_of(checkpoint.tensor(EMBEDDING))
-    for layer in range(config.layers):
-        yield from _layer_targets(checkpoint, layer, packed).values()
-    yield _f32_of(checkpoint.tensor(NORM))
-    if not config.is_tied:
-        yield _linear_of((checkpoint.tensor(HEAD),), packed)
 
 
 def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str, _Target]:
@@ -452,35 +570,35 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
     kind = kinds.pop()
     if not packed or kinds or kind not in PACKED:
         return _bf16_of(*tensors)
-    return _Target(plane_bytes(kind, tensors[0].columns), tensors, _packed, is_as_read=kind is TensorType.FP8)
+    columns = tensors[0].columns
+    # FP8's values are in the file as the kernels read them.
+    sections = tuple(
+        _Section(one.rows, one.planes, _file_rows(one) if kind is TensorType.FP8 else None) for one in tensors
+    )
+    return _Target(plane_bytes(kind, columns), sections, PACKED[kind], columns)
 
 
 def _bf16_of(*tensors: Tensor) -> _Target:
-    # Rows that are bf16 in the file need no conversion, so they are copied as they are.
-    is_as_read = all(tensor.kind is TensorType.BF16 for tensor in tensors)
-    return _Target((tensors[0].columns * 2,), tensors, _bf16, is_as_read)
+    def section(tensor: Tensor) -> _Section:
+        # Rows that are bf16 in the file need no conversion, so they are copied as they are.
+        file_rows = _file_rows(tensor) if tensor.kind is TensorType.BF16 else None
+        return _Section(tensor.rows, lambda begin, end: (tensor.bf16(begin, end),), file_rows)
+
+    columns = tensors[0].columns
+    return _Target((columns * 2,), tuple(map(section, tensors)), columns=columns)
+
+
+def _file_rows(tensor: Tensor) -> FileRows | None:
+    return tensor.read if isinstance(tensor.read, FileRows) else None
 
 
 def _f32_of(*tensors: Tensor) -> _Target:
     """Return the target of vectors that are placed one after the other.
 
-    Each value counts as a row, so that vectors of different lengths fit into one buffer.
+    Each value counts as a row, so that vectors of different lengths fit into one plane.
     """
-    as_rows = tuple(Tensor(t.name, (t.columns, 1), t.kind, t.read) for t in tensors)
-    return _Target((4,), as_rows, _f32_vector, is_as_read=False)
 
+    def section(tensor: Tensor) -> _Section:
+        return _Section(tensor.columns, lambda begin, end: (tensor.f32(0, 1)[0, begin:end],))
 
-def _packed(tensor: Tensor, begin: int, end: int) -> Planes:
-    return tensor.planes(begin, end)
-
-
-def _bf16(tensor: Tensor, begin: int, end: int) -> Planes:
-    return (tensor.bf16(begin, end),)
-
-
-def _f32_vector(tensor: Tensor, begin: int, end: int) -> Planes:
-    return (tensor.f32(0, 1)[0, begin:end],)
-
-
-def _table_bytes(config: ModelConfig, positions: int) -> int:
-    return positions * (config.head_width // 2) * 4
+    return _Target((4,), tuple(map(section, tensors)))

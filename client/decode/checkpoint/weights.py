@@ -18,6 +18,21 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Plane:
+    """Bytes of the allocation that holds a model.
+
+    Attributes:
+        buffer: The allocation.
+        offset: Where the plane begins in it, in bytes.
+        size_bytes: Its size.
+    """
+
+    buffer: Buffer
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """Weights [rows, columns] of y = x W^T.
 
@@ -25,7 +40,7 @@ class Linear:
         layout: The layout of `planes`.
         rows: Values of y.
         columns: Values of x; a multiple of 32, for Q4_K of 256, for AWQ of 128.
-        planes: Buffers in the order of the kernel's parameters. BF16: w [rows, columns] bf16. Q8_0: w [rows, columns]
+        planes: Planes in the order of the kernel's parameters. BF16: w [rows, columns] bf16. Q8_0: w [rows, columns]
             i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (byte i of each 32 has the values at
             places i and i + 32 of a 64, low four bits first, as in GGML's blocks), scales [rows, columns / 256, 2] f16
             (GGML's d and dmin), steps [rows, columns / 32, 2] u8 (each group's 6-bit scale and minimum). FP8: w [rows,
@@ -36,7 +51,7 @@ class Linear:
     layout: Layout
     rows: int
     columns: int
-    planes: tuple[Buffer, ...]
+    planes: tuple[Plane, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +73,17 @@ class LayerWeights:
         router: Rates the layer's experts; None if it has none.
     """
 
-    attention_norm: Buffer
+    attention_norm: Plane
     qkv: Linear
-    qkv_bias: Buffer | None
-    q_norm: Buffer | None
-    k_norm: Buffer | None
+    qkv_bias: Plane | None
+    q_norm: Plane | None
+    k_norm: Plane | None
     output: Linear
-    inner_norm: Buffer
+    inner_norm: Plane
     gate_up: Linear
     down: Linear
-    attention_outer_norm: Buffer | None = None
-    inner_outer_norm: Buffer | None = None
+    attention_outer_norm: Plane | None = None
+    inner_outer_norm: Plane | None = None
     router: Linear | None = None
 
 
@@ -89,16 +104,16 @@ class ModelWeights:
     """
 
     config: ModelConfig
-    embedding: Buffer
+    embedding: Plane
     layers: tuple[LayerWeights, ...]
-    norm: Buffer
+    norm: Plane
     head: Linear
-    cosines: Buffer
-    sines: Buffer
+    cosines: Plane
+    sines: Plane
     size_bytes: int
-    local_tables: tuple[Buffer, Buffer] | None = None
+    local_tables: tuple[Plane, Plane] | None = None
 
-    def rotary_tables(self, layer: int) -> tuple[Buffer, Buffer]:
+    def rotary_tables(self, layer: int) -> tuple[Plane, Plane]:
         """Return the cosines and sines of a layer."""
         if self.local_tables is not None and self.config.is_local(layer):
             return self.local_tables

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client.aio import GpuSession
-from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights
+from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights, Plane
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
 from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tile_of, tiles_of
@@ -334,7 +334,7 @@ class ForwardPass:
             **logits, blocks=blocks,
         )  # fmt: skip
 
-    def _normalise(self, rows: int, weight: Buffer, before: int, outer: Buffer | None) -> KernelLaunch:
+    def _normalise(self, rows: int, weight: Plane, before: int, outer: Plane | None) -> KernelLaunch:
         """Return the launch that adds the `before` parts of a linear to h, and writes h's norm to x.
 
         With an `outer` norm, the parts' sum is normalised by it before it is added.

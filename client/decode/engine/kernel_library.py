@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Final
 
 from gpulease.client.aio import GpuSession
+from gpulease.client.decode.checkpoint.weights import Plane
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KernelArgs
 
@@ -87,7 +88,7 @@ def kernels_sha256() -> str:
     return digest.hexdigest()
 
 
-Value = Buffer | int | float | None
+Value = Buffer | Plane | int | float | None
 """A kernel's parameter. None is a null pointer, which the kernel does not read."""
 
 
@@ -133,6 +134,8 @@ class KernelLibrary:
             value = values[parameter]
             if isinstance(value, Buffer):
                 args.push_buffer(value)
+            elif isinstance(value, Plane):
+                args.push_buffer(value.buffer, value.offset)
             elif isinstance(value, float):
                 args.push_f32(value)
             elif value is None:

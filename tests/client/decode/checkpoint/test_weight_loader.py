@@ -25,10 +25,9 @@ from gpulease.client.decode.checkpoint import (
 from gpulease.client.decode.checkpoint.model_tensors import feed_forward_parts
 from gpulease.client.decode.checkpoint.rotary import local_rotary_tables, rotary_tables
 from gpulease.client.decode.checkpoint.tensors import rounded_to_bf16
-from gpulease.client.decode.checkpoint.weights import Layout, Linear, ModelWeights
+from gpulease.client.decode.checkpoint.weights import Layout, Linear, ModelWeights, Plane
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import Experts, ModelConfig
-from gpulease.client.handles import Buffer
 from helpers.daemon import Daemon, python_environment
 from helpers.made_models import (
     FOLDER_MODELS,
@@ -64,8 +63,8 @@ async def session_of(daemon: Daemon, size: int) -> AsyncIterator[aio.GpuSession]
         yield session
 
 
-async def values_of(session: aio.GpuSession, buffer: Buffer, dtype: Any) -> NDArray[Any]:
-    return np.frombuffer(await session.mem_read(buffer, 0, buffer.size_bytes), dtype)
+async def values_of(session: aio.GpuSession, plane: Plane, dtype: Any) -> NDArray[Any]:
+    return np.frombuffer(await session.mem_read(plane.buffer, plane.offset, plane.size_bytes), dtype)
 
 
 async def check_linear(
@@ -76,15 +75,15 @@ async def check_linear(
     assert (linear.layout, linear.rows) == (layout, sum(tensor.rows for tensor in tensors))
     assert linear.columns == tensors[0].columns
     parts = [(t.bf16(0, t.rows),) if layout is Layout.BF16 else t.planes(0, t.rows) for t in tensors]
-    for number, buffer in enumerate(linear.planes):
+    for number, plane in enumerate(linear.planes):
         wanted = np.concatenate([part[number].reshape(len(part[number]), -1) for part in parts])
-        assert (await values_of(session, buffer, wanted.dtype) == wanted.ravel()).all(), (names, number)
+        assert (await values_of(session, plane, wanted.dtype) == wanted.ravel()).all(), (names, number)
 
 
-async def check_f32(session: aio.GpuSession, buffer: Buffer | None, checkpoint: Checkpoint, *names: str) -> None:
-    assert buffer is not None
+async def check_f32(session: aio.GpuSession, plane: Plane | None, checkpoint: Checkpoint, *names: str) -> None:
+    assert plane is not None
     wanted = np.concatenate([checkpoint.tensor(name).f32(0, 1)[0] for name in names])
-    assert (await values_of(session, buffer, np.float32) == wanted).all(), names
+    assert (await values_of(session, plane, np.float32) == wanted).all(), names
 
 
 async def check_loaded(
@@ -111,11 +110,11 @@ async def check_loaded(
         inner_norm = "pre_feedforward" if config.has_outer_norms else "post_attention"
         await check_f32(session, layer.inner_norm, checkpoint, f"{at}{inner_norm}_layernorm.weight")
         outer = (layer.attention_outer_norm, layer.inner_outer_norm)
-        for buffer, name in zip(outer, ("post_attention", "post_feedforward"), strict=True):
+        for plane, name in zip(outer, ("post_attention", "post_feedforward"), strict=True):
             if config.has_outer_norms:
-                await check_f32(session, buffer, checkpoint, f"{at}{name}_layernorm.weight")
+                await check_f32(session, plane, checkpoint, f"{at}{name}_layernorm.weight")
             else:
-                assert buffer is None
+                assert plane is None
         if config.has_bias:
             await check_f32(session, layer.qkv_bias, checkpoint, *(f"{name}.bias" for name in qkv))
         if config.has_head_norm:
@@ -128,15 +127,15 @@ async def check_loaded(
     else:
         await check_linear(session, weights.head, checkpoint, ["lm_head.weight"], of["head"])
     tables = [*rotary_tables(config, checkpoint.rotation(POSITIONS), 0, POSITIONS)]
-    buffers = [weights.cosines, weights.sines]
+    planes = [weights.cosines, weights.sines]
     if weights.local_tables is not None:
         # The first layer has a window, and the second has none.
-        assert [weights.rotary_tables(layer) for layer in range(2)] == [weights.local_tables, tuple(buffers)]
+        assert [weights.rotary_tables(layer) for layer in range(2)] == [weights.local_tables, tuple(planes)]
         tables += local_rotary_tables(config, 0, POSITIONS)
-        buffers += weights.local_tables
+        planes += weights.local_tables
     assert len(tables) == (2 if config.local_rope_theta is None else 4)
-    for buffer, table in zip(buffers, tables, strict=True):
-        assert (await values_of(session, buffer, np.float32) == table.ravel()).all()
+    for plane, table in zip(planes, tables, strict=True):
+        assert (await values_of(session, plane, np.float32) == table.ravel()).all()
 
 
 def load_and_check(
@@ -178,8 +177,8 @@ def test_nothing_is_packed_where_that_is_not_wanted(daemon: Daemon, tmp_path: Pa
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of few rows, of which the larger ones are copied in streams."""
-    for name, size in {"CHUNK_BYTES": 3000, "WINDOW_BYTES": 3000, "IN_STREAM_FROM_BYTES": 2000}.items():
+    """Chunks of few rows, windows of a part of a tensor or of several, and several parts of a window."""
+    for name, size in {"CHUNK_BYTES": 3000, "WINDOW_BYTES": 5000, "PART_BYTES": 1500}.items():
         monkeypatch.setattr(f"gpulease.client.decode.checkpoint.weight_loader.{name}", size)
 
 
