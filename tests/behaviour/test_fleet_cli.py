@@ -172,10 +172,7 @@ def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster
     ("horizon", "told"),
     [
         (None, "etcd has no /gpulease/v1/horizon"),
-        *(
-            pytest.param(text, "/gpulease/v1/horizon can't be read", marks=pytest.mark.exhaustive)
-            for text in ("soon", "NaN", "1e999", "0.001", "9" * 5_000)
-        ),
+        pytest.param("soon", "/gpulease/v1/horizon can't be read", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_fence_whose_wait_nobody_knows_does_nothing(cluster: EtcdCluster, horizon: str | None, told: str) -> None:
@@ -276,8 +273,6 @@ UNUSED = ("--etcd", "etcd://127.0.0.1:1")
                 ),
                 (("--etcd", "h1", *SOMEWHERE), 2, "must be an address of etcd"),
                 ((*UNUSED, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),
-                ((*UNUSED, "--listen", "tcp:0.0.0.0:0"), 1, "an address of plain TCP must be on loopback"),
-                ((*UNUSED, *SOMEWHERE, "--http", "0.0.0.0:1"), 2, "is not on loopback"),
             )
         ),
     ],

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,37 +89,12 @@ def test_a_state_folder_that_can_not_be_made(tmp_path: Path, place: str, said: s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[tenants.default]\ndevices = [99]", "devices of 'default' has '99'; the cards of this host are 0 .GPU-.*, 1"),
-        ('[tenants."uid:7"]\ndevices = [0, "GPU-12"]', "devices of 'uid:7' has 'GPU-12'"),
-    ],
-)
-def test_tenants_whose_cards_are_not_there(tmp_path: Path, text: str, said: str) -> None:
+def test_tenants_whose_cards_are_not_there(tmp_path: Path) -> None:
     settings = tmp_path / "config.toml"
-    settings.write_text(f'vram = ["1GiB", "1GiB"]\n{text}\n')
+    settings.write_text('vram = ["1GiB", "1GiB"]\n[tenants.default]\ndevices = [99]\n')
     status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
     assert status == os.EX_CONFIG
-    check_sentence(output, said)
-
-
-@pytest.mark.exhaustive
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
-    assert status == os.EX_CONFIG
-    check_sentence(
-        said, "the folder .*/no does not exist: correct the path if it is mistyped, or create the folder first"
-    )
-
-
-@pytest.mark.exhaustive
-def test_a_port_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        status, said = start_in_vain("--listen", f"tcp:127.0.0.1:{port}", "--driver", "cpu")
-    assert status == os.EX_UNAVAILABLE
-    check_sentence(said, f"can't listen on tcp:127.0.0.1:{port}")
+    check_sentence(output, "devices of 'default' has '99'; the cards of this host are 0 .GPU-.*, 1")
 
 
 @pytest.mark.exhaustive
@@ -146,14 +120,6 @@ def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]"])
-def test_plain_tcp_is_for_loopback(host: str) -> None:
-    status, said = start_in_vain("--listen", f"tcp:{host}:0", "--driver", "cpu")
-    assert status == os.EX_CONFIG
-    check_sentence(said, "loopback only")
-
-
-@pytest.mark.exhaustive
 @pytest.mark.skipif(has_nvidia_driver(), reason="this host has an NVIDIA driver")
 def test_cuda_without_a_driver(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cuda")
@@ -163,21 +129,13 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("this is not TOML", "is not TOML"),
-        ('vram = ["6 bananas"]', "'6 bananas' is not a size"),
-        ("[limits]\nmax_tl_s = 5", "max_tl_s"),
-    ],
-)
-def test_bad_settings(tmp_path: Path, text: str, said: str) -> None:
-    """Of the text, of a value, of a table: what else there is, tests of the settings show without a process each."""
+def test_bad_settings(tmp_path: Path) -> None:
+    """What else there is, tests of the settings show without a process each."""
     path = tmp_path / "bad.toml"
-    path.write_text(text)
+    path.write_text("[limits]\nmax_tl_s = 5")
     status, output = start_in_vain("--config", str(path))
     assert status == os.EX_CONFIG
-    check_sentence(output, re.escape(said))
+    check_sentence(output, "max_tl_s")
 
 
 @pytest.mark.exhaustive
