@@ -37,7 +37,13 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent, TenantConfig
+from gpulease.client.decode.decode_requests import (
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    SharedPrefix,
+    TenantConfig,
+)
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.model_config import Family, ModelConfig
@@ -84,6 +90,7 @@ __all__ = [
     "SchedulerEvent",
     "SchedulerSettings",
     "SequenceEnded",
+    "SharedPrefix",
     "StepLimits",
     "StepReport",
     "TenantConfig",

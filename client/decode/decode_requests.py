@@ -187,6 +187,32 @@ class TenantConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Tokens that the operator shares with all tenants: prompts that begin with them begin behind computed blocks.
+
+    Only full blocks are shared. Raises ValueError for tokens that fill none.
+
+    Attributes:
+        name: Its name, which no other one of the decoder has.
+        token_ids: The tokens.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a shared prefix must have a name")
+        if self.blocks < 1:
+            raise ValueError(f"prefix {self.name} must have at least {PAGE} tokens, not {len(self.token_ids)}")
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of its region."""
+        return len(self.token_ids) // PAGE
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRequest:
     """A prompt to be continued. Raises RequestRejected for values that no model could serve.
 

@@ -12,6 +12,9 @@ PAGE: Final = 16
 NO_ROW: Final = -1
 """Position of a padded row, and source of a row with a known token."""
 
+SHARED_ALIGNMENT: Final = 2 << 20
+"""Regions begin at multiples of this on every driver (CUDA driver API, cuMemGetAllocationGranularity)."""
+
 ROW: Final = np.dtype(
     [
         ("token", "<i4"),  # the row's token, if `source` is NO_ROW
@@ -26,7 +29,8 @@ ROW: Final = np.dtype(
         ("inverse_temperature", "<f4"),  # 0: the highest logit
         ("top_p", "<f4"),
         ("depth", "<f4"),  # how far below the highest logit a token may lie; 0: any
-        ("padding", "<i4", (2,)),
+        ("shared", "<i4"),  # address of the region that it shares, in units of SHARED_ALIGNMENT
+        ("shared_blocks", "<i4"),  # blocks of that region; 0: it shares none
     ]
 )
 """A row of a step. The kernels have the fields' offsets as constants (kernels/triton_source.py)."""

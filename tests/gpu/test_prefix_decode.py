@@ -11,6 +11,7 @@ from gpulease.client.decode import (
     DecoderSettings,
     Emitted,
     SamplingParameters,
+    SharedPrefix,
     TenantConfig,
     open_model,
 )
@@ -19,7 +20,7 @@ from helpers.daemon import Daemon
 pytestmark = pytest.mark.gpu
 
 SETTINGS = DecoderSettings(max_rows=64, prefill_rows=48, max_sequences=8, positions=128)
-TENANTS = [TenantConfig("a", 8, 24)]
+TENANTS = [TenantConfig("a", 8, 24), TenantConfig("b", 8, 24)]
 TEXT = [3 + 7 * number % 400 for number in range(80)]
 
 
@@ -44,3 +45,34 @@ def test_reused_prefixes_give_the_embedded_driver_s_tokens(daemon: Daemon, share
     assert card == plain
     assert reused > 9 * 64
     assert none == 0
+
+
+async def shared_outputs(address: str, settings: DecoderSettings, *prefixes: SharedPrefix) -> list[list[Emitted]]:
+    """The outputs of two tenants' prompts, before and while the region of their shared prefix is revoked."""
+    async with Decoder.open(open_model(TINY_MODEL), TENANTS, settings, address=address, prefixes=prefixes) as decoder:
+
+        async def read(tenant: str, length: int, own: int, *, revokes: bool = False) -> list[Emitted]:
+            sampling = SamplingParameters(temperature=0.8, seed=own)
+            prompt = [*TEXT[:length], *range(10 + own, 20 + own)]
+            generation, found = decoder.submit(prompt, max_tokens=20, tenant_id=tenant, sampling=sampling), []
+            async for one in generation:
+                found.append(one)
+                if revokes and len(found) == 3:
+                    for _, pool in list(decoder.regions.prefixes.values()):
+                        await pool.region.revoke("because")
+            # Both tenants' first blocks are the shared ones, without a sequence of theirs before.
+            assert not prefixes or generation.reused_tokens >= length // 16 * 16
+            return found
+
+        every = [(tenant, length, own) for own, (tenant, length) in enumerate(("a", n) for n in (80, 70, 33))]
+        every += [("b", 80, 1), ("b", 47, 2)]
+        found = await asyncio.gather(*(read(*one) for one in every))
+        users = [read("a", 80, 5, revokes=True), read("a", 80, 6), read("b", 80, 7), read("b", 0, 8)]
+        return found + await asyncio.gather(*users)
+
+
+def test_a_prefix_that_tenants_share_gives_the_embedded_driver_s_tokens(daemon: Daemon, shared_daemon: Daemon) -> None:
+    """Before its region ends, while it does, and without it."""
+    prefix = SharedPrefix("text", tuple(TEXT))
+    plain = asyncio.run(shared_outputs(shared_daemon.address, replace(SETTINGS, reuses_prefixes=False)))
+    assert asyncio.run(shared_outputs(daemon.address, SETTINGS, prefix)) == plain

@@ -27,6 +27,8 @@ class KernelRig:
     def __init__(self, context: CpuContext) -> None:
         self._context = context
         self._kernels: dict[str, CpuKernel] = {}
+        # The allocations of placed arrays, by the arrays' addresses.
+        self._allocations: dict[int, int] = {}
 
     def launch(self, name: str, grid: Sequence[int], regions: Sequence[tuple[int, Array]] = (), **values: Any) -> None:
         """Launch a kernel once. Arrays hold afterwards what it wrote.
@@ -56,15 +58,17 @@ class KernelRig:
         for address, _ in placed:
             self.release(address)
 
-    def place(self, array: Array) -> int:
+    def place(self, array: Array, alignment: int = 1) -> int:
         """Copy an array to the device, between guards; its address, until `release`."""
         assert array.flags.c_contiguous
-        address = self._context.mem_alloc(array.nbytes + 2 * GUARD) + GUARD
+        allocation = self._context.mem_alloc(array.nbytes + 2 * GUARD + alignment)
+        address = -(-(allocation + GUARD) // alignment) * alignment
+        self._allocations[address] = allocation
         self._context.mem_write(address - GUARD, memoryview(_GUARD_BYTES + array.tobytes() + _GUARD_BYTES))
         return address
 
     def release(self, address: int) -> None:
-        self._context.mem_free(address - GUARD)
+        self._context.mem_free(self._allocations.pop(address))
 
     def _fetch(self, address: int, array: Array) -> None:
         found = bytearray(array.nbytes + 2 * GUARD)

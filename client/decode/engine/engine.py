@@ -37,6 +37,7 @@ from gpulease.client.decode.row_records import (
     NO_MASK,
     NO_ROW,
     NO_TARGET,
+    PAGE,
     RANKED,
     RESULT,
     ROW,
@@ -335,6 +336,25 @@ class DecodeEngine:
             if refusals == self._refusals:
                 return
         raise EngineDecodeFailed(f"Blocks could not be copied in {MAX_COPY_TRIES} tries: regions ended in each")
+
+    async def fill_pool(self, pool: BlockPool, tokens: Sequence[int]) -> None:
+        """Compute the keys and values of these tokens at a sequence's first positions, in the pool's blocks in order.
+
+        No step may be under way, and no sequence may have the first row of the block tables. Raises RequestRejected for
+        more tokens than the pool's blocks or a sequence have room for, and what `start` and `finish` raise.
+        """
+        most = min(pool.blocks * PAGE, self.limits.positions)
+        if len(tokens) > most or self._steps:
+            raise RequestRejected(f"A pool can be filled with at most {most} tokens, while no step is under way")
+        for first in range(0, len(tokens), self.limits.max_rows):
+            part = tokens[first : first + self.limits.max_rows]
+            rows: Rows = np.zeros(len(part), ROW)
+            rows["token"], rows["source"] = part, NO_ROW
+            rows["position"] = np.arange(first, first + len(part))
+            rows["block"] = rows["position"] // PAGE
+            rows["blocks"], rows["base"] = pool.blocks, pool.region.address
+            await self.start(rows, [pool])
+            await self.finish()
 
     # --- steps ---
 

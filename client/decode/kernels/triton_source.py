@@ -34,6 +34,9 @@ TOP_K = tl.constexpr(10)
 INVERSE_TEMPERATURE = tl.constexpr(11)
 TOP_P = tl.constexpr(12)
 DEPTH = tl.constexpr(13)
+SHARED = tl.constexpr(14)
+SHARED_BLOCKS = tl.constexpr(15)
+REGION_SHIFT = tl.constexpr(21)
 
 # A row's record in a guided step: 8 words, and an entry of its list of tokens: 4 words.
 GUIDE_WORDS = tl.constexpr(8)
@@ -488,22 +491,37 @@ def query_tile(q, row, H, G, g, DH: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
+def regions_of(record, block_bytes):
+    """Return where a row may read: its region's address and blocks, the shared region's address, and all blocks.
+
+    The shared region's address is that of its block 0, less as many blocks as the row's own region has.
+    """
+    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
+    blocks = tl.load(record + BLOCKS)
+    # A region's address is a multiple of 2 MiB, so that one word has it.
+    shared = tl.load(record + SHARED).to(tl.int64) << REGION_SHIFT
+    return base, blocks, shared - blocks.to(tl.int64) * block_bytes, blocks + tl.load(record + SHARED_BLOCKS)
+
+
+@triton.jit
 def attend_tile(
-    total, top, weights, query, table, base, blocks, j, first, length, layer_bytes, block_bytes, g, G, scale,
-    DH: tl.constexpr, BT: tl.constexpr,
+    total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes, block_bytes, g, G,
+    scale, DH: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Add what BT positions from j on give the heads: totals [HEADS, DH], the highest scores, the sums of weights.
 
-    An entry of the block table outside of the row's region reads as nothing, and so does a position before `first`.
+    Entries of the block table are blocks of the row's region, and behind them those of the region that it shares. An
+    entry outside of both reads as nothing, and so does a position before `first`.
     """
     d = tl.arange(0, triton.next_power_of_2(DH))
     p = j + tl.arange(0, BT)
-    # The guard between tenants: an entry that is not inside the row's own region reads as nothing, and has no weight.
+    # The guard between tenants: an entry that is in neither of the row's two regions reads as nothing, and has no
+    # weight.
     block = tl.load(table + p // PAGE, mask=p < length, other=-1)
-    seen = (block >= 0) & (block < blocks)
+    seen = (block >= 0) & (block < readable)
     if first is not None:
         seen = seen & (p >= first)
-    place = base + block.to(tl.int64) * block_bytes + layer_bytes
+    place = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes + layer_bytes
     place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
     # Keys [DH, BT] and values [BT, DH] of the same positions; values lie G * PAGE * DH behind the keys.
     keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
@@ -540,8 +558,7 @@ def attend(
     heads = tl.arange(0, HEADS)
     d = tl.arange(0, triton.next_power_of_2(DH))
     valid = heads < H // G
-    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
-    blocks = tl.load(record + BLOCKS)
+    base, blocks, shared, readable = regions_of(record, block_bytes)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
     first = None
@@ -558,8 +575,8 @@ def attend(
         # Tiles of BT positions in ascending order. BT divides SPLIT, so a tile never crosses into the next split.
         for j in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length), BT):
             total, top, weights = attend_tile(
-                total, top, weights, query, table, base, blocks, j, first, length, layer_bytes, block_bytes, g, G,
-                scale, DH, BT,
+                total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes,
+                block_bytes, g, G, scale, DH, BT,
             )  # fmt: skip
         # A split's unnormalised sum, its highest score and its sum of weights: what `combine` needs to rescale it.
         at = (row * H + g * (H // G) + heads) * splits + split
@@ -617,8 +634,7 @@ def attend_whole(
     length = tl.load(record + POSITION) + 1
     heads = tl.arange(0, HEADS)
     d = tl.arange(0, triton.next_power_of_2(DH))
-    base = tl.load((record + BASE).to(tl.pointer_type(tl.int64)))
-    blocks = tl.load(record + BLOCKS)
+    base, blocks, shared, readable = regions_of(record, block_bytes)
     table = tables + tl.load(record + TABLE) * table_blocks
     query = query_tile(q, row, H, G, g, DH, HEADS)
     # Two levels of sums, as in `attend` and `combine`: one within the current split, one over all splits.
@@ -633,8 +649,8 @@ def attend_whole(
         begin = first // SPLIT * SPLIT
     for j in range(begin, length, BT):
         total, top, weights = attend_tile(
-            total, top, weights, query, table, base, blocks, j, first, length, layer_bytes, block_bytes, g, G, scale,
-            DH, BT,
+            total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes,
+            block_bytes, g, G, scale, DH, BT,
         )  # fmt: skip
         # The end of a split, or of the sequence: add the split to the whole like `combine` does, and begin the next
         # one.

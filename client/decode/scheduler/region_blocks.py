@@ -7,6 +7,9 @@ region's generation. So equal keys mean equal contents, bit for bit, and no key 
 Blocks that no sequence uses keep their contents until their place is needed: the least recently used goes first. Only
 full blocks are shared, and no row writes into a full block again, so a shared block is never copied. The last, partly
 filled block of a prefix is computed again by each sequence: at most PAGE rows.
+
+Blocks of the operator's shared prefixes lie in other regions, which no tenant's rows write. Their numbers follow those
+of the region's own blocks: block `size + i` is block i of the one shared prefix that the sequence uses.
 """
 
 from collections import OrderedDict
@@ -46,6 +49,8 @@ class RegionBlocks:
         self._kept: OrderedDict[int, None] = OrderedDict()
         # Who computes the block with a key now, so that others wait for it instead of computing it, too.
         self._writers: dict[bytes, object] = {}
+        # The shared prefixes that have the block with a key.
+        self._shared: dict[bytes, list[str]] = {}
 
     # --- counts ---
 
@@ -84,6 +89,28 @@ class RegionBlocks:
             kept += block in self._kept
         return found, kept
 
+    def find_shared(self, keys: Sequence[bytes]) -> tuple[str, int]:
+        """Return the shared prefix that has the most of the first blocks with these keys, and how many; "" for none."""
+        name, count = "", 0
+        # A key names all tokens up to its block's end, so a prefix that has the last of these blocks has them all.
+        for key in keys:
+            if (names := self._shared.get(key)) is None:
+                break
+            name, count = names[0], count + 1
+        return name, count
+
+    def attach(self, name: str, tokens: Sequence[int]) -> None:
+        """Let sequences use the blocks of a shared prefix."""
+        keys: list[bytes] = []
+        self.extend_keys(keys, tokens, len(tokens) // PAGE)
+        for key in keys:
+            self._shared.setdefault(key, []).append(name)
+
+    def detach(self, name: str) -> None:
+        """Let no other sequence use the blocks of a shared prefix."""
+        others = {key: [other for other in names if other != name] for key, names in self._shared.items()}
+        self._shared = {key: names for key, names in others.items() if names}
+
     # --- use ---
 
     def take(self) -> int | None:
@@ -112,6 +139,8 @@ class RegionBlocks:
     def release(self, blocks: Iterable[int]) -> None:
         """Take one reference from each block. Those published longest ago in this call should come last."""
         for block in blocks:
+            if block >= self.size:
+                continue  # A shared prefix's, which has no references.
             self._references[block] -= 1
             if not self._references[block]:
                 if block in self._keys:

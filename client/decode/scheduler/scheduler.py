@@ -22,6 +22,7 @@ from gpulease.client.decode.decode_requests import (
     PromptRequest,
     SamplingParameters,
     SchedulerEvent,
+    SharedPrefix,
     TenantConfig,
 )
 from gpulease.client.decode.row_records import NO_ROW, PAGE
@@ -108,6 +109,11 @@ class ContinuousBatchScheduler:
     youngest sequence ends, and its replay waits first in the queue. So the oldest sequence always continues, and by
     itself it fits into the region. No other tenant is affected. A prompt is charged whole, however much it reused.
 
+    **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). They lie in
+    regions of their own, which no row writes. A prompt that begins with them needs no blocks of its tenant's region for
+    them. When such a region ends (`prefix_lost`), the sequences that use it are replayed in their tenants' regions
+    alone, so a request must fit its tenant's region without it.
+
     **Rows.** Each decoding sequence has a row in every step. With more live sequences than rows they take turns: while
     none joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get the rows that their
     own turns would have. The remaining rows go to prompts, up to `prefill_rows`. The tenant with the least weighted
@@ -136,11 +142,13 @@ class ContinuousBatchScheduler:
     Attributes:
         settings: The engine's limits.
         tenants: Tenants by their ids; read only.
+        prefixes: The shared prefixes that prompts may use, by their names; read only.
     """
 
     def __init__(self, settings: SchedulerSettings, tenants: Iterable[TenantConfig] = ()) -> None:
         self.settings = settings
         self.tenants: dict[str, TenantState] = {}
+        self.prefixes: dict[str, SharedPrefix] = {}
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
@@ -401,6 +409,8 @@ class ContinuousBatchScheduler:
         `wait_s` seconds.
         """
         self._void(0)
+        # The next engine shares its own.
+        self.prefixes.clear()
         for waiting in self._waiting.values():
             # Replays of an earlier loss, still in the queue, wait for the same new engine.
             if waiting.request.attempt:
@@ -408,6 +418,32 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         for tenant in self.tenants.values():
             events += self._unbind(tenant, reason, now, wait_s)
+        return events
+
+    def share(self, prefix: SharedPrefix) -> None:
+        """Let prompts begin behind the blocks of a prefix, which are computed. Raises ValueError if it is shared."""
+        if prefix.name in self.prefixes:
+            raise ValueError(f"prefix {prefix.name} is shared already")
+        self.prefixes[prefix.name] = prefix
+        for tenant in self.tenants.values():
+            if tenant.region_blocks:
+                tenant.blocks.attach(prefix.name, prefix.token_ids)
+        # What waits may need fewer blocks now.
+        self._has_room = True
+
+    def prefix_lost(self, name: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
+        """Take the loss of a shared prefix's region: the sequences that use it end, and are replayed without it.
+
+        Their tenants keep their regions, and all other sequences continue. Does nothing for an unknown prefix.
+        """
+        if self.prefixes.pop(name, None) is None:
+            return []
+        events: list[AnyEvent] = []
+        for tenant in self.tenants.values():
+            tenant.blocks.detach(name)
+            users = [sequence for sequence in tenant.live.values() if sequence.prefix == name]
+            # They wait without a deadline: their callers were admitted once, and did not choose to wait again.
+            events += self._replay(tenant, users, reason, now, float("inf"))
         return events
 
     def isolate(self, request_ids: Set[str] | None) -> None:
@@ -474,7 +510,7 @@ class ContinuousBatchScheduler:
     def _bind(self, tenant: TenantState, blocks: int) -> None:
         _check_blocks(tenant.config, blocks)
         self._regions += 1
-        tenant.bind(blocks, self._regions)
+        tenant.bind(blocks, self._regions, self.prefixes.values())
 
     # --- Admission. ---
 
@@ -584,10 +620,11 @@ class ContinuousBatchScheduler:
             waiting = tenant.waiting.popleft()
             request = waiting.request
             del self._waiting[request.request_id]
-            blocks, found = _take_blocks(tenant, waiting)
+            prefix, blocks, found = _take_blocks(tenant, waiting)
             sequence = LiveSequence(
                 request, tenant, self._tables.pop(), blocks, self._admissions, self.end_tokens(request.sampling)
             )
+            sequence.prefix = prefix
             sequence.keys = tenant.keys_of(waiting)
             sequence.reusable = min(request.reusable_blocks, len(sequence.keys)) * PAGE
             sequence.reused = found * PAGE
@@ -879,11 +916,21 @@ class ContinuousBatchScheduler:
     def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float, wait_s: float = 0.0) -> list[AnyEvent]:
         """End a tenant's sequences and its region, and enqueue their replays in the order of their admissions."""
         tenant.unbind()
-        least_s = max(wait_s, self.settings.replay_wait_s)
+        return self._replay(tenant, list(tenant.live.values()), reason, now, max(wait_s, self.settings.replay_wait_s))
+
+    def _replay(
+        self,
+        tenant: TenantState,
+        sequences: Sequence[LiveSequence],
+        reason: CompletionReason,
+        now: float,
+        least_s: float,
+    ) -> list[AnyEvent]:
+        """End some of a tenant's sequences, and enqueue their replays, which wait for at least `least_s` seconds."""
         events: list[AnyEvent] = []
         replays: list[tuple[PromptRequest, int]] = []
         taken = self._live.keys() | self._waiting.keys()
-        for sequence in list(tenant.live.values()):
+        for sequence in sequences:
             replay = self._replay_of(sequence, taken)
             taken.add(replay.request_id)
             events.append(self._finish(sequence, reason, replay.request_id))
@@ -933,11 +980,17 @@ def _grow(sequence: LiveSequence) -> bool:
     return True
 
 
-def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[list[int], int]:
-    """Take the blocks of a request that fits. Returns them, and how many of the first ones are computed already."""
-    region, request, blocks = tenant.blocks, waiting.request, list[int]()
+def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, list[int], int]:
+    """Take the blocks of a request that fits.
+
+    Returns the shared prefix that it begins with, or "", the blocks, and how many of the first ones are computed
+    already.
+    """
+    region, request, keys = tenant.blocks, waiting.request, tenant.keys_of(waiting)[: waiting.request.reusable_blocks]
+    prefix, shared = region.find_shared(keys)
+    blocks = list(range(region.size, region.size + shared))
     # Computed ones first: they are in use then, and no block that is taken behind them can be one of them.
-    for key in tenant.keys_of(waiting)[: request.reusable_blocks]:
+    for key in keys[shared:]:
         if (block := region.share(key)) is None:
             break
         blocks.append(block)
@@ -946,7 +999,7 @@ def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[list[
         block = region.take()
         assert block is not None, "`TenantState.fits` has counted them"
         blocks.append(block)
-    return blocks, found
+    return prefix, blocks, found
 
 
 def _check_blocks(config: TenantConfig, blocks: int) -> None:

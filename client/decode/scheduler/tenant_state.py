@@ -1,9 +1,10 @@
 """The scheduler's state of one tenant: its queue, its live sequences, its region's blocks, counters and rebinds."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpulease.client.decode.decode_requests import PromptRequest, TenantConfig
+from gpulease.client.decode.decode_requests import PromptRequest, SharedPrefix, TenantConfig
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
@@ -37,12 +38,13 @@ class LiveSequence:
         request: The request.
         tenant: Its tenant.
         table: Its row of the block tables, which no other live sequence has.
-        blocks: Its blocks, as indexes within the tenant's region, in the order of its positions. More are added as it
-            grows.
+        blocks: Its blocks, as indexes within the tenant's region (`RegionBlocks`), in the order of its positions. More
+            are added as it grows.
         keys: The keys of its full blocks (`RegionBlocks`), those of its prompt first; [] if nothing is reused.
         published: How many of its blocks others can find, or could find when it got them.
         reused: Positions at its beginning that were computed before: its first row is behind them.
         reusable: Most positions that it may reuse.
+        prefix: The shared prefix whose blocks it uses; "" for none.
         is_following: Whether it waits for another sequence that computes the next block of its prompt.
         acts_at: The first position of an emitted token at which it ends or needs another block.
         number: Its place in the order of admissions.
@@ -71,6 +73,7 @@ class LiveSequence:
         "next",
         "number",
         "preemptions",
+        "prefix",
         "prompt",
         "published",
         "request",
@@ -102,6 +105,7 @@ class LiveSequence:
         self.row = NO_ROW
         self.keys: list[bytes] = []
         self.published = self.reused = self.reusable = 0
+        self.prefix = ""
         self.is_following = False
         self.set_acts_at()
         self.preemptions = 0
@@ -176,8 +180,10 @@ class TenantState:
         if lacking <= 0 or not self.region_blocks or not request.reusable_blocks:
             return lacking
         # Blocks that are there already need no place, unless they are kept ones, which count as available.
-        found, kept = self.blocks.find(self.keys_of(waiting)[: request.reusable_blocks])
-        return lacking - found + kept
+        keys = self.keys_of(waiting)[: request.reusable_blocks]
+        _, shared = self.blocks.find_shared(keys)
+        found, kept = self.blocks.find(keys[shared:])
+        return lacking - shared - found + kept
 
     def keys_of(self, waiting: UnadmittedRequest) -> list[bytes]:
         """Return the keys of a waiting request's prompt in the region that the tenant has."""
@@ -188,9 +194,11 @@ class TenantState:
                 self.blocks.extend_keys(waiting.keys, tokens, len(tokens) // PAGE)
         return waiting.keys
 
-    def bind(self, blocks: int, generation: int) -> None:
+    def bind(self, blocks: int, generation: int, prefixes: Iterable[SharedPrefix] = ()) -> None:
         """Take a region of `blocks` blocks, all of them free. No other region had this generation."""
         self._replace(RegionBlocks(blocks, generation))
+        for prefix in prefixes:
+            self.blocks.attach(prefix.name, prefix.token_ids)
 
     def unbind(self) -> None:
         """Have no region. Whatever was kept in it is lost."""
@@ -226,8 +234,10 @@ class TenantState:
         # Kept blocks do not move: copying them would take longer than they save.
         self.blocks.forget()
         # Only blocks up to the last planned position have contents. Several sequences may share one.
-        live = self.live.values()
-        return sorted({block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)]})
+        # Those of shared prefixes stay where they are.
+        live, size = self.live.values(), self.blocks.size
+        blocks = {block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)]}
+        return sorted(block for block in blocks if block < size)
 
     @property
     def prompt_rows(self) -> int:

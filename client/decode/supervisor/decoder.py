@@ -28,6 +28,7 @@ from gpulease.client.decode.decode_requests import (
     MAX_WAIT_S,
     PromptRequest,
     SamplingParameters,
+    SharedPrefix,
     TenantConfig,
 )
 from gpulease.client.decode.engine.engine import DecodeEngine, lease_bytes
@@ -230,6 +231,7 @@ class Decoder:
         address: str | None = None,
         progress: Callable[[int, int], None] | None = None,
         observers: Sequence[DecoderObserver] = (),
+        prefixes: Iterable[SharedPrefix] = (),
         is_parkable: bool = False,
         tokenizer: "Tokenizer | None" = None,
     ) -> AsyncIterator[Self]:
@@ -242,6 +244,7 @@ class Decoder:
             address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
             progress: Called with the bytes loaded and the bytes in all.
             observers: Get the decoder's reports.
+            prefixes: Tokens whose blocks all tenants share. They are computed before the decoder serves.
             is_parkable: Whether `park` works.
             tokenizer: The model's tokenizer, if it was loaded before; None: it is loaded when it is first needed.
 
@@ -249,7 +252,7 @@ class Decoder:
         has the room, and what `GpuBuilder.acquire` raises.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
-        spec = _engine_spec(checkpoint, tuple(tenants), settings, is_parkable=is_parkable)
+        spec = _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable)
         # Everything that can be refused without a daemon is checked before the lease is acquired.
         scheduler = ContinuousBatchScheduler(
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
@@ -568,19 +571,28 @@ class Decoder:
         await self._supervisor.wait_ended()
 
 
-def engine_bytes(checkpoint: Checkpoint, tenants: Iterable[TenantConfig], settings: DecoderSettings) -> int:
+def engine_bytes(
+    checkpoint: Checkpoint,
+    tenants: Iterable[TenantConfig],
+    settings: DecoderSettings,
+    prefixes: Iterable[SharedPrefix] = (),
+) -> int:
     """Return the memory of the lease that a decoder of this model acquires. Raises what `Decoder.open` raises first."""
-    return _engine_spec(checkpoint, tuple(tenants), settings).size_bytes
+    return _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes)).size_bytes
 
 
 def _engine_spec(
     checkpoint: Checkpoint,
     tenants: tuple[TenantConfig, ...],
     settings: DecoderSettings,
+    prefixes: tuple[SharedPrefix, ...] = (),
     *,
     is_parkable: bool = False,
 ) -> EngineSpec:
-    """Return the specification of the engine, with the lease's size. Raises what `lease_bytes` raises."""
+    """Return the specification of the engine, with the lease's size.
+
+    Raises what `lease_bytes` raises, and RequestRejected for prefixes that can't be shared.
+    """
     # The settings' length, or else the model's context up to the default limit.
     positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
@@ -589,6 +601,8 @@ def _engine_spec(
     pools = [tenant.max_blocks for tenant in tenants]
     if settings.region_life_s is not None:
         pools.append(max(pools))  # While a tenant's sequences move, it has two regions.
+    _check_prefixes(prefixes, checkpoint.config.vocabulary, positions, reuses=settings.reuses_prefixes)
+    pools += [prefix.blocks for prefix in prefixes]
     wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
     return EngineSpec(
         checkpoint,
@@ -596,10 +610,28 @@ def _engine_spec(
         settings.packed,
         wanted,
         tenants,
+        prefixes,
         settings.region_life_s,
         is_latency=settings.latency,
         is_parkable=is_parkable,
     )
+
+
+def _check_prefixes(prefixes: Sequence[SharedPrefix], vocabulary: int, positions: int, *, reuses: bool) -> None:
+    names = [prefix.name for prefix in prefixes]
+    if len(set(names)) < len(names):
+        raise RequestRejected(f"shared prefixes must have different names, not {', '.join(names)}")
+    if prefixes and not reuses:
+        raise RequestRejected("shared prefixes need reuses_prefixes, which is off", "Turn it on, or share none")
+    for prefix in prefixes:
+        # A prompt has one more token at least.
+        if len(prefix.token_ids) >= positions:
+            raise RequestRejected(
+                f"prefix {prefix.name} must have fewer tokens than the {positions} positions of a sequence, not"
+                f" {len(prefix.token_ids)}"
+            )
+        if not 0 <= min(prefix.token_ids) <= max(prefix.token_ids) < vocabulary:
+            raise RequestRejected(f"tokens of prefix {prefix.name} must be 0 to {vocabulary - 1}")
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:

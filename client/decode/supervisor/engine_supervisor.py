@@ -102,6 +102,7 @@ class EngineSupervisor:
         serving = await ServingEngine.open(self._spec, self, self._address, progress)
         # The lifecycle asks this object about requests (RequestsInProgress), and knows the engine only as a value.
         self._life = EngineLifecycle(serving, self._clock(), self)
+        self._share_prefixes()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine until the supervisor stops."""
@@ -250,10 +251,11 @@ class EngineSupervisor:
         self._ledger.deliver(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
 
     def _bind_regions(self) -> None:
-        """Give every tenant its region of the engine.
+        """Share the engine's prefixes, and give every tenant its region of the engine.
 
         A tenant that has lost too many regions recently gets it later.
         """
+        self._share_prefixes()
         now, regions = self._clock(), self.serving.regions
         # A copy, because replacing a region removes it from `pools`.
         for tenant_id, pool in list(regions.pools.items()):
@@ -262,6 +264,11 @@ class EngineSupervisor:
                 regions.replace(tenant_id)
             else:
                 self._ledger.deliver(self.scheduler.rebound(tenant_id, pool.blocks, now))
+
+    def _share_prefixes(self) -> None:
+        """Let prompts use the engine's shared prefixes, in those regions that have not ended."""
+        for prefix, _ in self.serving.regions.prefixes.values():
+            self.scheduler.share(prefix)
 
     def _give_up(self, request_id: str) -> None:
         """End a request that ended an engine while it was computed alone."""

@@ -18,7 +18,7 @@ from gpulease.client.core.lease import follow_regions, state_of
 from gpulease.client.core.lease_request import fleet_of
 from gpulease.client.decode.checkpoint import Checkpoint
 from gpulease.client.decode.decode_log import DecodeLog
-from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.decode_requests import SharedPrefix, TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
@@ -56,6 +56,7 @@ class EngineSpec:
         packed: Whether quantised weights stay packed.
         size_bytes: Memory of the lease.
         tenants: The tenants, each with a region.
+        prefixes: The shared prefixes, each with a region.
         region_life_s: Seconds of a region; None: regions are renewed.
         is_latency: Whether the lease is of the latency class.
         is_parkable: Whether the lease can be parked.
@@ -66,6 +67,7 @@ class EngineSpec:
     packed: bool
     size_bytes: int
     tenants: tuple[TenantConfig, ...]
+    prefixes: tuple[SharedPrefix, ...] = ()
     region_life_s: float | None = None
     is_latency: bool = False
     is_parkable: bool = False
@@ -166,6 +168,8 @@ class ServingEngine:
             # All regions before the first step, so that a lease that is too small fails here.
             for tenant in spec.tenants:
                 await opened.regions.open(tenant)
+            for prefix in spec.prefixes:
+                await opened.regions.open_prefix(prefix)
             # On the daemon's host the end of the lease is a word in shared memory; otherwise, and for a fleet's
             # warnings, it is an event over a connection.
             watch = BackgroundTasks()

@@ -26,6 +26,7 @@ from gpulease.client.decode.row_records import (
     NO_TARGET,
     PAGE,
     ROW,
+    SHARED_ALIGNMENT,
     Rows,
     StepGuidance,
     mask_words,
@@ -184,6 +185,9 @@ class StepLoop:
             self._starting = plan
             # The step names exactly these regions. If one has ended, the whole step is refused.
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenant_rows]
+            if self.scheduler.prefixes:
+                names = {sequence.prefix for sequence in plan.sequences if sequence.prefix}
+                pools += [serving.regions.prefixes[name][1] for name in names]
             try:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
                 # Prompts that begin behind computed blocks: no row of theirs writes those blocks' table entries.
@@ -258,6 +262,11 @@ class StepLoop:
             constants = self._use_pool(sequence, self.regions.pools[sequence.tenant.config.id])
             constants["seed"], constants["top_k"], constants["top_p"] = sampling.seed, sampling.top_k, sampling.top_p
             constants["inverse_temperature"], constants["depth"] = sampling.inverse_temperature, sampling.depth
+            constants["shared"] = constants["shared_blocks"] = 0
+            if sequence.prefix:
+                _, shared = self.regions.prefixes[sequence.prefix]
+                constants["shared"] = shared.region.address // SHARED_ALIGNMENT
+                constants["shared_blocks"] = shared.blocks
         # An indexed copy gives each row its sequence's constant fields; the others are this step's.
         rows: Rows = self._constants[plan.tables]
         rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
@@ -281,11 +290,25 @@ class StepLoop:
         self._ledger.report(lambda observer: observer.on_forward_revoked(report))
 
     def _abort_region(self, error: RegionFailed) -> None:
-        """End the sequences of the tenant with the ended region. Raises the error if no tenant has that region."""
+        """End the sequences that use the ended region: its tenant's, or those of a shared prefix.
+
+        Raises the error if it is neither's.
+        """
+        if (name := self.regions.prefix_of(error.lease_id)) is not None:
+            self.abort_prefix(name, error)
+            return
         tenant_id = self.regions.tenant_of(error.lease_id)
         if tenant_id is None:
             raise error
         self.abort_tenant(tenant_id, error)
+
+    def abort_prefix(self, name: str, error: BaseException) -> None:
+        """Stop sharing a prefix after the loss of its region. Sequences that use it are replayed without it."""
+        reason = _REASONS.get(type(error), CompletionReason.REVOKED)
+        self.log.info("prefix_lost", prefix=name, reason=reason, cause=cause_of(error))
+        self.regions.drop_prefix(name)
+        self._ledger.deliver(self.scheduler.prefix_lost(name, reason, self._clock()))
+        self.wake()
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
         """End a tenant's sequences after the loss of their region. Their replays wait for a new region."""

@@ -19,7 +19,7 @@ from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.supervisor.tenant_regions import REGION_RETRY_S, TenantRegions
-from gpulease.client.errors import CapacityExceeded, GpuLeaseError, RegionFailed
+from gpulease.client.errors import CapacityExceeded, GpuLeaseError, RegionFailed, RegionRevoked
 
 LOOK_S: Final = 1.0
 """Longest pause in seconds between two checks of the regions' ends."""
@@ -53,6 +53,9 @@ class MovesUser(Protocol):
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
         """End the tenant's sequences after the loss of their region; they are replayed in another one."""
+
+    def abort_prefix(self, name: str, error: BaseException) -> None:
+        """Stop sharing a prefix after the loss of its region; sequences that use it are replayed without it."""
 
     def wake(self) -> None:
         """Wake the step loop, because a tenant may have rows again."""
@@ -202,6 +205,16 @@ class TenantMoves:
                 if self._user.scheduler.tenants[tenant_id].is_idle:
                     with suppress(GpuLeaseError):
                         await self._replace_if_ended(tenant_id)
+            self._drop_ended_prefixes()
+
+    def _drop_ended_prefixes(self) -> None:
+        """Stop sharing prefixes that have ended and that no sequence uses; the next step reports those in use."""
+        scheduler = self._user.scheduler
+        if scheduler.unanswered_steps:
+            return
+        used = {sequence.prefix for tenant in scheduler.tenants.values() for sequence in tenant.live.values()}
+        for name in set(self._user.regions.ended_prefixes()) - used:
+            self._user.abort_prefix(name, RegionRevoked("its region has ended"))
 
     async def _replace_if_ended(self, tenant_id: str) -> None:
         """Copy one block of a region; if the region has ended, the copy fails and `_held` replaces the region.

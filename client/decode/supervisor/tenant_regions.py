@@ -1,4 +1,4 @@
-"""The tenants' regions of one engine: opened, renewed, and replaced when they end."""
+"""The regions of one engine: tenants', opened, renewed, and replaced when they end, and those of shared prefixes."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,8 +8,9 @@ from typing import Final
 
 from gpulease.client.aio.events import KeepAlive
 from gpulease.client.decode.decode_log import DecodeLog
-from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.decode_requests import SharedPrefix, TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
+from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.supervisor import engine_losses
 from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
@@ -42,6 +43,7 @@ class TenantRegions:
     Attributes:
         pools: The tenants' blocks by the tenants' ids. A tenant that is suspended, or waits for its next region, is not
             in it.
+        prefixes: The shared prefixes whose regions have not ended, by their names, each with its blocks.
         move_before_s: Seconds before a region's end at which its tenant is to move away.
     """
 
@@ -65,12 +67,14 @@ class TenantRegions:
             life_s: Seconds of a region that is not renewed; None: regions are renewed for as long as they serve.
         """
         self.pools: dict[str, BlockPool] = {}
+        self.prefixes: dict[str, tuple[SharedPrefix, BlockPool]] = {}
         self._engine, self._scheduler, self._log = engine, scheduler, log
         self._on_opened, self._on_failure = on_opened, on_failure
         self._life_s = life_s
         # With very short lives, leave in the last quarter.
         self.move_before_s = min(MOVE_BEFORE_S, (life_s or REGION_TTL_S) / 4)
         self._renewals: dict[str, KeepAlive] = {}
+        self._prefix_renewals: dict[str, KeepAlive] = {}
         self._rebinding = BackgroundTasks()
 
     async def open(self, tenant: TenantConfig) -> BlockPool:
@@ -82,6 +86,36 @@ class TenantRegions:
         pool = await self.open_beside(tenant)
         self._take(tenant.id, pool)
         return pool
+
+    async def open_prefix(self, prefix: SharedPrefix) -> None:
+        """Open a shared prefix's region, compute its blocks, and renew it for as long as it exists.
+
+        No step may be under way. Raises what `GpuLease.region` and `DecodeEngine.fill_pool` raise.
+        """
+        pool = await self._engine.open_pool(prefix.blocks, ttl_secs=REGION_TTL_S)
+        region = lease_text(pool.region.lease_id)
+
+        def refused(error: GpuLeaseError) -> None:
+            self._log.failure("prefix_renewal_refused", error, prefix=prefix.name, region=region)
+
+        self.prefixes[prefix.name] = prefix, pool
+        self._prefix_renewals[prefix.name] = pool.region.keep_alive(refused)
+        await self._engine.fill_pool(pool, prefix.token_ids[: prefix.blocks * PAGE])
+
+    def drop_prefix(self, name: str) -> None:
+        """Close, in the background, the region of a shared prefix that has ended. No step under way may name it."""
+        _, pool = self.prefixes.pop(name)
+        self._rebinding.start(self._end(pool, self._prefix_renewals.pop(name)))
+
+    def prefix_of(self, lease_id: int | None) -> str | None:
+        """Return the shared prefix of the region with this id; None if there is none."""
+        return next((name for name, (_, pool) in self.prefixes.items() if pool.region.lease_id == lease_id), None)
+
+    def ended_prefixes(self) -> list[str]:
+        """Return the shared prefixes with regions that have ended; [] if the lease has."""
+        if not self.prefixes or self._engine.lease.revoked:
+            return []
+        return [name for name, (_, pool) in self.prefixes.items() if pool.region.revoked]
 
     async def open_beside(self, tenant: TenantConfig) -> BlockPool:
         """Open another region for a tenant, for `exchange` or `let_go`. Raises what `open` raises."""
@@ -196,7 +230,8 @@ class TenantRegions:
         If a task cancels this call, the remaining renewals are stopped nevertheless.
         """
         self.pools.clear()
+        self.prefixes.clear()
         async with AsyncExitStack() as stack:
-            for renewal in self._renewals.values():
+            for renewal in (*self._renewals.values(), *self._prefix_renewals.values()):
                 stack.push_async_callback(stop_renewal, renewal)
             await self._rebinding.stop()

@@ -4,10 +4,11 @@ import zlib
 from collections.abc import Collection, Sequence
 from itertools import count
 
-from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SharedPrefix
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence
 
 VOCABULARY = 24
 END_TOKEN = 0
@@ -45,12 +46,25 @@ class SimulatedEngine:
     def __init__(self) -> None:
         self._generations = count()
         self.regions: dict[str, int] = {}
+        # Regions of shared prefixes, by their names.
+        self.shared: dict[str, int] = {}
         self.memory: dict[tuple[int, int, int], int] = {}
         self.tables: dict[tuple[int, int], int] = {}
 
     def open(self, tenant: str) -> None:
         """Give a tenant a new region, with nothing in it."""
         self.regions[tenant] = next(self._generations)
+
+    def share(self, prefix: SharedPrefix) -> None:
+        """Compute a shared prefix's blocks, in a region of its own."""
+        region = self.shared[prefix.name] = next(self._generations)
+        for place, token in enumerate(prefix.token_ids[: prefix.blocks * PAGE]):
+            self.memory[region, place // PAGE, place % PAGE] = token
+
+    def unshare(self, name: str) -> None:
+        """Spoil a shared prefix's region."""
+        region = self.shared.pop(name)
+        self.memory.update({place: STRAY for place in self.memory if place[0] == region})
 
     def move(self, tenant: str, blocks: Collection[int]) -> None:
         """Copy these blocks of a tenant's region to another place; the old one is spoilt."""
@@ -77,12 +91,15 @@ class SimulatedEngine:
         results = []
         for row, region in enumerate(regions):
             places = range(step.positions[row] + 1)
-            tokens = [self._read(region, step.tables[row], position) for position in places]
+            sequence = step.sequences[row]
+            tokens = [self._read(region, sequence, position) for position in places]
             results.append(next_token(tokens))
         return results
 
-    def _read(self, region: int, table: int, position: int) -> int:
-        block = self.tables.get((table, position // PAGE), NO_ROW)
+    def _read(self, region: int, sequence: LiveSequence, position: int) -> int:
+        block, own = self.tables.get((sequence.table, position // PAGE), NO_ROW), sequence.tenant.region_blocks
+        if block >= own and sequence.prefix:
+            region, block = self.shared[sequence.prefix], block - own
         return self.memory.get((region, block, position % PAGE), STRAY)
 
 
@@ -92,7 +109,15 @@ def check_books(scheduler: ContinuousBatchScheduler) -> None:
     for tenant in scheduler.tenants.values():
         live = list(tenant.live.values())
         assert len(live) <= tenant.config.max_concurrent
-        used = {block for sequence in live for block in sequence.blocks}
+        used = {block for sequence in live for block in sequence.blocks if block < tenant.region_blocks}
+        # Blocks of a shared prefix come first, all of one that is shared, and no row writes them.
+        for sequence in live:
+            shared = [block for block in sequence.blocks if block >= tenant.region_blocks]
+            assert shared == [tenant.region_blocks + index for index in range(len(shared))]
+            assert sequence.blocks[: len(shared)] == shared
+            assert len(shared) * PAGE <= sequence.reused <= sequence.next
+            assert bool(shared) == bool(sequence.prefix)
+            assert not shared or len(shared) <= scheduler.prefixes[sequence.prefix].blocks
         assert tenant.blocks.used == len(used)
         assert tenant.blocks.available == tenant.region_blocks - len(used)
         # Of the blocks that several sequences have, none may be written again: all have rows behind them.

@@ -1,5 +1,6 @@
 """The blocks of a region against a naive model, in any order of uses."""
 
+import itertools
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -20,6 +21,7 @@ class User:
     keys: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    shared: int = 0
 
 
 def contents(tokens: list[int], index: int) -> tuple[int, ...]:
@@ -39,17 +41,36 @@ class AnyUse(RuleBasedStateMachine):
         self.memory: dict[int, tuple[int, ...]] = {}
         self.kept: list[int] = []
         self.old_keys: list[bytes] = []
+        # Shared prefixes, by their names: the part of which each of their blocks consists.
+        self.prefixes: dict[str, list[int]] = {}
+
+    @rule(name=st.sampled_from("xyz"), parts=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def share_or_end(self, name: str, parts: list[int]) -> None:
+        """A shared prefix comes, or its region ends, with the sequences that use it."""
+        if name not in self.prefixes:
+            self.prefixes[name] = parts
+            self.region.attach(name, [part for part in parts for _ in range(PAGE)])
+            return
+        del self.prefixes[name]
+        self.region.detach(name)
+        while users := [number for number, user in enumerate(self.users) if user.shared]:
+            self.end(users[0])
 
     @rule(parts=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def come(self, parts: list[int]) -> None:
         """A sequence of whole blocks, each of equal tokens, shares what is there, and takes the rest."""
         user = User([part for part in parts for _ in range(PAGE)])
         self.region.extend_keys(user.keys, user.tokens, len(parts))
-        found, kept = self.region.find(user.keys)
+        name, shared = self.region.find_shared(user.keys)
+        alike = {other: _common(parts, its) for other, its in self.prefixes.items()}
+        assert shared == max(alike.values(), default=0) == alike.get(name, 0)
+        found, kept = self.region.find(user.keys[shared:])
+        found += shared
         fresh = len(parts) - found
         if fresh > self.region.available - kept:
             return
-        for index in range(found):
+        user.shared, user.blocks = shared, list(range(SIZE, SIZE + shared))
+        for index in range(shared, found):
             block = self.region.share(user.keys[index])
             assert block is not None
             assert self.memory[block] == contents(user.tokens, index), "the very prefix"
@@ -59,7 +80,8 @@ class AnyUse(RuleBasedStateMachine):
         held = {self.memory[other] for other in (*self.kept, *self.published())}
         assert found == len(parts) or contents(user.tokens, found) not in held
         for _ in range(fresh):
-            free = SIZE - len(self.kept) - len({block for other in (*self.users, user) for block in other.blocks})
+            used = {block for other in (*self.users, user) for block in other.blocks if block < SIZE}
+            free = SIZE - len(self.kept) - len(used)
             block = self.region.take()
             assert block is not None
             assert all(block not in other.blocks for other in (*self.users, user))
@@ -91,7 +113,10 @@ class AnyUse(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         """A sequence ends; full blocks that nobody else uses are kept, its last one first in the order to go."""
-        user = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
+        self.end(data.draw(st.integers(0, len(self.users) - 1)))
+
+    def end(self, number: int) -> None:
+        user = self.users.pop(number)
         self.region.release(reversed(user.blocks))
         for block in reversed(user.blocks):
             if block in self.memory and all(block not in other.blocks for other in self.users):
@@ -111,7 +136,7 @@ class AnyUse(RuleBasedStateMachine):
             self.old_keys += user.keys
         self.generation += 1
         self.region = RegionBlocks(SIZE, self.generation)
-        self.users, self.memory, self.kept = [], {}, []
+        self.users, self.memory, self.kept, self.prefixes = [], {}, [], {}
 
     @rule(data=st.data(), parts=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def claim(self, data: st.DataObject, parts: list[int]) -> None:
@@ -132,11 +157,17 @@ class AnyUse(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        used = {block for user in self.users for block in user.blocks}
+        used = {block for user in self.users for block in user.blocks if block < SIZE}
         assert self.region.used == len(used)
         assert self.region.kept == len(self.kept)
         assert self.region.available == SIZE - len(used)
         assert all(self.region.share(key) is None for key in self.old_keys)
+
+
+def _common(parts: list[int], others: list[int]) -> int:
+    """The number of first parts that are equal."""
+    pairs = zip(parts, others, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 AnyUse.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RebindLimited
-from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, TenantConfig
+from gpulease.client.decode.decode_requests import (
+    AnyEvent,
+    PromptRequest,
+    SchedulerEvent,
+    SharedPrefix,
+    TenantConfig,
+)
 from gpulease.client.decode.scheduler.scheduler import MAX_PREEMPTIONS, ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 from gpulease.client.decode.scheduler.tenant_state import LiveSequence, UnadmittedRequest
@@ -36,6 +42,12 @@ REQUESTS = st.tuples(
 )
 REPLAY_WAIT_S = 4.0
 AT_ONCE, INTERVAL_S = 2, 10.0
+PREFIXES = [
+    SharedPrefix(name, prompt_request("a", name, tokens, 1, 0, first_token).token_ids)
+    for name, tokens, first_token in (("short", 17, 1), ("long", 48, 1), ("other", 32, 2))
+]
+"""Tokens that requests begin with; one of them begins with another."""
+
 LOSSES = [CompletionReason.REVOKED, CompletionReason.EXPIRED, CompletionReason.ENGINE_ERROR]
 
 
@@ -97,6 +109,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.last_results: list[int] | None = None
         self.rebinds: dict[str, list[float]] = {config.id: [] for config in CONFIGS}
         self.owing: set[str] = set()
+        self.is_losing_prefix = self.has_lost_prefix = False
 
     # --- what the scheduler tells, against the model ---
 
@@ -158,6 +171,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert event.continued_by not in self.known
         found = self.known[event.continued_by] = Known(replay, expected, self.now + max(REPLAY_WAIT_S, request.wait_s))
         found.preemptions = known.preemptions
+        if self.is_losing_prefix:
+            found.deadline = float("inf")
         if event.reason is CompletionReason.PREEMPTED:
             found.deadline = float("inf")
             # For a heavier tenant's request, or, not counted, for an older sequence of its own tenant.
@@ -350,6 +365,24 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(self.scheduler.revoked(tenant, reason, self.now))
         assert not self.scheduler.tenants[tenant].live
 
+    @rule(prefix=st.sampled_from(PREFIXES))
+    def share_or_lose(self, prefix: SharedPrefix) -> None:
+        """The operator shares a prefix, or its region is gone: those that use it end, and no others."""
+        if prefix.name not in self.scheduler.prefixes:
+            self.engine.share(prefix)
+            self.scheduler.share(prefix)
+            return
+        tenants = self.scheduler.tenants.values()
+        users = {name for tenant in tenants for name, its in tenant.live.items() if its.prefix == prefix.name}
+        self.engine.unshare(prefix.name)
+        self.is_losing_prefix = self.has_lost_prefix = True
+        events = self.scheduler.prefix_lost(prefix.name, CompletionReason.REVOKED, self.now)
+        ended = [event.request.request_id for event in events if isinstance(event, SchedulerEvent.Completed)]
+        assert sorted(ended) == sorted(users)
+        self.take(events)
+        self.is_losing_prefix = False
+        assert self.scheduler.prefix_lost(prefix.name, CompletionReason.REVOKED, self.now) == []
+
     @rule(fewer=st.sampled_from([0, 0, 2]), waits=st.booleans())
     def rebind_all(self, fewer: int, waits: bool) -> None:
         for config in CONFIGS:
@@ -414,8 +447,8 @@ class AnyOrder(RuleBasedStateMachine):
             return
         for config in CONFIGS:
             self.resume(config.id)
-            if self.scheduler.settings.preempts:
-                # What was preempted waits without a deadline, so its region has to come.
+            if self.scheduler.settings.preempts or self.has_lost_prefix:
+                # What was preempted, or lost its prefix, waits without a deadline, so its region has to come.
                 self.now += self.scheduler.rebind_delay_s(config.id, self.now)
             self.rebind(config.id, 0)
         while self.under_way and self.under_way[0].results is not None:

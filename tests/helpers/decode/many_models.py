@@ -101,14 +101,15 @@ def pool_rig(
     load_wait_s: float = 100.0,
     http_processes: int = 0,
     *,
+    tenants: Sequence[TenantConfig] = (ANN, BOB),
     is_audited: bool = False,
 ) -> Iterator[PoolRig]:
     rigs: list[PoolRig] = []
 
     async def run(began: Callable[[uvicorn.Server], None]) -> None:
-        keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in (ANN, BOB)})
+        keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in tenants})
         serving: list[ModelPool] = []
-        metrics = PoolMetrics(["ann", "bob"], lambda: next(iter(serving), None))
+        metrics = PoolMetrics([tenant.id for tenant in tenants], lambda: next(iter(serving), None))
         page = DecodePage(
             lambda: None, key_digest(key_of("operator")), "many models", pool=lambda: next(iter(serving), None)
         )
@@ -122,7 +123,7 @@ def pool_rig(
         with listening("tcp:127.0.0.1:0") as (sock, url):
             async with pool.serving(), AsyncExitStack() as stack:
                 serving.append(pool)
-                models = ManyModels(pool, (ANN, BOB), load_wait_s)
+                models = ManyModels(pool, tenants, load_wait_s)
                 app = make_pool_application(pool, models, keys, routes=page.routes(), metrics=metrics.text)
                 rigs.append(PoolRig(url, pool, models, asyncio.get_running_loop()))
 

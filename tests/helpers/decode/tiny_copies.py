@@ -18,6 +18,11 @@ HERMES_TEMPLATE = (
 def embedding_model(folder: Path, pooling: dict[str, Any], modules: Any = None) -> Path:
     """The tiny model, as sentence-transformers would write it."""
     shutil.copytree(TINY_MODEL, folder)
+    return add_pooling(folder, pooling, modules)
+
+
+def add_pooling(folder: Path, pooling: dict[str, Any], modules: Any = None) -> Path:
+    """Let a model have vectors of texts."""
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     kinds = ["Transformer", "Pooling", "Normalize"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpulease.client.decode.engine.kernel_library import manifest
-from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.row_records import PAGE, SHARED_ALIGNMENT
 from helpers.decode_kernels import Array, KernelRig, bf16, floats, step_rows
 
 HALF_PLACE = 2.0**-8 * 1.01
@@ -106,16 +106,27 @@ def test_a_block_outside_of_the_region_is_not_written(rig: KernelRig, block: int
 
 
 def attended(
-    rig: KernelRig, q: Array, region: Array, rows: Array, tables: Array, splits: int, window: int | None = None
+    rig: KernelRig,
+    q: Array,
+    region: Array,
+    rows: Array,
+    tables: Array,
+    splits: int,
+    window: int | None = None,
+    shared: Array | None = None,
 ) -> Array:
     """The attention's output [R, H, width] of bf16 queries: of `attend`, by two programs a row, and `combine`.
 
-    `attend_whole` gives the same bits. With a `window`, all three are the kernels that have one.
+    `attend_whole` gives the same bits. With a `window`, all three are the kernels that have one. `shared` are the
+    blocks of a region that the rows share.
     """
     count, heads, width = q.shape
     key_heads = region.shape[3]
     address = rig.place(region)
     rows["base"] = address
+    if shared is not None:
+        shared_address = rig.place(shared, SHARED_ALIGNMENT)
+        rows["shared"] = shared_address // SHARED_ALIGNMENT
     totals = np.full((count, heads, splits, width), np.nan, np.float32)
     tops, sums = np.full((2, count, heads, splits), np.nan, np.float32)
     x, whole = np.zeros((2, count, heads, width), np.uint16)
@@ -132,6 +143,8 @@ def attended(
     )  # fmt: skip
     rig.launch(f"attend_whole_{kind}", (count, key_heads), x=whole, **read, **seen)
     rig.release(address)
+    if shared is not None:
+        rig.release(shared_address)
     rig.launch(
         f"combine_{kind}", (count, heads), x=x, totals=totals, tops=tops, sums=sums, rows=rows, H=heads,
         splits=splits, **seen,
@@ -185,6 +198,39 @@ def test_a_foreign_block_reads_as_nothing(rig: KernelRig) -> None:
     for row, table in enumerate(tables):
         seen = np.concatenate([np.arange(PAGE) + PAGE * i for i, block in enumerate(table) if 0 <= block < 8])
         exact, sizes = exact_attention(q[row], region, table, seen)
+        check_attention(found[row], exact, sizes)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("width", EVERY_WIDTH)
+def test_blocks_of_a_shared_region_give_the_bits_of_own_ones(rig: KernelRig, width: int, window: int | None) -> None:
+    """The first row has 12 blocks of its own region, the second 5 of the shared region and 7 of its own."""
+    rng = np.random.default_rng(width)
+    blocks = region_of(rng, 12, 2, width)
+    q = bf16(rng.normal(0, 2, (1, 6, width))).repeat(2, 0)
+    tables = np.array([rng.permutation(12), np.zeros(12)], np.int32)
+    shared, own = blocks[tables[0][:5]], blocks.copy()
+    # What the second row reads of its own region's first blocks must not count.
+    own[tables[0][:5]] = 0x7FC0
+    tables[1] = [*range(12, 17), *tables[0][5:]]
+    rows = step_rows(2, position=180, table=[0, 1], blocks=12, shared_blocks=[0, 5])
+    alone = attended(rig, q[:1], blocks, rows[:1], tables, 2, window)
+    found = attended(rig, q[1:], own, rows[1:], tables, 2, window, shared)
+    assert found.tobytes() == alone.tobytes()
+
+
+def test_a_block_behind_the_shared_region_reads_as_nothing(rig: KernelRig) -> None:
+    """A row may read 4 blocks of its own and 2 of the shared region; others lie behind each of the two."""
+    rng = np.random.default_rng(4)
+    region, shared = region_of(rng, 6, 1, 32), region_of(rng, 4, 1, 32)
+    q = bf16(rng.normal(0, 1, (2, 2, 32)))
+    tables = np.array([[0, 4, 5, 6, 7, 3, 1, 2, -1, 2**31 - 1]] * 2, np.int32)
+    rows = step_rows(2, position=159, table=[0, 1], blocks=4, shared_blocks=[2, 0])
+    found = attended(rig, q, region, rows, tables, 2, None, shared)
+    both = np.concatenate([region[:4], shared[:2]])
+    for row, most in enumerate((6, 4)):
+        seen = np.concatenate([np.arange(PAGE) + PAGE * i for i, block in enumerate(tables[row]) if 0 <= block < most])
+        exact, sizes = exact_attention(q[row], both, tables[row], seen)
         check_attention(found[row], exact, sizes)
 
 
