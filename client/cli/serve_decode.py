@@ -15,7 +15,14 @@ from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
 from gpulease.client.cli.serve_models import serve_models
 from gpulease.client.console.exit_status import needing
 from gpulease.client.console.private_daemon import private_daemon, running_address
-from gpulease.client.decode import Decoder, DecoderObserver, DecoderSettings, TenantConfig, open_model
+from gpulease.client.decode import (
+    Decoder,
+    DecoderObserver,
+    DecoderSettings,
+    SharedPrefix,
+    TenantConfig,
+    open_model,
+)
 from gpulease.client.decode.page.demo_traffic import DemoTraffic
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -114,6 +121,8 @@ async def _serve(
     from gpulease.client.decode.openai.openai_server import make_openai_application
     from gpulease.client.decode.page.decode_page import DecodePage
     from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
+    from gpulease.client.decode.supervisor.decoder import positions_of
+    from gpulease.client.decode.text.named_prefixes import shared_prefixes
     from gpulease.client.http.uvicorn_server import serve_within
 
     serving: list[Decoder] = []
@@ -132,10 +141,23 @@ async def _serve(
         observers, routes = [*observers, page.observer], page.routes()
     checkpoint = open_model(settings.model)
     click.echo(f"The model is {checkpoint.name}. Loading it ...")
+    # Read before the engine opens, because the lease has room for them.
+    tokenizer = checkpoint.tokenizer() if settings.prefixes else None
+    prefixes: tuple[SharedPrefix, ...] = ()
+    if tokenizer is not None:
+        prefixes = shared_prefixes(settings.prefixes, tokenizer, positions_of(checkpoint, settings.decoder))
     audit = await DecodeAudit.of(checkpoint, packed=settings.decoder.packed) if settings.audit else None
     if audit is not None:
         observers = [*observers, audit]
-    opened = Decoder.open(checkpoint, settings.tenants, settings.decoder, address=settings.address, observers=observers)
+    opened = Decoder.open(
+        checkpoint,
+        settings.tenants,
+        settings.decoder,
+        address=settings.address,
+        observers=observers,
+        prefixes=prefixes,
+        tokenizer=tokenizer,
+    )
     async with opened as decoder, contextlib.AsyncExitStack() as stack:
         # From here on page and metrics have a decoder.
         serving.append(decoder)

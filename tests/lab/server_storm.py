@@ -243,7 +243,7 @@ def is_same(kind: Kind, found: Answer, expected: Answer) -> bool:
     """
     if kind.hangs_up_after is None or found[0] != 200 or expected[0] != 200:
         return found == expected
-    one, other = (answer[1][0].get(0, "") for answer in (found, expected))
+    one, other = (str(answer[1][0].get(0, "")) for answer in (found, expected))
     return one.startswith(other) or other.startswith(one)
 
 

@@ -16,6 +16,7 @@ from gpulease.client.decode.openai.decode_settings import (
     KeyTable,
     PooledModelTable,
     PoolTable,
+    PrefixTable,
     ServerTable,
     TenantTable,
 )
@@ -171,10 +172,11 @@ TITLES: Final = ("setting", "must be", "default", "what it decides")
 
 def decode_table() -> str:
     """Return the table of a decode server's settings."""
-    tables = ("engine", "operator", "tenants", "pool", "models")
+    tables = ("engine", "operator", "tenants", "pool", "models", "prefixes")
     top = {key: found for key, found in declared(ServerTable).items() if key not in tables}
     parts = {"": top, "engine.": declared(EngineTable), "tenants.NAME.": declared(TenantTable)}
     parts |= {"pool.": declared(PoolTable), "models.NAME.": declared(PooledModelTable)}
+    parts |= {"prefixes.NAME.": declared(PrefixTable)}
     made = [row for prefix, settings in parts.items() for row in rows(settings, prefix)]
     operator = declared(ServerTable)["operator"].setting.does
     for row in rows(declared(KeyTable), "operator."):

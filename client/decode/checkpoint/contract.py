@@ -44,3 +44,6 @@ class Checkpoint(Protocol):
 
     def tokenizer(self) -> "Tokenizer":
         """Return the model's tokenizer. Raises ModelRejected if it is missing, broken or of an unsupported kind."""
+
+    def close(self) -> None:
+        """Close the files: no tensor can be read any more. Without it, they are closed once nothing refers to them."""

@@ -107,6 +107,10 @@ class GgufFile:
         """Return the model's tokenizer. Raises ModelRejected if it is missing or of an unsupported kind."""
         return gguf_tokenizer(judged(self._said, GGUF_KEYS[self.config.family]), self.config.begin_token)
 
+    def close(self) -> None:
+        """Close the file: no tensor can be read any more."""
+        self._file.close()
+
     def _split_experts(self, entries: dict[str, GgufTensor]) -> None:
         """Replace each tensor of all experts of a layer by one for each of them."""
         if self.config.experts is None:

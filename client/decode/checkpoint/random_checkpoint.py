@@ -69,6 +69,9 @@ class RandomCheckpoint:
         """Raise ModelRejected: random weights have no vocabulary of texts."""
         raise ModelRejected(f"{self.name} have no tokenizer", "Use token ids as prompts")
 
+    def close(self) -> None:
+        """Do nothing: there are no files."""
+
 
 def _reader(block: NDArray[np.uint16], start: int, columns: int) -> RowReader:
     def read(begin: int, end: int) -> NDArray[np.uint8]:

@@ -66,9 +66,11 @@ class SafetensorsFolder:
         self.pooling = folder_pooling(folder)
         # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
         found: dict[str, FileTensor] = {}
+        self._opened: list[TensorFile] = []
         has_images = said.text("model_type", "") == GEMMA3_IMAGES
         for path in self._files():
             file = TensorFile(path)
+            self._opened.append(file)
             for written, shape, kind, offset in _entries(file):
                 if (name := text_name(written) if has_images else written) is None:
                     continue
@@ -116,6 +118,11 @@ class SafetensorsFolder:
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Raises ModelRejected if it is missing or broken."""
         return folder_tokenizer(self._folder, self.config.begin_token)
+
+    def close(self) -> None:
+        """Close the files: no tensor can be read any more."""
+        for file in self._opened:
+            file.close()
 
     def _has(self, name: str) -> bool:
         return (self._folder / name).exists()

@@ -8,6 +8,7 @@ because touching a page that the file has lost ends the process with SIGBUS.
 import mmap
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -40,7 +41,14 @@ class TensorFile:
             raise ModelRejected(f"{path}: {error.strerror}") from None
         except ValueError:
             raise ModelRejected(f"{path}: truncated: it is empty") from None
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False
+
+    def close(self) -> None:
+        """Close the file, which can't be read any more. Views of it stay valid, and keep it mapped."""
+        self._close()
+        with suppress(BufferError):
+            self.mapped.close()
 
     def view(self, offset: int, size: int) -> NDArray[np.uint8]:
         """Return bytes of the file without copying. Raises ModelRejected if the file has become too short."""

@@ -5,6 +5,7 @@ R rows go through the model together. The residual h [R, width] is f32. A linear
 never of R, so a row's bits are the same in every step (kernels/triton_source.py).
 """
 
+import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ CHUNK_STEP: Final = 256
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
+
+LAUNCHES_A_TURN: Final = 32
+"""Most launches in one turn of the event loop. Recording one takes some 30 us of Python."""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Most bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
@@ -255,19 +259,20 @@ class ForwardPass:
         # Allocated before the kernels are recorded, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        launches = (
-            launch
-            for rows in buckets_of(self.limits.max_rows)
-            for is_guided in (False, True)
-            for launch in self.launches(rows, is_guided=is_guided)
-        )
         # A kernel per shape and number of rows: load those that any bucket uses, before the graphs are recorded.
-        await self.library.load(*dict.fromkeys(launch.name for launch in launches))
+        for rows in buckets_of(self.limits.max_rows):
+            for is_guided in (False, True):
+                names = dict.fromkeys(launch.name for launch in self.launches(rows, is_guided=is_guided))
+                await self.library.load(*names)
+                await asyncio.sleep(0)
 
     async def launch(self, rows: int, *, is_guided: bool = False) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
-        for launch in self.launches(rows, is_guided=is_guided):
+        for number, launch in enumerate(self.launches(rows, is_guided=is_guided), 1):
             await self.library.launch(launch)
+            # A launch that is recorded waits for nothing, so other models' steps would not get their turns.
+            if number % LAUNCHES_A_TURN == 0:
+                await asyncio.sleep(0)
 
     def launches(self, rows: int, *, is_guided: bool = False) -> Iterator[KernelLaunch]:
         """Yield the launches of a step of `rows` rows, in their order. A guided one reads `guides`, too."""

@@ -25,12 +25,16 @@ from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
 from gpulease.client.decode.supervisor.decoder import DecoderSettings
 from gpulease.client.decode.supervisor.model_pool import STREAM_WAIT_S, ModelSpec
+from gpulease.client.decode.text.named_prefixes import NamedPrefix
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.http.settings_file import MAX_MODELS, open_regular, read_file, settings_of
 from gpulease.protocol.settings_reader import BadSetting, Setting, must_be, read_size
 
 MAX_TENANTS: Final = 256
 """Most tenants. Each has a region on the card and its own series in the metrics."""
+
+MAX_PREFIXES: Final = 64
+"""Most shared prefixes. Each has a region on the card, and is computed at every load."""
 
 MAX_ORIGINS: Final = 64
 """Most origins of pages. Each request's is compared with all of them."""
@@ -58,6 +62,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.-]{1,253}(?::[0-9]{1,5})?")
 _ORIGINS_TEXT: Final = f"a list of at most {MAX_ORIGINS} origins, each http(s)://HOST[:PORT] or *"
 _NAMES_TEXT: Final = "a list of the names of models"
+_TOKENS_TEXT: Final = "a list of tokens"
 _NAME_TEXT: Final = "1 to 64 letters, digits and .-_"
 
 
@@ -91,6 +96,12 @@ def _read_tables(value: Any, *, kind: str, most: int) -> Mapping[str, Any]:
 def _read_names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise must_be(_NAMES_TEXT, value)
+    return tuple(value)
+
+
+def _read_tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
+        raise must_be(_TOKENS_TEXT, value)
     return tuple(value)
 
 
@@ -226,6 +237,44 @@ class PooledModelTable:
             example="{ max_sequences = 8 }",
         ),
     ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTable:
+    """The table `[prefixes.NAME]` of one prefix that all tenants share."""
+
+    text: Annotated[
+        str | None,
+        Setting(
+            "The text with which prompts of completions begin. Only full blocks of 16 tokens are shared, so it must"
+            " have that many.",
+            example='"You are ..."',
+        ),
+    ] = None
+    system: Annotated[
+        str | None,
+        Setting("Instead of text, the system message with which chats begin.", example='"You are ..."'),
+    ] = None
+    tokens: Annotated[
+        tuple[int, ...] | None,
+        Setting("Instead of text, the tokens with which prompts begin.", what=_TOKENS_TEXT, read=_read_tokens),
+    ] = None
+    models: Annotated[
+        tuple[str, ...] | None,
+        Setting(
+            "The models of [models.NAME] that have it. Without it, all.",
+            what=_NAMES_TEXT,
+            read=_read_names,
+            example='["small"]',
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if sum(bool(given) for given in (self.text, self.system, self.tokens)) != 1:
+            raise ValueError("set either text, system or tokens")
+
+    def named(self, name: str) -> NamedPrefix:
+        return NamedPrefix(name, self.text or "", self.system or "", self.tokens or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +419,15 @@ class ServerTable:
             read=partial(_read_tables, kind="models", most=MAX_MODELS),
         ),
     ] = None
+    prefixes: Annotated[
+        Mapping[str, Any] | None,
+        Setting(
+            "Prefixes of prompts that all tenants share, by their names. Their blocks are computed when the model is"
+            " loaded.",
+            what="tables",
+            read=partial(_read_tables, kind="prefixes", most=MAX_PREFIXES),
+        ),
+    ] = None
     tenants: Annotated[
         Mapping[str, Any],
         Setting(
@@ -400,6 +458,7 @@ class DecodeSettings:
         http_processes: Processes that speak HTTP; 0: the decoder's own does.
         pool: The memory of many models, and their times; None for a server of one.
         models: The models by their names; none for a server of one.
+        prefixes: The prefixes that all tenants share, on a server of one model.
     """
 
     model: Path
@@ -417,6 +476,7 @@ class DecodeSettings:
     http_processes: int = 0
     pool: PoolTable | None = None
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
+    prefixes: tuple[NamedPrefix, ...] = ()
 
 
 def default_http_processes() -> int:
@@ -459,6 +519,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
             permitted[tenant_id] = tenant.models
             if unknown := [model for model in tenant.models if model not in (file.models or {})]:
                 raise InvalidRequest(f"{path}: tenants.{tenant_id}.models: there is no [models.{unknown[0]}]")
+    prefixes = _prefixes(path, file.prefixes or {}, file.models)
     return DecodeSettings(
         model=model,
         name=name,
@@ -474,8 +535,24 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         operator_digest=None if file.operator is None else _digest(path, "operator", file.operator),
         http_processes=default_http_processes() if file.http_processes is None else file.http_processes,
         pool=file.pool,
-        models=_models(path, file.models or {}, said.get("engine", {}), tenants, permitted),
+        models=_models(path, file.models or {}, said.get("engine", {}), tenants, permitted, prefixes),
+        prefixes=tuple(prefix for prefix, _ in prefixes) if file.models is None else (),
     )
+
+
+def _prefixes(
+    path: Path, tables: Mapping[str, Any], models: Mapping[str, Any] | None
+) -> list[tuple[NamedPrefix, Sequence[str]]]:
+    """Return the shared prefixes, each with the models that have it."""
+    prefixes: list[tuple[NamedPrefix, Sequence[str]]] = []
+    for name, said in tables.items():
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(f"{path}: a prefix's name must be {_NAME_TEXT}, not {name!r}")
+        table = settings_of(path, PrefixTable, said, "prefixes", name)
+        if unknown := [model for model in table.models or () if model not in (models or {})]:
+            raise InvalidRequest(f"{path}: prefixes.{name}.models: there is no [models.{unknown[0]}]")
+        prefixes.append((table.named(name), tuple(models or ()) if table.models is None else table.models))
+    return prefixes
 
 
 def _models(
@@ -484,6 +561,7 @@ def _models(
     engine: Mapping[str, Any],
     tenants: Sequence[TenantConfig],
     permitted: Mapping[str, Sequence[str]],
+    prefixes: Sequence[tuple[NamedPrefix, Sequence[str]]],
 ) -> dict[str, ModelSpec]:
     """Return the models of many, each with the tenants that may use it."""
     models = {}
@@ -497,7 +575,13 @@ def _models(
         if not its:
             raise InvalidRequest(f"{path}: no tenant may use the model {name}")
         models[name] = ModelSpec(
-            path.parent / table.model, its, own.decoder(), own.wait_s, own.chat_tokens, is_preloaded=table.preload
+            path.parent / table.model,
+            its,
+            own.decoder(),
+            own.wait_s,
+            own.chat_tokens,
+            tuple(prefix for prefix, having in prefixes if name in having),
+            is_preloaded=table.preload,
         )
     return models
 

@@ -262,8 +262,13 @@ class Decoder:
             decoder._tokenizer = asyncio.get_running_loop().create_future()
             decoder._tokenizer.set_result(tokenizer)
         # From here on the lease exists, and the block's end frees it.
-        async with decoder._serve(progress):
-            yield decoder
+        try:
+            async with decoder._serve(progress):
+                yield decoder
+        finally:
+            # A checkpoint that the caller has opened is the caller's to close.
+            if checkpoint is not model:
+                checkpoint.close()
 
     @asynccontextmanager
     async def _serve(self, progress: Callable[[int, int], None] | None = None) -> AsyncIterator[None]:
@@ -581,6 +586,11 @@ def engine_bytes(
     return _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes)).size_bytes
 
 
+def positions_of(checkpoint: Checkpoint, settings: DecoderSettings) -> int:
+    """Return the positions of a sequence: those of the settings, or the model's context up to MAX_POSITIONS."""
+    return settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
+
+
 def _engine_spec(
     checkpoint: Checkpoint,
     tenants: tuple[TenantConfig, ...],
@@ -593,8 +603,7 @@ def _engine_spec(
 
     Raises what `lease_bytes` raises, and RequestRejected for prefixes that can't be shared.
     """
-    # The settings' length, or else the model's context up to the default limit.
-    positions = settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
+    positions = positions_of(checkpoint, settings)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
     # Without tenants, one gets all sequences, and blocks for a few of full length.
     tenants = tenants or (_only_tenant(limits),)

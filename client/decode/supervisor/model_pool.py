@@ -23,7 +23,7 @@ from gpulease.client.decode.checkpoint import Checkpoint, open_model
 from gpulease.client.decode.decode_errors import ModelRefusal, ModelRejected, ModelUnavailable, UnknownModel
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver, EngineRebuilt, FinishedRequest
-from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.decode_requests import SharedPrefix, TenantConfig
 from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.scheduler.model_residency import (
     Admit,
@@ -40,8 +40,9 @@ from gpulease.client.decode.scheduler.model_residency import (
 )
 from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAudit
-from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings, engine_bytes
+from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings, engine_bytes, positions_of
 from gpulease.client.decode.supervisor.generation import Generation
+from gpulease.client.decode.text.named_prefixes import NamedPrefix, shared_prefixes
 from gpulease.client.errors import Busy, CapacityExceeded, GpuLeaseError, InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class ModelSpec:
         settings: Its decoder's settings.
         wait_s: Seconds that a request may wait for its admission, once the model is on the card.
         chat_tokens: Default tokens of a chat's answer.
+        prefixes: The prefixes that all of its tenants share.
         is_preloaded: Whether it is loaded at the start.
     """
 
@@ -73,6 +75,7 @@ class ModelSpec:
     settings: DecoderSettings = DecoderSettings()  # it can't be changed
     wait_s: float = 30.0
     chat_tokens: int = 256
+    prefixes: tuple[NamedPrefix, ...] = ()
     is_preloaded: bool = False
 
     def permits(self, tenant: str) -> bool:
@@ -169,6 +172,8 @@ class ModelPool:
         self._computed_by: dict[str, tuple[object, ComputedBy]] = {}
         # By path, likewise.
         self._tokenizers: dict[Path, tuple[object, Tokenizer]] = {}
+        # By model, with the state of its files and settings then.
+        self._shared: dict[str, tuple[object, tuple[SharedPrefix, ...]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks, self._loads = BackgroundTasks(), BackgroundTasks()
 
@@ -322,14 +327,15 @@ class ModelPool:
         size = 0
         try:
             checkpoint = open_model(spec.path)
-            size = engine_bytes(checkpoint, spec.tenants, spec.settings)
             self._load_tokenizer(spec.path, checkpoint)
+            prefixes = self._shared_of(name, checkpoint, spec)
+            size = engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes)
         except GpuLeaseError as error:
             # The others are served. Its own requests get the error of the load.
             self.log.failure("model_not_measured", error, model=name)
         # While a region with a fixed life is moved, which happens without requests, too, a session can't stay parked.
         is_parkable = spec.settings.region_life_s is None
-        version = spec.path, spec.tenants, spec.settings, spec.wait_s, spec.chat_tokens
+        version = spec.path, spec.tenants, spec.settings, spec.wait_s, spec.chat_tokens, spec.prefixes
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
 
     def _load_tokenizer(self, path: Path, checkpoint: Checkpoint) -> None:
@@ -348,6 +354,18 @@ class ModelPool:
         """Return a model's tokenizer; None if its files have changed since it was loaded."""
         state, tokenizer = self._tokenizers.get(path, (None, None))
         return tokenizer if state == _state_of(path) else None
+
+    def _shared_of(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> tuple[SharedPrefix, ...]:
+        """Return the tokens of a model's shared prefixes. Raises ModelRejected."""
+        if not spec.prefixes:
+            return ()
+        state = _state_of(spec.path), spec.settings.positions, spec.prefixes
+        known = self._shared.get(model)
+        if known is None or known[0] != state:
+            tokenizer = self._tokenizer_of(spec.path) or checkpoint.tokenizer()
+            found = shared_prefixes(spec.prefixes, tokenizer, positions_of(checkpoint, spec.settings))
+            known = self._shared[model] = state, found
+        return known[1]
 
     # --- effects ---
 
@@ -392,7 +410,10 @@ class ModelPool:
         try:
             async with AsyncExitStack() as stack:
                 checkpoint = await asyncio.to_thread(open_model, spec.path)
-                self._check_size(model, checkpoint, spec)
+                # At the unload, rather than when the garbage collector finds the decoder.
+                stack.callback(checkpoint.close)
+                prefixes = await asyncio.to_thread(self._shared_of, model, checkpoint, spec)
+                self._check_size(model, engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes))
                 observers = [*self._observers(model), _PoolFeed(self, model, opened)]
                 audit = None
                 if self._is_audited:
@@ -405,6 +426,7 @@ class ModelPool:
                         spec.settings,
                         address=self._address,
                         observers=observers,
+                        prefixes=prefixes,
                         is_parkable=self.residency.models[model].terms.is_parkable,
                         tokenizer=self._tokenizer_of(spec.path),
                     )
@@ -438,12 +460,9 @@ class ModelPool:
         self.log.info("model_unloaded", model=model)
         self._apply(self.residency.unloaded(model, self._clock()))
 
-    def _check_size(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    def _check_size(self, model: str, size: int) -> None:
         """Raise ModelRejected if a model's memory is not what the pool counts for it."""
-        counted, size = (
-            self.residency.models[model].terms.size_bytes,
-            engine_bytes(checkpoint, spec.tenants, spec.settings),
-        )
+        counted = self.residency.models[model].terms.size_bytes
         if size > counted:
             text = f"the files of model {model} take {size:,} bytes; {counted:,} were counted when they were last read"
             raise ModelRejected(text, "Reload the server's settings: send it SIGHUP")

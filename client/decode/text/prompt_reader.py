@@ -64,8 +64,8 @@ class PromptReader:
         return self.read_text(tokenizer.render_chat(messages, variables), begins=tokenizer.chat_begins)
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return self._tokenizer.decode(tokens)
+        """Return the text of tokens, with the names of special ones."""
+        return self._tokenizer.decode(tokens, has_special=True)
 
     def checked(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens as a list. Raises AdmissionRefused for more tokens than the context has."""

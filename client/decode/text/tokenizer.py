@@ -98,9 +98,11 @@ class Tokenizer:
             return [self.begin_token, *tokens]
         return tokens
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of all tokens, without special ones. Invalid bytes become U+FFFD."""
-        text = b"".join(map(self.bytes_of, tokens)).decode(errors="replace")
+    def decode(self, tokens: Iterable[int], *, has_special: bool = False) -> str:
+        """Return the text of all tokens, special ones by their names if `has_special`. Invalid bytes become U+FFFD."""
+        names = self.special_tokens if has_special else {}
+        parts = (names[token].encode() if token in names else self.bytes_of(token) for token in tokens)
+        text = b"".join(parts).decode(errors="replace")
         return text.removeprefix(" ") if self._begins_with_space else text
 
     def stream(self, shown: Mapping[int, bytes] | None = None) -> "TextStream":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
-from gpulease.client.decode.decode_requests import SamplingParameters, TenantConfig
+from gpulease.client.decode.decode_requests import SamplingParameters, SharedPrefix, TenantConfig
 from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
@@ -32,8 +32,10 @@ def opened(
     options: DecoderSettings = SETTINGS,
     tenants: Sequence[TenantConfig] = TENANTS,
     *observers: Recorder,
+    prefixes: Sequence[SharedPrefix] = (),
 ) -> AbstractAsyncContextManager[Decoder]:
-    return Decoder.open(RandomCheckpoint(TINY, 1), tenants, options, address=daemon.address, observers=observers)
+    model = RandomCheckpoint(TINY, 1)
+    return Decoder.open(model, tenants, options, address=daemon.address, observers=observers, prefixes=prefixes)
 
 
 def submit(decoder: Decoder, prompt: Sequence[int], most: int = 6, tenant: str = "a") -> Generation:
@@ -218,6 +220,117 @@ def test_a_short_region_serves_more_than_it_could_reserve_for(daemon: Daemon) ->
 
     play(daemon, scene, SETTINGS, [TenantConfig("a", 6, 8)], recorder)
     assert {rebind.reason for rebind in recorder.rebinds} == {CompletionReason.PREEMPTED}
+
+
+LONG, SHORT = SharedPrefix("long", tuple(tokens_of(8, 75))), SharedPrefix("short", tuple(tokens_of(8, 40)))
+"""One that begins with the other's blocks."""
+
+
+def test_a_prompt_of_any_tenant_begins_behind_the_shared_prefix_that_it_begins_with(daemon: Daemon) -> None:
+    """Without any sequence of its tenant before it, with the tokens of a whole prompt, and without blocks for it."""
+    cuts, own = (75, 70, 64, 40, 35, 20, 10), tokens_of(9, 7)
+    prompts = [(tenant, [*LONG.token_ids[:cut], *own]) for tenant in "ab" for cut in cuts]
+
+    async def part() -> None:
+        async with opened(daemon, replace(SETTINGS, reuses_prefixes=False)) as plain:
+            expected = await outputs(plain, prompts, at_once=False)
+        async with opened(daemon, prefixes=[SHORT, LONG]) as sharing:
+            assert await outputs(sharing, prompts[:7], at_once=False) == expected[:7]
+            assert await outputs(sharing, prompts[7:], at_once=True) == expected[7:]
+            every = [submit(sharing, tokens, tenant=tenant) for tenant, tokens in prompts[7:]]
+            assert [await read(generation) for generation in every] == expected[7:]
+            # At first the shared blocks alone; then those of the tenant's own sequences behind them, too.
+            assert reused_by(sharing)["a"] == 64 + 64 + 64 + 32 + 32 + 16
+            assert [generation.reused_tokens for generation in every] == [80, 64, 64, 32, 32, 16, 16]
+            scored = sharing.submit(prompts[0][1], max_tokens=2, tenant_id="a", ranks=1, scores_prompt=True)
+            await read(scored)
+            assert (scored.reused_tokens, len(scored.prompt_scores)) == (0, 81)
+            # A region of the operator's cannot be written: rows name blocks of their tenant's region alone.
+            sequence = submit(sharing, prompts[0][1], most=20)
+            await anext(sequence)
+            (live,) = sharing.scheduler.tenants["a"].live.values()
+            assert live.prefix == "long"
+            assert live.blocks[:4] == [24, 25, 26, 27]
+            assert all(block < 24 for block in live.blocks[4:])
+            await sharing.move_tenant("a")
+            assert (await read(sequence))[:5] == expected[0][1:]
+            assert sequence.replays == 0
+
+    asyncio.run(part())
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["in use", "idle"])
+def test_the_end_of_a_shared_prefix_s_region_ends_no_tenant_s(daemon: Daemon, is_idle: bool) -> None:
+    """Sequences that use it are computed again, in their tenants' own regions; all others continue."""
+    prompt, other = [*LONG.token_ids, *tokens_of(9, 7)], tokens_of(12, 30)
+    recorder = Recorder()
+
+    async def part() -> None:
+        async with opened(daemon) as plain:
+            expected = [await read(submit(plain, tokens, most=40)) for tokens in (prompt, other)]
+        async with opened(daemon, SETTINGS, TENANTS, recorder, prefixes=[LONG]) as sharing:
+            regions = {name: pool.region.lease_id for name, pool in sharing.regions.pools.items()}
+            users = [] if is_idle else [submit(sharing, prompt, 40, tenant) for tenant in "aab"]
+            apart = submit(sharing, other, 40, "a")
+            first = [await anext(one) for one in (*users, apart)]
+            _, pool = sharing.regions.prefixes["long"]
+            daemon.revoke(pool.region.lease_id)
+            for begin, user in zip(first, users, strict=False):
+                assert [begin, *await read(user)] == expected[0]
+                assert user.replays == 1
+            assert [first[-1], *await read(apart)] == expected[1]
+            assert apart.replays == 0
+            # An idle decoder notices it, too.
+            while sharing.regions.prefixes:  # noqa: ASYNC110  # nothing reports it to callers
+                await asyncio.sleep(0.01)
+            assert sharing.scheduler.prefixes == {}
+            after = submit(sharing, prompt, 40, "b")
+            assert await read(after) == expected[0]
+            # No tenant has lost its region, or a permit for the next one.
+            assert {name: pool.region.lease_id for name, pool in sharing.regions.pools.items()} == regions
+            assert sharing.rebinds == 0
+            assert {rebind.reason for rebind in recorder.rebinds} == ({CompletionReason.REVOKED} if users else set())
+
+    asyncio.run(part())
+
+
+def test_another_engine_shares_the_prefixes_again(daemon: Daemon) -> None:
+    prompt = [*LONG.token_ids, *tokens_of(9, 7)]
+
+    async def part() -> None:
+        async with opened(daemon, prefixes=[LONG]) as decoder:
+            expected = await read(submit(decoder, prompt))
+            lives = submit(decoder, prompt, most=60)
+            found = [await anext(lives)]
+            await decoder.move()
+            assert [*found, *await read(lives)][:6] == expected
+            daemon.revoke(decoder.engine.lease.lease_id)
+            again = submit(decoder, prompt, tenant="b")
+            assert await read(again) == expected
+            assert again.reused_tokens == 64
+
+    asyncio.run(part())
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "said"),
+    [
+        ([LONG, LONG], "different names, not long, long"),
+        ([SharedPrefix("x", (TINY.vocabulary,) * 16)], "tokens of prefix x must be 0 to"),
+        ([SharedPrefix("x", (1,) * 2048)], "prefix x must have fewer tokens than the"),
+    ],
+)
+def test_prefixes_that_can_t_be_shared_are_refused_by_name(
+    daemon: Daemon, prefixes: list[SharedPrefix], said: str
+) -> None:
+    async def part() -> None:
+        async with opened(daemon, prefixes=prefixes):
+            pass
+
+    with pytest.raises(RequestRejected, match=said):
+        asyncio.run(part())
+    with pytest.raises(ValueError, match="prefix x must have at least 16 tokens, not 15"):
+        SharedPrefix("x", (1,) * 15)
 
 
 def test_an_engine_takes_prefixes_that_fit_its_tables(tiny: RunningRig) -> None:

@@ -14,6 +14,7 @@ from gpulease.client.decode.openai.decode_settings import (
     load_decode_settings,
 )
 from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
+from gpulease.client.decode.text.named_prefixes import NamedPrefix
 from gpulease.client.errors import InvalidRequest
 
 KEY = "0123456789abcdef"
@@ -158,6 +159,41 @@ def test_many_models_have_settings_and_tenants_of_their_own(tmp_path: Path) -> N
     ],
 )
 def test_a_mistake_about_many_models_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        loaded(tmp_path, text)
+
+
+PREFIXES = """
+[prefixes.one]
+system = "Be brief."
+[prefixes.two]
+tokens = [1, 2]
+"""
+
+
+def test_prefixes_are_those_of_the_models_that_they_name(tmp_path: Path) -> None:
+    assert loaded(tmp_path, MODEL + PREFIXES + TENANT).prefixes == (
+        NamedPrefix("one", system="Be brief."),
+        NamedPrefix("two", token_ids=(1, 2)),
+    )
+    settings = loaded(tmp_path, MANY + PREFIXES + 'models = ["large"]\n' + TENANT)
+    names = {model: [prefix.name for prefix in spec.prefixes] for model, spec in settings.models.items()}
+    assert names == {"small": ["one"], "large": ["one", "two"]}
+    assert settings.prefixes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MODEL + PREFIXES.replace("system", "text") + 'text = "a"\n' + TENANT, "set either text, system or tokens"),
+        (MODEL + PREFIXES.replace("[1, 2]", "[]") + TENANT, "set either text, system or tokens"),
+        (MODEL + PREFIXES.replace("[1, 2]", "[1, true]") + TENANT, "prefixes.two.tokens must be a list of tokens, not"),
+        (MODEL + PREFIXES.replace(".two", '."a b"') + TENANT, "a prefix's name must be 1 to 64 letters, digits and"),
+        (MODEL + PREFIXES + 'models = ["x"]\n' + TENANT, "prefixes.two.models: there is no [models.x]"),
+        (MODEL + "[prefixes]\n" + TENANT, "prefixes must be 1 to 64 tables [prefixes.NAME]"),
+    ],
+)
+def test_a_mistake_about_prefixes_is_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         loaded(tmp_path, text)
 

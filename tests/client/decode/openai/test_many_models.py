@@ -23,6 +23,7 @@ from gpulease.client.decode.openai.openai_server import make_pool_application
 from gpulease.client.decode.openai.served_models import ManyModels
 from gpulease.client.decode.scheduler.model_residency import ResidencyLimits
 from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
+from gpulease.client.decode.text.named_prefixes import NamedPrefix
 from helpers.daemon import Daemon, running
 from helpers.decode.many_models import (
     ANN,
@@ -360,9 +361,21 @@ def test_a_reload_adds_and_removes_models_while_others_serve(node: Daemon, paths
         assert (count(rig, "a", "load"), count(rig, "b", "load")) == (2, 1)
         rig.wait_for(withdraw_while_waiting(rig, paths))
         rig.wait_for(remove_while_read(rig))
+        # A model with other shared prefixes is loaded again. Neither tenant has sent one of them before.
+        text = "Changed in version 3.7: the with statement is an expression."
+        prompt = {"prompt": f"{text} It ", "seed": 3}
+        rig.wait_for(rig.pool.change({"b": specs["b"]}))
+        plain = [rig.complete("b", tenant, **prompt) for tenant in ("ann", "bob")]
+        rig.wait_for(rig.pool.change({"b": replace(specs["b"], prefixes=(NamedPrefix("with", text=text),))}))
+        wait_until(lambda: rig.state("b") == "unloaded", "b to be unloaded")
+        shared = [rig.complete("b", tenant, **prompt) for tenant in ("ann", "bob")]
+        assert [reply["choices"] for reply in shared] == [reply["choices"] for reply in plain]
+        cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in (*plain, *shared)]
+        assert cached[:2] == [0, 0] != cached[2:] == [cached[2]] * 2
+        assert cached[2] >= 16
     # The records name the models as requests do, not by their files.
     named = re.findall(r'"event":"decode",.*?"model":\{"name":"(\w+)"', audit_text(audit))
-    assert sorted(named) == ["a", "a", "a", "b", "b"]
+    assert sorted(named) == ["a", "a", "a", *"bbbbbb"]
 
 
 def test_fronts_serve_many_models(node: Daemon, paths: dict[str, Path]) -> None:

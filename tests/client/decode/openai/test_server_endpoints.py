@@ -38,6 +38,10 @@ def test_tokens_of_a_prompt_and_a_chat_are_those_that_the_model_gets(rig: OpenAi
     assert found["count"] == len(found["tokens"]) > 0
     assert found["max_model_len"] > 0
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": PROMPT}
+    # Special tokens by their names, as vLLM's server returns them: the same text gives the same tokens.
+    asked = {"prompt": f"<|end|>{PROMPT}"}
+    assert (tokens := http.post("/tokenize", json=asked).json()["tokens"]) == [0, *found["tokens"]]
+    assert http.post("/detokenize", json={"tokens": tokens}).json() == asked
     chat = http.post("/tokenize", json={"messages": USER}).json()
     with rig.client() as client:
         done = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)  # type: ignore[arg-type]

@@ -95,6 +95,14 @@ def test_a_decoder_of_another_kind_is_refused() -> None:
         Tokenizer(library, None, None, "a file")
 
 
+def test_a_decoded_text_has_the_names_of_special_tokens_where_they_are_wanted() -> None:
+    tokenizer = byte_tokenizer()
+    (end,) = tokenizer.special_tokens
+    tokens = [end, *tokenizer.encode("a b"), end]
+    assert tokenizer.decode(tokens) == "a b"
+    assert tokenizer.decode(tokens, has_special=True) == "<end>a b<end>"
+
+
 @pytest.mark.parametrize(
     "step",
     [decoders.Replace("_", " "), decoders.Strip("_", 1, 0), decoders.Strip(" ", 0, 1), decoders.Metaspace()],

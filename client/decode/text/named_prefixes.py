@@ -1,0 +1,65 @@
+"""Prefixes that an operator shares by name: how their texts become tokens."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Final
+
+from gpulease.client.decode.decode_errors import ModelRejected, RequestRejected
+from gpulease.client.decode.decode_requests import SharedPrefix
+from gpulease.client.decode.text.prompt_reader import PromptReader
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.tokenizer import Tokenizer
+
+_USERS: Final = ("0", "Hello")
+"""Messages of two users. What the prompts of both begin with is what chats with the same system message begin with, but
+perhaps for the last token, which a message's first character may change: then its block is computed with the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPrefix:
+    """A prefix as the operator writes it: a text, a system message or tokens.
+
+    Attributes:
+        name: Its name.
+        text: What completions' prompts begin with; "" if it is not a text.
+        system: The system message with which chats begin; "" if it is not one.
+        token_ids: The tokens; () if it is not given so.
+    """
+
+    name: str
+    text: str = ""
+    system: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+def shared_prefixes(named: Iterable[NamedPrefix], tokenizer: "Tokenizer", context: int) -> tuple[SharedPrefix, ...]:
+    """Return the prefixes with their tokens, read as prompts of a model with `context` positions are.
+
+    Raises ModelRejected, which names the prefix, for one that is too short or too long, or that the model's template
+    refuses.
+    """
+    reader = PromptReader(tokenizer, context)
+    found = []
+    for prefix in named:
+        try:
+            found.append(SharedPrefix(prefix.name, tuple(_tokens(prefix, reader))))
+        except ValueError as error:
+            raise ModelRejected(str(error)) from None
+        except RequestRejected as error:
+            raise ModelRejected(f"prefix {prefix.name}: {error}") from None
+    return tuple(found)
+
+
+def _tokens(prefix: NamedPrefix, reader: PromptReader) -> Sequence[int]:
+    if prefix.text:
+        return reader.read_text(prefix.text)
+    if not prefix.system:
+        return prefix.token_ids
+    # Where the template puts the message is its own affair, so read two chats, and keep what they have in common.
+    one, other = (
+        reader.read_chat([{"role": "system", "content": prefix.system}, {"role": "user", "content": user}], {})
+        for user in _USERS
+    )
+    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
