@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,9 +13,11 @@ import click
 
 from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
 from gpulease.client.cli.serve_models import serve_models
+from gpulease.client.cli.settings_reload import SettingsReload, log
 from gpulease.client.console.exit_status import needing
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import (
+    Checkpoint,
     Decoder,
     DecoderObserver,
     DecoderSettings,
@@ -83,7 +85,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
         if settings.models and config is not None:
             asyncio.run(serve_models(settings, config, sock, url, known, host_names, STOP_LIMIT_S))
         else:
-            asyncio.run(_serve(settings, sock, url, known, demo_keys, host_names=host_names))
+            asyncio.run(_serve(settings, sock, url, known, demo_keys, host_names=host_names, path=config))
     click.echo("decode has stopped")
 
 
@@ -115,11 +117,13 @@ async def _serve(
     demo: "_DemoKeys | None",
     observers: Sequence[DecoderObserver] = (),
     host_names: Sequence[str] = (),
+    path: Path | None = None,
 ) -> None:
-    """Open the decoder, and serve until a signal; the lease ends with this call."""
+    """Open the decoder, and serve until a signal; the lease ends with this call. `path` is the settings' file."""
     from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
     from gpulease.client.decode.openai.openai_server import make_openai_application
     from gpulease.client.decode.page.decode_page import DecodePage
+    from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
     from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
     from gpulease.client.decode.supervisor.decoder import positions_of
     from gpulease.client.decode.text.named_prefixes import shared_prefixes
@@ -187,6 +191,10 @@ async def _serve(
             click.echo(f"Watch: {url}/#key={demo.operator}")
             traffic.append(DemoTraffic(decoder, names))
             await stack.enter_async_context(_going_on(traffic[0].run()))
+        if path is not None:
+            tasks = BackgroundTasks()
+            stack.push_async_callback(tasks.stop)
+            stack.callback(SettingsReload(path, tasks, prefixes_reload(decoder, checkpoint, path, settings)).close)
         servers: list[Any] = []
 
         # If the decoder ends, a server without it could only refuse: stop it.
@@ -198,6 +206,30 @@ async def _serve(
             await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append)
         # If the decoder ended by itself, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
+
+
+def prefixes_reload(
+    decoder: Decoder, checkpoint: Checkpoint, path: Path, settings: "DecodeSettings"
+) -> "Callable[[DecodeSettings], Awaitable[str]]":
+    """Return what applies the shared prefixes of a settings file to a decoder, for `SettingsReload`."""
+    from gpulease.client.decode.supervisor.decoder import positions_of
+    from gpulease.client.decode.text.named_prefixes import shared_prefixes
+
+    shared = settings.prefixes
+
+    async def apply(found: "DecodeSettings") -> str:
+        nonlocal shared
+        # Keys have no comparison of their own.
+        others = replace(found, prefixes=settings.prefixes, keys=settings.keys)
+        if others != settings or found.keys.digests != settings.keys.digests:
+            log.warning("%s: of a server of one model, all settings but [prefixes] are read at the start only", path)
+        if found.prefixes != shared:
+            tokenizer, positions = await decoder.tokenizer(), positions_of(checkpoint, settings.decoder)
+            await decoder.share(await asyncio.to_thread(shared_prefixes, found.prefixes, tokenizer, positions))
+            shared = found.prefixes
+        return f"prefixes {', '.join(prefix.name for prefix in shared)}" if shared else "no prefixes"
+
+    return apply
 
 
 def _fronted(

@@ -2,29 +2,24 @@
 
 import asyncio
 import contextlib
-import logging
-import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from gpulease.client.cli.settings_reload import SettingsReload, log
 from gpulease.client.decode import DecoderObserver
-from gpulease.client.errors import GpuLeaseError
 
 if TYPE_CHECKING:
     # Needs the extra `serve`, without which the command says what to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
-    from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
     from gpulease.client.decode.supervisor.model_pool import ModelPool
     from gpulease.protocol.http_origin import KnownHosts
 
 STOP_POLL_S: Final = 0.2
 """Seconds between two checks whether the server stops: requests that wait for a model are refused then."""
-
-_log: Final = logging.getLogger("gpulease.decode")
 
 
 async def serve_models(
@@ -106,40 +101,22 @@ async def serve_models(
         tasks = BackgroundTasks()
         stack.push_async_callback(tasks.stop)
         tasks.start(drain_with_server())
-        reloading = _Reload(pool, path, settings, tasks)
+        reloading = SettingsReload(path, tasks, pool_reload(pool, path, settings))
         stack.callback(reloading.close)
         await serve_within(app, sock, known=known, stop_s=stop_s, began=servers.append)
         # Streams that fronts have open would otherwise wait for models until their own limit.
         pool.drain()
 
 
-class _Reload:
-    """Applies the models of a settings file to a pool on SIGHUP, in tasks of the server's."""
+def pool_reload(
+    pool: "ModelPool", path: Path, settings: "DecodeSettings"
+) -> "Callable[[DecodeSettings], Awaitable[str]]":
+    """Return what applies the models of a settings file to a pool, for `SettingsReload`."""
 
-    def __init__(self, pool: "ModelPool", path: Path, settings: "DecodeSettings", tasks: "BackgroundTasks") -> None:
-        self._pool, self._path, self._settings, self._tasks = pool, path, settings, tasks
-        self._one_at_a_time = asyncio.Lock()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGHUP, self._start)
+    async def apply(found: "DecodeSettings") -> str:
+        if found.keys.digests != settings.keys.digests or found.pool != settings.pool:
+            log.warning("%s: [pool] and the tenants' keys are read at the start only", path)
+        await pool.change(found.models)
+        return ", ".join(found.models)
 
-    def close(self) -> None:
-        self._loop.remove_signal_handler(signal.SIGHUP)
-
-    def _start(self) -> None:
-        self._tasks.start(self._reload())
-
-    async def _reload(self) -> None:
-        from gpulease.client.decode.openai.decode_settings import load_decode_settings
-
-        async with self._one_at_a_time:
-            try:
-                # Models' files are opened, so not in the loop that serves.
-                found = await asyncio.to_thread(load_decode_settings, self._path)
-                if found.keys.digests != self._settings.keys.digests or found.pool != self._settings.pool:
-                    _log.warning("%s: [pool] and the tenants' keys are read at the start only", self._path)
-                await self._pool.change(found.models)
-            except GpuLeaseError as error:
-                # The server keeps what it has.
-                _log.error("the settings were not reloaded: %s", error)
-                return
-            _log.info("the settings were reloaded: %s", ", ".join(found.models))
+    return apply

@@ -8,7 +8,6 @@ because touching a page that the file has lost ends the process with SIGBUS.
 import mmap
 import os
 import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -46,9 +45,10 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file, which can't be read any more. Views of it stay valid, and keep it mapped."""
-        self._close()
-        with suppress(BufferError):
-            self.mapped.close()
+        if self._close.alive:
+            self._close()
+            # The map ends with the last view of it.
+            del self.mapped
 
     def view(self, offset: int, size: int) -> NDArray[np.uint8]:
         """Return bytes of the file without copying. Raises ModelRejected if the file has become too short."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Self
@@ -190,6 +191,9 @@ class Decoder:
         grammars: Compiles grammars, and computes their masks during the steps.
     """
 
+    # Returns the specification of an engine that shares these prefixes.
+    _spec_with: Callable[[tuple[SharedPrefix, ...]], EngineSpec]
+
     def __init__(
         self,
         spec: EngineSpec,
@@ -261,6 +265,7 @@ class Decoder:
         if tokenizer is not None:
             decoder._tokenizer = asyncio.get_running_loop().create_future()
             decoder._tokenizer.set_result(tokenizer)
+        decoder._spec_with = partial(_engine_spec, checkpoint, spec.tenants, settings, is_parkable=is_parkable)
         # From here on the lease exists, and the block's end frees it.
         try:
             async with decoder._serve(progress):
@@ -531,6 +536,14 @@ class Decoder:
         continues to serve, if it can.
         """
         await self._supervisor.move(address)
+
+    async def share(self, prefixes: Iterable[SharedPrefix]) -> None:
+        """Share these prefixes with all tenants from now on, and no others.
+
+        Opens an engine that has them, and moves the load there, as `move` does. Raises what `move` raises, and
+        RequestRejected for prefixes that can't be shared. Then those before stay shared.
+        """
+        await self._supervisor.move(spec=self._spec_with(tuple(prefixes)))
 
     # --- leaving the card while it is idle ---
 

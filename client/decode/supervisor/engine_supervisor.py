@@ -306,13 +306,13 @@ class EngineSupervisor:
                     pause_s, effects = self._life.refuse(error, self._clock())
                     self._apply(effects)
 
-    async def move(self, address: str | None = None) -> None:
+    async def move(self, address: str | None = None, spec: EngineSpec | None = None) -> None:
         """Open an engine on another lease while this one serves; then move the whole load there between two steps.
 
-        `Decoder.move` says more.
+        `Decoder.move` says more. Further engines are opened with `spec`, too, if one is given.
         """
         # In a task of its own, so that a cancelled caller can still wait for the undoing.
-        task = self._tasks.start(self._move(address))
+        task = self._tasks.start(self._move(address, spec))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -322,18 +322,18 @@ class EngineSupervisor:
             await asyncio.wait((task,))
             raise
 
-    async def _move(self, address: str | None) -> None:
+    async def _move(self, address: str | None, spec: EngineSpec | None) -> None:
         async with self._changing:
             self.check_alive()
-            old, address = self.serving, address or self._address
+            old, address, spec = self.serving, address or self._address, spec or self._spec
             # The old engine keeps computing while the model is loaded on the new lease.
-            successor = await ServingEngine.open(self._spec, self, address)
+            successor = await ServingEngine.open(spec, self, address)
             try:
                 await self._take_over(successor)
             finally:
                 # Also if the caller was cancelled at the moment of the hand-over: the old lease must not be kept.
                 if self.serving is successor:
-                    self._address = address
+                    self._address, self._spec = address, spec
                     await old.abandon()
 
     async def _leave(self, left: ServingEngine, warning: GpuLeaseError) -> None:

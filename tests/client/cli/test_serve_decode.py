@@ -1,5 +1,8 @@
 """`gpulease serve decode`: its refusals before it serves."""
 
+import asyncio
+import contextlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -8,9 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client.cli.__main__ import main
-from gpulease.client.decode import TINY_MODEL
-from gpulease.client.decode.openai.decode_settings import EXAMPLE
+from gpulease.client.cli.serve_decode import prefixes_reload
+from gpulease.client.cli.settings_reload import SettingsReload
+from gpulease.client.decode import TINY_MODEL, Decoder, open_model
+from gpulease.client.decode.openai.decode_settings import EXAMPLE, load_decode_settings
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
+from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
 from helpers.daemon import Daemon
 
 
@@ -56,6 +62,59 @@ def test_a_decoder_that_fails_by_a_fault_of_its_own_ends_the_process_with_an_err
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert (done.exit_code, "a fault of its own, ZeroDivisionError" in done.output) == (1, True), done.output
+
+
+def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
+    shared_daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, checkpoint = tmp_path / "decode.toml", open_model(TINY_MODEL)
+    text = EXAMPLE.read_text().replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 16")
+    prompt = list(range(3, 45))
+    prefix = f"\n[prefixes.numbers]\ntokens = {prompt}\n"
+
+    async def part() -> None:
+        path.write_text(text)
+        settings, tasks = load_decode_settings(path), BackgroundTasks()
+        opened = Decoder.open(checkpoint, settings.tenants, settings.decoder, address=shared_daemon.address)
+        async with opened as decoder:
+
+            async def output() -> list[int]:
+                generation = decoder.submit([*prompt, 7], max_tokens=20, tenant_id="ann")
+                return [emitted.token async for emitted in generation]
+
+            async def reload(changed: str) -> None:
+                path.write_text(changed)
+                caplog.clear()
+                os.kill(os.getpid(), signal.SIGHUP)
+                async with asyncio.timeout(60):
+                    while "reloaded" not in caplog.text:  # noqa: ASYNC110  # the log has no event
+                        await asyncio.sleep(0.01)
+
+            expected = await output()
+            reloading = SettingsReload(path, tasks, prefixes_reload(decoder, checkpoint, path, settings))
+            with contextlib.closing(reloading):
+                # A request that is in progress continues in the engine that has the prefix.
+                under_way = asyncio.create_task(output())
+                await reload(text + prefix)
+                assert await under_way == expected == await output()
+                assert list(decoder.scheduler.prefixes) == ["numbers"]
+                assert "read at the start only" not in caplog.text
+                for changed, said in (
+                    (prefix, "tenants must be given"),
+                    (text + prefix.replace("[3,", "[9999,"), "0 to"),
+                ):
+                    await reload(changed)
+                    assert "not reloaded" in caplog.text
+                    assert said in caplog.text
+                    assert list(decoder.scheduler.prefixes) == ["numbers"]
+                await reload(text.replace("max_concurrent = 8", "max_concurrent = 9"))
+                assert "all settings but [prefixes] are read at the start only" in caplog.text
+                assert decoder.scheduler.prefixes == {}
+                assert await output() == expected
+        await tasks.stop()
+
+    with caplog.at_level("INFO", "gpulease.decode"):
+        asyncio.run(part())
 
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

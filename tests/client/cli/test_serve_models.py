@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.client.cli.serve_models import _Reload
+from gpulease.client.cli.serve_models import pool_reload
+from gpulease.client.cli.settings_reload import SettingsReload
 from gpulease.client.decode import TINY_MODEL
 from gpulease.client.decode.openai.decode_settings import load_decode_settings
 from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
@@ -45,7 +46,7 @@ def test_a_reload_serves_the_file_s_models_and_a_mistake_changes_nothing(
         pool = ModelPool(settings.models, settings.pool.limits(), address="unix:/nowhere")
         async with pool.serving():
             tasks = BackgroundTasks()
-            with contextlib.closing(_Reload(pool, path, settings, tasks)):
+            with contextlib.closing(SettingsReload(path, tasks, pool_reload(pool, path, settings))):
                 for models, served in ((("b", "c"), ["b", "c"]), ((), ["b", "c"]), (("d",), ["d"])):
                     path.write_text(text(*models) if models else "[pool]\nmemory = 5\n")
                     caplog.clear()

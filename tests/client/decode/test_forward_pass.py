@@ -1,5 +1,6 @@
 """A step's kernels read and write only their own rows' places in the tenants' regions."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.engine import forward_pass
 from gpulease.client.decode.engine.forward_pass import (
     MAX_PROGRAMS,
     MAX_SPLITS,
@@ -196,3 +198,26 @@ def test_buffers_that_kernels_can_t_index_are_refused() -> None:
     assert buffer_sizes(config, StepLimits(256, 1, 4096))
     with pytest.raises(RequestRejected, match="bytes for totals alone"):
         buffer_sizes(config, StepLimits(512, 1, 1 << 20))
+
+
+def test_a_recording_lets_other_tasks_of_its_loop_have_their_turns(
+    tiny: RunningRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of many models records one model's steps while it plans another's."""
+    monkeypatch.setattr(forward_pass, "LAUNCHES_A_TURN", 4)
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def part(rig: EngineRig) -> None:
+        other = asyncio.create_task(take_turns())
+        async with rig.engine.session.record():
+            await rig.engine.forward.launch(1)
+        other.cancel()
+        assert turns >= len(list(rig.engine.forward.launches(1))) // 4 > 3
+
+    tiny.run(part)

@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +70,33 @@ def test_a_folder_s_tensors_are_what_was_written(tmp_path: Path, config: ModelCo
     checkpoint = open_model(write_folder(tmp_path / "model", config, weights, files=files))
     assert checkpoint.config == config
     check_values(checkpoint, config, weights)
+
+
+def test_a_closed_folder_has_no_file_open_and_leaves_views_as_they_are(tmp_path: Path) -> None:
+    """Whatever still refers to it: a server unloads models for as long as it runs."""
+
+    def opened() -> list[str]:
+        return [link for fd in os.listdir("/proc/self/fd") if (link := _link_of(fd)).startswith(str(tmp_path))]
+
+    checkpoint = open_model(write_folder(tmp_path / "model", SMALL, weights := random_weights(SMALL), files=3))
+    tensor = checkpoint.tensor("model.norm.weight")
+    view = tensor.read(0, 1)
+    before = view.copy()
+    assert len(set(opened())) == 3
+    checkpoint.close()
+    checkpoint.close()
+    assert len(set(opened())) == 1
+    assert (view == before).all()
+    assert weights["model.norm.weight"].size
+    del view
+    assert opened() == []
+
+
+def _link_of(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])

@@ -1,0 +1,55 @@
+"""Applies a decode server's changed settings on SIGHUP."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpulease.client.errors import GpuLeaseError
+
+if TYPE_CHECKING:
+    # Needs the extra `serve`, without which the commands say what to install.
+    from gpulease.client.decode.openai.decode_settings import DecodeSettings
+    from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
+
+log: Final = logging.getLogger("gpulease.decode")
+
+
+class SettingsReload:
+    """Reads a settings file again on each SIGHUP, and has its settings applied, in tasks of the server's.
+
+    Args:
+        path: The file.
+        tasks: The tasks.
+        apply: Applies the settings, and returns what the log is to say. If it raises a GpuLeaseError, the server keeps
+            what it has.
+    """
+
+    def __init__(
+        self, path: Path, tasks: "BackgroundTasks", apply: "Callable[[DecodeSettings], Awaitable[str]]"
+    ) -> None:
+        self._path, self._tasks, self._apply = path, tasks, apply
+        self._one_at_a_time = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGHUP, self._start)
+
+    def close(self) -> None:
+        self._loop.remove_signal_handler(signal.SIGHUP)
+
+    def _start(self) -> None:
+        self._tasks.start(self._reload())
+
+    async def _reload(self) -> None:
+        from gpulease.client.decode.openai.decode_settings import load_decode_settings
+
+        async with self._one_at_a_time:
+            try:
+                # In a thread, because it reads files.
+                applied = await self._apply(await asyncio.to_thread(load_decode_settings, self._path))
+            except GpuLeaseError as error:
+                # The server keeps what it has.
+                log.error("the settings were not reloaded: %s", error)
+                return
+            log.info("the settings were reloaded: %s", applied)
