@@ -17,7 +17,8 @@ from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault,
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
-SIZES: Final = (2 * MIB, 64 * MIB, GIB)
+SIZES: Final = (2 * MIB, 64 * MIB, GIB, 126 * MIB)
+"""The last one is not a multiple of its scratch."""
 ROUNDS: Final = 20
 
 KERNELS: Final = b"""

@@ -23,6 +23,7 @@ class Result(IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_NOT_SUPPORTED = 801
 
 
 class Card:
@@ -111,7 +112,9 @@ class Card:
         if error := self._ok():
             return (error,)
         assert offset == 0
-        assert size <= self.sizes[handle]
+        # A piece is mapped whole or not at all, as an H200's driver (580.159) has it.
+        if size != self.sizes[handle]:
+            return (Result.CUDA_ERROR_NOT_SUPPORTED,)
         assert any(start <= address and address + size <= start + span for start, span in self.reserved.items())
         assert all(address + size <= start or start + span <= address for start, (span, _, _) in self.mapped.items())
         self.mapped[address] = (size, handle, False)

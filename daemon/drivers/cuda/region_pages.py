@@ -3,9 +3,12 @@
 A region is a range of addresses of its own, reserved once and never released: a stale pointer can't meet a later
 region. Addresses take no memory, so they are reserved for many regions at a time.
 
-A region's memory is two pieces: a small first one, the scratch, and the rest. At its end the scratch is zeroed, the
-rest goes back to the card, and the scratch is mapped repeatedly in the rest's place. So a kernel that still has a
-pointer meets its own region's zeros, or what such kernels wrote there, and the context lives.
+A region's memory is a small first piece, the scratch, and the rest. At its end the scratch is zeroed, the rest goes
+back to the card, and the scratch is mapped repeatedly in the rest's place. So a kernel that still has a pointer meets
+its own region's zeros, or what such kernels wrote there, and the context lives.
+
+A piece can only be mapped whole (the driver answers CUDA_ERROR_NOT_SUPPORTED otherwise), so the rest is a multiple of
+the scratch. What remains of the region's size is a piece between the two: it is zeroed with the scratch, and stays.
 
 Mapping costs time for each piece, so the scratch grows with the region: 2 MiB under 64 MiB took 1 ms, under 8 GiB 111
 ms (H200, driver 580.159). Mapped memory takes exactly its size, in pages of 2 MiB, and no kernel on other memory waits
@@ -40,7 +43,7 @@ class _Region:
     """A region's memory, and how far its end has come.
 
     Attributes:
-        pieces: The scratch, then the rest, as far as they were taken.
+        pieces: The scratch, then what remains, if anything does, then the rest, as far as they were taken.
         is_wiped: The scratch is being zeroed, or is zero.
     """
 
@@ -75,7 +78,8 @@ class CudaRegions:
 
     @staticmethod
     def kept_bytes(size_bytes: int) -> int:
-        return whole_pages(-(-size_bytes // SCRATCH_PARTS))
+        scratch_bytes = _scratch_bytes(size_bytes)
+        return scratch_bytes + size_bytes % scratch_bytes
 
     def open(self, size_bytes: int) -> int:
         """Map new memory and begin to zero it.
@@ -110,7 +114,11 @@ class CudaRegions:
         if region is None or region.is_ending:
             raise DriverError(f"{address:#x} is not the address of a region that can be ended")
         if not region.is_wiped:
-            self._pages.begin_zeroing(region.pieces[0], address, self.kept_bytes(region.size_bytes))
+            kept_bytes, offset = self.kept_bytes(region.size_bytes), 0
+            for piece in region.pieces:
+                if offset < kept_bytes:
+                    self._pages.begin_zeroing(piece, address + offset, piece.size_bytes)
+                offset += piece.size_bytes
             region.is_wiped = True
 
     def end(self, address: int, poll: Poll) -> RegionReturn:
@@ -129,10 +137,10 @@ class CudaRegions:
         region.is_ending = True
         if freed_bytes:
             # Unmap the rest, and map the scratch over its range, piece by piece. An access in between would fault.
-            scratch, rest = region.pieces
+            scratch, rest = region.pieces[0], region.pieces[-1]
             self._pages.unmap(rest)
-            for offset in range(kept_bytes, region.size_bytes, kept_bytes):
-                self._pages.map(scratch, address + offset, min(kept_bytes, region.size_bytes - offset))
+            for offset in range(kept_bytes, region.size_bytes, scratch.size_bytes):
+                self._pages.map(scratch, address + offset, scratch.size_bytes)
             self._pages.allow(address + kept_bytes, freed_bytes)
             # Only now does the rest go back to the card: no address leads to it any more.
             self._pages.release(rest)
@@ -157,15 +165,15 @@ class CudaRegions:
     def _map(self, region: _Region) -> None:
         """Take the memory, and only then addresses, which are used up."""
         pages = self._pages
-        # Step 1: memory for the scratch and for the rest, separately, because the rest goes back alone.
-        kept_bytes = self.kept_bytes(region.size_bytes)
-        for size_bytes in (kept_bytes, region.size_bytes - kept_bytes):
+        # Step 1: memory for the scratch, what remains and the rest, separately, because the rest goes back alone.
+        scratch_bytes, kept_bytes = _scratch_bytes(region.size_bytes), self.kept_bytes(region.size_bytes)
+        for size_bytes in (scratch_bytes, kept_bytes - scratch_bytes, region.size_bytes - kept_bytes):
             if size_bytes:
                 region.pieces.append(pages.take(size_bytes))
         # Step 2: addresses. They stay reserved for ever, so they are counted even if a later step fails.
         region.address = self._take_addresses(region.size_bytes)
         self.reserved_bytes += region.size_bytes
-        # Step 3: map both pieces one after another, and allow access to the whole.
+        # Step 3: map the pieces one after another, and allow access to the whole.
         offset = 0
         for piece in region.pieces:
             pages.map(piece, region.address + offset, piece.size_bytes)
@@ -192,3 +200,7 @@ class CudaRegions:
         while region.pieces:
             self._pages.release(region.pieces[-1])
             region.pieces.pop()
+
+
+def _scratch_bytes(size_bytes: int) -> int:
+    return whole_pages(-(-size_bytes // SCRATCH_PARTS))
