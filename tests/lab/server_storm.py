@@ -4,10 +4,10 @@
 
 Starts a private daemon on the embedded driver, and a server of five tiny models with room for three on the card and one
 in the host's memory, behind a process for HTTP. Callers send chats, answers by a schema, calls of tools, several
-choices, scores, vectors and prompts with a common beginning; some hang up halfway; meanwhile models are loaded, parked
-and unloaded, and regions are revoked. Each answer is compared with the one that the request got alone. Once a minute
-the callers pause until nothing runs: then the tasks, the blocks, the descriptors and the memory are counted. Prints
-one JSON object, and exits with 1 if an answer was wrong or something has grown.
+choices, scores, vectors and prompts with a common beginning; some hang up halfway. Meanwhile models are loaded, parked
+and unloaded, and regions of tenants and of shared prefixes are revoked. Each answer is compared with the one that the
+request got alone. Once a minute the callers pause until nothing runs: then the tasks, the blocks, the descriptors and
+the memory are counted. Prints one JSON object, and exits with 1 if an answer was wrong or something has grown.
 """
 
 import asyncio
@@ -33,10 +33,11 @@ import jsonschema
 
 from gpulease.client.console.footprint import broker_pid, footprints_of, rss_kib
 from gpulease.client.console.private_daemon import private_daemon
-from gpulease.client.decode import DecoderSettings, TenantConfig, open_model
+from gpulease.client.decode import DecoderSettings, SharedPrefix, TenantConfig, open_model
 from gpulease.client.decode.scheduler.model_residency import ModelState, ResidencyLimits
 from gpulease.client.decode.supervisor.decoder import engine_bytes
 from gpulease.client.decode.supervisor.model_pool import ModelSpec
+from gpulease.client.decode.text.named_prefixes import NamedPrefix
 from gpulease.client.errors import GpuLeaseError
 from helpers.decode.many_models import PARKING, PoolRig, pool_rig
 from helpers.decode.tiny_copies import HERMES_TEMPLATE, MEAN, add_pooling
@@ -61,6 +62,9 @@ PAUSE_S: Final = 0.3
 """Mean pause of a caller between two requests."""
 
 REVOKE_EVERY_S: Final = 1.0
+PREFIX_SHARE: Final = 0.03
+"""The part of the revocations that meet a shared prefix."""
+
 SAMPLE_EVERY_S: Final = 60.0
 QUIET_LIMIT_S: Final = 60.0
 """Seconds until nothing may run any more, once no caller sends requests."""
@@ -76,7 +80,9 @@ PLACE: Final = {
 }
 TOOLS: Final = [{"type": "function", "function": {"name": "look", "parameters": PLACE}}]
 PREFIX: Final = [7 + number * 13 % 480 for number in range(80)]
-"""Five full blocks with which some prompts of all tenants begin."""
+"""Five full blocks with which some prompts of all tenants begin; the first four are shared by name."""
+
+SHARED: Final = NamedPrefix("shared", token_ids=tuple(PREFIX[:64]))
 
 Answer = tuple[int, Any]
 """The status of a reply, and what must be the same each time."""
@@ -314,7 +320,11 @@ class _Storm:
     async def _revoke_one(self, chooser: random.Random) -> bool:
         pool = self._rig.pool
         loaded = [it for name, it in pool.decoders.items() if pool.state_of(name) is ModelState.LOADED]
-        regions = [one.region for decoder in loaded for one in decoder.regions.pools.values() if one.region.is_alive]
+        regions = [one.region for decoder in loaded for one in decoder.regions.pools.values()]
+        # A prefix comes back only with the next load of its model, so few of them end.
+        if chooser.random() < PREFIX_SHARE:
+            regions = [one.region for decoder in loaded for _, one in decoder.regions.prefixes.values()]
+        regions = [region for region in regions if region.is_alive]
         if not regions:
             return False
         await chooser.choice(regions).revoke("storm")
@@ -461,9 +471,10 @@ def measure(minutes: float, callers: int, seed: int, say: Callable[[str], object
     """Run a storm of some minutes; returns its report."""
     with contextlib.ExitStack() as stack:
         paths = make_models(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-"))))
-        size = max(engine_bytes(open_model(path), TENANTS, SETTINGS) for path in paths.values())
+        shared = SharedPrefix(SHARED.name, SHARED.token_ids)
+        size = max(engine_bytes(open_model(path), TENANTS, SETTINGS, [shared]) for path in paths.values())
         address = stack.enter_context(private_daemon("cpu", (str(RESIDENT * size),), settings=PARKING))
-        specs = {name: ModelSpec(path, TENANTS, SETTINGS) for name, path in paths.items()}
+        specs = {name: ModelSpec(path, TENANTS, SETTINGS, prefixes=(SHARED,)) for name, path in paths.items()}
         limits = ResidencyLimits(RESIDENT * size, PARKED * size, min_stay_s=1.0)
         rig = stack.enter_context(pool_rig(address, specs, limits, http_processes=1, tenants=TENANTS))
         storm = _Storm(rig, callers, seed)
