@@ -28,7 +28,7 @@ from gpulease.client.decode.decode_requests import (
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.step_plan import StepPlan
-from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState, UnadmittedRequest
+from gpulease.client.decode.scheduler.tenant_state import NO_BLOCK, LiveSequence, TenantState, UnadmittedRequest
 
 MAX_UNANSWERED_STEPS: Final = 2
 """Steps planned and not answered: a third would need tokens that no step before it has."""
@@ -59,6 +59,7 @@ class SchedulerSettings:
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
         reuses_prefixes: Whether a prompt's first blocks are taken from the tenant's sequences before it, if they are
             equal. Tokens are the same either way.
+        window: Most positions that a row sees, its own included, in any layer of the model; None: all before it.
         guided_rows: Most rows of a step whose choice of a token is guided (`PromptRequest.guide`).
         preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off by default, because a
             preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
@@ -77,6 +78,7 @@ class SchedulerSettings:
     preempts: bool = False
     guided_rows: int = 64
     reuses_prefixes: bool = True
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_rows", "context", "vocabulary", "rebinds_at_once", "guided_rows"):
@@ -105,9 +107,10 @@ class ContinuousBatchScheduler:
 
     **Blocks.** A region serves its tenant alone (`RegionBlocks`). A prompt begins with the blocks that the tenant's
     sequences before it have computed for the same tokens, as far as these were answered. If another sequence is
-    computing the next one, the prompt waits for that. When a sequence needs a block and none is left, the tenant's
-    youngest sequence ends, and its replay waits first in the queue. So the oldest sequence always continues, and by
-    itself it fits into the region. No other tenant is affected. A prompt is charged whole, however much it reused.
+    computing the next one, the prompt waits for that. A sequence that needs a block first frees those behind its
+    `window`, if the model has one. When none is left, the tenant's youngest sequence ends, and its replay waits first
+    in the queue. So the oldest sequence always continues, and by itself it fits into the region. No other tenant is
+    affected. A prompt is charged whole, however much it reused.
 
     **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). They lie in
     regions of their own, which no row writes. A prompt that begins with them needs no blocks of its tenant's region for
@@ -366,7 +369,7 @@ class ContinuousBatchScheduler:
                 if position > sequence.last:
                     emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
                 # A row at `position` may be under way, but not the one behind it: `plan` finds a block before that.
-                elif position < sequence.last and not _grow(sequence):
+                elif position < sequence.last and not self._grow(sequence):
                     self._short.append(sequence)
         return events
 
@@ -679,7 +682,7 @@ class ContinuousBatchScheduler:
                 self._short += [] if sequence.is_ended else [sequence]
                 continue
             # Alone in its region it has room, so this ends, at the latest with its own end.
-            while not sequence.is_ended and not _grow(sequence):
+            while not sequence.is_ended and not self._grow(sequence):
                 events.append(self._preempted(max(tenant.live.values(), key=lambda live: live.number)))
         return events
 
@@ -734,6 +737,34 @@ class ContinuousBatchScheduler:
         # What waits may need fewer blocks now.
         self._has_room |= bool(self._waiting) and blocks > sequence.published
         sequence.published = max(blocks, sequence.published)
+
+    # --- Blocks. ---
+
+    def _grow(self, sequence: LiveSequence) -> bool:
+        """Give a sequence one more block. Returns False if its region has none."""
+        self._leave_behind(sequence)
+        block = sequence.tenant.blocks.take()
+        if block is None:
+            return False
+        sequence.blocks.append(block)
+        sequence.set_acts_at()
+        return True
+
+    def _leave_behind(self, sequence: LiveSequence) -> None:
+        """Free the blocks of a sequence that are behind its window: no row that is not answered reads them."""
+        if self.settings.window is None:
+            return
+        region, left = sequence.tenant.blocks, (sequence.length - self.settings.window + 1) // PAGE
+        if left <= sequence.left:
+            return
+        # Other prompts may still begin with them.
+        if sequence.tenant.reuses:
+            region.extend_keys(sequence.keys, sequence.tokens, left)
+            self._publish(sequence, left)
+        region.release(reversed(sequence.blocks[sequence.left : left]))
+        sequence.blocks[sequence.left : left] = [NO_BLOCK] * (left - sequence.left)
+        sequence.left = left
+        self._has_room = True
 
     # --- Rows. ---
 
@@ -878,7 +909,7 @@ class ContinuousBatchScheduler:
                 region.extend_keys(sequence.keys, sequence.tokens, full)
                 self._publish(sequence, full)
             # Backwards, so that a chain is given up from its end.
-            region.release(reversed(sequence.blocks))
+            region.release(reversed(sequence.blocks[sequence.left :]))
         self._tables.append(sequence.table)
         if sequence.next < sequence.prompt:
             self._leave_prefill(sequence)
@@ -968,16 +999,6 @@ class ContinuousBatchScheduler:
             attempt=attempt,
             replayed_tokens=kept - own_prompt,
         )
-
-
-def _grow(sequence: LiveSequence) -> bool:
-    """Give a sequence one more block. Returns False if its region has none."""
-    block = sequence.tenant.blocks.take()
-    if block is None:
-        return False
-    sequence.blocks.append(block)
-    sequence.set_acts_at()
-    return True
 
 
 def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, list[int], int]:

@@ -3,11 +3,15 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from gpulease.client.decode.decode_requests import PromptRequest, SharedPrefix, TenantConfig
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
+
+NO_BLOCK: Final = -1
+"""In the place of a block that its sequence has freed, because its window is behind it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +45,7 @@ class LiveSequence:
         blocks: Its blocks, as indexes within the tenant's region (`RegionBlocks`), in the order of its positions. More
             are added as it grows.
         keys: The keys of its full blocks (`RegionBlocks`), those of its prompt first; [] if nothing is reused.
+        left: How many of its first blocks are behind its window: they are NO_BLOCK.
         published: How many of its blocks others can find, or could find when it got them.
         reused: Positions at its beginning that were computed before: its first row is behind them.
         reusable: Most positions that it may reuse.
@@ -70,6 +75,7 @@ class LiveSequence:
         "is_guided",
         "keys",
         "last",
+        "left",
         "next",
         "number",
         "preemptions",
@@ -104,7 +110,7 @@ class LiveSequence:
         self.filled = self.next = 0
         self.row = NO_ROW
         self.keys: list[bytes] = []
-        self.published = self.reused = self.reusable = 0
+        self.published = self.reused = self.reusable = self.left = 0
         self.prefix = ""
         self.is_following = False
         self.set_acts_at()
@@ -237,7 +243,7 @@ class TenantState:
         # Those of shared prefixes stay where they are.
         live, size = self.live.values(), self.blocks.size
         blocks = {block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)]}
-        return sorted(block for block in blocks if block < size)
+        return sorted(block for block in blocks if NO_BLOCK < block < size)
 
     @property
     def prompt_rows(self) -> int:

@@ -673,4 +673,11 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
         guided_rows=StepLimits(settings.max_rows, settings.max_sequences, positions).guided_rows,
         rebinds_at_once=settings.rebinds_at_once,
         rebind_interval_s=settings.rebind_interval_s,
+        window=_window_of(config, positions),
     )
+
+
+def _window_of(config: ModelConfig, positions: int) -> int | None:
+    """Return the most positions that a row sees in any layer; None if some layer sees all."""
+    windows = [config.window(layer, positions) for layer in range(config.layers)]
+    return max((window for window in windows if window is not None), default=None) if all(windows) else None

@@ -8,10 +8,11 @@ from gpulease.client.decode.decode_requests import PromptRequest, SamplingParame
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.scheduler.step_plan import StepPlan
-from gpulease.client.decode.scheduler.tenant_state import LiveSequence
+from gpulease.client.decode.scheduler.tenant_state import NO_BLOCK, LiveSequence
 
 VOCABULARY = 24
 END_TOKEN = 0
+MOST_TOKENS = 1000
 STRAY = VOCABULARY + 1
 """What memory holds where nobody wrote: no token."""
 
@@ -21,11 +22,16 @@ def next_token(tokens: Sequence[int]) -> int:
     return zlib.crc32(bytes(tokens)) % VOCABULARY
 
 
-def continuation(tokens: Sequence[int], most: int, end_tokens: frozenset[int] = frozenset({END_TOKEN})) -> list[int]:
-    """What a request emits that nothing ever happens to."""
+def continuation(
+    tokens: Sequence[int],
+    most: int,
+    end_tokens: frozenset[int] = frozenset({END_TOKEN}),
+    window: int | None = None,
+) -> list[int]:
+    """What a request emits that nothing ever happens to; each token by the last `window` of those before it."""
     found: list[int] = []
     while len(found) < most and not (found and found[-1] in end_tokens):
-        found.append(next_token([*tokens, *found]))
+        found.append(next_token([*tokens, *found][-(window or MOST_TOKENS) :]))
     return found
 
 
@@ -43,7 +49,8 @@ class SimulatedEngine:
     Steps run in the order in which they are planned. A step that does not begin has no results and writes nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window or MOST_TOKENS
         self._generations = count()
         self.regions: dict[str, int] = {}
         # Regions of shared prefixes, by their names.
@@ -90,7 +97,8 @@ class SimulatedEngine:
             self.memory[region, block, position % PAGE] = token
         results = []
         for row, region in enumerate(regions):
-            places = range(step.positions[row] + 1)
+            end = step.positions[row] + 1
+            places = range(max(0, end - self._window), end)
             sequence = step.sequences[row]
             tokens = [self._read(region, sequence, position) for position in places]
             results.append(next_token(tokens))
@@ -109,14 +117,22 @@ def check_books(scheduler: ContinuousBatchScheduler) -> None:
     for tenant in scheduler.tenants.values():
         live = list(tenant.live.values())
         assert len(live) <= tenant.config.max_concurrent
-        used = {block for sequence in live for block in sequence.blocks if block < tenant.region_blocks}
+        used = {block for sequence in live for block in sequence.blocks if NO_BLOCK < block < tenant.region_blocks}
+        # Behind its window it has no blocks, and in front of it all.
+        for sequence in live:
+            assert sequence.blocks.index(next(it for it in sequence.blocks if it != NO_BLOCK)) == sequence.left
+            assert NO_BLOCK not in sequence.blocks[sequence.left :]
+            window = scheduler.settings.window
+            assert sequence.left * PAGE <= max(0, sequence.length + 1 - (window or MOST_TOKENS))
         # Blocks of a shared prefix come first, all of one that is shared, and no row writes them.
         for sequence in live:
             shared = [block for block in sequence.blocks if block >= tenant.region_blocks]
-            assert shared == [tenant.region_blocks + index for index in range(len(shared))]
-            assert sequence.blocks[: len(shared)] == shared
-            assert len(shared) * PAGE <= sequence.reused <= sequence.next
-            assert bool(shared) == bool(sequence.prefix)
+            first = sequence.left
+            assert shared == [tenant.region_blocks + first + index for index in range(len(shared))]
+            assert sequence.blocks[first : first + len(shared)] == shared
+            assert not shared or (first + len(shared)) * PAGE <= sequence.reused <= sequence.next
+            assert bool(shared) <= bool(sequence.prefix)
+            assert bool(shared) == bool(sequence.prefix) or first
             assert not shared or len(shared) <= scheduler.prefixes[sequence.prefix].blocks
         assert tenant.blocks.used == len(used)
         assert tenant.blocks.available == tenant.region_blocks - len(used)

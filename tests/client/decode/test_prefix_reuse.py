@@ -20,7 +20,7 @@ from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from helpers.daemon import Daemon
 from helpers.decode.decoder_rig import Recorder, read
 from helpers.decode.engine_rig import GREEDY, EngineRig, RunningRig
-from helpers.decode.random_models import TINY
+from helpers.decode.random_models import TINY, WINDOWED
 
 SETTINGS = DecoderSettings(max_rows=24, prefill_rows=16, max_sequences=6, rebinds_at_once=1000)
 HOT = SamplingParameters(temperature=0.9, seed=5)
@@ -220,6 +220,27 @@ def test_a_short_region_serves_more_than_it_could_reserve_for(daemon: Daemon) ->
 
     play(daemon, scene, SETTINGS, [TenantConfig("a", 6, 8)], recorder)
     assert {rebind.reason for rebind in recorder.rebinds} == {CompletionReason.PREEMPTED}
+
+
+def test_a_model_with_windows_has_the_same_tokens_in_fewer_blocks(daemon: Daemon) -> None:
+    """Sequences of 8 blocks each at their longest, in a region of 12: each sees two of its blocks, and has three."""
+    model = RandomCheckpoint(WINDOWED["heads 32 wide, a window"], 1)
+    prompts = [[3 + number, *range(5, 15)] for number in range(4)]
+
+    async def part() -> None:
+        tenants = [TenantConfig("a", 6, 12)]
+        options = replace(SETTINGS, positions=128)
+        async with Decoder.open(model, tenants, options, address=daemon.address) as decoder:
+            alone = [await read(submit(decoder, prompt, most=110)) for prompt in prompts]
+            assert decoder.scheduler.tenants["a"].evictions > 0
+            together = [submit(decoder, prompt, most=110) for prompt in prompts]
+            assert await asyncio.gather(*map(read, together)) == alone
+            assert [generation.replays for generation in together] == [0] * 4
+            # The beginning of an answer may be kept, and may be a prompt again.
+            turn = submit(decoder, [*prompts[0], *(emitted.token for emitted in alone[0][:60])])
+            assert [emitted.token for emitted in await read(turn)] == [one.token for one in alone[0][60:66]]
+
+    asyncio.run(part())
 
 
 LONG, SHORT = SharedPrefix("long", tuple(tokens_of(8, 75))), SharedPrefix("short", tuple(tokens_of(8, 40)))

@@ -491,6 +491,29 @@ def test_a_rebound_request_goes_on_with_the_token_that_would_have_come(at_step: 
     assert sorted(ends(events)) == [("r", "Revoked"), ("r.1", "MaxTokensReached"), ("s", "MaxTokensReached")]
 
 
+@pytest.mark.parametrize(("window", "used", "is_short"), [(None, 7, True), (20, 3, False)])
+def test_a_sequence_frees_the_blocks_behind_its_window(window: int | None, used: int, is_short: bool) -> None:
+    """Two of 7 blocks each at their longest, in a region of 7: with the window both live to their end."""
+    limits = replace(LIMITS, end_tokens=frozenset(), window=window, reuses_prefixes=False)
+    scheduler = ContinuousBatchScheduler(limits, [TenantConfig("a", 2, 7)])
+    engine, events, most = SimulatedEngine(window), list[AnyEvent](), 0
+    engine.open("a")
+    alone = prompt_request("a", "alone", 10, 100)
+    wanted = continuation(alone.token_ids, 100, frozenset(), window)
+    for requests in ([alone], [prompt_request("a", name, 10, 100) for name in ("r", "s")]):
+        for request in requests:
+            scheduler.submit(request, 0.0)
+        while scheduler.live_sequences or scheduler.waiting_requests:
+            events += scheduler.step(lambda step: engine.run(step, None), 0.0)
+            most = max(most, scheduler.tenants["a"].blocks.used) if len(requests) == 1 else most
+    assert most == used
+    assert ("Preempted" in [reason for _, reason in ends(events)]) is is_short
+    emitted: dict[str, list[int]] = {"alone": [], "r": [], "s": []}
+    for event in token_events(events):
+        emitted[event.request.continues or event.request.request_id].append(event.token)
+    assert list(emitted.values()) == [wanted] * 3
+
+
 def test_a_replay_names_what_it_continues_and_what_was_emitted(scheduler: ContinuousBatchScheduler) -> None:
     request = prompt_request("a", "r", 3, 20)
     scheduler.submit(request, 0.0)

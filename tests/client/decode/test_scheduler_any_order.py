@@ -82,8 +82,18 @@ class AnyOrder(RuleBasedStateMachine):
         replays=st.sampled_from([True, True, False]),
         preempts=st.booleans(),
         reuses=st.sampled_from([True, True, False]),
+        window=st.sampled_from([None, None, 20, 33]),
     )
-    def begin(self, sequences: int, rows: int, prefill: int, replays: bool, preempts: bool, reuses: bool) -> None:
+    def begin(
+        self,
+        sequences: int,
+        rows: int,
+        prefill: int,
+        replays: bool,
+        preempts: bool,
+        reuses: bool,
+        window: int | None,
+    ) -> None:
         limits = SchedulerSettings(
             sequences,
             rows,
@@ -97,9 +107,10 @@ class AnyOrder(RuleBasedStateMachine):
             rebind_interval_s=INTERVAL_S,
             preempts=preempts,
             reuses_prefixes=reuses,
+            window=window,
         )
         self.scheduler = ContinuousBatchScheduler(limits, CONFIGS)
-        self.engine = SimulatedEngine()
+        self.engine, self.window = SimulatedEngine(window), window
         for config in CONFIGS:
             self.engine.open(config.id)
         self.now = 100.0
@@ -153,7 +164,7 @@ class AnyOrder(RuleBasedStateMachine):
             emitted = []
         most = request.max_emitted_tokens + request.replayed_tokens - len(emitted)
         tokens = (*first_prompt, *emitted)
-        expected = continuation(tokens, most)
+        expected = continuation(tokens, most, window=self.window)
         if self.scheduler.settings.replays:
             assert [*done, *expected] == known.expected, "the same tokens, as if nothing had happened"
         first = request.continues or request.request_id
@@ -193,7 +204,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def submit(self, tenant: str, prompt: int, most: int, wait_s: float, first_token: int) -> None:
         request = prompt_request(tenant, f"r{next(self.names)}", prompt, most, wait_s, first_token)
-        expected = continuation(request.token_ids, most)
+        expected = continuation(request.token_ids, most, window=self.window)
         self.known[request.request_id] = Known(request, expected, self.now + wait_s)
         state = self.scheduler.tenants[tenant]
         could_wait = wait_s and len(state.waiting) < state.config.max_waiting
