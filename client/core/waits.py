@@ -7,6 +7,9 @@ and sends the outcome back into the generator. So every rule is written once; th
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from operator import call
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -60,11 +63,10 @@ def is_held(lock: Any) -> bool:
     locked = getattr(lock, "locked", None)
     if locked is not None:
         return bool(locked())
-    # For an RLock the answer is only a hint: it may change as soon as this returns.
-    if not lock.acquire(blocking=False):
-        return True
-    lock.release()
-    return False
+    # For an RLock the answer is only a hint: it may change as soon as this returns. All of it runs in C, because an
+    # interrupt between the two calls would leave the lock held.
+    taken = takewhile(bool, map(call, (partial(lock.acquire, False), lock.release)))
+    return not list(taken)
 
 
 class Deadline(Protocol):

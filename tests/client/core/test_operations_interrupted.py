@@ -1,13 +1,17 @@
-"""A launch behind a free that was interrupted before or after its frame was queued, in the ring and on the socket."""
+"""A launch behind a free that was interrupted before or after its frame was queued; a lock that was tested."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from gpulease.client import KernelArgs
+from gpulease.client.core.waits import is_held
 from gpulease.protocol import Opcode
 from helpers.client_faces import Face, Scenario
+from helpers.interrupt_points import InterruptPoints
 from helpers.scripted_peer import ScriptedPeer
 
 Run = Callable[[Scenario], None]
@@ -57,3 +61,14 @@ def test_an_interrupted_free_is_sent_once_though_a_launch_comes_first(
 
     run_over_both(scenario)
     assert peer.ops().count(Opcode.MEM_FREE.name) == 1
+
+
+def test_an_interrupt_while_a_lock_is_tested_leaves_it_free() -> None:
+    """Otherwise no other thread could use the session any more, nor give back what an interrupted call has made."""
+    lock, met = threading.RLock(), 0
+    with ThreadPoolExecutor(1) as pool:
+        for point in InterruptPoints().walk(lambda: is_held(lock), lambda _: None):
+            met += 1
+            assert pool.submit(lock.acquire, blocking=False).result(), str(point)
+            pool.submit(lock.release).result()
+    assert met
