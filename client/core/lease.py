@@ -58,7 +58,7 @@ from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.session_words import SessionWords
 from gpulease.protocol import Exclusivity, Failure, Opcode, Phase, ProtocolError, Status, Waiting
-from gpulease.protocol.address import Address
+from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.failures import KILLED, LEASE_ENDS, lease_end
@@ -697,10 +697,8 @@ class LeaseHandle:
         is_stale = self.channel.link.end is not None
         if is_stale:
             # The connection may have ended directly after a reply, unnoticed until now.
-            is_polled = self.channel.is_polled
             self.channel.close()
             self.channel, _ = yield from dial(self.address, FixedDeadline(CONNECT_LIMIT_S, doing, self.address))
-            self.channel.is_polled = is_polled
         self.channel.link.drop_unclaimed()
         return is_stale
 
@@ -767,7 +765,12 @@ class OwedReply(Owed):
         # The daemon is about to order something of the session's worker, which can wake up meanwhile.
         if (operations := self.lease.attached()) is not None:
             operations.attachment.channel.announce()
-        answer = yield from receive(channel, number, deadline)
+        # A daemon on another host answers too late for polls; a tenant may want none.
+        channel.is_polled = isinstance(channel.address, UnixAddress) and self.lease.waiting is not Waiting.BLOCK
+        try:
+            answer = yield from receive(channel, number, deadline)
+        finally:
+            channel.is_polled = False
         self._take(channel, number, answer)
         return answer
 
@@ -954,8 +957,6 @@ def acquire(
         limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
         lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, owed, spare)
     lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
-    # A tenant that wants its session to sleep at once wants its requests to the daemon to do so, too.
-    lease.channel.is_polled = lease.channel.is_polled and lease.waiting is not Waiting.BLOCK
     lease.is_latency = LATENCY.read(wanted.parameters)
     # The grant does not carry the name's epoch: ask for it.
     if name := LEASE_NAME.read(wanted.parameters):

@@ -24,9 +24,8 @@ MAX_POLL_S: Final = 3600.0
 """Longest single poll, in seconds: poll() takes milliseconds as a C int. A longer wait polls again."""
 
 CONTROL_POLL_NS: Final = 1_000_000
-"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds: a local daemon
-answers most requests in less. To wake up costs tens of microseconds, and a core that has slept runs slower for longer
-than that."""
+"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds: a region opens in
+less. To wake up costs tens of microseconds."""
 
 _CONTROL_POLL_NS: Final = spin_policy_of(None, CONTROL_POLL_NS).spin_ns
 
@@ -92,7 +91,7 @@ def _wait(step: Wait) -> bool:
     # Almost every wait is for incoming bytes, so its poll object is made once per channel.
     if channel.waiter is None:
         channel.waiter = _incoming(channel)
-    if channel.is_polled and channel.link.awaits_reply and _poll(channel.waiter, step.timeout_s):
+    if channel.is_polled and _poll(channel.waiter, step.timeout_s):
         return True
     return bool(channel.waiter(timeout_ms))
 

@@ -104,8 +104,8 @@ class Channel:
         unfinished: Ends a step of an operation that may have been interrupted; None if there is none. Whoever uses the
             channel next calls it (`finish`). Calling it twice is harmless.
         sending: What is left of the buffers that an operation sends, and their whole size; None if none sends.
-        is_polled: Whether the synchronous API polls the socket for a reply before it sleeps; a session's kinds of
-            channel spin by themselves (`spin`).
+        is_polled: Whether the synchronous API polls the socket for a reply before it sleeps. Only for requests that a
+            local daemon answers in about a millisecond.
     """
 
     waits_for_room = True
@@ -120,8 +120,7 @@ class Channel:
         self.descriptors: list[int] = []
         self.unfinished: Callable[[], None] | None = None
         self.sending: tuple[deque[memoryview], int] | None = None
-        # A daemon on another host answers too late for that.
-        self.is_polled = isinstance(address, UnixAddress)
+        self.is_polled = False
         self._counts: list[int] = []
         self._received_before = 0
         register(self)

@@ -74,7 +74,6 @@ class CoalescingSocket(Channel):
 
     def __init__(self, channel: Channel, spin: SpinPolicy) -> None:
         super().__init__(channel.sock, channel.address, channel.link)
-        self.is_polled = False
         self._spin_policy = spin
         self._outbox = _Outbox(bytearray())
         self._is_first = True

@@ -143,11 +143,6 @@ class Link:
         return not (self._awaited or self._results or reader.start != reader.end or self._target_rest)
 
     @property
-    def awaits_reply(self) -> bool:
-        """True if a request that was sent has no reply yet."""
-        return bool(self._awaited)
-
-    @property
     def has_leftovers(self) -> bool:
         """True if an interrupted caller left a reply here, or if one is still to come."""
         return bool(self._awaited or self._makes or self._results)

@@ -93,7 +93,6 @@ class RingChannel(Channel):
     def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin: SpinPolicy) -> None:
         """Map the ring. Raises OSError or ValueError if that fails; then `channel` is unchanged."""
         super().__init__(channel.sock, channel.address, channel.link)
-        self.is_polled = False
         self._peer = select.poll()
         self._peer.register(self.sock, select.POLLRDHUP)
         # The ring's ends take their own views of the mapping, which `release` gives back before it is closed.

@@ -106,9 +106,6 @@ ORDER_POLL_NS: Final = 400_000
 a request, by which a client announces what it asks of the broker, and instead of the last spins of a session with
 regions. A wake-up takes tens of microseconds, and the driver's first call after it twice its time."""
 
-ATTACH_POLL_NS: Final = 2_000_000
-"""The same after the lease's beginning, because its client is about to attach."""
-
 RETRY_MS: Final = 10
 """Longest sleep while such messages wait for the broker."""
 
@@ -165,7 +162,7 @@ class SessionServer:
         self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
         # Until when it polls instead of sleeping, on time.monotonic_ns().
         self._polls = self._spin_policy.spins_when_quiet and not self._spin_policy.yields
-        self._poll_until_ns = time.monotonic_ns() + ATTACH_POLL_NS if self._polls else 0
+        self._poll_until_ns = 0
         session.on_wait = self._serve_regions
 
     def run(self) -> None:

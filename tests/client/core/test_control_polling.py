@@ -1,19 +1,25 @@
 """A thread that waits for a reply of the daemon polls before it sleeps, where that pays."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from gpulease.client.core.waits import Wait
+from gpulease.client.core import lease as lease_module
+from gpulease.client.core.exchange import FixedDeadline
+from gpulease.client.core.lease import LeaseHandle, OwedReply
+from gpulease.client.core.waits import Procedure, Wait
 from gpulease.client.sync import driver
 from gpulease.client.transport.channel import Channel
-from gpulease.protocol import Opcode
-from gpulease.protocol.address import TcpAddress, UnixAddress
-from gpulease.protocol.messages import Hello
+from gpulease.protocol import Exclusivity, Opcode
+from gpulease.protocol.address import Address, TcpAddress, UnixAddress
+from gpulease.protocol.messages import Empty, LeaseGrant, LeaseRef
+from gpulease.protocol.opcodes import Waiting
 
 HERE = UnixAddress("/nowhere")
+GRANT = LeaseGrant(1, 1, 1 << 20, 1000, 0, Exclusivity.SHARED, "GPU-0")
 
 
 class Waiter:
@@ -32,7 +38,9 @@ class Waiter:
 def channel() -> Iterator[Channel]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Channel(ours, HERE)
+        made = Channel(ours, HERE)
+        made.is_polled = True
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +56,12 @@ def wait(channel: Channel, waiter: Any, timeout_s: float = 30.0) -> list[int]:
 
 
 def test_a_reply_is_polled_for(channel: Channel) -> None:
-    channel.link.request(Opcode.HELLO, Hello(0, "", ()))
     assert wait(channel, Waiter(5)) == [0] * 5
-
-
-def test_without_a_request_in_flight_it_sleeps_at_once(channel: Channel) -> None:
+    channel.is_polled = False
     assert wait(channel, Waiter(5)) == [30_000]
 
 
 def test_polling_ends_with_the_wait(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    channel.link.request(Opcode.HELLO, Hello(0, "", ()))
     assert wait(channel, Waiter(10**9), timeout_s=1e-9)[-1] == 1
     # With few cores a process never polls.
     monkeypatch.setattr(driver, "_CONTROL_POLL_NS", 0)
@@ -65,12 +69,37 @@ def test_polling_ends_with_the_wait(channel: Channel, monkeypatch: pytest.Monkey
 
 
 def test_one_thread_polls_at_a_time(channel: Channel) -> None:
-    channel.link.request(Opcode.HELLO, Hello(0, "", ()))
     with driver._POLLING:
         assert wait(channel, Waiter(5)) == [30_000]
     assert wait(channel, Waiter(2)) == [0, 0]
 
 
-def test_only_a_daemon_of_this_host_is_polled(channel: Channel) -> None:
-    assert channel.is_polled
-    assert not Channel(channel.sock, TcpAddress("localhost", 1)).is_polled
+@pytest.mark.parametrize(
+    ("address", "waiting", "is_polled"),
+    [
+        (HERE, None, True),
+        (HERE, Waiting.SPIN, True),
+        (HERE, Waiting.BLOCK, False),
+        (TcpAddress("localhost", 1), None, False),
+    ],
+)
+def test_only_what_a_local_daemon_answers_soon_is_polled_for(
+    channel: Channel, address: Address, waiting: Waiting | None, is_polled: bool
+) -> None:
+    lease = LeaseHandle(Channel(channel.sock, address), threading.RLock(), GRANT)
+    lease.waiting = waiting
+    polled: list[bool] = []
+
+    def receive(of: Channel, *_: Any) -> Procedure[Any]:
+        polled.append(of.is_polled)
+        return Empty()
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease_module, "send", lambda *_: iter(()))
+        patch.setattr(lease_module, "receive", receive)
+        patch.setattr(lease.channel.link, "request", lambda *_, **__: (1, b""))
+        deadline = FixedDeadline(1.0, "region_open", address)
+        driver.drive(OwedReply(lease).ask(lease.channel, Opcode.REGION_OPEN, LeaseRef(1), deadline))
+    assert polled == [is_polled]
+    assert not lease.channel.is_polled
