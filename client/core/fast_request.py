@@ -91,6 +91,7 @@ class _KnownReply:
         into: memoryview = NO_DATA,
         more_ns: int = 0,
         late_into: memoryview | None = None,
+        nap_ns: int = 0,
     ) -> Outcome[None]:
         """Send by `Channel.ask`, and expect the reply if it is late.
 
@@ -103,13 +104,14 @@ class _KnownReply:
             into: Target of the data after the reply.
             more_ns: Time that the operation itself takes, in nanoseconds.
             late_into: Target of a late reply's data; None if a late reply is to be parsed.
+            nap_ns: Time before which the reply can't come, in nanoseconds.
         """
         # Until `ask` returns, assume that the request was sent and not answered: that is the case that needs care.
         operations, channel = self._operations, self._attachment.channel
         # If this is interrupted, the reply is still to come, and the link must know its request.
         self._late = request_id, into, late_into
         channel.unfinished = self._expect_late
-        asked = channel.ask(request, reply, into, more_ns)
+        asked = channel.ask(request, reply, into, more_ns, nap_ns)
         if asked is not _ANSWERED and asked is not _NOT_SENT:
             self._expect_late()
         channel.unfinished = None
@@ -189,13 +191,14 @@ class FastRequest(_KnownReply):
         # In both frames, the session's id alone is between the request id and the payload (`framing.HEADER`).
         self._middle = self._reply_tail = self._attachment.session_id.to_bytes(16)
 
-    def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA) -> Outcome[None]:
+    def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA, nap_ns: int = 0) -> Outcome[None]:
         """Send the request, under the session's lock.
 
         Args:
             payload: The request's payload.
             more_ns: Time that the operation itself takes, in nanoseconds.
             into: Receives the reply's body.
+            nap_ns: Time before which the reply can't come, in nanoseconds.
         """
         attachment = self._attachment
         # Only a session at rest: with other replies due, this one would not be the next.
@@ -206,7 +209,9 @@ class FastRequest(_KnownReply):
         request = b"".join((self._head, number, self._middle, payload))
         # The only reply that is recognised: this operation's, successful, without a body beyond the answer. Any other
         # is left to the general way.
-        return self._ask(request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns)
+        return self._ask(
+            request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns, nap_ns=nap_ns
+        )
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Send the request, the fast way if possible, and wait for the reply."""

@@ -160,7 +160,12 @@ class CoalescingSocket(Channel):
         return False
 
     def ask(
-        self, request: bytes, reply: tuple[bytes, bytes, bytes], into: memoryview = NO_DATA, more_ns: int = 0
+        self,
+        request: bytes,
+        reply: tuple[bytes, bytes, bytes],
+        into: memoryview = NO_DATA,
+        more_ns: int = 0,
+        nap_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
         # Without spinning the reply would be late every time: the general way is cheaper.

@@ -29,6 +29,7 @@ from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, Given, RingLayout, SyncWords, Wanted, client_ends
+from gpulease.protocol.time_units import NS_PER_S
 
 BELLS_BYTES: Final = 4096
 """Most bells received at a time."""
@@ -103,6 +104,7 @@ class RingChannel(Channel):
             self._replies, self._requests = client_ends(memory, layout, barriers, wake, look)
             self._sync_words = SyncWords(memory, barriers[1])
         self._spin_ns, self._yields = spin.spin_ns, spin.yields
+        self._naps = spin.naps and spin.spin_ns > 0
         self._is_dozing = False
         self._is_closed = False
         self._end_of_socket = ""
@@ -141,7 +143,12 @@ class RingChannel(Channel):
         return True
 
     def ask(
-        self, request: bytes, reply: tuple[bytes, bytes, bytes], into: memoryview = NO_DATA, more_ns: int = 0
+        self,
+        request: bytes,
+        reply: tuple[bytes, bytes, bytes],
+        into: memoryview = NO_DATA,
+        more_ns: int = 0,
+        nap_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request and spin for its reply in the ring."""
         # The request goes into the ring whole or not at all; then poll for exactly the reply's bytes.
@@ -152,6 +159,9 @@ class RingChannel(Channel):
                 return AskOutcome.NOT_SENT
             # The worker is at it: what is left to prepare costs no time now.
             expected = b"".join(reply)
+            # Awake before the reply can come: after a sleep that the reply ends, the core and this code are slow.
+            if nap_ns and self._naps:
+                time.sleep(nap_ns / NS_PER_S)
             if self._spin(len(expected) + len(into), more_ns):
                 return AskOutcome.ANSWERED if replies.take_if(expected, into) else AskOutcome.REFUSED
         except (OSError, FramingError):
