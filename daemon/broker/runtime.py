@@ -198,7 +198,9 @@ class Runtime:
         self._memory_monitor = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
         self._region_prover = RegionProver(source, workers, self.post, table.regions.allowed_bytes)
-        self._parks = ParkOrders(table, workers, source.allowance_bytes, self.post)
+        self._parks = ParkOrders(
+            table, workers, source.allowance_bytes, self.post, moves_modules=source.driver != "cpu"
+        )
         self._regions = RegionOrders(table.get, workers, self.post, self._on_forward_revoked)
         self._watchdog = KernelWatchdog(workers, self.post, max_load_s)
         self._use_records = PeriodicTask(

@@ -155,14 +155,15 @@ class ColdParking:
             arm_park_timer(lease, state.due_ns, out)
 
     def _leave(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        # The image has only regions that are whole; the worker knows whether its driver can take those along.
+        # The image has only regions that are whole.
         if any(region.state is not RegionState.ACTIVE for region in lease.slots.values()):
             self._give_up(lease, state, _REGION_MOVES, now_ns, out, is_lasting=False)
             return
         state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         carries = state.move is not None and bool(state.move.card_uuid)
-        out.append(LeaveSession(lease.lease_id, state.number, carries))
+        is_upgrade = state.move is not None and bool(state.move.from_version)
+        out.append(LeaveSession(lease.lease_id, state.number, carries, is_upgrade))
         arm_park_timer(lease, state.due_ns, out)
 
     def on_imaged(self, event: events.SessionImaged, now_ns: int, out: list[Effect]) -> None:

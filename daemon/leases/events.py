@@ -1063,12 +1063,15 @@ class DropParkMemory:
 class LeaveSession:
     """Have the worker of a parked session send its image; the answer is `SessionImaged` or `SessionStays`.
 
-    `carries`: it returns at once, so operations that wait for that do not keep it there.
+    Attributes:
+        carries: It returns at once, so operations that wait for that do not keep it there.
+        is_upgrade: Its worker is kept until the next one has the session whole.
     """
 
     lease_id: int
     number: int
     carries: bool = False
+    is_upgrade: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ _USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
 
 _IS_FULL: Final = "its worker takes no orders now"
 
+_IS_EARLIER: Final = "its worker is of an earlier version and must be replaced first (gpulease upgrade-workers)"
+
 
 class ParkOrders:
     """Delivers orders about parking to workers, and their answers to the lease table.
@@ -64,11 +66,20 @@ class ParkOrders:
         workers: The workers.
         allowance_bytes: Bytes that a worker may hold in addition to its slice: its pages may exceed the slice by that.
         post: Called with each answer, as an event.
+        moves_modules: Whether the variables of modules may have other addresses in workers of another zygote, as with
+            the CUDA driver.
     """
 
     def __init__(
-        self, table: LeaseTable, workers: Workers, allowance_bytes: int, post: Callable[[Event], None]
+        self,
+        table: LeaseTable,
+        workers: Workers,
+        allowance_bytes: int,
+        post: Callable[[Event], None],
+        *,
+        moves_modules: bool,
     ) -> None:
+        self._moves_modules = moves_modules
         self._table = table
         self._workers = workers
         self._allowance_bytes = allowance_bytes
@@ -121,6 +132,11 @@ class ParkOrders:
         # The order to stay in the park before would end this one.
         if order.lease_id in self._stays:
             self._post(SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
+            return
+        # A session that did not fit a worker of this version would end with its lease; an upgrade keeps its worker.
+        worker = self._workers.worker(order.lease_id)
+        if self._moves_modules and not order.is_upgrade and worker is not None and worker.earlier_version:
+            self._post(SessionStays(order.lease_id, order.number, _IS_EARLIER, is_lasting=False))
             return
         try:
             channel = self._workers.images.begin(order.lease_id, order.number)

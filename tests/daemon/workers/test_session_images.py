@@ -38,10 +38,10 @@ class Node:
         self.images = SessionImages(self.posted.append)
         ours, self.channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.setblocking(False)
-        self.worker: Any = SimpleNamespace(channel=ours, regions=None, counted=(), has_left=False)
+        self.worker: Any = SimpleNamespace(channel=ours, regions=None, counted=(), has_left=False, earlier_version="")
         workers: Any = SimpleNamespace(images=self.images, worker=lambda _: self.worker)
         table: Any = SimpleNamespace(get=lambda _: SimpleNamespace(size_bytes=1 << 20))
-        self.orders = ParkOrders(table, workers, 0, self.posted.append)
+        self.orders = ParkOrders(table, workers, 0, self.posted.append, moves_modules=True)
 
     def reports(self, connections: int = 0, regions: tuple[ParkedRegion, ...] = ()) -> list[bytes]:
         """Have the worker report its image; return the orders that it gets."""
@@ -173,6 +173,21 @@ def test_a_worker_with_a_full_channel_gets_its_order_to_stay_later(node: Node) -
         node.images.close()
 
     node.worker.channel.setblocking(False)
+    asyncio.run(run())
+
+
+def test_a_session_leaves_a_worker_of_an_earlier_version_only_if_it_could_return_there(node: Node) -> None:
+    async def run() -> None:
+        node.worker.earlier_version = "1.0"
+        node.orders.leave(LeaveSession(LEASE, PARK, carries=True))
+        (stays,) = node.posted
+        assert isinstance(stays, SessionStays)
+        assert (stays.is_lasting, "upgrade-workers" in stays.reason, node.ordered()) == (False, True, [])
+        node.orders.leave(LeaveSession(LEASE, PARK, carries=True, is_upgrade=True))
+        (order,) = node.ordered()
+        assert b"leave" in order
+        node.images.close()
+
     asyncio.run(run())
 
 
