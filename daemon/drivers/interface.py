@@ -13,7 +13,7 @@ the trap costs the context.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -399,29 +399,18 @@ class DriverEvent(Ticket, Protocol):
     """The time at which a stream has finished everything that it held."""
 
 
-@runtime_checkable
-class MovableEvents(Protocol):
-    """What a context has in addition if its events can leave its process: their times are of a clock of the host.
+class AdoptedEvent:
+    """An event of another process, which was done there.
 
-    The events of a context without these methods belong to it.
+    Attributes:
+        time_ns: Its time on a clock of the host.
     """
 
-    def event_time_ns(self, event: DriverEvent) -> int:
-        """Return the time of an event that is done, also while the context is parked. Raises DriverError."""
+    def __init__(self, time_ns: int) -> None:
+        self.time_ns = time_ns
 
-    def adopt_event(self, time_ns: int) -> DriverEvent:
-        """Return an event of another context, which is done, by its time."""
-
-
-@runtime_checkable
-class MovableRegions(Protocol):
-    """What a context has in addition if its regions can leave its process: `parked_state` and `adopt_parked` have them.
-
-    The regions of a context without these methods belong to it.
-    """
-
-    def parked_regions(self) -> dict[int, tuple[int, int]]:
-        """Return the place and the size in the host memory of each parked region that has not ended, by address."""
+    def is_done(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,6 +596,12 @@ class Context(Protocol):
     def parked_state(self) -> bytes:
         """Return what `adopt_parked` needs. Raises DriverError, with the reason, for what can't leave this process."""
 
+    def parked_regions(self) -> dict[int, tuple[int, int]]:
+        """Return the place and the size in the host memory of each parked region that has not ended, by address."""
+
+    def event_times_ns(self, events: Sequence[DriverEvent]) -> list[int]:
+        """Return the times of events that are done, on a clock of the host, for `adopt_event`. Raises DriverError."""
+
     def module_place(self, module: DriverModule) -> tuple[int, ...]:
         """Return the addresses and numbers of a module that the tenant's data may contain.
 
@@ -623,6 +618,12 @@ class Context(Protocol):
         """Load a module of that context; in the order in which the other one loaded them. Call `adopt_parked` before.
 
         The bytes of its variables come back with `unpark`. Raises ImageMismatch unless it has the same place.
+        """
+
+    def adopt_event(self, time_ns: int) -> DriverEvent:
+        """Return an event of that context by its time. Events recorded here from now on are later. Raises DriverError.
+
+        `elapsed_ns` takes it together with any other event.
         """
 
     # --- the card's figure, streams and events ---

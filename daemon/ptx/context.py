@@ -15,6 +15,7 @@ from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
     AdmitGraph,
     AdmitModule,
+    AdoptedEvent,
     CardProgress,
     DataStep,
     Dim3,
@@ -41,7 +42,7 @@ from gpulease.daemon.drivers.interface import (
     too_much_shared,
 )
 from gpulease.daemon.ptx.architecture import SM_90, Architecture
-from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, AdoptedEvent, StampedEvent
+from gpulease.daemon.ptx.event_stamps import ALL_STAMPS_BYTES, STAMP, STAMP_BYTES, StampedEvent
 from gpulease.daemon.ptx.image import CpuKernel, CpuModule, ModulePlace, drop_oldest_code, load, release
 from gpulease.daemon.ptx.limits import (
     MAX_ASSERTION_TEXT,
@@ -388,7 +389,7 @@ class CpuContext:
         return self._parked.state(self._stamps_at)
 
     def parked_regions(self) -> dict[int, tuple[int, int]]:
-        """Return where the regions' bytes are (`MovableRegions.parked_regions`)."""
+        """Return where the regions' bytes are (`Context.parked_regions`)."""
         return self._parked.regions()
 
     def module_place(self, module: DriverModule) -> tuple[int, ...]:
@@ -486,10 +487,13 @@ class CpuContext:
     def elapsed_ns(self, start: DriverEvent, end: DriverEvent) -> int:
         """Compare two stamps (`Context.elapsed_ns`)."""
         # Both stamps are nanoseconds of one clock, so their difference needs no rounding.
-        return self.event_time_ns(end) - self.event_time_ns(start)
+        return self._time_ns(end) - self._time_ns(start)
 
-    def event_time_ns(self, event: DriverEvent) -> int:
-        """Return a stamp (`MovableEvents.event_time_ns`)."""
+    def event_times_ns(self, events: Sequence[DriverEvent]) -> list[int]:
+        """Return their stamps, which are parked, too (`Context.event_times_ns`)."""
+        return [self._time_ns(event) for event in events]
+
+    def _time_ns(self, event: DriverEvent) -> int:
         if isinstance(event, AdoptedEvent):
             return event.time_ns
         if not isinstance(event, StampedEvent):
@@ -498,7 +502,7 @@ class CpuContext:
         return int.from_bytes(memory.bytes_at(event.address, STAMP_BYTES), "little")
 
     def adopt_event(self, time_ns: int) -> AdoptedEvent:
-        """Keep the time (`MovableEvents.adopt_event`)."""
+        """Keep the time (`Context.adopt_event`)."""
         return AdoptedEvent(time_ns)
 
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------

@@ -44,17 +44,3 @@ class StampedEvent:
 
     def __del__(self) -> None:
         self._slots.append(self.address)
-
-
-class AdoptedEvent:
-    """An event of another process, which was done there.
-
-    Attributes:
-        time_ns: Its stamp.
-    """
-
-    def __init__(self, time_ns: int) -> None:
-        self.time_ns = time_ns
-
-    def is_done(self) -> bool:
-        return True

@@ -21,7 +21,7 @@ from gpulease.daemon.contract.session_image import (
     RegionStates,
     SessionImage,
 )
-from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, MovableEvents, MovableRegions
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch
 from gpulease.daemon.session.ended_connections import EndedConnections
 from gpulease.daemon.session.graph_operations import GraphOperations
 from gpulease.daemon.session.holders import Holder
@@ -71,12 +71,8 @@ class SessionParts:
         """Raise CantLeave for what could not be made again in another process."""
         if self.ended.has_any:
             raise CantLeave("what an ended connection has made is not released yet", is_lasting=False)
-        if self.regions.had_any and not isinstance(self.resources.context, MovableRegions):
-            raise CantLeave("it has had regions, and their addresses belong to its process", is_lasting=True)
         if self.regions.is_busy:
             raise CantLeave("one of its regions is being opened or ended", is_lasting=False)
-        if self.streams.has_events and not isinstance(self.resources.context, MovableEvents):
-            raise CantLeave("it has events, and their times belong to its context", is_lasting=True)
         if self.graphs.recorded() is None:
             raise CantLeave("it has a graph that uses something that was released", is_lasting=True)
 
@@ -143,8 +139,6 @@ class SessionParts:
     def parked_regions(self) -> tuple[ParkedRegion, ...]:
         """Return where the bytes of each region are that has not ended."""
         context = self.resources.context
-        if not self.regions.had_any or not isinstance(context, MovableRegions):
-            return ()
         places = context.parked_regions()
         return tuple(
             ParkedRegion(region_id, *places[address], context.region_kept_bytes(places[address][1]))

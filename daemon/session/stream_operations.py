@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.drivers.interface import DriverError, DriverEvent, MovableEvents
+from gpulease.daemon.drivers.interface import DriverError, DriverEvent
 from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
 from gpulease.daemon.session.replies import done, empty
@@ -66,10 +66,6 @@ class StreamOperations(OperationHandler):
         self.current = ConnectionStreams()
 
     @property
-    def has_events(self) -> bool:
-        return self._event_count > 0
-
-    @property
     def last_number(self) -> int:
         """The highest number that a stream ever had on the wire."""
         return self._last_number
@@ -77,12 +73,10 @@ class StreamOperations(OperationHandler):
     def event_times(self, connection: ConnectionStreams) -> tuple[tuple[int, int], ...]:
         """Return the number and the time of each event of a connection, all of which are done.
 
-        Empty for a context whose events can't leave its process. Raises DriverError.
+        Raises DriverError.
         """
-        context = self._context
-        if not isinstance(context, MovableEvents):
-            return ()
-        return tuple((number, context.event_time_ns(event)) for number, event in connection.events.items())
+        times_ns = self._context.event_times_ns(list(connection.events.values()))
+        return tuple(zip(connection.events, times_ns, strict=True))
 
     def restore(
         self,
@@ -95,14 +89,10 @@ class StreamOperations(OperationHandler):
 
         Raises Refused or DriverError.
         """
-        context = self._context
-        if events and not isinstance(context, MovableEvents):
-            raise DriverError("events of another process have no place in this context")
         if self._event_count + len(events) > MAX_EVENTS:
             raise DriverError(f"there are more than {MAX_EVENTS} events")
-        if isinstance(context, MovableEvents):
-            connection.events |= {number: context.adopt_event(time_ns) for number, time_ns in events}
-            self._event_count += len(connection.events)
+        connection.events |= {number: self._context.adopt_event(time_ns) for number, time_ns in events}
+        self._event_count += len(connection.events)
         for number in numbers:
             connection.known[number] = self._make()
             self._last_number = max(self._last_number, number)

@@ -96,7 +96,9 @@ class Card:
     def cuMemAddressReserve(self, size: int, alignment: int, at: int, flags: int) -> tuple[Any, ...]:
         if error := self._ok():
             return (error, None)
-        address = at or self._next
+        # The driver takes the wish where nothing is reserved, and may take it or leave it anywhere else.
+        is_free = all(at + size <= start or start + span <= at for start, span in self.reserved.items())
+        address = at if at and is_free else self._next
         self._next = max(self._next, address + size)
         self.reserved[address] = size
         return (Result.CUDA_SUCCESS, address)

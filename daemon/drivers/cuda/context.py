@@ -36,6 +36,7 @@ from gpulease.daemon.drivers.interface import (
     MAX_MARKS,
     AdmitGraph,
     AdmitModule,
+    AdoptedEvent,
     CardProgress,
     Dim3,
     DriverError,
@@ -124,6 +125,8 @@ class CudaContext:
         self._contents: list[tuple[int, bytes]] = []
         self._wipes_memory = is_heap_wiped()
         self._markers: Markers | None = None
+        # An event whose time on the host's clock is known, once events leave the process or come from another.
+        self._anchor: tuple[TimedEvent, int] | None = None
         self._launcher = Launcher(self._stream.handle)
         # The events behind work under a limit of time (CardProgress), once there was a limit.
         self._marks: list[Any] = []
@@ -433,8 +436,9 @@ class CudaContext:
         self._regions.release(address)
 
     def make_parkable(self, slice_bytes: int) -> None:
-        """Give the session pages of its own (slice_pages.py)."""
+        """Give the session pages of its own (slice_pages.py), and its regions addresses that stay (region_pages.py)."""
         self._slice = SlicePages(self._pages, slice_bytes)
+        self._regions.use_range(*self._slice.regions_range)
 
     @property
     def pages_bytes(self) -> int:
@@ -466,7 +470,6 @@ class CudaContext:
         """Return what is parked, and the bytes of modules' variables, which are still on the card."""
         if self._slice is None or not self._pages.is_parked:
             raise DriverError("it is not parked")
-        self._refuse_regions()
         if self._has_system_calls:
             raise DriverError("a module calls malloc, free or assert: the heap and its state belong to the context")
         variables = [place for module in self._modules for place in module.variables()]
@@ -478,8 +481,14 @@ class CudaContext:
             data = bytearray(size)
             self._call(cuda.memcpy_dtoh, data, address)
             contents.append((address, bytes(data)))
-        packed: bytes = msgpack.packb((self._slice.range, self._pages.saved(), self._blocks.live(), contents))
+        # A context of an earlier version adopts what has no regions.
+        regions = self._regions.state()
+        fields = (self._slice.range, self._slice.saved(), self._blocks.live(), contents)
+        packed: bytes = msgpack.packb((*fields, *([] if regions is None else [regions])))
         return packed
+
+    def parked_regions(self) -> dict[int, tuple[int, int]]:
+        return self._regions.parked()
 
     def module_place(self, module: DriverModule) -> tuple[int, ...]:
         """Return the addresses of the variables, in the order of their names."""
@@ -489,19 +498,21 @@ class CudaContext:
 
     def adopt_parked(self, state: bytes, host: memoryview) -> None:
         try:
-            where, saved, sizes, contents = msgpack.unpackb(
+            where, saved, sizes, contents, *regions = msgpack.unpackb(
                 state, use_list=False, strict_map_key=False, max_bin_len=MAX_VARIABLE_BYTES
             )
+            if self._slice is None or where != self._slice.range:
+                raise ImageMismatch(f"its slice would begin at {self._slice and hex(self._slice.range[0])}")
+            # Step 1: the pages, with the mappings that they had. Nothing is taken of the card yet.
+            self._pages.adopt(host)
+            blocks = {address: block_bytes(size) for address, size in sizes.items()}
+            for address, allocation in self._slice.adopt(saved, blocks).items():
+                self._blocks.add(address, sizes[address], allocation)
+            # Step 2: regions, if the session has ever had one.
+            if regions:
+                self._regions.adopt(regions[0])
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ImageMismatch(f"what is parked can't be read: {error}") from None
-        if self._slice is None or where != self._slice.range:
-            raise ImageMismatch(f"its slice would begin at {self._slice and hex(self._slice.range[0])}")
-        if any(at + size > len(host) for _, size, at in saved):
-            raise ImageMismatch("its host memory is too small")
-        pieces = self._pages.adopt(saved, host)
-        blocks = {address: block_bytes(size) for address, size in sizes.items()}
-        for address, allocation in self._slice.adopt(pieces, blocks).items():
-            self._blocks.add(address, sizes[address], allocation)
         self._contents = list(contents)
 
     def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CudaModule:
@@ -545,9 +556,48 @@ class CudaContext:
 
     def elapsed_ns(self, start: DriverEvent, end: DriverEvent) -> int:
         """Query the driver, with a resolution of half a microsecond (cuEventElapsedTime)."""
-        if not isinstance(start, TimedEvent) or not isinstance(end, TimedEvent):
-            raise DriverError("these events belong to another driver")
+        if isinstance(start, TimedEvent) and isinstance(end, TimedEvent):
+            return self._between_ns(start, end)
+        start_ns, end_ns = self.event_times_ns([start, end])
+        return end_ns - start_ns
+
+    def _between_ns(self, start: TimedEvent, end: TimedEvent) -> int:
         return round(float(self._call(start.event.time_till, end.event)) * 1e6)
+
+    def event_times_ns(self, events: Sequence[DriverEvent]) -> list[int]:
+        """Return times on the host's monotonic clock, each by its distance from the event before it.
+
+        The driver rounds a distance to 24 bits (cuEventElapsedTime): the longer it is, the less exact.
+        """
+        if not events:
+            return []
+        anchor, time_ns = self._anchor_events()
+        # Step 1: the order of the events, by their rounded distances from the anchor.
+        distances = {event: self._between_ns(anchor, event) for event in events if isinstance(event, TimedEvent)}
+        # Step 2: from one to the next.
+        times_ns, before = dict[DriverEvent, int](), anchor
+        for event in sorted(distances, key=distances.__getitem__):
+            time_ns += self._between_ns(before, event)
+            times_ns[event], before = time_ns, event
+        times_ns |= {event: event.time_ns for event in events if isinstance(event, AdoptedEvent)}
+        if len(times_ns) < len(set(events)):
+            raise DriverError("these events belong to another driver")
+        return [times_ns[event] for event in events]
+
+    def adopt_event(self, time_ns: int) -> AdoptedEvent:
+        """Keep the time, and have an anchor for the events to come."""
+        self._anchor_events()
+        return AdoptedEvent(time_ns)
+
+    def _anchor_events(self) -> tuple[TimedEvent, int]:
+        """Return an event, and the time on the host's monotonic clock right before it was recorded."""
+        if self._anchor is None:
+            # The host's time first, so that what another process has recorded after its own anchor is not later.
+            event, time_ns = TimedEvent(self._call(cuda.Event)), time.monotonic_ns()
+            self._call(event.event.record, self._streams[0])
+            self._await(event.is_done, keep_waiting)
+            self._anchor = event, time_ns
+        return self._anchor
 
     def streams_bytes(self, count: int) -> int:
         """Bytes of the card for `count` streams (streams.py)."""

@@ -12,13 +12,13 @@ memory, maps it where the pieces were, and copies the bytes back.
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
-from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, PageMove, Poll
+from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, ImageMismatch, PageMove, Poll
 
 OWN_STREAM: Final = 0
 """The driver's default stream. Only these pages use it, and the context's streams do not synchronise with it
@@ -193,22 +193,21 @@ class MappedPages:
         self._host, self.is_broken = host, False
         return PageMove(self.held_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
 
-    def saved(self) -> list[tuple[int, int, int]]:
-        """Return address, size and place in the host memory of each parked piece, in their order.
-
-        Raises DriverError for pieces that are mapped otherwise than once.
-        """
-        if any(len(piece.mappings) != 1 for piece in self._pieces):
-            raise DriverError("some of its memory is mapped more than once, or not at all")
-        return [(piece.mappings[0][0], piece.size_bytes, piece.saved_at) for piece in self._pieces]
-
-    def adopt(self, saved: Iterable[tuple[int, int, int]], host: memoryview) -> list[Piece]:
-        """Enter another process's parked pieces, with their bytes in `host`; return them in their order."""
-        for address, size_bytes, saved_at in saved:
-            self._pieces[Piece(size_bytes, None, [(address, size_bytes)], saved_at)] = None
-            self.held_bytes += size_bytes
+    def adopt(self, host: memoryview) -> None:
+        """Be parked, with the bytes of another process's pieces in `host`; `adopt_piece` enters each."""
         self._host = host
-        return list(self._pieces)
+
+    def adopt_piece(self, size_bytes: int, saved_at: int) -> Piece:
+        """Enter a parked piece of another process, to be mapped. Raises ImageMismatch if its bytes are not in `host`.
+
+        `saved_at`: Where they are there.
+        """
+        if self._host is None or size_bytes <= 0 or not 0 <= saved_at <= len(self._host) - size_bytes:
+            raise ImageMismatch("its host memory is too small")
+        piece = Piece(size_bytes, None, saved_at=saved_at)
+        self._pieces[piece] = None
+        self.held_bytes += size_bytes
+        return piece
 
     def take_again(self) -> None:
         """Take memory for all parked pieces, and map it where they were. Raises MemoryRefused, having taken nothing."""

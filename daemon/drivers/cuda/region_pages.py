@@ -10,6 +10,10 @@ its own region's zeros, or what such kernels wrote there, and the context lives.
 A piece can only be mapped whole (the driver answers CUDA_ERROR_NOT_SUPPORTED otherwise), so the rest is a multiple of
 the scratch. What remains of the region's size is a piece between the two: it is zeroed with the scratch, and stays.
 
+The regions of a parkable session lie one after another in the range that its slice has reserved (slice_pages.py), and
+so does another process's, which has the same range. Once that is used up, further regions get addresses of the driver's
+choice, and the session can't leave its process any more.
+
 Mapping costs time for each piece, so the scratch grows with the region: 2 MiB under 64 MiB took 1 ms, under 8 GiB 111
 ms (H200, driver 580.159). Mapped memory takes exactly its size, in pages of 2 MiB, and no kernel on other memory waits
 for any of it.
@@ -17,11 +21,11 @@ for any of it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from gpulease.daemon.drivers.cuda.mapped_pages import MappedPages, Piece
 from gpulease.daemon.drivers.cuda.memory import whole_pages
-from gpulease.daemon.drivers.interface import DriverError, OutOfMemory, Poll, RegionReturn
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, OutOfMemory, Poll, RegionReturn
 
 MAX_RESERVED_BYTES: Final = 32 << 40
 """Most addresses that all regions of a context take, ended ones included, in bytes. Stops a session that opens
@@ -61,15 +65,21 @@ class CudaRegions:
     Args:
         pages: The context's mapped pages.
         wait: Waits until its first argument returns true, and polls.
+
+    Attributes:
+        reserved_bytes: Addresses that regions have taken, in bytes.
     """
 
     def __init__(self, pages: MappedPages, wait: Callable[[Callable[[], bool], Poll], None]) -> None:
         self._pages = pages
         self._wait = wait
         self._regions: dict[int, _Region] = {}
-        # Addresses that no region has had yet.
+        # Reserved addresses that no region has had yet.
         self._next_address = self._ahead_bytes = 0
         self.reserved_bytes = 0
+        # The first address of the range that the slice has reserved, and whether all regions are there.
+        self._start = 0
+        self._is_in_range = False
 
     @property
     def granule_bytes(self) -> int:
@@ -137,10 +147,9 @@ class CudaRegions:
         region.is_ending = True
         if freed_bytes:
             # Unmap the rest, and map the scratch over its range, piece by piece. An access in between would fault.
-            scratch, rest = region.pieces[0], region.pieces[-1]
+            rest = region.pieces[-1]
             self._pages.unmap(rest)
-            for offset in range(kept_bytes, region.size_bytes, scratch.size_bytes):
-                self._pages.map(scratch, address + offset, scratch.size_bytes)
+            self._map_over_rest(region)
             self._pages.allow(address + kept_bytes, freed_bytes)
             # Only now does the rest go back to the card: no address leads to it any more.
             self._pages.release(rest)
@@ -160,16 +169,82 @@ class CudaRegions:
         """Return whether all memsets have ended. Raises the error that ended the context."""
         return self._pages.is_zeroed()
 
+    # --- leaving the process ---
+
+    def use_range(self, address: int, size_bytes: int) -> None:
+        """Put regions into this reserved range; before the first one."""
+        self._start, self._is_in_range = address, True
+        self._next_address, self._ahead_bytes = address, size_bytes
+
+    def parked(self) -> dict[int, tuple[int, int]]:
+        """Return the place and the size in the host memory of each parked region that has not ended, by address."""
+        return {
+            address: (region.pieces[0].saved_at, region.size_bytes)
+            for address, region in self._regions.items()
+            if not region.is_ending
+        }
+
+    def state(self) -> tuple[Any, ...] | None:
+        """Return all parked regions, for `adopt` in another process; None if there never was one.
+
+        Raises DriverError for what another process could not make again.
+        """
+        if not self.reserved_bytes:
+            return None
+        if not self._is_in_range:
+            raise DriverError("its regions have used up the addresses that another process has for them")
+        if any(region.is_ending != region.is_ended for region in self._regions.values()):
+            raise DriverError("the end of one of its regions has failed")
+        # The bytes of its pieces follow one another, because they were taken one after another.
+        regions = [
+            (address, region.size_bytes, region.pieces[0].saved_at, region.is_wiped, region.is_ended)
+            for address, region in self._regions.items()
+        ]
+        return self._start, self._next_address - self._start, self.reserved_bytes, regions
+
+    def adopt(self, state: tuple[Any, ...]) -> None:
+        """Enter another context's `state`; the pages are parked, and no region was opened. Raises ImageMismatch."""
+        start, used_bytes, reserved_bytes, regions = state
+        if start != self._start:
+            raise ImageMismatch(f"its regions would begin at {self._start:#x}, not {start:#x}")
+        if self.reserved_bytes or not 0 < reserved_bytes <= used_bytes <= self._ahead_bytes:
+            raise ImageMismatch("its regions have no room in this context")
+        # No address that was ever given out is given out again.
+        self.reserved_bytes = reserved_bytes
+        self._next_address += used_bytes
+        self._ahead_bytes -= used_bytes
+        # The regions, in their order in the host memory, with the mappings that they had.
+        for address, size_bytes, saved_at, is_wiped, is_ended in regions:
+            if not start <= address < address + size_bytes <= self._next_address:
+                raise ImageMismatch(f"no region of {size_bytes} bytes can be at {address:#x}")
+            region = _Region(size_bytes, address, [], is_wiped, is_ending=is_ended, is_ended=is_ended)
+            at, kept_bytes = 0, self.kept_bytes(size_bytes)
+            for piece_bytes in _piece_sizes(size_bytes):
+                # The rest of an ended region went back to the card.
+                if is_ended and at >= kept_bytes:
+                    break
+                piece = self._pages.adopt_piece(piece_bytes, saved_at + at)
+                region.pieces.append(piece)
+                self._pages.map(piece, address + at, piece_bytes)
+                at += piece_bytes
+            if is_ended:
+                self._map_over_rest(region)
+            self._regions[address] = region
+
     # --- one step each ---
+
+    def _map_over_rest(self, region: _Region) -> None:
+        """Map the scratch over the addresses of the rest, again and again."""
+        scratch = region.pieces[0]
+        for offset in range(self.kept_bytes(region.size_bytes), region.size_bytes, scratch.size_bytes):
+            self._pages.map(scratch, region.address + offset, scratch.size_bytes)
 
     def _map(self, region: _Region) -> None:
         """Take the memory, and only then addresses, which are used up."""
         pages = self._pages
         # Step 1: memory for the scratch, what remains and the rest, separately, because the rest goes back alone.
-        scratch_bytes, kept_bytes = _scratch_bytes(region.size_bytes), self.kept_bytes(region.size_bytes)
-        for size_bytes in (scratch_bytes, kept_bytes - scratch_bytes, region.size_bytes - kept_bytes):
-            if size_bytes:
-                region.pieces.append(pages.take(size_bytes))
+        for size_bytes in _piece_sizes(region.size_bytes):
+            region.pieces.append(pages.take(size_bytes))
         # Step 2: addresses. They stay reserved for ever, so they are counted even if a later step fails.
         region.address = self._take_addresses(region.size_bytes)
         self.reserved_bytes += region.size_bytes
@@ -182,10 +257,11 @@ class CudaRegions:
 
     def _take_addresses(self, size_bytes: int) -> int:
         """Return the first of addresses that no region has had, reserved for it."""
-        if size_bytes > MAX_CUT_BYTES:
-            return self._pages.reserve(size_bytes)
         # A page without memory follows each region: a kernel that writes past its end does not reach the next one.
         cut_bytes = size_bytes + self.granule_bytes
+        self._is_in_range = self._is_in_range and cut_bytes <= self._ahead_bytes
+        if size_bytes > MAX_CUT_BYTES and not self._is_in_range:
+            return self._pages.reserve(size_bytes)
         if cut_bytes > self._ahead_bytes:
             self._next_address, self._ahead_bytes = self._pages.reserve(AHEAD_BYTES), AHEAD_BYTES
         address = self._next_address
@@ -204,3 +280,9 @@ class CudaRegions:
 
 def _scratch_bytes(size_bytes: int) -> int:
     return whole_pages(-(-size_bytes // SCRATCH_PARTS))
+
+
+def _piece_sizes(size_bytes: int) -> list[int]:
+    """Return the sizes of a region's pieces, in the order of their addresses."""
+    scratch_bytes, kept_bytes = _scratch_bytes(size_bytes), CudaRegions.kept_bytes(size_bytes)
+    return [one for one in (scratch_bytes, kept_bytes - scratch_bytes, size_bytes - kept_bytes) if one]

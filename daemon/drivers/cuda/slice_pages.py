@@ -1,8 +1,9 @@
 """The allocations of a parkable session, in pages that it maps itself, at addresses that stay while they are parked.
 
-The slice is one reserved range of addresses. It takes the place of cuMemAlloc, and takes the same pages of the card
-(memory.py): an allocation of more than 1 MiB has pages of its own, smaller ones share pages of 2 MiB, and a shared page
-goes back with the last of them. The context caches freed blocks in front of this as in front of cuMemAlloc.
+The slice is one reserved range of addresses, and is followed by that of the session's regions (region_pages.py): one
+call reserves both. The slice takes the place of cuMemAlloc, and takes the same pages of the card (memory.py): an
+allocation of more than 1 MiB has pages of its own, smaller ones share pages of 2 MiB, and a shared page goes back with
+the last of them. The context caches freed blocks in front of this as in front of cuMemAlloc.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,11 @@ logarithm of n (Robson, "Worst case fragmentation of first fit and best fit stor
 16 for a slice of 128 GiB. Addresses cost nothing."""
 
 MAX_RANGE_BYTES: Final = 4 << 40
+
+REGIONS_BYTES: Final = 4 << 40
+"""Addresses for the regions of a parkable session, in bytes. No region gets those of an earlier one, so a session that
+opens regions for ever uses them up; from then on it can't leave its process. 4 TiB are 4,096 regions of 1 GiB. Each
+reservation of its own would begin at a multiple of 32 MiB (H200, driver 580)."""
 
 MAX_LOOKS: Final = 16
 """Ranges of about the right size that are looked at before a larger one is cut."""
@@ -145,7 +151,13 @@ class SlicePages:
             raise DriverError("this card's driver can't map memory, so a session can't be parkable")
         self._pages = pages
         self._range_bytes = min(ROOM * whole_pages(slice_bytes), MAX_RANGE_BYTES)
-        self._address = pages.reserve(self._range_bytes, SLICE_ADDRESS)
+        self._regions_bytes = REGIONS_BYTES
+        try:
+            self._address = pages.reserve(self._range_bytes + self._regions_bytes, SLICE_ADDRESS)
+        except DriverError:
+            # Its regions then lie wherever the driver puts them.
+            self._regions_bytes = 0
+            self._address = pages.reserve(self._range_bytes, SLICE_ADDRESS)
         self._addresses = FreeRanges()
         self._addresses.add(self._address, self._range_bytes)
         # Free bytes of shared pages, and every piece by its address.
@@ -177,15 +189,26 @@ class SlicePages:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The first address of the reserved range, and its size in bytes."""
+        """The first address of the slice's range, and its size in bytes."""
         return self._address, self._range_bytes
 
-    def adopt(self, pieces: Iterable[Piece], blocks: Mapping[int, int]) -> dict[int, SliceAllocation]:
+    @property
+    def regions_range(self) -> tuple[int, int]:
+        """The first address of the range for regions, and its size in bytes: 0 without one."""
+        return self._address + self._range_bytes, self._regions_bytes
+
+    def saved(self) -> list[tuple[int, int, int]]:
+        """Return address, size and place in the host memory of each parked piece, for `adopt`."""
+        return [(address, piece.size_bytes, piece.saved_at) for address, piece in self._pieces.items()]
+
+    def adopt(self, saved: Iterable[tuple[int, int, int]], blocks: Mapping[int, int]) -> dict[int, SliceAllocation]:
         """Enter the pieces of another process's slice with the same range, and the sizes of its blocks by address.
 
-        Returns an allocation for each block.
+        Returns an allocation for each block. Raises ImageMismatch for a piece whose bytes are missing.
         """
-        self._pieces = {piece.mappings[0][0]: piece for piece in pieces}
+        for address, size_bytes, saved_at in saved:
+            self._pieces[address] = piece = self._pages.adopt_piece(size_bytes, saved_at)
+            self._pages.map(piece, address, size_bytes)
         self._addresses = FreeRanges()
         for start, size_bytes in _gaps(self._address, self._range_bytes, _sizes_of(self._pieces)):
             self._addresses.add(start, size_bytes)
@@ -203,7 +226,7 @@ class SlicePages:
         """Give the addresses back; every block must have been given back."""
         if self._pieces:
             raise DriverError("the session has allocations left")
-        self._pages.free_addresses(self._address, self._range_bytes)
+        self._pages.free_addresses(self._address, self._range_bytes + self._regions_bytes)
 
     def _take_pages(self, size_bytes: int) -> int:
         """Map new pages; return their address. A call that fails undoes what those before it did."""

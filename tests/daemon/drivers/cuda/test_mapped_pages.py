@@ -9,7 +9,7 @@ from gpulease.daemon.drivers.cuda.mapped_pages import STEPS_AHEAD, MappedPages
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
 from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
 from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
-from gpulease.daemon.drivers.interface import DriverError, keep_waiting
+from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, keep_waiting
 from helpers.mapping_card import CARD_BYTES, MIB, PAGE, Card, pages_on, wait
 
 HOST_BYTES = 64 * MIB
@@ -30,6 +30,7 @@ class Scene:
         self.pages: MappedPages = pages_on(self.card)
         self.slice = SlicePages(self.pages, HOST_BYTES)
         self.regions = CudaRegions(self.pages, wait)
+        self.regions.use_range(*self.slice.regions_range)
         self.host = memoryview(bytearray(HOST_BYTES))
         self.ready: list[int] = []
         source = random.Random(3)
@@ -48,6 +49,19 @@ class Scene:
     def park(self, poll: Callable[[], None] = keep_waiting) -> None:
         moved = self.pages.park(self.host, self.ready.append, poll)
         assert moved.size_bytes == self.taken
+
+    def move(self) -> None:
+        """Continue in another process, on another card."""
+        saved, state = self.slice.saved(), self.regions.state()
+        self.card = Card()
+        self.pages = pages_on(self.card)
+        self.slice, self.regions = SlicePages(self.pages, HOST_BYTES), CudaRegions(self.pages, wait)
+        self.regions.use_range(*self.slice.regions_range)
+        self.pages.adopt(self.host)
+        self.slice.adopt(saved, {})
+        if state is not None:
+            self.regions.adopt(state)
+        assert self.pages.held_bytes == self.taken
 
     def bring_back(self, poll: Callable[[], None] = keep_waiting) -> None:
         self.pages.take_again()
@@ -75,6 +89,153 @@ def test_all_pages_leave_the_card_and_return_to_their_addresses() -> None:
     # Each step was prepared before the card wrote there.
     assert scene.ready[0] <= STEP
     assert max(scene.ready) == scene.taken
+
+
+def test_another_process_has_all_pages_at_their_addresses() -> None:
+    scene = Scene()
+    for _ in range(3):
+        scene.park()
+        scene.move()
+        scene.check_parked()
+        scene.bring_back()
+        scene.check_here()
+    # Regions end, are released and open there as where they came from.
+    taken = scene.card.taken
+    assert scene.regions.end(scene.region, keep_waiting).freed_bytes == 0
+    for address in (scene.region, scene.ended):
+        scene.regions.release(address)
+    assert scene.card.taken == taken - 2 * PAGE
+    other = scene.regions.open(3 * PAGE)
+    assert other >= scene.ended + 3 * PAGE
+    assert scene.regions.end(other, keep_waiting).freed_bytes == 2 * PAGE
+
+
+def test_regions_that_are_no_multiple_of_their_scratch_have_all_pages_in_another_process() -> None:
+    scene = Scene()
+    ended = scene.regions.open(17 * PAGE)
+    scene.regions.end(ended, keep_waiting)
+    active = scene.regions.open(17 * PAGE)
+    for region in (ended, active):
+        # Behind the scratch lies one page more, which stays.
+        scene.expected[region + 2 * PAGE] = data = random.Random(region).randbytes(PAGE)
+        scene.card.poke(region + 2 * PAGE, data)
+    scene.mapped = {address: size for address, (size, _, _) in scene.card.mapped.items()}
+    scene.taken = scene.card.taken
+    for _ in range(2):
+        scene.park()
+        scene.move()
+        scene.bring_back()
+        scene.check_here()
+    assert scene.regions.end(active, keep_waiting).freed_bytes == 14 * PAGE
+
+
+def test_addresses_of_released_regions_are_never_given_out_again() -> None:
+    scene, known = Scene(), set[int]()
+    scene.regions.end(scene.region, keep_waiting)
+    for address in (scene.region, scene.ended):
+        scene.regions.release(address)
+        known |= set(range(address, address + 3 * PAGE, PAGE))
+    scene.taken = scene.card.taken
+    for _ in range(4):
+        scene.park()
+        scene.move()
+        scene.bring_back()
+        region = scene.regions.open(3 * PAGE)
+        assert region not in known
+        known |= set(range(region, region + 3 * PAGE, PAGE))
+        scene.regions.end(region, keep_waiting)
+        scene.regions.release(region)
+
+
+def test_a_region_that_ends_before_another_process_has_it_on_its_card() -> None:
+    scene = Scene()
+    region = scene.regions.open(20 * PAGE)
+    scene.taken = scene.card.taken
+    scene.park()
+    (at, size_bytes), kept = scene.regions.parked()[region], scene.regions.kept_bytes(20 * PAGE)
+    assert size_bytes == 20 * PAGE
+    scene.host[at : at + size_bytes] = b"\1" * size_bytes
+    scene.move()
+    assert scene.regions.parked()[region] == (at, size_bytes)
+    scene.regions.end(region, keep_waiting)
+    assert b"\1" not in bytes(scene.host[at : at + size_bytes])
+    scene.taken -= 20 * PAGE - kept
+    scene.bring_back()
+    assert len(set(scene.card.covered(region, 20 * PAGE))) == 1
+    assert scene.card.peek(region, kept) == bytes(kept)
+
+
+def test_a_session_with_regions_outside_of_the_reserved_range_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.daemon.drivers.cuda.slice_pages.REGIONS_BYTES", 9 * PAGE)
+    scene = Scene()
+    start, size_bytes = scene.slice.regions_range
+    inside = range(start, start + size_bytes)
+    assert scene.region in inside
+    assert scene.regions.open(2 * PAGE) in inside
+    assert scene.regions.state() is not None
+    outside = scene.regions.open(PAGE)
+    assert outside not in inside
+    with pytest.raises(DriverError, match="used up the addresses"):
+        scene.regions.state()
+    # There it is parked and returns as any other.
+    scene.taken, scene.mapped = scene.card.taken, {at: size for at, (size, _, _) in scene.card.mapped.items()}
+    scene.park()
+    scene.bring_back()
+    scene.check_here()
+
+
+def test_a_driver_without_addresses_for_regions_has_them_elsewhere() -> None:
+    card = Card()
+    card.fail_at = 1
+    pages = pages_on(card)
+    made, regions = SlicePages(pages, HOST_BYTES), CudaRegions(pages, wait)
+    assert made.regions_range[1] == 0
+    regions.use_range(*made.regions_range)
+    region = regions.open(PAGE)
+    assert region not in range(made.range[0], sum(made.range))
+    with pytest.raises(DriverError, match="used up the addresses"):
+        regions.state()
+    allocation = made.take(PAGE)
+    allocation.free()
+    made.close()
+
+
+def test_a_session_with_a_region_whose_end_has_failed_stays() -> None:
+    scene = Scene()
+    region = scene.regions.open(20 * PAGE)
+    scene.regions.wipe(region)
+    # The poll of the memset, then the first unmapping.
+    scene.card.fail_at = scene.card.calls + 2
+    with pytest.raises(DriverError):
+        scene.regions.end(region, keep_waiting)
+    scene.card.fail_at = 0
+    with pytest.raises(DriverError, match="has failed"):
+        scene.regions.state()
+
+
+@pytest.mark.parametrize("wrong", ["elsewhere", "no room", "outside", "beyond the host memory"])
+def test_a_process_that_can_not_have_the_regions_does_not_adopt_them(wrong: str) -> None:
+    scene, other = Scene(), Scene()
+    scene.park()
+    state = scene.regions.state()
+    assert state is not None
+    start, used_bytes, reserved_bytes, ((address, size_bytes, at, *flags), *_) = state
+    card = Card()
+    pages = pages_on(card)
+    regions = CudaRegions(pages, wait)
+    pages.adopt(scene.host)
+    regions.use_range(start + (PAGE if wrong == "elsewhere" else 0), PAGE if wrong == "no room" else 64 * PAGE)
+    if wrong == "outside":
+        state = start, used_bytes, reserved_bytes, [(address + used_bytes, size_bytes, at, *flags)]
+    if wrong == "beyond the host memory":
+        state = start, used_bytes, reserved_bytes, [(address, size_bytes, HOST_BYTES - PAGE // 2, *flags)]
+    with pytest.raises(ImageMismatch):
+        regions.adopt(state)
+    # Nothing of the card is taken, whatever came.
+    assert card.taken == 0
+    # A context that has had regions of its own adopts none.
+    with pytest.raises(ImageMismatch):
+        other.regions.adopt(state)
 
 
 def test_what_a_session_does_afterwards_works_as_before() -> None:

@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.cuda.memory import SHARING_BYTES, Blocks, Pages, block_bytes
-from gpulease.daemon.drivers.cuda.slice_pages import SLICE_ADDRESS, FreeRanges, SliceAllocation, SlicePages
+from gpulease.daemon.drivers.cuda.slice_pages import (
+    REGIONS_BYTES,
+    SLICE_ADDRESS,
+    FreeRanges,
+    SliceAllocation,
+    SlicePages,
+)
 from gpulease.daemon.drivers.interface import DriverError, OutOfMemory
 from helpers.mapping_card import CARD_BYTES, GIB, MIB, PAGE, Card, pages_on
 
@@ -51,7 +57,7 @@ def test_the_range_is_where_every_worker_can_have_it() -> None:
     card = Card()
     allocation = make(card).take(4 * MIB)
     assert int(allocation) == SLICE_ADDRESS
-    assert card.reserved == {SLICE_ADDRESS: 16 * SLICE}
+    assert card.reserved == {SLICE_ADDRESS: 16 * SLICE + REGIONS_BYTES}
 
 
 def test_what_was_freed_is_given_out_again_without_a_call() -> None:
