@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -172,6 +173,8 @@ def test_every_number_of_rows_has_a_bucket_less_than_twice_its_size(max_rows: in
     for rows in range(1, max_rows + 1):
         assert rows <= next(bucket for bucket in buckets if bucket >= rows) < 2 * rows
     assert buckets[-1] == max_rows
+    # A large step has fewer padded rows than a tile of the largest linears.
+    assert all(after - before <= 128 for before, after in pairwise(buckets))
 
 
 def test_a_block_has_its_positions_keys_and_values_of_all_layers() -> None:
