@@ -21,6 +21,7 @@ from gpulease.client.decode.checkpoint import Checkpoint, load_weights, size_byt
 from gpulease.client.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.decode.engine.forward_pass import (
     ForwardPass,
+    StepKind,
     StepLimits,
     block_bytes,
     buckets_of,
@@ -136,9 +137,9 @@ class DecodeEngine:
         self.lease = lease
         self._forward: ForwardPass | None = forward
         self._buckets = buckets_of(self.limits.max_rows)
-        # By bucket of rows, by parity, and whether they are guided: each of the two steps under way has its own stream,
-        # row and result arrays.
-        self._graphs: dict[tuple[int, int, bool], Graph] = {}
+        # By bucket of rows, by parity, and by kind: each of the two steps under way has its own stream, row and result
+        # arrays.
+        self._graphs: dict[tuple[int, int, StepKind], Graph] = {}
         self._guide_arrays: list[_GuideArrays] = []
         self._prefix_arrays: list[NDArray[np.int32]] = []
         # By parity, once a step of it was pooled.
@@ -224,20 +225,20 @@ class DecodeEngine:
             begun = min(rows, self.limits.tables)
             self._prefix_arrays.append(session.empty((begun, self.limits.table_blocks), np.int32))
             # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
-            # `start` and `_fetch` do the copies. Guided steps have graphs of their own, so that others have no kernel
-            # more for them.
+            # `start` and `_fetch` do the copies. Each kind of step has graphs of its own, so that plain ones have no
+            # kernel more for the others.
             for bucket in self._buckets:
-                for is_guided in (False, True):
+                for kind in forward.kinds(bucket):
                     async with session.record() as graph:
                         if session.shares_memory:
                             await session.mem_write(forward.rows, 0, given[:bucket])
-                        await forward.launch(bucket, is_guided=is_guided)
+                        await forward.launch(bucket, kind)
                         if session.shares_memory:
                             await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
-                            if is_guided:
+                            if kind.is_guided:
                                 ranked = arrays.ranked[:bucket]
                                 await session.mem_read(forward.ranked, 0, ranked.nbytes, into=ranked)
-                    self._graphs[bucket, parity, is_guided] = graph
+                    self._graphs[bucket, parity, kind] = graph
 
     @property
     def vocabulary(self) -> int:
@@ -421,7 +422,7 @@ class DecodeEngine:
             if prefixes:
                 await self._write_tables(prefixes, parity)
             # `position` comes back in a refusal, by which it is assigned to its step.
-            graph = self._graphs[bucket, parity, guidance is not None]
+            graph = self._graphs[bucket, parity, self._kind_of(bucket, rows, guidance)]
             await graph.launch(stream=stream, regions=named, position=number)
             if is_pooled and self.session.shares_memory:
                 # Ahead of the next step, which writes the same buffer.
@@ -583,6 +584,15 @@ class DecodeEngine:
             self._prefix_arrays.clear()
             self._normed_arrays.clear()
             await self.session.close()
+
+    def _kind_of(self, bucket: int, rows: Rows, guidance: StepGuidance | None) -> StepKind:
+        kind = StepKind(guidance is not None)
+        with_prompts = kind._replace(has_prompts=True)
+        # Only large buckets have kernels for prompts, so small steps are not searched for any.
+        if (bucket, 0, with_prompts) not in self._graphs:
+            return kind
+        tables = rows["table"]
+        return with_prompts if (tables[1:] == tables[:-1]).any() else kind
 
     def _bucket(self, rows: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= rows)

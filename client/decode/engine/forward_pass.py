@@ -9,7 +9,8 @@ import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from itertools import product
+from typing import Final, NamedTuple
 
 from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights, Plane
@@ -82,6 +83,21 @@ def buckets_of(max_rows: int) -> tuple[int, ...]:
     """
     powers = (1 << i for i in range((min(max_rows, BUCKET_STEP + 1) - 1).bit_length()))
     return (*powers, *range(2 * BUCKET_STEP, max_rows, BUCKET_STEP), max_rows)
+
+
+class StepKind(NamedTuple):
+    """What decides a step's kernels besides its number of rows.
+
+    Attributes:
+        is_guided: Whether the step reads `guides`, too.
+        has_prompts: Whether adjacent rows are of one sequence.
+    """
+
+    is_guided: bool = False
+    has_prompts: bool = False
+
+
+PLAIN: Final = StepKind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,21 +285,26 @@ class ForwardPass:
             self._buffers[name] = await self._session.mem_alloc(size)
         # A kernel per shape and number of rows: load those that any bucket uses, before the graphs are recorded.
         for rows in buckets_of(self.limits.max_rows):
-            for is_guided in (False, True):
-                names = dict.fromkeys(launch.name for launch in self.launches(rows, is_guided=is_guided))
+            for kind in self.kinds(rows):
+                names = dict.fromkeys(launch.name for launch in self.launches(rows, kind))
                 await self.library.load(*names)
                 await asyncio.sleep(0)
 
-    async def launch(self, rows: int, *, is_guided: bool = False) -> None:
+    def kinds(self, rows: int) -> list[StepKind]:
+        """Return the kinds of steps of `rows` rows. Steps that are cut have no kernels for prompts."""
+        prompts = (False, True) if rows > _split_rows(rows, self.weights.config) else (False,)
+        return [StepKind(*flags) for flags in product((False, True), prompts)]
+
+    async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
-        for number, launch in enumerate(self.launches(rows, is_guided=is_guided), 1):
+        for number, launch in enumerate(self.launches(rows, kind), 1):
             await self.library.launch(launch)
             # A launch that is recorded waits for nothing, so other models' steps would not get their turns.
             if number % LAUNCHES_A_TURN == 0:
                 await asyncio.sleep(0)
 
-    def launches(self, rows: int, *, is_guided: bool = False) -> Iterator[KernelLaunch]:
-        """Yield the launches of a step of `rows` rows, in their order. A guided one reads `guides`, too."""
+    def launches(self, rows: int, kind: StepKind = PLAIN) -> Iterator[KernelLaunch]:
+        """Yield the launches of a step of `rows` rows, in their order."""
         config, b = self.weights.config, self._buffers
         width, limits = config.width, self.limits
         scaled: dict[str, Value] = {} if config.embedding_scale is None else {"scale": config.embedding_scale}
@@ -297,7 +318,7 @@ class ForwardPass:
         for index, layer in enumerate(self.weights.layers):
             # Attention: norm, qkv, rotation and append, attend, output projection.
             yield self._normalise(rows, layer.attention_norm, before, outer)
-            yield from self._attend(rows, index, layer)
+            yield from self._attend(rows, index, layer, has_prompts=kind.has_prompts)
             yield self._linear(layer.output, rows, "x")
             # Feed-forward: norm (which adds the attention's output), gate and up, down projection.
             yield self._normalise(rows, layer.inner_norm, _splits(layer.output), layer.attention_outer_norm)
@@ -311,7 +332,7 @@ class ForwardPass:
         # The last norm adds the last layer's output; then the head, and the choice of tokens.
         yield self._normalise(rows, self.weights.norm, before, outer)
         yield self._linear(self.weights.head, rows, "x", "logits")
-        yield from self._sample(rows, is_guided=is_guided)
+        yield from self._sample(rows, is_guided=kind.is_guided)
 
     def _sample(self, rows: int, *, is_guided: bool) -> Iterator[KernelLaunch]:
         """Yield the launches that choose each row's token from the logits: a scan by blocks, then a choice by row.
@@ -360,7 +381,7 @@ class ForwardPass:
             eps=self.weights.config.norm_epsilon, **more,
         )  # fmt: skip
 
-    def _attend(self, rows: int, index: int, layer: LayerWeights) -> Iterator[KernelLaunch]:
+    def _attend(self, rows: int, index: int, layer: LayerWeights, *, has_prompts: bool) -> Iterator[KernelLaunch]:
         """Yield the launches that turn h's norm, in x, into the attention's output, also in x."""
         config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
@@ -385,20 +406,25 @@ class ForwardPass:
         }  # fmt: skip
         # Sequences within the window need no mask, and give the same bits without it.
         window = config.window(index, limits.positions)
-        kind, seen = f"{width}", dict[str, Value]()
+        suffix, seen = f"{width}", dict[str, Value]()
         if window is not None:
-            kind, seen = f"window_{width}", {"window": window}
+            suffix, seen = f"window_{width}", {"window": window}
         # One program per row and key head if the sequences are short or the rows many; otherwise cut each sequence, so
         # that few rows still fill the card. Both give the same bits.
-        if limits.splits == 1 or rows > _split_rows(rows, config):
-            yield KernelLaunch(f"attend_whole_{kind}", (rows, key_heads), x=b["x"], **read, **seen)
+        is_whole = rows > _split_rows(rows, config)
+        if is_whole and has_prompts:
+            # Adjacent rows of one sequence share what they read. Again the same bits.
+            yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **seen)
+            return
+        if limits.splits == 1 or is_whole:
+            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads), x=b["x"], **read, **seen)
             return
         # The parts of a sequence's attention, which `combine` adds in ascending order.
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         parts["splits"] = limits.splits
         programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
-        yield KernelLaunch(f"attend_{kind}", (rows, key_heads, programs), **parts, **read, **seen)
-        yield KernelLaunch(f"combine_{kind}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **seen)
+        yield KernelLaunch(f"attend_{suffix}", (rows, key_heads, programs), **parts, **read, **seen)
+        yield KernelLaunch(f"combine_{suffix}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **seen)
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
         """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""

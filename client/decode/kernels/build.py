@@ -41,6 +41,17 @@ ATTEND_TILES: Final = {
 """By the width of heads: the positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
 registers per thread, None for no limit."""
 
+PROMPT_TILES: Final = {
+    32: (32, 4, 3, None),
+    64: (32, 4, 3, None),
+    80: (32, 4, 3, None),
+    96: (32, 4, 3, None),
+    128: (32, 4, 3, None),
+    256: (32, 8, 2, None),
+}
+"""By the width of heads, for tiles of a prompt's rows: query heads of a tile, those of all its rows; warps; stages;
+registers. The positions read at once are those of ATTEND_TILES, which decide the bits."""
+
 ROPE_HEADS: Final = 8
 """Heads that one program rotates: the most that still leave enough programs for a step of one row."""
 
@@ -217,6 +228,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     s, cache, places = triton_source, "layer_bytes block_bytes", ("layer_bytes", "block_bytes")
     norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
     splits, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
+    read_rows = f"q:b rows:w tables:w {cache} table_blocks R H G"
     found = {
         f"rope_append_{width}": Job(
             s.rope_append,
@@ -231,6 +243,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
         found |= {
             f"attend_{name}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32{window}")),
             f"attend_whole_{name}": _attend(s.attend_whole, width, _types(f"x:b {read} scale:fp32{window}")),
+            f"attend_prompt_{name}": _attend_prompt(width, _types(f"x:b {read_rows} scale:fp32{window}")),
             f"combine_{name}": Job(
                 s.combine,
                 _types(f"x:b {splits} rows:w H splits{window}"),
@@ -246,6 +259,14 @@ def _attend(function: Any, width: int, types: dict[str, str]) -> Job:
     constants = {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": positions}
     divisible = ("layer_bytes", "block_bytes")
     return Job(function, types, constants, warps, stages, divisible, registers=registers)
+
+
+def _attend_prompt(width: int, types: dict[str, str]) -> Job:
+    positions, whole_warps, _, _ = ATTEND_TILES[width]
+    lanes, warps, stages, registers = PROMPT_TILES[width]
+    constants = {"DH": width, "SPLIT": SPLIT, "BT": positions, "LANES": lanes, "WARPS": whole_warps}
+    divisible = ("layer_bytes", "block_bytes")
+    return Job(triton_source.attend_prompt, types, constants, warps, stages, divisible, registers=registers)
 
 
 def _types(text: str) -> dict[str, str]:

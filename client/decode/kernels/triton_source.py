@@ -671,6 +671,141 @@ def attend_whole(
 
 
 @triton.jit
+def summed_as_rows(e, LANES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr):
+    """Add the BT weights of each lane of e [LANES, BT] in the order in which `attend_tile` adds a row's.
+
+    There a compiler chose the order: pairs of adjacent positions, then what a thread holds, then its quad, then the
+    warps, each of which has 8 positions of every 8 * WARPS. A sum of two is the same in either order, so sums over axes
+    of two give these bits in any layout.
+    """
+    if BT == 128:
+        # Bits of a position: 6 and 5 within a thread, 4 and 3 the warp, 2 and 1 the lane of a quad, 0 the pair.
+        b = tl.sum(tl.reshape(e, (LANES, 2, 2, 2, 2, 2, 2, 2)), 7)
+        b = tl.sum(tl.sum(b, 2), 1)
+        b = tl.sum(tl.sum(b, 3), 3)
+    elif BT == 64:
+        b = tl.sum(tl.reshape(e, (LANES, 2, 2, 2, 2, 2, 2)), 6)
+        b = tl.sum(b, 1)
+        b = tl.sum(tl.sum(b, 3), 3)
+    elif WARPS == 1:
+        # All four groups of 8 positions are one thread's.
+        b = tl.sum(tl.reshape(e, (LANES, 2, 2, 2, 2, 2)), 5)
+        b = tl.sum(tl.sum(b, 2), 1)
+    else:
+        b = tl.sum(tl.reshape(e, (LANES, 2, 2, 2, 2, 2)), 5)
+        b = tl.sum(tl.sum(b, 3), 3)
+    return tl.sum(tl.sum(b, 1), 1)
+
+
+@triton.jit
+def attend_prompt(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, R, H, G, scale, window,
+    DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Compute what `attend_whole` does, to the bit, for tiles of adjacent rows of one sequence: x [R, H, DH] bf16.
+
+    The rows of a tile share the loads of keys and values. A tile begins where the sequence changes, and at every
+    multiple of a tile's rows; the programs of all other rows have nothing to do. Each lane is a query head of a row.
+    WARPS is that of `attend_whole`: it decides the order of its sums.
+    """
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    share = H // G
+    count = LANES // share
+    record = rows + row * WORDS
+    number = tl.load(record + TABLE)
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    # The row before decides whether this one begins a tile. The guard between tenants holds for a whole tile, so its
+    # rows must be of the same regions, too.
+    if row % count > 0:
+        its_base, its_blocks, its_shared, its_readable = regions_of(record - WORDS, block_bytes)
+        same = (tl.load(record - WORDS + TABLE) == number) & (its_base == base) & (its_blocks == blocks)
+        if same & (its_shared == shared) & (its_readable == readable):
+            return
+    lanes = tl.arange(0, LANES)
+    its = row + lanes // share
+    after = tl.minimum((row // count + 1) * count, R)
+    near = rows + its * WORDS
+    inside = its < after
+    other = tl.load(near + TABLE, mask=inside, other=0) != number
+    other |= tl.load(near + BLOCKS, mask=inside, other=0) != blocks
+    other |= tl.load((near + BASE).to(tl.pointer_type(tl.int64)), mask=inside, other=0) != base
+    other |= tl.load(near + SHARED, mask=inside, other=0) != tl.load(record + SHARED)
+    other |= tl.load(near + SHARED_BLOCKS, mask=inside, other=0) != tl.load(record + SHARED_BLOCKS)
+    # The tile ends before the first row of another sequence.
+    mine = its < tl.min(tl.where(inside & other, its, after), 0)
+    position = tl.load(near + POSITION, mask=mine, other=-1)
+    d = tl.arange(0, triton.next_power_of_2(DH))
+    at = (its * H + g * share + lanes % share)[:, None] * DH + d[None, :]
+    query = tl.load(q + at, mask=within(mine[:, None], d[None, :], DH), other=0.0)
+    table = tables + number * table_blocks
+    # All rows at once. If that reads an infinite value, or a NaN, which some row does not see, each row again by
+    # itself: such a value has weight 0 for that row, and 0 times infinity is NaN.
+    turn = 0
+    turns = 1
+    while turn < turns:
+        active = mine & ((turn == 0) | (its == row + turn - 1))
+        length = tl.where(active, position, -1) + 1
+        most = tl.max(length, 0)
+        all_total = tl.zeros((LANES, triton.next_power_of_2(DH)), tl.float32)
+        all_top = tl.full((LANES,), -1e30, tl.float32)
+        all_weights = tl.zeros((LANES,), tl.float32)
+        total, top, weights = all_total, all_top, all_weights
+        # Positions from `seen_from` up to `seen_to` are seen by every row.
+        seen_to = tl.min(tl.where(active, length, most), 0)
+        seen_from = 0
+        first = tl.zeros((LANES,), tl.int32)
+        begin = 0
+        if window is not None:
+            first = tl.maximum(length - window, 0)
+            seen_from = tl.max(first, 0)
+            least = tl.min(tl.where(active, first, seen_from), 0)
+            begin = least // SPLIT * SPLIT
+        for j in range(begin, most, BT):
+            p = j + tl.arange(0, BT)
+            # As in `attend_tile`; but what is loaded depends on the tile, and what a row sees on the row.
+            block = tl.load(table + p // PAGE, mask=p < most, other=-1)
+            known = (block >= 0) & (block < readable)
+            if window is not None:
+                known = known & (p >= least)
+            place = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes + layer_bytes
+            place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
+            keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
+            k = tl.load(keys[None, :] + d[:, None], mask=within(known[None, :], d[:, None], DH), other=0.0)
+            values = keys + G * PAGE * DH
+            v = tl.load(values[:, None] + d[None, :], mask=within(known[:, None], d[None, :], DH), other=0.0)
+            seen = known[None, :] & (p[None, :] < length[:, None])
+            if window is not None:
+                seen = seen & (p[None, :] >= first[:, None])
+            score = tl.where(seen, tl.dot(query, k) * scale, -1e30)
+            higher = tl.maximum(top, tl.max(score, 1))
+            e = tl.where(seen, exp2(score - higher[:, None]), 0.0)
+            shrink = exp2(top - higher)
+            total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
+            weights = weights * shrink + summed_as_rows(e, LANES, BT, WARPS)
+            top = higher
+            if (turn == 0) & ((j + BT > seen_to) | (j < seen_from)):
+                finite = (v.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
+                if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+                    turns = 1 + count
+            # The end of a split, or of the longest row, as in `attend_whole`. A row that has ended, or has not begun,
+            # gets nothing.
+            if ((j + BT) % SPLIT == 0) | (j + BT >= most):
+                over = tl.maximum(all_top, top)
+                shrink = exp2(all_top - over)
+                part = exp2(top - over)
+                all_total = all_total * shrink[:, None] + total * part[:, None]
+                all_weights = all_weights * shrink + weights * part
+                all_top = over
+                total = tl.zeros((LANES, triton.next_power_of_2(DH)), tl.float32)
+                top = tl.full((LANES,), -1e30, tl.float32)
+                weights = tl.zeros((LANES,), tl.float32)
+        result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[:, None])
+        tl.store(x + at, result.to(tl.bfloat16), mask=within(active[:, None], d[None, :], DH))
+        turn += 1
+
+
+@triton.jit
 def silu(x, parts, splits, stride, F, BLOCK_F: tl.constexpr):
     """Add gate_up's parts, and gate them. parts [splits, R, 2 F], gate first; x [R, F]."""
     row = tl.program_id(0)

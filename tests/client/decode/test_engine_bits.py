@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint, open_model
 from gpulease.client.decode.decode_requests import SamplingParameters
+from gpulease.client.decode.engine import forward_pass
 from gpulease.client.decode.engine.forward_pass import StepLimits, parts_of
-from gpulease.client.decode.engine.kernel_library import manifest
+from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, manifest
 from gpulease.client.decode.model_config import ModelConfig
 from helpers.daemon import Daemon
 from helpers.decode.engine_rig import GREEDY, EngineRig, Line, MixedStep, RunningRig, Seat, running
@@ -109,6 +110,24 @@ def test_sums_of_the_wide_model_are_in_parts() -> None:
 @pytest.mark.parametrize("config", [BIASED, WIDE], ids=["biases of qkv", "sums in parts"])
 def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: ModelConfig) -> None:
     try_model(shared_daemon, config)
+
+
+@pytest.mark.parametrize("config", [BIASED, pytest.param(SHARED_KEYS, marks=pytest.mark.exhaustive)])
+def test_rows_of_prompts_in_large_steps_have_the_bits_that_they_have_alone(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, config: ModelConfig
+) -> None:
+    """Steps of more than two rows count as large here, so that those with prompts have kernels of their own."""
+    monkeypatch.setattr(forward_pass, "_split_rows", lambda rows, config: min(rows, 2))
+    launched: list[str] = []
+    launch = KernelLibrary.launch
+
+    async def noted(library: KernelLibrary, wanted: KernelLaunch) -> None:
+        launched.append(wanted.name)
+        await launch(library, wanted)
+
+    monkeypatch.setattr(KernelLibrary, "launch", noted)
+    try_model(shared_daemon, config)
+    assert f"attend_prompt_{config.head_width}" in launched
 
 
 @pytest.mark.parametrize("method", ["awq", pytest.param("fp8", marks=pytest.mark.exhaustive)])

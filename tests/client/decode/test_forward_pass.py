@@ -15,6 +15,7 @@ from gpulease.client.decode.engine import forward_pass
 from gpulease.client.decode.engine.forward_pass import (
     MAX_PROGRAMS,
     MAX_SPLITS,
+    StepKind,
     StepLimits,
     block_bytes,
     buckets_of,
@@ -175,6 +176,19 @@ def test_every_number_of_rows_has_a_bucket_less_than_twice_its_size(max_rows: in
     assert buckets[-1] == max_rows
     # A large step has fewer padded rows than a tile of the largest linears.
     assert all(after - before <= 128 for before, after in pairwise(buckets))
+
+
+def test_only_large_steps_have_kernels_for_prompts(tiny: RunningRig) -> None:
+    async def part(rig: EngineRig) -> None:
+        forward = rig.engine.forward
+        most = (MAX_PROGRAMS - 1) // TINY.key_heads
+        assert forward.kinds(most) == [StepKind(False), StepKind(True)]
+        for kind in forward.kinds(most + 1):
+            names = {launch.name for launch in forward.launches(most + 1, kind) if launch.name.startswith("attend")}
+            assert names == {"attend_prompt_32" if kind.has_prompts else "attend_whole_32"}
+        assert {kind.has_prompts for kind in forward.kinds(most + 1)} == {False, True}
+
+    tiny.run(part)
 
 
 def test_a_block_has_its_positions_keys_and_values_of_all_layers() -> None:

@@ -117,8 +117,8 @@ def attended(
 ) -> Array:
     """The attention's output [R, H, width] of bf16 queries: of `attend`, by two programs a row, and `combine`.
 
-    `attend_whole` gives the same bits. With a `window`, all three are the kernels that have one. `shared` are the
-    blocks of a region that the rows share.
+    `attend_whole` and `attend_prompt` give the same bits. With a `window`, all are the kernels that have one. `shared`
+    are the blocks of a region that the rows share.
     """
     count, heads, width = q.shape
     key_heads = region.shape[3]
@@ -129,7 +129,7 @@ def attended(
         rows["shared"] = shared_address // SHARED_ALIGNMENT
     totals = np.full((count, heads, splits, width), np.nan, np.float32)
     tops, sums = np.full((2, count, heads, splits), np.nan, np.float32)
-    x, whole = np.zeros((2, count, heads, width), np.uint16)
+    x, whole, prompt = np.zeros((3, count, heads, width), np.uint16)
     read: dict[str, Any] = {
         "q": q, "rows": rows, "tables": tables, **places(region), "table_blocks": tables.shape[1], "H": heads,
         "G": key_heads, "scale": math.log2(math.e) / math.sqrt(width),
@@ -142,6 +142,7 @@ def attended(
         **seen,
     )  # fmt: skip
     rig.launch(f"attend_whole_{kind}", (count, key_heads), x=whole, **read, **seen)
+    rig.launch(f"attend_prompt_{kind}", (count, key_heads), x=prompt, R=count, **read, **seen)
     rig.release(address)
     if shared is not None:
         rig.release(shared_address)
@@ -150,6 +151,7 @@ def attended(
         splits=splits, **seen,
     )  # fmt: skip
     assert whole.tobytes() == x.tobytes()
+    assert prompt.tobytes() == x.tobytes()
     return x
 
 
@@ -184,6 +186,44 @@ def test_attention_of_every_length(rig: KernelRig, width: int, group: int, windo
     for row, length in enumerate(LENGTHS):
         seen = np.arange(max(0, length - window) if window else 0, length)
         exact, sizes = exact_attention(q[row], region, tables[order[row]], seen)
+        check_attention(found[row], exact, sizes)
+
+
+INFINITY, NAN = 0xFF80, 0x7FC0
+
+
+@pytest.mark.parametrize("value", [None, INFINITY, NAN])
+@pytest.mark.parametrize("window", [None, 1, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("width", EVERY_WIDTH)
+def test_rows_of_prompts_have_the_bits_that_each_has_alone(
+    rig: KernelRig, width: int, group: int, window: int | None, value: int | None
+) -> None:
+    """Decoding rows, three prompts' rows and padded ones; with a value that only some of a prompt's rows see.
+
+    `attended` compares the kernel for tiles of such rows with the one for single rows.
+    """
+    rng = np.random.default_rng(group)
+    runs = [(0, 200, 1), (1, 5, 1), (2, 0, 37), (3, 120, 21), (4, 300, 3)]
+    table = np.concatenate([[number] * count for number, _, count in runs] + [[4] * 3])
+    position = np.concatenate([begin + np.arange(count) for _, begin, count in runs] + [[-1] * 3])
+    region, tables = region_of(rng, 60, 2, width), np.stack([rng.permutation(60)[:20] for _ in runs]).astype(np.int32)
+    for number, at in ((2, 20), (3, 130)) if value is not None else ():
+        region[tables[number][at // PAGE], 1, 1, :, at % PAGE] = value
+    rows = step_rows(len(table), position=position, table=table, blocks=60)
+    found = attended(rig, bf16(rng.normal(0, 2, (len(table), 2 * group, width))), region, rows, tables, 3, window)
+    assert not found[-3:].any()
+
+
+def test_rows_of_two_regions_are_not_one_prompt_s(rig: KernelRig) -> None:
+    """Equal tables, and the second half's region is the first's without its last block."""
+    rng = np.random.default_rng(4)
+    region = region_of(rng, 3, 1, 32)
+    q = bf16(rng.normal(0, 2, (8, 2, 32)))
+    rows = step_rows(8, position=40, blocks=[3] * 4 + [2] * 4)
+    found = attended(rig, q, region, rows, np.arange(3, dtype=np.int32)[None], 1)
+    for row, blocks in enumerate(rows["blocks"]):
+        exact, sizes = exact_attention(q[row], region, np.arange(3), np.arange(min(41, blocks * PAGE)))
         check_attention(found[row], exact, sizes)
 
 

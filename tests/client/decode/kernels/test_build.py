@@ -53,7 +53,7 @@ def test_kernels_are_there_for_every_width_and_share_that_a_model_may_have() -> 
     for width in HEAD_WIDTHS:
         assert f"rope_append_{width}" in NAMES
         for kind in (f"{width}", f"window_{width}"):
-            for name in (f"attend_{kind}", f"attend_whole_{kind}", f"combine_{kind}"):
+            for name in (f"attend_{kind}", f"attend_whole_{kind}", f"attend_prompt_{kind}", f"combine_{kind}"):
                 assert manifest().kernels[name].constants["SPLIT"] == manifest().split
     assert manifest().heads >= MAX_SHARE
 
