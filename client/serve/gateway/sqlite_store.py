@@ -128,8 +128,8 @@ class SqliteStore:
         self._changing, self._committing = threading.Lock(), threading.Lock()
         self._waiting: deque[_Change] = deque()
         self._is_closed = False
-        # Whether the connection's next transaction is synced, as `_open` leaves it.
-        self._is_synced = True
+        # Whether the connection's next transaction is synced, as `_open` leaves it; None while that is being changed.
+        self._is_synced: bool | None = True
         try:
             self._connection = _open(self._path)
         except (OSError, sqlite3.Error) as error:
@@ -217,6 +217,8 @@ class SqliteStore:
         is_synced = any(change.is_synced for change in group)
         try:
             if is_synced is not self._is_synced:
+                # After an interrupt it is unknown, and a transaction that must be synced would set it first.
+                self._is_synced = None
                 connection.execute(f"PRAGMA synchronous = {'FULL' if is_synced else 'NORMAL'}")
                 self._is_synced = is_synced
             connection.execute("BEGIN IMMEDIATE")

@@ -110,6 +110,33 @@ def test_an_interrupted_commit_is_undone_and_the_next_one_works(path: Path) -> N
         store.reserve("k", HASH, 1)
 
 
+def test_it_syncs_after_an_interrupt_whatever_the_interrupted_one_had_set(path: Path) -> None:
+    class Interrupted:
+        """The store's connection, on which an interrupt comes as soon as the next commits are not synced."""
+
+        def __init__(self, real: sqlite3.Connection) -> None:
+            self.real = real
+
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            cursor = self.real.execute(sql, *values)
+            if sql == "PRAGMA synchronous = NORMAL":
+                raise KeyboardInterrupt
+            return cursor
+
+    store = SqliteStore(path)
+    held = store.reserve("k", HASH, 1)
+    assert isinstance(held, Reservation)
+    store.start(held)
+    connection = store._connection
+    store._connection = Interrupted(connection)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        store.reserve("another", HASH, 1)
+    store._connection = connection
+    store.complete(held, b"outcome")
+    assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    store.close()
+
+
 @pytest.mark.parametrize("content", [b"this is no database, and never was one" * 40, None])
 def test_what_can_not_be_opened(path: Path, content: bytes | None) -> None:
     if content is None:
