@@ -3,7 +3,6 @@
 import inspect
 import math
 import select
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -29,8 +28,9 @@ less. To wake up costs tens of microseconds."""
 
 _CONTROL_POLL_NS: Final = spin_policy_of(None, CONTROL_POLL_NS).spin_ns
 
-_POLLING: Final = threading.Lock()
-"""Held by the one thread that polls: several would only take the interpreter's lock from each other."""
+_polled_until_ns: Final = [0]
+"""Until when a thread polls; 0 while none does. Several would only take the interpreter's lock from each other. A lock
+would stay held by a thread that is interrupted just after it took it, or that a fork leaves behind."""
 
 
 def drive(procedure: Procedure[T]) -> T:
@@ -98,17 +98,18 @@ def _wait(step: Wait) -> bool:
 
 def _poll(waiter: Callable[[int], Any], timeout_s: float) -> bool:
     """Poll for bytes without sleeping, for a bounded time; False if none came, or if another thread polls."""
-    if not _CONTROL_POLL_NS or not _POLLING.acquire(blocking=False):
+    now_ns = time.monotonic_ns()
+    if not _CONTROL_POLL_NS or now_ns < _polled_until_ns[0]:
         return False
     try:
-        until_ns = time.monotonic_ns() + min(_CONTROL_POLL_NS, int(timeout_s * NS_PER_S))
+        until_ns = _polled_until_ns[0] = now_ns + min(_CONTROL_POLL_NS, int(timeout_s * NS_PER_S))
         # Each poll lets the program's other threads run.
         while not waiter(0):
             if time.monotonic_ns() >= until_ns:
                 return False
         return True
     finally:
-        _POLLING.release()
+        _polled_until_ns[0] = 0
 
 
 def _incoming(channel: Channel) -> Callable[[int], Any]:

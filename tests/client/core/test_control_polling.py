@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,8 +70,18 @@ def test_polling_ends_with_the_wait(channel: Channel, monkeypatch: pytest.Monkey
 
 
 def test_one_thread_polls_at_a_time(channel: Channel) -> None:
-    with driver._POLLING:
-        assert wait(channel, Waiter(5)) == [30_000]
+    class Outer(Waiter):
+        def __call__(self, timeout_ms: int) -> list[int]:
+            # While this one polls, another thread only sleeps.
+            assert timeout_ms or wait(channel, Waiter(5)) == [30_000]
+            return super().__call__(timeout_ms)
+
+    assert wait(channel, Outer(2)) == [0, 0]
+    assert wait(channel, Waiter(2)) == [0, 0]
+
+
+def test_a_thread_that_was_interrupted_or_left_behind_by_a_fork_keeps_no_other_from_polling(channel: Channel) -> None:
+    driver._polled_until_ns[0] = time.monotonic_ns() - 1
     assert wait(channel, Waiter(2)) == [0, 0]
 
 
