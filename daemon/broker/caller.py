@@ -53,6 +53,10 @@ class ClientConnection(Protocol):
         """Serve the requests that the peer sent after one that was refused."""
 
 
+ACQUIRED_STEP: Final = 256
+"""Number of leases noted for a connection after which those that the table has forgotten are dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The context that all handlers of one control connection share.
@@ -95,6 +99,15 @@ class Caller:
         # A connection that closed meanwhile would keep the lease connected for ever.
         if self.connection.is_open:
             self.tracker.hold(lease_id, self.connection)
+
+    def note_acquired(self, lease_id: int) -> None:
+        """Note a grant on this connection, if its peer may list only these: one without a proven identity."""
+        if self.peer.is_known:
+            return
+        # A client may acquire one lease after the other on a connection: drop what the table has forgotten.
+        if len(self.acquired) % ACQUIRED_STEP == 0:
+            self.acquired.intersection_update([one for one in self.acquired if self.runtime.table.get(one)])
+        self.acquired.add(lease_id)
 
     def check_peer(self, op: Opcode) -> None:
         """Raise Refused if the peer may not do `op`: a reader may only read, and some operations need an operator."""

@@ -224,9 +224,7 @@ class LeaseHandler:
             self._runtime.post(FreeRequested(0, lease.lease_id, lease.tenant))
             # From here on the lease counts as connected by this connection.
             return
-        # Only for peers that need it: a client may acquire one lease after the other on a connection.
-        if not self._peer.is_known:
-            self._caller.acquired.add(lease.lease_id)
+        self._caller.note_acquired(lease.lease_id)
         self._caller.hold(lease.lease_id)
         now_ns = time.monotonic_ns()
         grant = messages.LeaseGrant(

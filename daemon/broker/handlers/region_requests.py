@@ -119,9 +119,7 @@ class RegionHandler:
         if not self._caller.connection.is_open:
             self._runtime.post(FreeRequested(0, region.lease_id, region.tenant))
             return
-        # Peers without a proven identity may list only what they acquired on this connection.
-        if not self._caller.peer.is_known:
-            self._caller.acquired.add(region.lease_id)
+        self._caller.note_acquired(region.lease_id)
         now_ns, drain_ns = time.monotonic_ns(), self._runtime.table.drain_ns_of(region.card_uuid)
         grant = messages.RegionGrant(
             lease_id=region.lease_id,

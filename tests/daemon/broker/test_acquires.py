@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
-from gpulease.daemon.broker.caller import Caller, ClientConnection
+from gpulease.daemon.broker.caller import ACQUIRED_STEP, Caller, ClientConnection
 from gpulease.daemon.broker.handlers.lease_requests import LeaseHandler
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import TAKEN_OVER, Runtime
@@ -83,15 +83,14 @@ class Connection:
         self.peer = Peer("ann", is_operator=False, is_known=True)
         self.answers: list[Body | Failure] = []
         self.is_open = True
-        self._handler = LeaseHandler(
-            Caller(
-                runtime,
-                cast(ClientConnection, self),
-                ConnectionTokens(runtime.tokens, self.peer),
-                runtime.connections,
-                "cpu",
-            )
+        self.caller = Caller(
+            runtime,
+            cast(ClientConnection, self),
+            ConnectionTokens(runtime.tokens, self.peer),
+            runtime.connections,
+            "cpu",
         )
+        self._handler = LeaseHandler(self.caller)
 
     def ask(self, size_bytes: int = 100, wait_ms: int = 0, name: str = "", request_id: str = "") -> None:
         """Ask for a lease. Raises Refused."""
@@ -297,3 +296,21 @@ def test_a_client_that_left_while_its_claimed_acquire_waited_for_room_keeps_no_c
         assert (tmp_path / "released").read_text() == "beta 2\n"
 
     with_names(tmp_path, story)
+
+
+def test_a_kept_connection_notes_no_leases_but_those_that_its_peer_may_list() -> None:
+    def story(node: Node) -> None:
+        connection = node.connection()
+        lease_id = node.place(connection)
+        node.journal.become_durable()
+        assert granted(connection.answers) == [lease_id]
+        # A peer with an identity may list all of its tenant's leases.
+        assert not connection.caller.acquired
+        connection.peer = Peer("tcp", is_operator=False, is_known=False)
+        connection.caller.note_acquired(lease_id)
+        for other in range(1, 10 * ACQUIRED_STEP):
+            connection.caller.note_acquired(other)
+        assert lease_id in connection.caller.acquired
+        assert len(connection.caller.acquired) <= ACQUIRED_STEP
+
+    run(story)
