@@ -13,7 +13,7 @@ import click
 
 from gpulease.client.cli.decode import EMBEDDED_DRIVER, model_at_hand
 from gpulease.client.cli.serve_models import serve_models
-from gpulease.client.cli.settings_reload import SettingsReload, log
+from gpulease.client.cli.settings_reload import SettingsReload, check_kind, log
 from gpulease.client.console.exit_status import needing
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import (
@@ -219,6 +219,7 @@ def prefixes_reload(
 
     async def apply(found: "DecodeSettings") -> str:
         nonlocal shared
+        check_kind(path, found, settings)
         # Keys have no comparison of their own.
         others = replace(found, prefixes=settings.prefixes, keys=settings.keys)
         if others != settings or found.keys.digests != settings.keys.digests:

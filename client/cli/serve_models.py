@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from gpulease.client.cli.settings_reload import SettingsReload, log
+from gpulease.client.cli.settings_reload import SettingsReload, check_kind, log
 from gpulease.client.decode import DecoderObserver
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ def pool_reload(
     """Return what applies the models of a settings file to a pool, for `SettingsReload`."""
 
     async def apply(found: "DecodeSettings") -> str:
+        check_kind(path, found, settings)
         if found.keys.digests != settings.keys.digests or found.pool != settings.pool:
             log.warning("%s: [pool] and the tenants' keys are read at the start only", path)
         await pool.change(found.models)

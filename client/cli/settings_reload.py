@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpulease.client.errors import GpuLeaseError
+from gpulease.client.errors import GpuLeaseError, InvalidRequest
 
 if TYPE_CHECKING:
     # Needs the extra `serve`, without which the commands say what to install.
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
 
 log: Final = logging.getLogger("gpulease.decode")
+
+
+def check_kind(path: Path, found: "DecodeSettings", settings: "DecodeSettings") -> None:
+    """Raise InvalidRequest if a settings file that was read again is for the other kind of server."""
+    if (found.pool is None) is not (settings.pool is None):
+        must = "model, and no [models.NAME]" if settings.pool is None else "[pool] and [models.NAME], and no model"
+        raise InvalidRequest(f"{path} must have {must}", "Restart the server to change between one model and many")
 
 
 class SettingsReload:

@@ -70,6 +70,7 @@ def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
     path, checkpoint = tmp_path / "decode.toml", open_model(TINY_MODEL)
     text = EXAMPLE.read_text().replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 16")
     prompt = list(range(3, 45))
+    many_models = f'[pool]\nmemory = "1GiB"\n[models.a]\nmodel = "{TINY_MODEL}"\n' + text[text.index("[tenants.") :]
     prefix = f"\n[prefixes.numbers]\ntokens = {prompt}\n"
 
     async def part() -> None:
@@ -102,6 +103,7 @@ def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
                 for changed, said in (
                     (prefix, "tenants must be given"),
                     (text + prefix.replace("[3,", "[9999,"), "0 to"),
+                    (many_models, " must have model, and no [models.NAME]"),
                 ):
                     await reload(changed)
                     assert "not reloaded" in caplog.text

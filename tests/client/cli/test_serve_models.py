@@ -47,15 +47,22 @@ def test_a_reload_serves_the_file_s_models_and_a_mistake_changes_nothing(
         async with pool.serving():
             tasks = BackgroundTasks()
             with contextlib.closing(SettingsReload(path, tasks, pool_reload(pool, path, settings))):
-                for models, served in ((("b", "c"), ["b", "c"]), ((), ["b", "c"]), (("d",), ["d"])):
-                    path.write_text(text(*models) if models else "[pool]\nmemory = 5\n")
+                for changed, served, mistake in (
+                    (text("b", "c"), ["b", "c"], ""),
+                    ("[pool]\nmemory = 5\n", ["b", "c"], "pool.memory must be"),
+                    # The form of a server of one model names none here, and must not unload them all.
+                    (f'model = "{TINY_MODEL}"\n{TENANTS}', ["b", "c"], " must have [pool] and [models.NAME]"),
+                    (text("d"), ["d"], ""),
+                ):
+                    path.write_text(changed)
                     caplog.clear()
                     os.kill(os.getpid(), signal.SIGHUP)
                     async with asyncio.timeout(30):
                         while "reloaded" not in caplog.text:  # noqa: ASYNC110  # the log has no event
                             await asyncio.sleep(0.01)
                     assert list(pool.specs) == list(pool.residency.models) == served
-                    assert ("not reloaded" in caplog.text) is (models == ())
+                    assert ("not reloaded" in caplog.text) is bool(mistake)
+                    assert mistake in caplog.text
             await tasks.stop()
 
     with caplog.at_level("INFO", "gpulease.decode"):
