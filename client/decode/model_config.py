@@ -262,10 +262,12 @@ def check_config(config: ModelConfig, where: str) -> None:
     if wrong := [window for window in config.windows if window is not None and window < 1]:
         raise ModelRejected(f"{where}: sliding_window must be at least 1, not {wrong[0]}")
     for theta in (config.rope_theta, config.local_rope_theta):
-        if theta is not None and not 0 < theta < math.inf:
-            raise ModelRejected(f"{where}: the rotary embeddings' base must be positive and finite, not {theta}")
-    if config.score_divisor is not None and not 0 < config.score_divisor < math.inf:
-        raise ModelRejected(f"{where}: query_pre_attn_scalar must be positive, not {config.score_divisor}")
+        # With a base near 0, the first pairs' frequencies would be infinite.
+        if theta is not None and not 1 <= theta < math.inf:
+            raise ModelRejected(f"{where}: the rotary embeddings' base must be at least 1 and finite, not {theta}")
+    # The kernels take the reciprocal of its root as an f32, which must be neither 0 nor infinite.
+    if config.score_divisor is not None and not 1 <= config.score_divisor <= MAX_SIZE:
+        raise ModelRejected(f"{where}: query_pre_attn_scalar must be 1 to {MAX_SIZE}, not {config.score_divisor}")
     if not 0 < config.norm_epsilon < 1:
         raise ModelRejected(f"{where}: the norms' epsilon must be between 0 and 1, not {config.norm_epsilon}")
     # Tokens are indexes of the embedding's rows, so one beyond it would read other memory.

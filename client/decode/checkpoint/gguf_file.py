@@ -22,7 +22,7 @@ from gpulease.client.decode.checkpoint.model_tensors import (
     model_tensors,
 )
 from gpulease.client.decode.checkpoint.pooling import gguf_pooling
-from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of
+from gpulease.client.decode.checkpoint.rotary import MIN_DIVISOR, Rotation, rotation_of
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, reordered_heads, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
@@ -85,7 +85,8 @@ class GgufFile:
         self.config = gguf_config(self._said, entries[EMBEDDING].shape[0], HEAD not in entries)
         self.pooling = gguf_pooling(self._said)
         # Llama 3's scaling comes as a tensor, not as metadata. It is not one of the model's weights.
-        divisors = entries.pop(ROTARY_DIVISORS, None)
+        # Gemma 3 has metadata for its scaling, and `check_names` refuses the tensor.
+        divisors = None if is_gemma else entries.pop(ROTARY_DIVISORS, None)
         self._split_experts(entries)
         check_names(self.config, entries, self.name)
         self._tensors = {name: self._tensor(name, entries[name], shape) for name, shape in model_tensors(self.config)}
@@ -136,10 +137,11 @@ class GgufFile:
 
     def _divisors_of(self, entry: GgufTensor) -> NDArray[np.float64]:
         half = self.config.head_width // 2
-        # The values are divisors, so zero or NaN would break every position's rotation.
         divisors: NDArray[np.float64] = self._tensor(ROTARY_DIVISORS, entry, (half,)).f32(0, 1)[0].astype(np.float64)
-        if not (np.isfinite(divisors) & (divisors > 0)).all():
-            raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} has values that divide no frequency")
+        # Zero, NaN or a tiny number would break every position's rotation.
+        if (wrong := divisors[~(np.isfinite(divisors) & (divisors >= MIN_DIVISOR))]).size:
+            must = f"must have finite numbers of at least {MIN_DIVISOR}"
+            raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} {must}, not {wrong[0]}")
         return divisors
 
     def _tensor(self, name: str, entry: GgufTensor, wanted: tuple[int, ...]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Final
 
 from gpulease.client.decode.checked_file import Members, quoted_value
 from gpulease.client.decode.checkpoint.hugging_face_keys import LAYERED_ROPE_KEYS, PHI3_ROPE_KEYS, ROPE_KEYS
-from gpulease.client.decode.checkpoint.rotary import long_attention_factor, yarn_attention_factor
+from gpulease.client.decode.checkpoint.rotary import MIN_DIVISOR, long_attention_factor, yarn_attention_factor
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import judged
 from gpulease.client.decode.model_config import AnyScaling, LinearScaling, LongScaling, RopeScaling, YarnScaling
@@ -18,10 +18,6 @@ DEFAULT_BETA_SLOW: Final = 1.0
 
 KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of `rope_type`."""
-
-MIN_DIVISOR: Final = 0.25
-"""Least divisor of LongRoPE. The published models' are about 1 or more. With this one, the angles of MAX_CONTEXT
-positions are still reduced exactly (`rotary.PART_BITS`); the smallest numbers of a float would make them infinite."""
 
 MAX_ATTENTION_FACTOR: Final = 1000.0
 """The published models' factors are below 2. Scores grow with the square, and become infinite with the largest floats.

@@ -48,6 +48,7 @@ from gpulease.client.decode.supervisor.tenant_regions import TenantRegions
 from gpulease.client.decode.text.grammar import GrammarMasks, Grammars
 from gpulease.client.decode.token_guide import TokenGuide
 from gpulease.client.errors import GpuLeaseError
+from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.settings_reader import Setting
 
 if TYPE_CHECKING:
@@ -624,6 +625,11 @@ def _engine_spec(
     if settings.region_life_s is not None:
         pools.append(max(pools))  # While a tenant's sequences move, it has two regions.
     _check_prefixes(prefixes, checkpoint.config.vocabulary, positions, reuses=settings.reuses_prefixes)
+    if (regions := len(tenants) + len(prefixes)) > MAX_REGIONS:
+        raise RequestRejected(
+            f"tenants and shared prefixes must be at most {MAX_REGIONS} together, the regions of a session, not"
+            f" {regions}"
+        )
     pools += [prefix.blocks for prefix in prefixes]
     wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
     return EngineSpec(

@@ -339,6 +339,7 @@ def test_another_engine_shares_the_prefixes_again(daemon: Daemon) -> None:
         ([LONG, LONG], "different names, not long, long"),
         ([SharedPrefix("x", (TINY.vocabulary,) * 16)], "tokens of prefix x must be 0 to"),
         ([SharedPrefix("x", (1,) * 2048)], "prefix x must have fewer tokens than the"),
+        ([SharedPrefix(f"x{n}", (1,) * 16) for n in range(255)], "at most 256 together, .* of a session, not 257"),
     ],
 )
 def test_prefixes_that_can_t_be_shared_are_refused_by_name(

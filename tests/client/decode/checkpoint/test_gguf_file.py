@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -251,11 +252,18 @@ def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_divisors_that_divide_nothing_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divisor", [0.0, math.nan, 1e-38])
+def test_divisors_that_frequencies_can_t_have_are_refused(tmp_path: Path, divisor: float) -> None:
     divisors = np.ones(16, np.float32)
-    divisors[3] = 0
-    weights = random_weights(LLAMA)
-    refused(write_gguf(tmp_path / "a.gguf", LLAMA, weights, more=[("rope_freqs.weight", divisors)]), "divide no freq")
+    divisors[3] = divisor
+    path = write_gguf(tmp_path / "a.gguf", LLAMA, random_weights(LLAMA), more=[("rope_freqs.weight", divisors)])
+    refused(path, "tensor rope_freqs.weight must have finite numbers of at least 0.25, not")
+
+
+def test_a_gemma_3_has_no_tensor_of_divisors(tmp_path: Path) -> None:
+    more = [("rope_freqs.weight", np.ones(GEMMA.head_width // 2, np.float32))]
+    path = write_gguf(tmp_path / "a.gguf", GEMMA, random_weights(GEMMA), more=more)
+    refused(path, "rope_freqs.weight' is not part of a gemma3")
 
 
 def test_a_path_of_neither_kind_is_refused(tmp_path: Path) -> None:
