@@ -60,7 +60,7 @@ def warm_acquisition(address: str, count: int) -> dict[str, float]:
 
 
 def _one_lease_ms(address: str) -> tuple[float, ...]:
-    """Return milliseconds to the first answer, to the end of a kernel never seen, and of the lease's end."""
+    """Return milliseconds to the first answer, to the end of a new kernel, and of the lease's end."""
     # A kernel with a new name: no cache of any compiler has it.
     ptx = FIRST_PTX % secrets.token_hex(8).encode()
     started = time.perf_counter()

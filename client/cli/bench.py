@@ -335,7 +335,7 @@ def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn
 
 def _progress_lines() -> Say:
     """Print each step on stderr as a plain line: a terminal shows it, and a log keeps it."""
-    # Seconds since the beginning help to see which part takes long.
+    # Elapsed seconds show which part takes long.
     began_s = time.monotonic()
     return lambda text: click.echo(f"bench, {seconds_text(time.monotonic() - began_s)}: {text}", err=True)
 
@@ -353,33 +353,33 @@ _ROWS: Final = (
     ("graph_20_sync_p50_us", "a graph of 20 launches + sync, p50", "us"),
     ("graph_20_rebound_p50_us", "with another value in each launch + sync, p50", "us"),
     ("alloc_free_p50_us", "alloc + free 1 MiB, p50", "us"),
-    ("write_16m_gb_s", "mem_write 16 MiB of any array", "GB/s"),
+    ("write_16m_gb_s", "mem_write 16 MiB from any array", "GB/s"),
     ("read_16m_gb_s", "mem_read 16 MiB to any array", "GB/s"),
-    ("write_256m_gb_s", "mem_write 256 MiB of any array", "GB/s"),
+    ("write_256m_gb_s", "mem_write 256 MiB from any array", "GB/s"),
     ("read_256m_gb_s", "mem_read 256 MiB to any array", "GB/s"),
-    ("arena_write_16m_gb_s", "mem_write 16 MiB of the arena / pinned", "GB/s"),
+    ("arena_write_16m_gb_s", "mem_write 16 MiB from the arena / pinned", "GB/s"),
     ("arena_read_16m_gb_s", "mem_read 16 MiB to the arena / pinned", "GB/s"),
-    ("arena_write_256m_gb_s", "mem_write 256 MiB of the arena / pinned", "GB/s"),
+    ("arena_write_256m_gb_s", "mem_write 256 MiB from the arena / pinned", "GB/s"),
     ("arena_read_256m_gb_s", "mem_read 256 MiB to the arena / pinned", "GB/s"),
     ("write_4k_p50_us", "mem_write 4 KiB, p50", "us"),
     ("write_4k_pipelined_us", "mem_write 4 KiB, pipelined", "us"),
     ("read_4k_p50_us", "mem_read 4 KiB, p50", "us"),
 )
 SUBMIT_ROWS: Final = (
-    ("submit_session_p50_ms", "a small kernel and its wait in a session, p50"),
-    ("submit_session_p99_ms", "a small kernel and its wait in a session, p99"),
+    ("submit_session_p50_ms", "a small kernel + sync in a session, p50"),
+    ("submit_session_p99_ms", "a small kernel + sync in a session, p99"),
     ("submit_p50_ms", "the same as a submit, to its answer, p50"),
     ("submit_p99_ms", "the same as a submit, to its answer, p99"),
-    ("submit_next_p50_ms", "the same one after the other, each behind the last one's end, p50"),
-    ("submit_next_p99_ms", "the same one after the other, each behind the last one's end, p99"),
+    ("submit_next_p50_ms", "the same, each sent after the last one ended, p50"),
+    ("submit_next_p99_ms", "the same, each sent after the last one ended, p99"),
     ("warm_submit_p50_ms", "a submit with a warm context, to its answer, p50"),
     ("warm_submit_p99_ms", "a submit with a warm context, to its answer, p99"),
 )
 _LEASE_ROWS: Final = (
     ("acquire_p50_ms", "acquire to first answer, p50"),
     ("acquire_p99_ms", "acquire to first answer, p99"),
-    ("first_kernel_p50_ms", "acquire to the end of a kernel never seen, p50"),
-    ("first_kernel_p99_ms", "acquire to the end of a kernel never seen, p99"),
+    ("first_kernel_p50_ms", "acquire to the end of a new kernel, p50"),
+    ("first_kernel_p99_ms", "acquire to the end of a new kernel, p99"),
     ("warm_acquire_p50_ms", "the same with a warm context: to first answer, p50"),
     ("warm_acquire_p99_ms", "the same with a warm context: to first answer, p99"),
     ("warm_first_kernel_p50_ms", "the same with a warm context: to the kernel's end, p50"),
@@ -436,7 +436,7 @@ _REGION_ROWS: Final = (
         )
         for part in (50, 99)
     ),
-    ("graph_step_us", "one such graph and its wait, us, p50"),
+    ("graph_step_us", "one such graph + sync, us, p50"),
     ("launch_us", "a launch that names no region, us"),
     ("launch_in_1_us", "a launch that names 1, us"),
     ("launch_in_256_us", "a launch that names 256, us"),

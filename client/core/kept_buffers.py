@@ -38,7 +38,7 @@ class SessionKeptBuffers:
         buffer.lend()
 
     def find(self, name: str) -> Procedure[BorrowedBuffer]:
-        """Find a kept buffer, which stays kept. Raises InvalidHandle if there is none of that name."""
+        """Find a kept buffer, which stays kept. Raises InvalidHandle if no kept buffer has that name."""
         self._operations.check_recording("kept")
         return self._find(name)
 

@@ -157,7 +157,7 @@ class Resources:
         return module
 
     def variable(self, module: Module, name: str) -> Procedure[Variable]:
-        """Find a variable of a module. Raises InvalidHandle if the module has none of that name."""
+        """Find a variable of a module. Raises InvalidHandle if the module has no variable of that name."""
         doing = "variable"
         self._check_details(Opcode.MODULE_VARIABLE, module, doing)
         wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))

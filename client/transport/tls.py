@@ -3,7 +3,8 @@
 A channel works as usual, with a `TlsStream` in place of its socket. Two things differ, and the channels here handle
 them: the stream can hold bytes that the kernel does not report, and bytes that it accepted can wait for room. The
 channels accept the end of a connection without TLS's close_notify: frames carry their length, so a truncation is
-detected. `error_for` turns an error of TLS into the library's, which says which side is at fault and what to do.
+detected. `error_for` turns a TLS error into one of the library's errors, which says which side is at fault and what to
+do.
 """
 
 import errno
@@ -26,13 +27,13 @@ from gpulease.protocol.address import Address
 from gpulease.protocol.foreign_text import encodable
 
 RECORD_BYTES: Final = 16 << 10
-"""Most data in a record (RFC 8446, section 5.1)."""
+"""The most data that a record may have (RFC 8446, section 5.1)."""
 
 BATCH_BYTES: Final = 256 << 10
 """Bytes received or encrypted at a time: a system call per record would cost more than the record."""
 
 MAX_CONTEXTS: Final = 8
-"""Most TLS contexts cached: reading the files again costs more than the rest of a handshake."""
+"""The most TLS contexts in the cache: reading the files again costs more than the rest of a handshake."""
 
 _NOTHING: Final = memoryview(b"")
 
@@ -50,7 +51,7 @@ class TlsEnded(OSError):
 
 
 def context_of(files: TlsFiles) -> ssl.SSLContext:
-    """The TLS context of the files as they are now. Raises InvalidRequest if they can't be used."""
+    """The TLS context for the files' current contents. Raises InvalidRequest if they can't be used."""
     # The files' inode, size and time are part of the cache's key, so that a renewed certificate is read again.
     try:
         stamps = tuple((found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, _paths(files)))
@@ -111,7 +112,7 @@ class TlsStream:
         self._ended: TlsEnded | None = None
         self.has_buffered = False
 
-    # --- what a socket has ---
+    # --- a socket's methods ---
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll(2). It does not report bytes that are buffered here (`has_buffered`)."""
@@ -135,7 +136,7 @@ class TlsStream:
         taken = 0
         self._lock.acquire()
         try:
-            # First what an earlier send left: records must reach the node in order.
+            # First send what an earlier call left: records must reach the node in order.
             if not self._flush():
                 raise BlockingIOError(errno.EAGAIN, "no room")
             view = memoryview(data)
@@ -146,12 +147,12 @@ class TlsStream:
         except ssl.SSLError as error:
             raise self._end(error) from None
         except OSError:
-            # Nothing was accepted; or the peer is gone and misses nothing.
+            # Either nothing was accepted, or the peer has closed the connection and no byte can reach it.
             self._is_torn = False
             raise
         finally:
             self._lock.release()
-        # Only now: an interrupt before this point would leave it unknown how much was accepted.
+        # Not earlier: after an interrupt before this point, it is unknown how much was accepted.
         self._is_torn = False
         return taken
 
@@ -177,7 +178,7 @@ class TlsStream:
     def recv_into(self, buffer: memoryview) -> int:
         """Receive; returns how many bytes, 0 at the end. Raises BlockingIOError, TlsEnded or OSError."""
         with self._lock:
-            # Decrypt what is here already; only then receive.
+            # Decrypt bytes that were received earlier; only then receive.
             count = self._decrypt_into(buffer)
             # TLS may consume a whole receive without yielding data, for example for a session ticket.
             while not count:
@@ -193,7 +194,7 @@ class TlsStream:
                 self._flush()
             return max(0, count)
 
-    # --- what it has besides ---
+    # --- beyond a socket's methods ---
 
     @property
     def has_unsent(self) -> bool:
@@ -212,7 +213,7 @@ class TlsStream:
         """Continue the handshake; False if it has to wait. Raises TlsEnded."""
         while True:
             try:
-                # Step 1: let TLS take what has arrived, and write what it wants to send.
+                # Step 1: OpenSSL processes the bytes that have arrived, and produces the bytes to send.
                 self._tls.do_handshake()
                 is_done = True
             except ssl.SSLWantReadError:
@@ -221,9 +222,9 @@ class TlsStream:
                 # Send the alert first, so that the node's log has the reason too.
                 self._flush_last_word()
                 raise self._end(error) from None
-            # Step 2: send that, then receive the node's next flight.
+            # Step 2: send those bytes, then receive the node's next flight.
             try:
-                # Done only when the last flight has left, too: the node waits for it.
+                # The handshake is complete only once the last flight has been sent: the node waits for it.
                 if self._flush() and is_done:
                     return True
                 arrived = 0 if is_done else self._sock.recv_into(self._raw)
@@ -238,14 +239,14 @@ class TlsStream:
             self._incoming.write(self._raw[:arrived])
 
     def disown(self) -> None:
-        """Leave bytes that are still here to the parent process."""
+        """Leave unsent bytes to the parent process, after a fork."""
         self._lock = threading.RLock()
         self._unsent, self._is_torn = _NOTHING, True
 
     # --- under the lock ---
 
     def _begin_sending(self) -> None:
-        # While a send is in progress the state is torn; it is whole again once the count is known.
+        # While a send is in progress the stream counts as torn, until it is known how many bytes were accepted.
         if self._is_torn:
             raise OSError(errno.ECONNABORTED, "a send was interrupted in the middle of a record")
         self._is_torn = True

@@ -240,7 +240,7 @@ def _tool(number: int, tool: Any) -> Tool:
     where = f"tools[{number}]"
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise invalid(f"{where} must have the type function, and a function", "tools")
+        raise invalid(f"{where} must have the type function and a function object", "tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise invalid(f"{where}: name {quoted(name)} must be 1 to 64 letters, digits, _ and -", "tools")
@@ -252,20 +252,20 @@ def _tool(number: int, tool: Any) -> Tool:
 
 
 def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], what: str) -> None:
-    """Refuse what would end an answer within its JSON text, or keep it from ending behind that."""
+    """Refuse parameters that could end an answer in the middle of its JSON, or continue it after the JSON has ended."""
     for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos"):
         if stops if name == "stop" else said.get(name):
-            raise invalid(f"{name} can't be combined with {what}: the answer ends where its form says", name)
+            raise invalid(f"{name} can't be combined with {what}: the answer must end where its JSON does", name)
 
 
 def check_model(asked: str, served: str) -> None:
-    """Raise ApiError if a request names another model than the served one; "" means the served one."""
+    """Raise ApiError if a request names a model other than the served one; "" means the served one."""
     if asked and asked != served:
         raise ApiError(404, "model_not_found", f"Model {quoted(asked)} is not served here; use {served}.", "model")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Return a body's JSON object. Raises ApiError if it is none."""
+    """Return a body's JSON object. Raises ApiError if the body is not a JSON object."""
     try:
         # Python would also accept NaN and Infinity, which are not JSON.
         said = json.loads(body, parse_constant=_no_number)
@@ -305,13 +305,16 @@ def _within(said: Mapping[str, Any], name: str, default: int, least: int, most: 
 
 
 def _choices(said: Mapping[str, Any], prompts: int, *, is_stream: bool) -> tuple[int, int]:
-    """Return how many answers each of so many prompts gets, and of how many sequences they are the likeliest."""
+    """Return `n` and `best_of`: how many answers each prompt gets, and from how many sequences they are chosen."""
     choices = _within(said, "n", 1, 1, MAX_CHOICES)
     tries = _within(said, "best_of", choices, 1, MAX_CHOICES)
     if tries < choices:
-        raise invalid(f"best_of = {tries} is below n = {choices}; send at least as much", "best_of")
+        raise invalid(f"best_of = {tries} must be at least n = {choices}", "best_of")
     if tries > choices and is_stream:
-        raise invalid("which answers are best is known at their ends; leave best_of out, or stream", "best_of")
+        raise invalid(
+            "best_of can't be combined with stream: the best answers are known only when all have ended",
+            "best_of",
+        )
     if prompts * tries > MAX_CHOICES:
         name = "prompt" if prompts > 1 else "n"
         raise invalid(f"the request has {prompts * tries} sequences; send at most {MAX_CHOICES}", name)
@@ -332,7 +335,7 @@ def _text(said: Mapping[str, Any], name: str) -> str:
     value = said.get(name)
     if value is None or isinstance(value, str):
         return value or ""
-    raise invalid(f"{name} = {quoted(value)}; send a text", name)
+    raise invalid(f"{name} = {quoted(value)}; send a string", name)
 
 
 def _max_tokens(said: Mapping[str, Any], least: int, *, is_chat: bool) -> int | None:
@@ -345,9 +348,9 @@ def _max_tokens(said: Mapping[str, Any], least: int, *, is_chat: bool) -> int | 
         if value < least:
             raise invalid(f"{name} = {quoted(value)}; send {least} or more", name)
         if value > MAX_POSITIONS:
-            raise invalid(f"{name} = {quoted(value)} is more than any model has", name)
+            raise invalid(f"{name} = {quoted(value)} is more than any model supports", name)
         return value
-    # A chat's default depends on the settings and on the room that its prompt leaves.
+    # A chat's default depends on the settings and on how many positions its prompt leaves.
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 
 
@@ -360,7 +363,7 @@ def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
     # Other servers write -1 for "all", where this engine has 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
-    # Check each value alone first, so that the error can name its parameter.
+    # Check each value separately first, so that the error can name its parameter.
     for name, value in values.items():
         said_name = str(_OWN_NAMES.get(name, name))
         _made(lambda name=name, value=value: SamplingParameters(**{name: value}), said_name)  # type: ignore[misc]
@@ -375,11 +378,11 @@ def _made(make: Callable[[], SamplingParameters], name: str) -> None:
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    # JSON's names are texts, so OpenAI's API has token ids as texts.
+    # Keys in JSON are strings, so OpenAI's API sends token ids as strings.
     if value is None:
         return ()
     if not isinstance(value, dict):
-        raise invalid("logit_bias must be an object of token ids with a bias each", "logit_bias")
+        raise invalid("logit_bias must be an object that maps token ids to biases", "logit_bias")
     for token in value:
         if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
             raise invalid(f"logit_bias: {quoted(token)} must be a token id", "logit_bias")
@@ -395,30 +398,32 @@ def _stop_tokens(value: Any) -> tuple[int, ...]:
 
 
 def _logprobs_of_completion(said: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return whether a completion's log-probabilities are sent, and how many of the likeliest tokens."""
+    """Return whether a completion has log-probabilities, and for how many of the likeliest tokens at each position."""
     return said.get("logprobs") is not None, _within(said, "logprobs", 0, 0, MAX_RANKS)
 
 
 def _logprobs_of_chat(said: Mapping[str, Any]) -> tuple[bool, int]:
     has_logprobs, ranks = _flag(said, "logprobs"), _within(said, "top_logprobs", 0, 0, MAX_RANKS)
     if ranks and not has_logprobs:
-        raise invalid("top_logprobs is taken with logprobs alone; send logprobs = true", "top_logprobs")
+        raise invalid("top_logprobs requires logprobs = true", "top_logprobs")
     return has_logprobs, ranks
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    # One text is a list of one.
+    # A single string is the same as a list with that string.
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        raise invalid(f"stop is a text, or a list of at most {MAX_STOPS} texts", "stop")
+        raise invalid(f"stop must be a string or a list of at most {MAX_STOPS} strings", "stop")
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            raise invalid(f"stop {quoted(stop)}; each is a text of 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+            raise invalid(
+                f"stop {quoted(stop)}; each must be a string of 1 to {MAX_STOP_CHARACTERS} characters", "stop"
+            )
     return tuple(stops)
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    # A list of texts, or of lists of tokens, has several prompts; a list of tokens is one.
+    # A list of strings, or of lists of tokens, has several prompts; a list of tokens is one prompt.
     if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
         if len(value) > MAX_CHOICES:
             raise invalid(f"prompt has {len(value)} prompts; send at most {MAX_CHOICES}", "prompt")
@@ -432,12 +437,12 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     # Token ids, which need no tokenizer.
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
-    raise invalid("prompt is a text, a list of tokens, or a list of those, and not empty", "prompt")
+    raise invalid("prompt must be a string, a list of tokens, or a list of either, and not empty", "prompt")
 
 
 def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
-        raise invalid(f"messages is a list of 1 to {MAX_MESSAGES} messages", "messages")
+        raise invalid(f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")
     return tuple(_message(number, message) for number, message in enumerate(value))
 
 
@@ -447,20 +452,20 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
         raise invalid(f"{where} must be an object", "messages")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise invalid(f"{where}: role {quoted(role)} is none of {', '.join(ROLES)}", "messages")
+        raise invalid(f"{where}: role must be one of {', '.join(ROLES)}, not {quoted(role)}", "messages")
     for name, item in message.items():
-        # Audio and the like; clients often send such members as null or [].
+        # For example audio. Clients often send such members as null or [].
         if name not in (*_MESSAGE_MEMBERS, *_ROLE_MEMBERS.get(role, ())) and item not in (None, []):
             raise invalid(f"{where}: {quoted(name)} is not supported", "messages", "unsupported_parameter")
     content, calls = message.get("content"), message.get("tool_calls")
     if role == "assistant" and calls:
-        # The content next to calls may be missing.
+        # A message with calls may have no content.
         text = "" if content is None else _content(where, content)
         return {"role": role, "content": text, "tool_calls": _calls(where, calls)}
     read = {"role": ROLES[role], "content": _content(where, content)}
     if role == "tool":
         for name in ("tool_call_id", "name"):
-            # Templates show which call, or which tool, the content answers.
+            # Templates show which call or tool the content is the result of.
             if isinstance(message.get(name), str):
                 read[name] = message[name]
     return read
@@ -482,7 +487,7 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise invalid(f"{where}: the arguments of {quoted(name)} must be the JSON text of an object", "messages")
+            raise invalid(f"{where}: the arguments of {quoted(name)} must be a JSON object in a string", "messages")
         call_id = call.get("id")
         made = {"type": "function", "function": {"name": name, "arguments": arguments}}
         read.append(made | ({"id": call_id} if isinstance(call_id, str) else {}))
@@ -493,12 +498,12 @@ def _content(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise invalid(f"{where}: content is a text, or a list of parts", "messages")
+        raise invalid(f"{where}: content must be a string or a list of parts", "messages")
     texts = []
     for part in content:
         # Parts other than texts, such as images, are refused by name below.
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise invalid(f"{where}: each part of content has the type text, and a text", "messages")
+            raise invalid(f"{where}: each part of content must have the type text and a string as its text", "messages")
         texts.append(text)
     return "".join(texts)

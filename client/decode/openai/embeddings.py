@@ -69,11 +69,11 @@ def _inputs(value: Any) -> list[Any]:
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     inputs = [value] if is_one else value
     if not isinstance(inputs, list) or not 0 < len(inputs) <= MAX_INPUTS:
-        raise invalid(f"input must be a text, a list of tokens, or a list of up to {MAX_INPUTS} of those", "input")
+        raise invalid(f"input must be a string, a list of tokens, or a list of up to {MAX_INPUTS} of those", "input")
     for one in inputs:
         is_tokens = isinstance(one, list) and bool(one) and all(type(token) is int for token in one)
         if not one or not (isinstance(one, str) or is_tokens):
-            raise invalid("each input must be a text or a list of tokens, and not empty", "input")
+            raise invalid("each input must be a string or a list of tokens, and not empty", "input")
     return inputs
 
 

@@ -113,7 +113,7 @@ def chat_of(said: Mapping[str, Any]) -> dict[str, Any]:
     instructions = said.get("instructions")
     if instructions is not None:
         if not isinstance(instructions, str):
-            raise invalid("instructions must be a text", "instructions")
+            raise invalid("instructions must be a string", "instructions")
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
     if (written := _response_format(said.get("text"))) is not None:
@@ -133,7 +133,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise invalid("input must be a text or a list of items, and not empty", "input")
+        raise invalid("input must be a string or a list of items, and not empty", "input")
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(value):
         where = f"input[{number}]"
@@ -172,7 +172,7 @@ def _content(where: str, content: Any) -> str:
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None
         if not isinstance(text, str):
-            raise invalid(f"{where}: content must be a text, or a list of input_text and output_text", "input")
+            raise invalid(f"{where}: content must be a string, or a list of input_text and output_text", "input")
         texts.append(text)
     return "".join(texts)
 

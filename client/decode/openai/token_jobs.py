@@ -25,7 +25,7 @@ def read_tokens(reader: "PromptReader", body: bytes, model: str) -> dict[str, An
             return {"tokens": packed_tokens(reader.read_chat(*parse_chat_prompt(said)))}
         prompt, begins = said.get("prompt"), said.get("add_special_tokens")
         if not isinstance(prompt, str) or begins not in (None, True, False):
-            raise invalid("prompt must be a text, and add_special_tokens true or false", "prompt")
+            raise invalid("prompt must be a string, and add_special_tokens true or false", "prompt")
     except ApiError as error:
         return _packed(error)
     return {"tokens": packed_tokens(reader.read_text(prompt, begins=begins is not False))}

@@ -27,7 +27,7 @@ EngineT = TypeVar("EngineT")
 
 @dataclass(frozen=True, slots=True)
 class PendingLoss:
-    """A loss that was reported outside of any step; the step loop takes it between two steps.
+    """A loss that was reported outside of any step; the step loop handles it between two steps.
 
     Attributes:
         error: What ended the engine.
@@ -40,12 +40,12 @@ class PendingLoss:
 
 @dataclass(frozen=True, slots=True)
 class Serving(Generic[EngineT]):
-    """An engine computes everybody's requests.
+    """An engine computes the requests of all tenants.
 
     Attributes:
         engine: The engine.
         since: When it took over, in monotonic seconds.
-        pending_loss: Its loss, if it was reported and not taken yet.
+        pending_loss: The engine's loss, if it was reported and the step loop has not handled it yet.
     """
 
     engine: EngineT
@@ -60,9 +60,9 @@ class Isolating(Generic[EngineT]):
     Attributes:
         engine: The engine.
         since: When it took over, in monotonic seconds.
-        cleared_at: By suspect, the number of emitted tokens at which it is past the place of the loss: as many more as
-            steps may have been under way there.
-        pending_loss: Its loss, if it was reported and not taken yet.
+        cleared_at: For each suspect, how many tokens it must have emitted to be cleared. That is beyond the position of
+            the loss by as many tokens as steps may have been under way.
+        pending_loss: The engine's loss, if it was reported and the step loop has not handled it yet.
     """
 
     engine: EngineT
@@ -78,11 +78,11 @@ class Lost(Generic[EngineT]):
     Attributes:
         engine: The lost engine.
         error: What ended it.
-        at: When, in monotonic seconds.
-        outage_began: When the last engine that computed anything was lost, likewise.
-        number: The loss's number, of no other loss.
-        cleared_at: That of Isolating if it computed a group of suspects, else empty.
-        tries: How often another engine was refused.
+        at: When it was lost, in monotonic seconds.
+        outage_began: When the last engine that computed anything was lost, in monotonic seconds.
+        number: The loss's number, unique in the decoder.
+        cleared_at: `Isolating.cleared_at` if the engine computed a group of suspects, else empty.
+        tries: How many requests for another engine were refused.
         refusal: The kind of the last refusal; None if there was none.
     """
 
@@ -102,8 +102,8 @@ class Adopting(Generic[EngineT]):
     """Another engine is ready. It takes over as soon as no step is under way.
 
     Attributes:
-        successor: That engine.
-        before: The phase that continues until then; the engine may be lost meanwhile.
+        successor: The engine that is ready.
+        before: The phase that continues until the successor takes over; its engine may be lost meanwhile.
     """
 
     successor: EngineT
@@ -111,12 +111,12 @@ class Adopting(Generic[EngineT]):
 
     @property
     def engine(self) -> EngineT:
-        """The engine that has the steps under way, which is not the successor yet."""
+        """The engine that computes the steps under way. It is not the successor yet."""
         return self.before.engine
 
     @property
     def pending_loss(self) -> PendingLoss | None:
-        """The pending loss of the engine that has the steps under way."""
+        """The pending loss of the engine that computes the steps under way."""
         return self.before.pending_loss
 
 
@@ -126,7 +126,7 @@ class Closed(Generic[EngineT]):
 
     Attributes:
         engine: The last engine.
-        error: Why: the decoder was closed, or a fault of its own ended it.
+        error: Why it ended: it was closed, or a fault of its own ended it.
         is_lost: Whether the engine was lost before.
     """
 
@@ -144,7 +144,7 @@ Phase = Serving[EngineT] | Isolating[EngineT] | Lost[EngineT] | Adopting[EngineT
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Wake the step loop, which may be idle, so that it meets the change."""
+    """Wake the step loop, which may be idle, so that it handles the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class AwaitAnswers(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class AbortSteps:
-    """Stop waiting for the steps under way: their host does not answer."""
+    """Stop waiting for the steps under way: the engine's host does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class GiveUpRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestEngine(Generic[EngineT]):
-    """Abandon a lost engine and, after a pause, request others until one is there or `is_wanted` is False."""
+    """Abandon a lost engine and, after a pause, request others until one is available or `is_wanted` is False."""
 
     lost: EngineT
     loss_number: int

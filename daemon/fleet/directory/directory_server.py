@@ -1,7 +1,7 @@
 """A directory's connections: HELLO, PING, PLACE, FLEET_LIST and METRICS over Unix sockets, loopback TCP and TLS.
 
-A peer is bounded in time, in memory, and in connections from its source. A connection counts from accept on, so that
-endless handshakes count too. Sources take turns, whatever the number of their connections.
+A peer is bounded in time, in memory, and in connections from its source. A connection counts from the time it is
+accepted, so that endless handshakes count too. Sources take turns, whatever the number of their connections.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 MAX_CONNECTIONS: Final = 2048
-"""Connections at a time. Each holds a descriptor and, with TLS, some 100 KiB. Tenants leave after one answer."""
+"""Connections at a time. Each holds a descriptor and, with TLS, about 100 KiB. Tenants disconnect after one reply."""
 
 MAX_PER_SOURCE: Final = 256
 """Connections at a time from one IP address, or of one local user. Stops one host from taking all of them."""
@@ -49,13 +49,13 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 silent."""
 
 HELLO_TIMEOUT_S: Final = 5.0
-"""Time from then to HELLO. Stops the same peers."""
+"""Time from the end of the handshake to HELLO. Stops the same peers."""
 
 STALL_TIMEOUT_S: Final = 5.0
 """Time from the first byte of a frame to its last, and for a peer to read a whole answer."""
 
 IDLE_TIMEOUT_S: Final = 30.0
-"""Time without a request. A tenant asks once and leaves."""
+"""Time without a request. A tenant sends one request and disconnects."""
 
 REQUESTS_PER_TURN: Final = 4
 """Requests of one connection that are served in a row, if they take less than a quantum."""
@@ -129,7 +129,7 @@ class DirectoryServer:
 
     def listen(self, address: Address) -> Address:
         """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotServe."""
-        # Step 1: everything that can be wrong with the address is reported before anything serves.
+        # Step 1: report every problem with the address before serving any connection.
         if isinstance(address, TlsAddress) and self._files is None:
             raise CannotServe(f"{address}: TLS needs --certificate, --key and --client-ca")
         try:
@@ -161,7 +161,7 @@ class DirectoryServer:
 
     def _bind_unix(self, address: UnixAddress) -> socket.socket:
         """Listen on a Unix socket from now on. Raises CannotListen or OSError."""
-        # Every user who may enter the folder may ask: answers contain no secret of a single tenant.
+        # Every user with access to the folder may send requests: no reply contains a tenant's secret.
         place = UnixPlace(address, 0o666, log_place_change)
         try:
             sock = place.bind()
@@ -199,7 +199,7 @@ class DirectoryServer:
                 await asyncio.sleep(NO_DESCRIPTORS_PAUSE_S)
                 continue
             source = _source(sock)
-            # Bounds before any work: a refused connection costs an accept and a close.
+            # Check the limits before doing any work: a refused connection costs an accept and a close.
             if source is None or self.connections >= MAX_CONNECTIONS or self._sources[source] >= MAX_PER_SOURCE:
                 self._refusals.add(str(source), "too many connections")
                 sock.close()
@@ -211,7 +211,7 @@ class DirectoryServer:
             task.add_done_callback(self._openings.discard)
 
     async def _open(self, sock: socket.socket, source: Hashable, address: Address) -> None:
-        """Do the handshake and begin to serve. The connection counts for its source until it is lost."""
+        """Do the handshake and begin to serve. The connection counts toward its source's limit until it is closed."""
         released = False
 
         def release() -> None:
@@ -227,8 +227,8 @@ class DirectoryServer:
             return DirectoryConnection(self._fleet, self.metrics, self._peer_of, turns, self._connections, release)
 
         is_tls = isinstance(address, TlsAddress)
-        # From here on exactly one of two calls `release`: the connection when it is lost, or this function if none is
-        # made.
+        # From here on `release` is called exactly once: by the connection when it is closed, or by this function if no
+        # connection is made.
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 connection,
@@ -247,7 +247,7 @@ class DirectoryServer:
             raise
 
     def _current_context(self) -> ssl.SSLContext | None:
-        """Return a TLS context of the files' present contents: operators renew certificates while a directory runs."""
+        """Return a TLS context of the files' current contents: operators renew certificates while a directory runs."""
         if self._files is not None and (stamps := self._files.stamps()) != self._stamps:
             # Bad files are logged once and the old certificate stays in use: a half-finished renewal must not end the
             # service.
@@ -262,7 +262,7 @@ class DirectoryServer:
         """Return the peer of a connection. Raises NoTenant."""
         certificate = transport.get_extra_info("peercert")
         sock = transport.get_extra_info("socket")
-        # TLS: the certificate names the tenant, as at a node.
+        # TLS: the certificate names the tenant, as on a node.
         if certificate is not None:
             names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
             tenant = tenant_named(names, self._tenants)
@@ -282,9 +282,9 @@ class DirectoryConnection(asyncio.Protocol):
         fleet: The view to serve.
         metrics: The metrics that operators may read.
         peer_of: Identifies the peer; raises NoTenant.
-        turns: The queue of all connections, and the source by which this one takes its turns.
+        turns: The queue of all connections, and the source whose turns this connection uses.
         connections: All open connections, with this one.
-        on_lost: Called once, when the connection is gone.
+        on_lost: Called once, when the connection is closed.
     """
 
     def __init__(

@@ -129,7 +129,10 @@ LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatev
 LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that are usable now.", PAIR)
 LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)
 LEASE_SECONDS: Final = MetricFamily(
-    "gpu_lease_lifetime_seconds", FamilyKind.SUMMARY, "How long ended leases lasted, until work was refused.", PAIR
+    "gpu_lease_lifetime_seconds",
+    FamilyKind.SUMMARY,
+    "Lifetimes of ended leases, from the grant until work was refused.",
+    PAIR,
 )
 DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", DENIED)
 ACQUIRE_SECONDS: Final = MetricFamily(
@@ -185,7 +188,7 @@ PARK_SECONDS: Final = MetricFamily(
 RETURN_SECONDS: Final = MetricFamily(
     "gpu_lease_return_seconds",
     FamilyKind.HISTOGRAM,
-    "Time from the order to return a session to its card until all of it is there; the wait for room is not included.",
+    "Time from the order to return a session to its card until the session is usable; excludes the wait for room.",
     (),
     LATENCY_BOUNDS_S,
 )

@@ -88,7 +88,7 @@ def test_forms_of_inputs_and_vectors(rig: OpenAiRig, client: openai.OpenAI, mode
         ({"input": []}, "input", "up to 2048"),
         ({"input": [1, "a"]}, "input", "list of tokens"),
         ({"input": ["a", [1, 2.5]]}, "input", "list of tokens"),
-        ({}, "input", "must be a text"),
+        ({}, "input", "must be a string"),
         ({"input": "a", "dimensions": 64}, "dimensions", "send 128"),
         ({"input": "a", "dimensions": True}, "dimensions", "an integer"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
