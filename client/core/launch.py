@@ -442,7 +442,7 @@ def _checked(
 
 
 def _entry(module: Module, kernel: str) -> KernelEntry:
-    """A kernel of a module. Raises LaunchFailed if the module has no such kernel, InvalidRequest for an invalid name."""
+    """A kernel of a module. Raises LaunchFailed if it has no such kernel, InvalidRequest for an invalid name."""
     entry = module.kernels.get(kernel_name(kernel, "launch"))
     if entry is None:
         raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")

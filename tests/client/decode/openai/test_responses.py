@@ -197,7 +197,7 @@ def test_events_have_names(rig: OpenAiRig) -> None:
         ({"input": "a", "text": {"verbosity": "low"}}, "text", "a format alone"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text", "json_schema"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", ""),
-        ({"input": "a", "instructions": 3}, "instructions", "a text"),
+        ({"input": "a", "instructions": 3}, "instructions", "a string"),
         ({"input": "a", "messages": []}, None, "not a known parameter"),
     ],
 )
