@@ -58,7 +58,7 @@ class PeerRow:
 
 ROWS: Final = (
     PeerRow("launch_pipelined", "launch, pipelined", "us", "launch_pipelined"),
-    PeerRow("launch_own", "launch, its caller's own share", "us", "launch_own"),
+    PeerRow("launch_own", "launch, the caller's own time", "us", "launch_own"),
     PeerRow("launch_sync", "launch + sync", "us", "launch_sync"),
     PeerRow("sync_idle", "sync with nothing queued", "us", "sync"),
     PeerRow("train_sync", "20 launches + sync", "us", "launches_20_sync"),

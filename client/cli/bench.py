@@ -342,7 +342,7 @@ def _progress_lines() -> Say:
 
 _ROWS: Final = (
     ("launch_pipelined_us", "launch, pipelined", "us"),
-    ("launch_own_us", "launch, its caller's own share", "us"),
+    ("launch_own_us", "launch, the caller's own time", "us"),
     ("launch_sync_p50_us", "launch + sync, p50", "us"),
     ("launch_sync_p99_us", "launch + sync, p99", "us"),
     ("sync_p50_us", "sync, p50", "us"),

@@ -109,7 +109,7 @@ MAKING: dict[str, Callable[[Scene], Any]] = {
     "event": lambda scene: scene.session.default_stream.event(),
     "region_set": lambda scene: scene.session.region_set([scene.region]),
 }
-"""Operations of both faces whose result goes back with its last reference."""
+"""Operations of both APIs whose result goes back with its last reference."""
 
 SYNC = MAKING | {
     "record": recorded,

@@ -1,4 +1,4 @@
-"""Modules' variables and their kernels' figures, on both faces, by a real daemon."""
+"""Modules' variables and their kernels' figures, on both APIs, by a real daemon."""
 
 import asyncio
 from collections.abc import Iterator

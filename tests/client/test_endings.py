@@ -1,4 +1,4 @@
-"""What a client raises when the session's connection ends, on both faces."""
+"""What a client raises when the session's connection ends, on both APIs."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a session does when the daemon behaves, on both faces."""
+"""What a session does when the daemon behaves, on both APIs."""
 
 from array import array
 from collections.abc import Callable
@@ -339,7 +339,7 @@ def test_chunks_fit_what_the_daemon_takes(run: Run, peer: ScriptedPeer) -> None:
 
 def test_the_guides_name_each_method_of_both_faces() -> None:
     guides = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "client").rglob("*.md"))
-    # What both faces have of their own: the session, its objects, the lease and its builder.
+    # What both APIs have of their own: the session, its objects, the lease and its builder.
     kinds = [kind for name in aio.__all__ if isinstance(kind := getattr(client, name), type)]
     kinds = [kind for kind in kinds if kind.__module__.startswith("gpulease.client.sync")]
     assert GpuSession in kinds

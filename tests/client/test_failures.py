@@ -1,4 +1,4 @@
-"""What a client raises when things go wrong, on both faces."""
+"""What a client raises when things go wrong, on both APIs."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Another lease on the terms of one that has ended, on both faces."""
+"""Another lease on the terms of one that has ended, on both APIs."""
 
 from collections.abc import Callable
 

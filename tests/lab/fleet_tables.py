@@ -12,7 +12,7 @@ BEAT_TIMES: Final = ("beat_p50_ms", "beat_p99_ms", "claim_p50_ms", "claim_p99_ms
 KINDS: Final = {HOST: "one host, no fleet", ANONYMOUS: "a fleet", NAMED: "a fleet, by a name"}
 LAUNCHES: Final = {
     "launch_pipelined_us": "launch, pipelined",
-    "launch_own_us": "launch, its caller's own share",
+    "launch_own_us": "launch, the caller's own time",
     "launch_sync_p50_us": "launch + sync, p50",
 }
 FAULTS: Final = {

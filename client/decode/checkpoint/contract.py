@@ -28,7 +28,7 @@ class Checkpoint(Protocol):
 
     @property
     def pooling(self) -> Pooling | None:
-        """How the model makes a vector of a text; None if it generates texts alone."""
+        """How the model embeds a text; None if it can only generate text."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model, by its name in Hugging Face's checkpoints."""

@@ -1,7 +1,7 @@
 """How a model makes one vector of a text, as its own files say: the mean of the rows behind the last norm, or the last.
 
 Folders say so as sentence-transformers writes them (`modules.json` and the configuration of its pooling), GGUF files by
-`pooling_type`. Models without either generate texts alone.
+`pooling_type`. Models without either can only generate text.
 """
 
 import json

@@ -175,7 +175,7 @@ class DecoderSource:
         """
         pooling = self._decoder.pooling
         if pooling is None:
-            text = "The model generates texts alone: its files do not say how it makes a vector of a text."
+            text = "The model can only generate text: its files do not say how to pool an embedding."
             raise ApiError(400, "unsupported_model", text, "model")
         inputs, is_base64 = inputs_of(answer, self._decoder.model_config.width)
         places = asyncio.Semaphore(self._decoder.scheduler.tenants[tenant].config.max_concurrent)

@@ -70,7 +70,7 @@ class ResponseEvents:
     def end(self, finish: str, counts: TokenCounts) -> Iterator[Event]:
         """End the response with the finish reason of its answer. Yield the last events."""
         if not self.output and (self._item is None or self._blanks):
-            # An answer without calls is a text, also an empty one.
+            # An answer without calls has a text item, even if the text is empty.
             yield from self._open_text()
         status = INCOMPLETE if finish == "length" else COMPLETED
         yield from self._close(status)

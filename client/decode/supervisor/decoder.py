@@ -313,7 +313,7 @@ class Decoder:
 
     @property
     def pooling(self) -> Pooling | None:
-        """How the model makes a vector of a text; None if it generates texts alone."""
+        """How the model embeds a text; None if it can only generate text."""
         return self._checkpoint.pooling
 
     @property

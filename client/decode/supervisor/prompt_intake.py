@@ -201,5 +201,5 @@ class PromptIntake:
 def _broken_template() -> ModelRejected:
     return ModelRejected(
         "the model's chat template exceeds the limits of a prompt, whatever the messages",
-        "Send the prompt as a text, for a completion; the operator can give the model another template",
+        "Send a completion request with the prompt as text; the operator can give the model another template",
     )

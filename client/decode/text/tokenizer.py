@@ -140,7 +140,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Return a chat's prompt as text. Raises what `encode_chat` raises."""
         if self.chat_template is None:
-            raise RequestRejected("the model has no chat template", "Send the prompt as a text, for a completion")
+            raise RequestRejected("the model has no chat template", "Send a completion request with the prompt as text")
         return self.chat_template.render(messages, **variables)
 
     @property

@@ -1,4 +1,4 @@
-"""Arrays on the card do what numpy's do, on both faces; nothing is converted or copied unasked."""
+"""Arrays on the card do what numpy's do, on both APIs; nothing is converted or copied unasked."""
 
 import asyncio
 import gc

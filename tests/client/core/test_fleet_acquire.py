@@ -1,4 +1,4 @@
-"""Acquires in a fleet, on both faces: who is asked, in which order, how often, and what an error tells."""
+"""Acquires in a fleet, on both APIs: who is asked, in which order, how often, and what an error tells."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

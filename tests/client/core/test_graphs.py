@@ -1,4 +1,4 @@
-"""What recording a launch graph checks, refuses, sends and lets go of; both faces."""
+"""What recording a launch graph checks, refuses, sends and lets go of; both APIs."""
 
 import asyncio
 import gc

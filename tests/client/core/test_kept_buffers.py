@@ -1,4 +1,4 @@
-"""Buffers that a lease keeps, as both faces ask for them of a scripted daemon."""
+"""Buffers that a lease keeps, as both APIs ask for them of a scripted daemon."""
 
 from collections.abc import Callable
 from typing import Any

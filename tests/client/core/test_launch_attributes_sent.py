@@ -1,4 +1,4 @@
-"""Cooperative launches and launches in clusters, on both faces and over both transports."""
+"""Cooperative launches and launches in clusters, on both APIs and over both transports."""
 
 from typing import Any
 

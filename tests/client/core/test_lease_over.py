@@ -1,4 +1,4 @@
-"""What tells a client that its lease is over, and what does not, on both faces."""
+"""What tells a client that its lease is over, and what does not, on both APIs."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def name_of(value: object) -> str:
 
 async def loss_of(keeper: Any) -> GpuLeaseError:
     async with asyncio.timeout(5):
-        while keeper.loss is None:  # noqa: ASYNC110  # a thread sets it on one of the faces
+        while keeper.loss is None:  # noqa: ASYNC110  # a thread sets it on one of the APIs
             await asyncio.sleep(0.005)
     loss: GpuLeaseError = keeper.loss
     return loss
@@ -121,7 +121,7 @@ def test_keep_alive_tries_again_while_nothing_is_known(run: Run, peer: ScriptedP
         lease = await face.acquire()
         keeper = lease.keep_alive()
         async with asyncio.timeout(5):
-            while lease.generation == 1:  # noqa: ASYNC110  # a thread renews it on one of the faces
+            while lease.generation == 1:  # noqa: ASYNC110  # a thread renews it on one of the APIs
                 await asyncio.sleep(0.005)
         assert keeper.loss is None
         assert lease.is_alive

@@ -1,4 +1,4 @@
-"""What a client asks again when its daemon is away for a moment, on both faces: where leases outlive the daemon."""
+"""What a client asks again when its daemon is away for a moment, on both APIs: where leases outlive the daemon."""
 
 import time
 from collections.abc import Callable

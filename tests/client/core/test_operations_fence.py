@@ -1,4 +1,4 @@
-"""Leaving a session's or a stream's `with` block tells what failed in it, on both faces."""
+"""Leaving a session's or a stream's `with` block tells what failed in it, on both APIs."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Region sets and the launches that name them, on both faces and over both transports."""
+"""Region sets and the launches that name them, on both APIs and over both transports."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A region on this side: what is asked about it, what ends it, and its use as a buffer; on both faces."""
+"""A region on this side: what is asked about it, what ends it, and its use as a buffer; on both APIs."""
 
 import asyncio
 from collections.abc import Callable
@@ -465,7 +465,7 @@ def test_keep_alive_renews_a_region_and_says_why_it_is_lost(run: Run, peer: Scri
         _, _, region = await opened(face, ttl_secs=0.2)
         keeper = region.keep_alive()
         async with asyncio.timeout(10):
-            while not heard(face, Opcode.LEASE_RENEW):  # noqa: ASYNC110  # a thread asks on one of the faces
+            while not heard(face, Opcode.LEASE_RENEW):  # noqa: ASYNC110  # a thread asks on one of the APIs
                 await asyncio.sleep(0.005)
             peer.fail(Opcode.LEASE_RENEW, Status.REVOKED, "quota")
             while keeper.loss is None:  # noqa: ASYNC110
@@ -493,7 +493,7 @@ def test_leaving_its_block_raises_a_renewal_that_was_refused_unless_that_was_tol
         expected: Any = {"untold": Denied, "by an exception": KeyError}.get(way)
         with pytest.raises(expected) if expected else nullcontext():
             async with entered(keeper), asyncio.timeout(10):
-                while keeper.loss is None:  # noqa: ASYNC110  # a thread asks on one of the faces
+                while keeper.loss is None:  # noqa: ASYNC110  # a thread asks on one of the APIs
                     await asyncio.sleep(0.005)
                 if way == "by an exception":
                     raise KeyError

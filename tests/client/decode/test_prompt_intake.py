@@ -122,7 +122,9 @@ def test_a_template_is_at_fault_that_takes_no_chat_and_is_not_run_again() -> Non
 
 def test_a_model_without_a_template_takes_texts_alone() -> None:
     async def scene(intake: PromptIntake, _: list[PromptRefused]) -> None:
-        with pytest.raises(RequestRejected, match=r"no chat template\. Send the prompt as a text"):
+        with pytest.raises(
+            RequestRejected, match=r"no chat template\. Send a completion request with the prompt as text"
+        ):
             await intake.read_chat("ann", [{"role": "user", "content": "a"}], {})
 
     play(scene)
