@@ -33,7 +33,7 @@ BURST_LAUNCHES: Final = 1000
 """Launches between two syncs of a pipelined burst: each launch's share of a sync is then some hundredths of it."""
 
 OWN_LAUNCHES: Final = 500
-"""Launches of a burst that times the caller's own share: fewer than the CUDA driver queues, or the ring holds."""
+"""Launches of a burst that times the caller's own time: fewer than the CUDA driver queues, or the ring holds."""
 
 OWN_BURSTS: Final = 40
 TRAIN_LAUNCHES: Final = 20
@@ -127,7 +127,7 @@ def _launch_figures(calls: Calls, launches: int, samples: int) -> tuple[int, dic
     # Warm-up: clocks rise, and caches fill.
     timed_us(launch_and_sync, WARM_LAUNCHES)
     bursts = max(1, launches // BURST_LAUNCHES)
-    # A burst's share of its one sync is small; the caller's own share needs shorter bursts that never wait for room.
+    # A burst's share of its one sync is small; the caller's own time needs shorter bursts that never wait for room.
     figures = _microseconds("launch_pipelined", [_burst_us(calls, BURST_LAUNCHES)[1] for _ in range(bursts)])
     figures |= _microseconds("launch_own", [_burst_us(calls, OWN_LAUNCHES)[0] for _ in range(OWN_BURSTS)])
     figures |= _microseconds("launch_sync", timed_us(launch_and_sync, samples))

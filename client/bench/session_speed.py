@@ -26,7 +26,7 @@ SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
 OWN_LAUNCHES: Final = 500
-"""Launches in a burst that times the client's own share: few enough never to wait for room in the ring, whatever the
+"""Launches in a burst that times the client's own time: few enough never to wait for room in the ring, whatever the
 worker does meanwhile."""
 
 OWN_BURSTS: Final = 40
