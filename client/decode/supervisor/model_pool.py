@@ -327,9 +327,11 @@ class ModelPool:
         size = 0
         try:
             checkpoint = open_model(spec.path)
+            # Counted before the texts are read: with a mistake in those, its load reports that instead of the size.
+            size = engine_bytes(checkpoint, spec.tenants, spec.settings)
             self._load_tokenizer(spec.path, checkpoint)
-            prefixes = self._shared_of(name, checkpoint, spec)
-            size = engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes)
+            if prefixes := self._shared_of(name, checkpoint, spec):
+                size = engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes)
         except GpuLeaseError as error:
             # The others are served. Its own requests get the error of the load.
             self.log.failure("model_not_measured", error, model=name)

@@ -138,6 +138,16 @@ def test_records_name_the_files_and_settings_of_each_load(tmp_path: Path) -> Non
     asyncio.run(part())
 
 
+def test_a_model_is_counted_although_its_texts_have_a_mistake(tmp_path: Path) -> None:
+    """Its load names the mistake then, rather than a size that was not counted."""
+    pool, path = ModelPool({}, ResidencyLimits(1)), make_model(tmp_path / "a", 0)
+    size = pool._measure("a", spec(path)).size_bytes
+    assert size == model_bytes(path) > 0
+    assert pool._measure("a", spec(path, prefixes=(NamedPrefix("x", text="short"),))).size_bytes == size
+    (path / "tokenizer.json").unlink()
+    assert pool._measure("a", spec(path)).size_bytes == size
+
+
 def test_models_are_listed_with_their_states(rig: PoolRig) -> None:
     rig.text("b")
     with rig.http() as http:
