@@ -1067,7 +1067,7 @@ def _open(
     doing = doing_of(op)
     deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
-    found = None if spare is None else spare.take()
+    began_s, found = time.monotonic(), None if spare is None else spare.take()
     try:
         # Step 1: connect; the request goes out behind HELLO. Or send it on a spare connection.
         if found is None:
@@ -1107,6 +1107,10 @@ def _open(
     # The spare connection had ended, with a daemon that is gone or has started again. The others have ended with it.
     if spare is not None:
         spare.close()
+    # A request that waited for room on it waits for the rest of its time.
+    if isinstance(body, LeaseAlloc):
+        waited_ms = min(int((time.monotonic() - began_s) * 1000), body.wait_ms)
+        body, reply_limit_s = replace(body, wait_ms=body.wait_ms - waited_ms), reply_limit_s - waited_ms / 1000
     return (yield from _open(address, lock, op, body, reply_limit_s, grant_of, owed, spare))
 
 

@@ -1,17 +1,29 @@
 """Connections that are kept for later leases: alive ones are used again, all others are closed."""
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any, Final
 
 import pytest
 
+from gpulease.client import CapacityExceeded
+from gpulease.client.core import lease as lease_module
+from gpulease.client.core.exchange import First, FixedDeadline
+from gpulease.client.core.lease import acquire, owed_lease
 from gpulease.client.core.spare_connections import MAX_SPARE, SpareConnections
+from gpulease.client.core.waits import Procedure
+from gpulease.client.sync import driver
 from gpulease.client.transport.channel import Channel
-from gpulease.protocol.address import UnixAddress
-from gpulease.protocol.messages import HelloReply
+from gpulease.protocol.address import Address, UnixAddress
+from gpulease.protocol.messages import HelloReply, LeaseAlloc
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 HELLO = HelloReply(0, "a daemon", 1 << 20, ())
 ADDRESS = UnixAddress("/nowhere")
+WAIT_MS: Final = 60_000
+WAITED_MS: Final = 30
 
 
 class Ends:
@@ -98,3 +110,34 @@ def test_a_child_leaves_them_to_its_parent(ends: Ends) -> None:
     assert spare.take() is None
     assert not is_closed(ends.far[0])
     channel.close()
+
+
+def test_a_request_that_waited_on_one_that_ends_waits_no_longer_than_it_may(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare, channel = SpareConnections(), ends.channel()
+    # As after HELLO.
+    monkeypatch.setattr(channel.link, "request", lambda *_, **__: (1, b"a request"))
+    spare.give(channel, HELLO)
+    waits_ms: list[int] = []
+
+    def dial(address: Address, deadline: FixedDeadline, first: First) -> Procedure[Any]:
+        assert isinstance(first.body, LeaseAlloc)
+        waits_ms.append(first.body.wait_ms)
+        raise CapacityExceeded("no room")
+        yield
+
+    def queue_and_end() -> None:
+        ends.far[0].recv(1 << 16)
+        time.sleep(WAITED_MS / 1000)
+        ends.far[0].close()
+
+    monkeypatch.setattr(lease_module, "dial_for", dial)
+    daemon = threading.Thread(target=queue_and_end, daemon=True)
+    daemon.start()
+    wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 60_000, WAIT_MS, None, ())
+    with pytest.raises(CapacityExceeded):
+        driver.drive(acquire(ADDRESS, wanted, threading.RLock(), owed_lease(), spare))
+    daemon.join()
+    assert len(waits_ms) == 1
+    assert 0 <= waits_ms[0] <= WAIT_MS - WAITED_MS
