@@ -143,6 +143,9 @@ async def _serve(
     if settings.operator_digest is not None:
         page = DecodePage(decoder_now, settings.operator_digest, settings.name, lambda: next(iter(traffic), None))
         observers, routes = [*observers, page.observer], page.routes()
+    # Before the model is loaded, which takes minutes.
+    tasks = BackgroundTasks()
+    reloading = None if path is None else SettingsReload(path, tasks)
     checkpoint = open_model(settings.model)
     click.echo(f"The model is {checkpoint.name}. Loading it ...")
     # Read before the engine opens, because the lease has room for them.
@@ -191,10 +194,10 @@ async def _serve(
             click.echo(f"Watch: {url}/#key={demo.operator}")
             traffic.append(DemoTraffic(decoder, names))
             await stack.enter_async_context(_going_on(traffic[0].run()))
-        if path is not None:
-            tasks = BackgroundTasks()
+        if reloading is not None and path is not None:
             stack.push_async_callback(tasks.stop)
-            stack.callback(SettingsReload(path, tasks, prefixes_reload(decoder, checkpoint, path, settings)).close)
+            stack.callback(reloading.close)
+            reloading.begin(prefixes_reload(decoder, checkpoint, path, settings))
         servers: list[Any] = []
 
         # If the decoder ends, a server without it could only refuse: stop it.

@@ -73,6 +73,9 @@ async def serve_models(
         observers=observers,
         is_audited=settings.audit,
     )
+    # Before the models are read, which takes seconds for each.
+    tasks = BackgroundTasks()
+    reloading = SettingsReload(path, tasks)
     async with pool.serving(), contextlib.AsyncExitStack() as stack:
         # From here on page and metrics have a pool.
         serving.append(pool)
@@ -98,11 +101,10 @@ async def serve_models(
                 await asyncio.sleep(STOP_POLL_S)
             pool.drain()
 
-        tasks = BackgroundTasks()
         stack.push_async_callback(tasks.stop)
         tasks.start(drain_with_server())
-        reloading = SettingsReload(path, tasks, pool_reload(pool, path, settings))
         stack.callback(reloading.close)
+        reloading.begin(pool_reload(pool, path, settings))
         await serve_within(app, sock, known=known, stop_s=stop_s, began=servers.append)
         # Streams that fronts have open would otherwise wait for models until their own limit.
         pool.drain()

@@ -27,20 +27,27 @@ def check_kind(path: Path, found: "DecodeSettings", settings: "DecodeSettings") 
 class SettingsReload:
     """Reads a settings file again on each SIGHUP, and has its settings applied, in tasks of the server's.
 
+    Without it, SIGHUP ends the process. So it is there while a model is loaded, and a signal waits for `begin`.
+
     Args:
         path: The file.
         tasks: The tasks.
-        apply: Applies the settings, and returns what the log is to say. If it raises a GpuLeaseError, the server keeps
-            what it has.
     """
 
-    def __init__(
-        self, path: Path, tasks: "BackgroundTasks", apply: "Callable[[DecodeSettings], Awaitable[str]]"
-    ) -> None:
-        self._path, self._tasks, self._apply = path, tasks, apply
-        self._one_at_a_time = asyncio.Lock()
+    def __init__(self, path: Path, tasks: "BackgroundTasks") -> None:
+        self._path, self._tasks = path, tasks
+        self._apply: Callable[[DecodeSettings], Awaitable[str]] | None = None
+        self._begun, self._one_at_a_time = asyncio.Event(), asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGHUP, self._start)
+
+    def begin(self, apply: "Callable[[DecodeSettings], Awaitable[str]]") -> None:
+        """Have settings applied from now on.
+
+        `apply` returns what the log is to say. If it raises a GpuLeaseError, the server keeps what it has.
+        """
+        self._apply = apply
+        self._begun.set()
 
     def close(self) -> None:
         self._loop.remove_signal_handler(signal.SIGHUP)
@@ -51,6 +58,8 @@ class SettingsReload:
     async def _reload(self) -> None:
         from gpulease.client.decode.openai.decode_settings import load_decode_settings
 
+        await self._begun.wait()
+        assert self._apply is not None
         async with self._one_at_a_time:
             try:
                 # In a thread, because it reads files.

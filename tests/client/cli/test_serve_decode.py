@@ -92,8 +92,9 @@ def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
                         await asyncio.sleep(0.01)
 
             expected = await output()
-            reloading = SettingsReload(path, tasks, prefixes_reload(decoder, checkpoint, path, settings))
+            reloading = SettingsReload(path, tasks)
             with contextlib.closing(reloading):
+                reloading.begin(prefixes_reload(decoder, checkpoint, path, settings))
                 # A request that is in progress continues in the engine that has the prefix.
                 under_way = asyncio.create_task(output())
                 await reload(text + prefix)

@@ -46,7 +46,15 @@ def test_a_reload_serves_the_file_s_models_and_a_mistake_changes_nothing(
         pool = ModelPool(settings.models, settings.pool.limits(), address="unix:/nowhere")
         async with pool.serving():
             tasks = BackgroundTasks()
-            with contextlib.closing(SettingsReload(path, tasks, pool_reload(pool, path, settings))):
+            with contextlib.closing(SettingsReload(path, tasks)) as reloading:
+                # While models are loaded, a signal neither ends the process nor is lost.
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(0)
+                assert "reloaded" not in caplog.text
+                reloading.begin(pool_reload(pool, path, settings))
+                async with asyncio.timeout(30):
+                    while "the settings were reloaded: a, b" not in caplog.text:  # noqa: ASYNC110  # the log has no event
+                        await asyncio.sleep(0.01)
                 for changed, served, mistake in (
                     (text("b", "c"), ["b", "c"], ""),
                     ("[pool]\nmemory = 5\n", ["b", "c"], "pool.memory must be"),
