@@ -9,7 +9,7 @@ from gpulease.client.decode.checkpoint import open_model
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.model_config import ModelConfig
 from helpers.daemon import Daemon
-from helpers.decode.agreement import Scorer, compare_scorers
+from helpers.decode.agreement import ClosePositions, Scorer, compare_scorers
 from helpers.decode.engine_rig import running
 from helpers.decode.engine_scorer import EngineScorer
 from helpers.decode.hugging_face import IS_INSTALLED, write_folder
@@ -31,6 +31,9 @@ MAX_ERROR = 1e-3
 
 MAX_TINY_ERROR = 0.25
 MAX_SMALL_ERROR = 0.1
+MAX_EXPERTS_ERROR = 0.3
+"""Positions whose experts rounding has exchanged are not counted, but later ones attend to them: 0.15, 0.04."""
+
 MAX_SMOLLM2_ERROR = 1.0
 """Of the engine's logits: two to three times what bf16 between linears makes of numpy's: 0.11, 0.04, 0.31."""
 
@@ -41,10 +44,17 @@ SHORT_LIMITS = StepLimits(max_rows=64, tables=64, positions=128)
 LEASE_BYTES = 2 << 30
 
 
-def check(reference: Recorded, other: Scorer, asked: list[list[int]], max_error: float) -> None:
-    logits, greedy = compare_scorers(reference, other, asked, NEW_TOKENS)
+def check(
+    reference: Recorded,
+    other: Scorer,
+    asked: list[list[int]],
+    max_error: float,
+    are_close: ClosePositions | None = None,
+) -> None:
+    logits, greedy = compare_scorers(reference, other, asked, NEW_TOKENS, are_close=are_close)
     print(logits, greedy, sep="\n")
     assert logits.worst_error < max_error
+    assert logits.close < 0.6 * logits.positions
     assert logits.decided_differing == greedy.wrong == 0
 
 
@@ -55,9 +65,10 @@ def check_engine(
     asked: list[list[int]],
     max_error: float,
     limits: StepLimits = LIMITS,
+    are_close: ClosePositions | None = None,
 ) -> None:
     with running(daemon.address, open_model(model), limits, size_bytes=LEASE_BYTES) as rig:
-        check(reference, EngineScorer(rig), asked, max_error)
+        check(reference, EngineScorer(rig), asked, max_error, are_close)
 
 
 @pytest.mark.parametrize("name", [*FOLDER_MODELS, *SCALED_MODELS])
@@ -67,8 +78,10 @@ def test_every_family_is_computed_as_transformers_does(daemon: Daemon, name: str
     write_folder(tmp_path / "model", config, tensors)
     asked = [[7], [*range(1, 90)], [5, 300, 5]]
     reference = recorded("hugging_face", tmp_path / "model", asked, NEW_TOKENS, tmp_path / "found")
-    check(reference, Reference(config, tensors), asked, MAX_ERROR)
-    check_engine(daemon, tmp_path / "model", reference, asked, MAX_SMALL_ERROR, SHORT_LIMITS)
+    in_numpy = Reference(config, tensors)
+    check(reference, in_numpy, asked, MAX_ERROR)
+    max_error = MAX_SMALL_ERROR if config.experts is None else MAX_EXPERTS_ERROR
+    check_engine(daemon, tmp_path / "model", reference, asked, max_error, SHORT_LIMITS, in_numpy.are_close)
 
 
 def test_the_tiny_model_is_computed_as_transformers_does(daemon: Daemon, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_margin_is_between_the_first_and_the_second() -> None:
 
 def test_equal_logits_agree_everywhere() -> None:
     logits = rows([1.0, 3.0], [5.0, 4.0])
-    assert compare(logits, logits) == Agreement(2, 0, 2, 0, 0.0, 1.0)
+    assert compare(logits, logits) == Agreement(2, 0, 2, 0, 0, 0.0, 1.0)
 
 
 def test_a_position_within_the_error_is_undecided() -> None:
@@ -108,8 +108,16 @@ class _Chain:
 
 def test_scorers_that_agree() -> None:
     logits, greedy = compare_scorers(_Chain(), _Chain(error=0.25), [[1], [2, 3]], 4)
-    assert logits == Agreement(9, 0, 9, 0, 0.25, 1.0)
+    assert logits == Agreement(9, 0, 9, 0, 0, 0.25, 1.0)
     assert greedy == GreedyAgreement(2, 8, equal=2)
+
+
+def test_an_error_where_experts_may_be_exchanged_is_not_the_worst() -> None:
+    reference = np.eye(3)
+    other = reference + np.array([[0.1], [5.0], [0.2]])
+    agreement = compare(reference, other, np.array([False, True, False]))
+    assert (agreement.close, agreement.decided) == (1, 2)
+    assert abs(agreement.worst_error - 0.2) < 1e-9
 
 
 def test_scorers_that_differ_by_a_constant_agree_once_normalised() -> None:

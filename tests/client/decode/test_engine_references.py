@@ -47,7 +47,7 @@ def check(
     limits: StepLimits = LIMITS,
 ) -> None:
     with running(daemon.address, checkpoint, limits) as rig:
-        logits, greedy = compare_scorers(reference, EngineScorer(rig), asked, count)
+        logits, greedy = compare_scorers(reference, EngineScorer(rig), asked, count, are_close=reference.are_close)
     print(logits, greedy, sep="\n")
     assert logits.worst_error < max_error
     assert logits.decided > 0.75 * logits.positions

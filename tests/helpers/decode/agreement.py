@@ -5,9 +5,13 @@ margin between its first and second token is within twice that error, either is 
 
 What fails a comparison: an error over the bound that the test states, or greedy tokens that part where the reference
 was decided. That a decided position's argmax is equal follows from the error by arithmetic: it is counted all the same.
+
+A model with experts computes each position with those that its router scores highest. Where the last chosen one and
+the first of the others score nearly alike, rounding may exchange them, and either is right, although the logits differ
+by more than an error. Such close positions count everywhere but in the worst error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.floating[Any]]
+ClosePositions = Callable[[list[int]], npt.NDArray[np.bool_]]
+"""Returns for each position of a prompt whether its choice of experts is close."""
 
 
 class Scorer(Protocol):
@@ -38,7 +44,8 @@ class Agreement:
         differing: Those with different likeliest tokens.
         decided: Those where the reference's margin exceeds twice the position's error.
         decided_differing: Decided ones with different likeliest tokens.
-        worst_error: The largest difference of two logits.
+        close: Positions whose choice of experts is close.
+        worst_error: The largest difference of two logits of the other positions.
         least_decided_margin: The smallest margin of a decided position; infinite if there are none.
     """
 
@@ -46,6 +53,7 @@ class Agreement:
     differing: int = 0
     decided: int = 0
     decided_differing: int = 0
+    close: int = 0
     worst_error: float = 0.0
     least_decided_margin: float = float("inf")
 
@@ -55,6 +63,7 @@ class Agreement:
             self.differing + other.differing,
             self.decided + other.decided,
             self.decided_differing + other.decided_differing,
+            self.close + other.close,
             max(self.worst_error, other.worst_error),
             min(self.least_decided_margin, other.least_decided_margin),
         )
@@ -62,7 +71,7 @@ class Agreement:
     def __str__(self) -> str:
         return (
             f"{self.positions:,} positions, argmax differs at {self.differing}; decided {self.decided:,}, of which "
-            f"{self.decided_differing} differ; worst error {self.worst_error:.2e}"
+            f"{self.decided_differing} differ; {self.close} close; worst error of the others {self.worst_error:.2e}"
         )
 
 
@@ -120,11 +129,18 @@ def log_probabilities(logits: Logits) -> Logits:
     return normal
 
 
-def compare(reference: Logits, other: Logits) -> Agreement:
-    """Compare logits [positions, vocabulary] of the same positions. A NaN is an infinite error and differs."""
+def compare(reference: Logits, other: Logits, close: npt.NDArray[np.bool_] | None = None) -> Agreement:
+    """Compare logits [positions, vocabulary] of the same positions. A NaN is an infinite error and differs.
+
+    Args:
+        reference: The reference's logits.
+        other: The other's.
+        close: For each position whether its choice of experts is close; None: none is.
+    """
     assert reference.shape == other.shape, (reference.shape, other.shape)
     assert np.isfinite(reference).all()
     error = np.nan_to_num(errors(reference, other), nan=np.inf, posinf=np.inf)
+    close = np.zeros(len(reference), bool) if close is None else close
     differs = reference.argmax(-1) != other.argmax(-1)
     margin = margins(reference)
     decided = margin > 2 * error
@@ -133,7 +149,8 @@ def compare(reference: Logits, other: Logits) -> Agreement:
         int(differs.sum()),
         int(decided.sum()),
         int((decided & differs).sum()),
-        float(error.max(initial=0.0)),
+        int(close.sum()),
+        float(error[~close].max(initial=0.0)),
         float(margin[decided].min(initial=np.inf)),
     )
 
@@ -158,7 +175,13 @@ def compare_greedy(
 
 
 def compare_scorers(
-    reference: Scorer, other: Scorer, prompts: list[list[int]], count: int, *, are_normalised: bool = False
+    reference: Scorer,
+    other: Scorer,
+    prompts: list[list[int]],
+    count: int,
+    *,
+    are_normalised: bool = False,
+    are_close: ClosePositions | None = None,
 ) -> tuple[Agreement, GreedyAgreement]:
     """Compare logits of all prompts with their `count` greedy tokens, and the greedy tokens themselves.
 
@@ -168,6 +191,7 @@ def compare_scorers(
         prompts: Tokens of each prompt.
         count: Tokens to decode after each.
         are_normalised: Whether to compare log-probabilities, for a scorer that returns only these.
+        are_close: Which positions' choices of experts are close; None: none is.
     """
     logits, greedy = Agreement(), GreedyAgreement()
     outputs = zip(prompts, reference.greedy(prompts, count), other.greedy(prompts, count), strict=True)
@@ -176,7 +200,7 @@ def compare_scorers(
         ours, theirs = reference.logits(path), other.logits(path)
         if are_normalised:
             ours, theirs = log_probabilities(ours), log_probabilities(theirs)
-        logits += compare(ours, theirs)
+        logits += compare(ours, theirs, None if are_close is None else are_close(path))
         last = slice(len(prompt) - 1, None)
         greedy += compare_greedy(tokens, others, margins(ours)[last], errors(ours, theirs)[last])
     return logits, greedy

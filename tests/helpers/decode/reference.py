@@ -27,6 +27,9 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
+MIN_CHOICE_MARGIN = 0.05
+"""Of a router's logits with a deviation of 1: about twice what bf16 between linears moves them by."""
+
 
 def linears_of(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """The linears of a layer, as [outputs, inputs]."""
@@ -150,9 +153,13 @@ class Reference:
         self.is_long = is_long
         self._config = config
         self._tensors: dict[str, Array] = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+        # Of the rows that were computed last, by layer: how far the router scored the last chosen expert above the
+        # next one.
+        self._choice_margins: list[Array] = []
 
     def rows(self, token_ids: Sequence[int]) -> Array:
         """The rows [tokens, width] behind the last norm, of every position."""
+        self._choice_margins = []
         values = self._tensors[EMBEDDING][np.asarray(token_ids)]
         if self._config.embedding_scale is not None:
             values = values * values.dtype.type(self._config.embedding_scale)
@@ -166,6 +173,14 @@ class Reference:
         head = self._tensors[EMBEDDING if self._config.is_tied else HEAD]
         logits: Array = self.kept(self.rows(token_ids)) @ head.T
         return logits
+
+    def are_close(self, token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Return for each position whether some layer's last chosen expert is less than `MIN_CHOICE_MARGIN` ahead."""
+        self.rows(token_ids)
+        close: npt.NDArray[np.bool_] = np.zeros(len(token_ids), bool)
+        for margins in self._choice_margins:
+            close |= margins < MIN_CHOICE_MARGIN
+        return close
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """The `count` likeliest next tokens of each prompt, one after another; end tokens end nothing."""
@@ -200,7 +215,11 @@ class Reference:
         logits = self._linear(f"{layer}.mlp.gate", values)
         shares = np.exp(logits - logits.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
-        chosen = np.argsort(-shares, -1, kind="stable")[:, : experts.chosen]
+        order = np.argsort(-shares, -1, kind="stable")
+        chosen = order[:, : experts.chosen]
+        if experts.chosen < experts.count:
+            scores = np.take_along_axis(logits, order, -1)
+            self._choice_margins.append(scores[:, experts.chosen - 1] - scores[:, experts.chosen])
         total = np.zeros_like(values)
         for row, its in enumerate(chosen):
             weights = shares[row, its] / (shares[row, its].sum() if experts.is_normalised else 1)
