@@ -8,12 +8,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.core.events import OnWarning
-from gpulease.client.core.lease import LeaseHandle, LeaseReport, LeaseUse, LeaseView, acquire, owed_lease, reacquire
+from gpulease.client.core.exchange import OwedGrant
+from gpulease.client.core.lease import (
+    LeaseHandle,
+    LeaseReport,
+    LeaseUse,
+    LeaseView,
+    acquire,
+    owed_lease,
+    reacquire,
+)
 from gpulease.client.core.lease_request import LeaseRequest
 from gpulease.client.core.regions import open_region, owed_region, resize
 from gpulease.client.core.spare_connections import SpareConnections
 from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
+from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.clean_ups import drive_owing, nothing
 from gpulease.client.sync.driver import ask, drive
@@ -33,14 +43,13 @@ class GpuBuilder(LeaseRequest):
 
         Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
-        return acquire_with(self, None)
+        owed, wanted = self._acquisition(None)
+        return drive_owing(owed, wanted, GpuLease)
 
-
-def acquire_with(builder: GpuBuilder, spare: SpareConnections | None) -> "GpuLease":
-    """Acquire a lease as `GpuBuilder.acquire`, on a spare connection if there is one."""
-    owed = owed_lease()
-    wanted = acquire(builder._where(), builder._request(), threading.RLock(), owed, spare)
-    return drive_owing(owed, wanted, GpuLease)
+    def _acquisition(self, spare: SpareConnections | None) -> tuple[OwedGrant, Procedure[LeaseHandle]]:
+        """Return the keeper and the steps of an acquire, which takes a spare connection if there is one."""
+        owed = owed_lease()
+        return owed, acquire(self._where(), self._request(), threading.RLock(), owed, spare)
 
 
 class GpuLease(LeaseView):

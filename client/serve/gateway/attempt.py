@@ -46,7 +46,8 @@ from gpulease.client.serve.gateway.inference import (
 )
 from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.sync.lease import GpuBuilder, GpuLease, acquire_with
+from gpulease.client.sync.clean_ups import drive_owing
+from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
 from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.back_off import back_off_s
@@ -169,7 +170,8 @@ class DaemonEffects:
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
         # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
-        return acquire_with(builder, self._spare)
+        owed, wanted = builder._acquisition(self._spare)
+        return drive_owing(owed, wanted, GpuLease)
 
     def open(self, lease: GpuLease) -> GpuSession:
         # A new grant for each session, because a token opens only one.
