@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gpulease.client.decode.decode_errors import RequestRejected
+from gpulease.client.decode.engine import engine as engine_module
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.row_records import Rows
 from gpulease.client.errors import (
@@ -283,7 +284,7 @@ def test_steps_allocate_nothing(tiny: RunningRig) -> None:
 def test_region_sets_are_few_however_many_compositions_there_are(
     tiny: RunningRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpulease.client.decode.engine.engine.MAX_REGION_SETS", 2)
+    monkeypatch.setattr(engine_module, "MAX_REGION_SETS", 2)
 
     async def part(rig: EngineRig) -> None:
         rig.engine._sets.clear()
