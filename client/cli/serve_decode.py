@@ -17,11 +17,9 @@ from gpulease.client.cli.settings_reload import SettingsReload, check_kind, log
 from gpulease.client.console.exit_status import needing
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import (
-    Checkpoint,
     Decoder,
     DecoderObserver,
     DecoderSettings,
-    SharedPrefix,
     TenantConfig,
     open_model,
 )
@@ -150,9 +148,8 @@ async def _serve(
     click.echo(f"The model is {checkpoint.name}. Loading it ...")
     # Read before the engine opens, because the lease has room for them.
     tokenizer = checkpoint.tokenizer() if settings.prefixes else None
-    prefixes: tuple[SharedPrefix, ...] = ()
-    if tokenizer is not None:
-        prefixes = shared_prefixes(settings.prefixes, tokenizer, positions_of(checkpoint, settings.decoder))
+    positions = positions_of(checkpoint, settings.decoder)
+    prefixes = () if tokenizer is None else shared_prefixes(settings.prefixes, tokenizer, positions)
     audit = await DecodeAudit.of(checkpoint, packed=settings.decoder.packed) if settings.audit else None
     if audit is not None:
         observers = [*observers, audit]
@@ -197,7 +194,7 @@ async def _serve(
         if reloading is not None and path is not None:
             stack.push_async_callback(tasks.stop)
             stack.callback(reloading.close)
-            reloading.begin(prefixes_reload(decoder, checkpoint, path, settings))
+            reloading.begin(prefixes_reload(decoder, positions, path, settings))
         servers: list[Any] = []
 
         # If the decoder ends, a server without it could only refuse: stop it.
@@ -212,10 +209,9 @@ async def _serve(
 
 
 def prefixes_reload(
-    decoder: Decoder, checkpoint: Checkpoint, path: Path, settings: "DecodeSettings"
+    decoder: Decoder, positions: int, path: Path, settings: "DecodeSettings"
 ) -> "Callable[[DecodeSettings], Awaitable[str]]":
-    """Return what applies the shared prefixes of a settings file to a decoder, for `SettingsReload`."""
-    from gpulease.client.decode.supervisor.decoder import positions_of
+    """Return what applies the shared prefixes of a settings file to a decoder of `positions`, for `SettingsReload`."""
     from gpulease.client.decode.text.named_prefixes import shared_prefixes
 
     shared = settings.prefixes
@@ -228,7 +224,7 @@ def prefixes_reload(
         if others != settings or found.keys.digests != settings.keys.digests:
             log.warning("%s: of a server of one model, all settings but [prefixes] are read at the start only", path)
         if found.prefixes != shared:
-            tokenizer, positions = await decoder.tokenizer(), positions_of(checkpoint, settings.decoder)
+            tokenizer = await decoder.tokenizer()
             await decoder.share(await asyncio.to_thread(shared_prefixes, found.prefixes, tokenizer, positions))
             shared = found.prefixes
         return f"prefixes {', '.join(prefix.name for prefix in shared)}" if shared else "no prefixes"

@@ -9,7 +9,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, Protocol
 
 from gpulease.client.fork_guard import OF_PARENT, register
@@ -307,7 +307,7 @@ class Channel:
         """Return another channel with this one's connection. This one is closed, without closing the connection."""
         sock, link = self.sock, self.link
         # From here on an operation of another thread finds this channel ended.
-        self.link, self.sock = _PARTED_LINK, _CLOSED_SOCKET
+        self.link, self.sock = _what_is_left()
         return Channel(sock, self.address, link)
 
     def disown(self) -> None:
@@ -326,22 +326,13 @@ class Channel:
         self.sock.close()
 
 
-def _parted_link() -> Link:
-    link = Link()
+@cache
+def _what_is_left() -> tuple[Link, socket.socket]:
+    """Return what a channel has after `part`: shared, because an ended link and a closed socket never change."""
+    link, sock = Link(), socket.socket(socket.AF_UNIX)
     link.break_off(Failure(Status.DISCONNECTED, "the connection was passed on"))
-    return link
-
-
-def _closed_socket() -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
     sock.close()
-    return sock
-
-
-_PARTED_LINK: Final = _parted_link()
-_CLOSED_SOCKET: Final = _closed_socket()
-"""What a channel has after `part`. All these channels share them, because an ended link and a closed socket never
-change."""
+    return link, sock
 
 
 def resolve(address: Address) -> list[tuple[int, Any]]:

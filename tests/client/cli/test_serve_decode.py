@@ -17,6 +17,7 @@ from gpulease.client.decode import TINY_MODEL, Decoder, open_model
 from gpulease.client.decode.openai.decode_settings import EXAMPLE, load_decode_settings
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
+from gpulease.client.decode.supervisor.decoder import positions_of
 from helpers.daemon import Daemon
 
 
@@ -94,7 +95,7 @@ def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
             expected = await output()
             reloading = SettingsReload(path, tasks)
             with contextlib.closing(reloading):
-                reloading.begin(prefixes_reload(decoder, checkpoint, path, settings))
+                reloading.begin(prefixes_reload(decoder, positions_of(checkpoint, settings.decoder), path, settings))
                 # A request that is in progress continues in the engine that has the prefix.
                 under_way = asyncio.create_task(output())
                 await reload(text + prefix)
