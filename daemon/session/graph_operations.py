@@ -25,7 +25,7 @@ from gpulease.daemon.session.ledger import invalid_handle
 from gpulease.daemon.session.memory_operations import ArenaOperations
 from gpulease.daemon.session.native.graph_records import GraphRecords, RecentReplays
 from gpulease.daemon.session.operations import OperationHandler, SessionResources, serves
-from gpulease.daemon.session.region_operations import RegionGate, no_set
+from gpulease.daemon.session.region_operations import MappedRegion, RegionGate, no_set
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -114,7 +114,7 @@ class _SessionGraph:
         payload_bytes: Size of its GRAPH_CREATE.
         void: What it used that has been released, in words; None while it can be replayed.
         latest_values: The values of the latest GRAPH_LAUNCH; None if they may have become wrong since.
-        regions: The addresses of all regions that its nodes name.
+        regions: All regions that its nodes name.
         holder: The holder for which it was made.
         payload: Its GRAPH_CREATE, if the session is parkable: another process would make it again.
     """
@@ -126,7 +126,7 @@ class _SessionGraph:
     payload_bytes: int
     void: str | None = None
     latest_values: bytes | None = None
-    regions: tuple[int, ...] = ()
+    regions: tuple[MappedRegion, ...] = ()
     holder: Holder | None = None
     payload: bytes = b""
 
@@ -173,7 +173,7 @@ class GraphOperations(OperationHandler):
         self._last_number += 1
         number = self._last_number
         self._graphs[number] = made = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
-        made.regions = tuple(filter(self._ledger.is_region, steps.allocations))
+        made.regions = self._gate.regions_at(steps.allocations)
         made.holder = self._ledger.holder
         if self._resources.shows_pages:
             made.payload = bytes(frame.payload)
@@ -202,7 +202,7 @@ class GraphOperations(OperationHandler):
     def launch_in(self, frame: Frame) -> bytes:
         """Serve GRAPH_LAUNCH_IN: a GRAPH_LAUNCH after one check of its set's regions.
 
-        Steps are not checked one by one.
+        Steps are not checked one by one. The regions that the graph itself names are checked, too, in the set or not.
         """
         body, region_set, position = split_regions(memoryview(frame.payload))
         number, made, values = self._graph_of(body)
@@ -210,7 +210,7 @@ class GraphOperations(OperationHandler):
         kernels = made.steps.launches
         kernel = next(iter(kernels.values())).plan.kernel.name if len(kernels) == 1 else ""
         self._gate.admit(region_set, position, kernel)
-        return self._replay(frame, number, made, values)
+        return self._replay(frame, number, made, values, kernel, position)
 
     def _graph_of(self, payload: memoryview) -> tuple[int, _SessionGraph, bytes]:
         """Return the graph of a GRAPH_LAUNCH, by its number, and the values for it. Raises BodyError or Refused."""
@@ -220,15 +220,24 @@ class GraphOperations(OperationHandler):
             raise _no_graph(number)
         return number, made, values
 
-    def _replay(self, frame: Frame, number: int, made: _SessionGraph, values: bytes) -> bytes:
+    def _replay(
+        self,
+        frame: Frame,
+        number: int,
+        made: _SessionGraph,
+        values: bytes,
+        kernel: str = "",
+        position: int | None = None,
+    ) -> bytes:
         # Checks of a replay: it is not void, its values are bound, its regions are active.
         if made.void is not None:
             raise invalid_handle(f"graph {number} uses {made.void}")
         if values != made.latest_values:
             self.records.hide(number)
             self._bind(made, values)
-        for handle in made.regions:
-            self._ledger.check_allocation(handle)
+        # A region may end between the check of its set and this one: the refusal must name the same launch.
+        if made.regions:
+            self._gate.admit_named(made.regions, kernel, position)
         # Remembered before the replay, as a fault may name it at once.
         self.recent_replays.add(frame.request_id)
         made.graph.replay(frame.request_id, self._check_lease, self._resources.admit_next)

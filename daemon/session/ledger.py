@@ -280,10 +280,6 @@ class Ledger:
         self._regions[address] = ChargedRegion(size_bytes, size_bytes, check)
         self.used_bytes += size_bytes
 
-    def is_region(self, handle: int) -> bool:
-        """Return whether the handle is a region's address."""
-        return handle in self._regions
-
     def void_region(self, address: int, what: str) -> None:
         """Call the dependents of a region at the beginning of its end."""
         self.allocation_dependents.released(address, what)

@@ -16,7 +16,7 @@ has not ended: it is refused as CANCELLED for as long as it is cancelled.
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import field, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
@@ -251,11 +251,28 @@ class RegionGate:
         )
 
     def admit_copy(self, region: MappedRegion) -> None:
-        """Check a region before a copy, or a graph, that uses it in the present stream. Raises Refused."""
+        """Check a region before a copy that uses it in the present stream. Raises Refused."""
         if self.is_restoring:
             return
-        self._refuse_first((region,), "", None, time.monotonic_ns())
-        region.streams.add(self._resources.stream)
+        self.admit_named((region,), "", None)
+
+    def admit_named(self, regions: Iterable[MappedRegion], kernel: str, position: int | None) -> None:
+        """Check the regions that a copy or a graph names itself before it uses them in the present stream.
+
+        Args:
+            regions: The regions.
+            kernel: The kernel that a refusal names; "" for a copy, and for a graph of several.
+            position: The position that the launch passed; None without one.
+
+        Raises Refused.
+        """
+        self._refuse_first(regions, kernel, position, time.monotonic_ns())
+        for region in regions:
+            region.streams.add(self._resources.stream)
+
+    def regions_at(self, addresses: Container[int]) -> tuple[MappedRegion, ...]:
+        """Return the session's regions with these addresses."""
+        return tuple(region for region in self.regions.values() if region.address in addresses)
 
     def _refuse_first(self, regions: Iterable[MappedRegion], kernel: str, position: int | None, now_ns: int) -> None:
         """Refuse for the first of these regions that is not active, if there is one."""

@@ -397,6 +397,18 @@ def test_a_graph_is_looked_at_before_it_begins(made: RegionRig) -> None:
     assert [type(message) for message in made.told()] == [ForwardRevokedReport]
 
 
+def test_a_graph_s_own_region_is_refused_with_the_position_as_well(made: RegionRig) -> None:
+    """A region of the set that ends between the set's check and the graph's is found by the second."""
+    one, two = made.open(), made.open()
+    chosen, graph = made.set_of(one), graph_of(made, two.address)
+    made.flip(two, flipped_ns=33)
+    failure = made.refused(Opcode.GRAPH_LAUNCH_IN, GraphLaunchIn(graph, b"", chosen, 6))
+    assert (failure.status, failure.region, failure.position) == (Status.REVOKED, two.region_id, 6)
+    (report,) = made.told()
+    assert isinstance(report, ForwardRevokedReport)
+    assert report.position == 6
+
+
 def test_a_graph_that_names_an_ended_region_is_void(made: RegionRig) -> None:
     one = made.open()
     graph = graph_of(made, one.address)
