@@ -102,9 +102,9 @@ MAX_UNSENT: Final = 4096
 a tenant can cause them at will."""
 
 ORDER_POLL_NS: Final = 400_000
-"""Time for which the worker polls its connections and the broker without sleeping, in nanoseconds: after a bell without
-a request, by which a client announces what it asks of the broker, and instead of the last spins of a session with
-regions. A wake-up takes tens of microseconds, and the driver's first call after it twice its time."""
+"""Time for which the worker polls its connections and the broker without sleeping, in nanoseconds, after a bell without
+a request: by this bell a client announces what it requests from the broker. A wake-up takes tens of microseconds, and
+the driver's first call after it takes twice as long as usual."""
 
 RETRY_MS: Final = 10
 """Longest sleep while such messages wait for the broker."""
@@ -840,7 +840,7 @@ class SessionServer:
 
     @property
     def _spins_per_reply(self) -> int:
-        # A session with regions polls its ring once, and then looks for the broker's orders.
+        # A session with regions spins on its ring once, not twice: the broker's orders are read only after the spins.
         spins = self._spin_policy.spins_per_reply
         return min(spins, 1) if self._session.regions.had_any and not self._spin_policy.yields else spins
 

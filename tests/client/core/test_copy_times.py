@@ -5,7 +5,7 @@ import time
 import pytest
 
 from gpulease.client.core import copies
-from gpulease.client.core.copies import COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS, MIN_TIMED_BYTES, NAP_PART, CopyTimes
+from gpulease.client.core.copies import COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS, NAP_PART, CopyTimes
 
 LARGE = 256 << 20
 
@@ -18,8 +18,6 @@ def times(monkeypatch: pytest.MonkeyPatch) -> CopyTimes:
 
 
 def test_before_any_copy_was_timed_there_is_no_sleep(times: CopyTimes) -> None:
-    assert times.nap_ns(LARGE) == 0
-    times.note(MIN_TIMED_BYTES - 1, 0)
     assert times.nap_ns(LARGE) == 0
 
 
