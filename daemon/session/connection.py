@@ -1,21 +1,21 @@
 """A session's connection: the wire that moves its bytes, what it has received, and what it still has to send.
 
-In this order: `WorkerSpinPolicy`, how long the worker polls for more before it sleeps; `ReceiveBuffer`, where received
-bytes go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a reply that the peer has not
-read; and `AttachedConnection`, which holds one of each.
+The file defines, in this order: `WorkerSpinPolicy`, how long the worker polls for more before it sleeps;
+`ReceiveBuffer`, where received bytes go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a
+reply that the peer has not read; and `AttachedConnection`, which holds one of each.
 
-Large writes. A MEM_WRITE that is received into pinned memory is copied by the card from there, while the next one is
-received into the next pinned buffer; the host copies nothing but what the kernel does in recv(2). A session has few
-pinned buffers, all of one size. A frame that finds none free, or that is larger, goes through the frame reader.
+Large writes. A large MEM_WRITE is received into pinned memory. The card copies from there, while the next MEM_WRITE is
+received into the next pinned buffer. The host's only copy is the kernel's in recv(2). A session has few pinned buffers,
+all of one size. A frame goes through the frame reader if no pinned buffer is free, or if it is larger than one.
 
-Rings. A ring in shared memory replaces the socket's stream in both directions. The socket remains as a bell and as the
-sign of life. A byte on it, of any value, means that the ring has changed. Its end ends the connection, once the worker
-has served what is left in the ring.
+Rings. A ring in shared memory replaces the socket's stream in both directions. The socket remains, for two purposes. It
+is the bell: a byte on it, of any value, means that the ring has changed. It is also the sign of life: when the peer
+closes it, the connection ends once the worker has served what is left in the ring.
 
-Slow readers. If a reply finds no room, the worker waits for a short time: an honest peer on this host reads within
-microseconds. Then it copies the rest into a send buffer and pauses the connection: it serves no request of that peer
-until the peer has read on. So a peer that does not read costs its session the memory of one reply for a bounded time,
-and delays no other peer.
+Slow readers. If there is no room for a reply, the worker waits for a short time: an honest peer on this host reads
+within microseconds. After that time the worker copies the rest into a send buffer and pauses the connection: it serves
+no request of that peer until the peer has read the rest. So a peer that does not read costs its session the memory of
+one reply, for a bounded time, and delays no other peer for longer than that wait.
 """
 
 import contextlib
@@ -55,12 +55,12 @@ request costs a wake-up, tens of microseconds on a virtual machine, and a tenant
 again."""
 
 LATENCY_SPIN_NS: Final = 5_000_000
-"""The same in a session of the latency class: a wake-up would be a quarter of what its launches may take. The broker
-waits for as long at most until the worker reads its messages."""
+"""SPIN_NS for a session of the latency class, where a wake-up would be a quarter of the time that a launch may take. It
+is also the longest time that the broker waits until the worker reads its messages."""
 
 SPINS_PER_REPLY: Final = 2
-"""Polls of that time after a reply. A tenant that only launches waits for nothing: the worker sleeps while requests
-gather, and takes many at once."""
+"""Spins (each of SPIN_NS) after a reply. A tenant that only launches does not wait for replies: the worker sleeps while
+requests gather, and then takes many at once."""
 
 MIN_SPIN_CORES: Final = 4
 """Cores that this process must have to spin while a tenant only launches, or does not read. With fewer, the worker
@@ -75,7 +75,7 @@ class WorkerSpinPolicy:
 
     Attributes:
         spins_per_reply: How often to spin for requests after a reply.
-        spins_when_quiet: Whether to spin for requests after a request without a reply, too.
+        spins_when_quiet: Whether to spin also after a request that has no reply.
         spins_at_all: Whether to spin on the card, and on a peer that does not read.
         yields: Whether to let other processes run between two polls.
     """
@@ -89,7 +89,7 @@ class WorkerSpinPolicy:
 _POLICIES: Final = {
     None: WorkerSpinPolicy(),
     Waiting.SPIN: WorkerSpinPolicy(spins_when_quiet=True),
-    # One spin more, because native code does not yield: it polls once instead of spinning.
+    # One more, because native code does not yield: it uses one of them for a single poll.
     Waiting.YIELD: WorkerSpinPolicy(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
     Waiting.BLOCK: WorkerSpinPolicy(0, spins_when_quiet=False, spins_at_all=False),
 }
@@ -103,14 +103,15 @@ def spin_policy_of(waiting: Waiting | None) -> WorkerSpinPolicy:
 # --- receiving ---
 
 MAX_PINNED_BUFFERS: Final = 4
-"""Pinned buffers of a session: one that is received into, one that the card copies from, two in reserve. With
-PINNED_BUFFER_BYTES, bounds the pinned memory that half-sent frames can hold."""
+"""Maximum number of a session's pinned buffers: one to receive into, one that the card copies from, two in reserve.
+Together with PINNED_BUFFER_BYTES it bounds the pinned memory that half-sent frames can hold."""
 
 PINNED_BUFFER_BYTES: Final = DATA_CHUNK_BYTES + 4096
-"""Room for the payload of a MEM_WRITE of the advised size."""
+"""Size of a pinned buffer: room for the payload of a MEM_WRITE that carries DATA_CHUNK_BYTES."""
 
 MIN_PINNED_WRITE_BYTES: Final = 64 << 10
-"""Payloads of this size or more are received into a pinned buffer. Below, the saved copy costs less than it saves."""
+"""Payloads of this size or more are received into a pinned buffer. For smaller ones, the buffer costs more than the
+copy that it saves."""
 
 PREFIX_BYTES: Final = HEADER_BYTES + 20
 """Bytes of a MEM_WRITE before its data."""
@@ -123,8 +124,8 @@ class PinnedBuffer:
 
     Attributes:
         memory: The mapping, `view` all its bytes.
-        ticket: The card's copy from it, None if there was none since it was acquired.
-        is_held: A connection receives into it, or its payload is being handled.
+        ticket: The ticket of the card's copy from it; None if there was no copy since it was acquired.
+        is_held: Whether a connection receives into it, or its payload is being handled.
     """
 
     def __init__(self, context: Context) -> None:
@@ -153,7 +154,7 @@ class PinnedBuffers:
             if buffer.is_free:
                 break
         else:
-            # All in use: make another one, up to the bound.
+            # All existing buffers are in use: make another one, up to the bound.
             if len(self._buffers) == MAX_PINNED_BUFFERS:
                 return None
             buffer = PinnedBuffer(self._context)
@@ -162,8 +163,8 @@ class PinnedBuffers:
         return buffer
 
     def buffer_of(self, data: memoryview) -> PinnedBuffer | None:
-        """Return the buffer that contains these bytes, None if they are elsewhere."""
-        # A memoryview's object is the mapping that it was made of, whatever part it shows.
+        """Return the buffer that contains these bytes; None if they are not in a pinned buffer."""
+        # `obj` of a memoryview is the whole mapping that it was made from, also when it shows only a part.
         memory = data.obj
         for buffer in self._buffers:
             if buffer.memory is memory:
@@ -171,7 +172,7 @@ class PinnedBuffers:
         return None
 
     def close(self) -> None:
-        """Return the memory to the host; the driver must have unpinned it."""
+        """Return the memory to the host. The driver must have unpinned it before."""
         for buffer in self._buffers:
             buffer.view.release()
             buffer.memory.close()
@@ -190,11 +191,11 @@ class ReceiveBuffer:
     def __init__(self, reader: FrameReader, pinned_buffers: PinnedBuffers) -> None:
         self.reader = reader
         self._pinned_buffers = pinned_buffers
-        # The pinned buffer that a large write is being received into, and the rest of it that is still to be filled.
+        # The pinned buffer that receives a large write at present, and the part of it that is still to be filled.
         self._pinned: PinnedBuffer | None = None
         self._rest: memoryview | None = None
         self._header: tuple[int, int, int, int, int, bytes] = (0, 0, 0, 0, 0, b"")
-        # The last frame was a large write, so another is likely to follow.
+        # Whether the last frame was a large write: then another one is likely to follow.
         self._expects_write = False
         # The pinned buffer of the frame that `next_frame` returned last.
         self._returned: PinnedBuffer | None = None
@@ -210,9 +211,9 @@ class ReceiveBuffer:
         return self._pinned is not None or self.reader.is_mid_frame
 
     def get_buffer(self) -> memoryview:
-        """Return room for the next bytes, never empty. It invalidates the views of earlier frames."""
+        """Return room for the next bytes, never empty. The call invalidates the views of earlier frames."""
         self._release_returned()
-        # State 1: in a large write, directly into its pinned buffer. State 2: anything else, into the reader.
+        # State 1: within a large write, receive directly into its pinned buffer. State 2: otherwise, into the reader.
         if self._rest:
             return self._rest
         room = self.reader.get_buffer()
@@ -235,7 +236,7 @@ class ReceiveBuffer:
         Raises FramingError; this object is unusable then.
         """
         self._release_returned()
-        # A large write is returned when it is complete; before it, no later frame can be.
+        # Frames are returned in order: while a large write is incomplete, no later frame can be returned.
         if self._pinned is not None:
             return None if self._rest else self._take_write(self._pinned)
         frame = self.reader.next_frame()
@@ -246,11 +247,11 @@ class ReceiveBuffer:
         return frame
 
     def unread(self) -> bytes:
-        """Return everything that was received and not taken as a frame, as it came."""
+        """Return the bytes that were received and not yet returned as frames, in the order of arrival."""
         rest = bytes(self.reader.view[self.reader.start : self.reader.end])
         if self._pinned is None:
             return rest
-        # A large write: its payload, as far as it has arrived, lies in the pinned buffer.
+        # Within a large write, the part of its payload that has arrived is in the pinned buffer.
         op, flags, status, length, request_id, session_id = self._header
         session = int.from_bytes(session_id, "big")
         header = build_header(op, length, request_id=request_id, session_id=session, flags=flags, status=status)
@@ -280,7 +281,8 @@ class ReceiveBuffer:
         reader = self.reader
         if reader.end - reader.start < HEADER_BYTES:
             return
-        # The header alone decides: only a MEM_WRITE that is worth pinned memory and fits into a buffer is diverted.
+        # The header alone decides: a MEM_WRITE is diverted if it is large enough for pinned memory and fits into a
+        # buffer.
         header = parse_header(reader.buffer, reader.start)
         op, _, _, length, _, _ = header
         is_large = op == _MEM_WRITE and MIN_PINNED_WRITE_BYTES <= length <= PINNED_BUFFER_BYTES
@@ -288,7 +290,7 @@ class ReceiveBuffer:
         pinned = self._pinned_buffers.acquire() if is_large else None
         if pinned is None:
             return
-        # Move what has already arrived of the payload, and let the reader continue after it.
+        # Move the part of the payload that has already arrived, and let the reader continue after it.
         begin = reader.start + HEADER_BYTES
         received = reader.end - begin
         pinned.view[:received] = reader.view[begin : reader.end]
@@ -299,19 +301,20 @@ class ReceiveBuffer:
 # --- wires ---
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
-"""Room for a few thousand launches, or a few pieces of a copy on their way. Also bounds the host's memory for a
-connection's ring, which the kernel allocates when it is first used."""
+"""Room for a few thousand launches, or for a few pieces of a copy. Also bounds the host memory of a connection's ring,
+which the kernel allocates at first use."""
 
 BELLS_BYTES: Final = 4096
-"""Bells received at a time, so that a peer that rings without end costs one system call for that many."""
+"""Most bells received at a time: a peer that rings without end costs one system call for that many bells."""
 
 QUANTUM_NS: Final = 1_000_000
-"""Time for which native code serves one connection before other connections, the broker and the broker's watchdog
-get their share."""
+"""Longest time for which native code serves one connection before other connections, the broker and the broker's
+watchdog have their turn."""
 
 ALONE_QUANTUM_NS: Final = 4_000_000
-"""The same of a session's only connection, while the session has no regions, whose orders are urgent. What comes during
-a round of the worker's loop waits for some 20 us: at rounds of QUANTUM_NS that was a launch's p99."""
+"""QUANTUM_NS for a session's only connection, while the session has no regions (orders about regions are urgent). A
+request that arrives while the worker's loop does its other work waits for some 20 us: with a round per QUANTUM_NS, that
+wait was a launch's p99."""
 
 _REPLY_WORDS_AT: Final = 256
 
@@ -339,7 +342,7 @@ class Wire(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has arrived, as far as that is known without a system call."""
+        """Return whether nothing has arrived, as far as that is known without a system call."""
 
     def set_quantum(self, quantum_ns: int) -> None:
         """Set for how long native code may serve the connection in one call."""
@@ -381,7 +384,7 @@ class SocketWire:
         self._yields = spin_policy.yields
 
     def set_quantum(self, quantum_ns: int) -> None:
-        """Do nothing: native code serves rings alone."""
+        """Do nothing: native code serves only rings."""
 
     def prepare_sleep(self, *, for_room: bool) -> bool:
         """Return True: poll(2) notices everything that happens on a socket."""
@@ -424,7 +427,7 @@ class SocketWire:
                 sent = 0
             except OSError as error:
                 raise ConnectionLost(error.strerror) from None
-            # Sent completely; otherwise wait for room until the deadline, which begins with the first full buffer.
+            # If a part is left, wait for room until the deadline, which is counted from the first full buffer.
             if sent == len(data):
                 return None
             now_ns = time.monotonic_ns()
@@ -442,11 +445,11 @@ class SocketWire:
 
 
 class RingWire:
-    """A ring in sealed memory that this process makes, so that no peer can shorten it and make a read of it fault.
+    """A ring in sealed memory. This process makes the memory, so no peer can shorten it and thereby make a read fault.
 
     Attributes:
         layout: The ring's layout.
-        fd: The memory's descriptor, -1 once the peer has it and no other process may need it.
+        fd: The memory's descriptor; -1 once the peer has it, if no other process may need it.
     """
 
     def __init__(
@@ -461,21 +464,21 @@ class RingWire:
             state: That process's counters.
 
         Raises:
-            OSError: A descriptor or memory for it is missing.
+            OSError: There is no descriptor or no memory left for it.
             ValueError: The memory is too small.
         """
         self._sock = sock
         self._spin_policy = spin_policy
         self.spins_when_quiet = spin_policy.spins_when_quiet
         self.layout = RING_LAYOUT
-        # Sealed: the peer can't shorten it, so no access here can fault.
+        # The seal keeps the peer from shortening the memory, so no access here can fault.
         self.fd = sealed_memory("gpulease-ring", self.layout.total_bytes) if fd < 0 else fd
         try:
             self._map = mmap.mmap(self.fd, self.layout.total_bytes)
         except BaseException:
             os.close(self.fd)
             raise
-        # The two ends share the memory with the peer; each counter has one writer.
+        # Both directions share this memory with the peer; each counter has only one writer.
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
             self._requests, self._replies = worker_ends(memory, self.layout, barriers, partial(_ring_bell, sock))
@@ -510,12 +513,12 @@ class RingWire:
         self._ends.quantum_ns = quantum_ns
 
     def spin_longer(self) -> None:
-        """Poll for LATENCY_SPIN_NS before each sleep, if this host has cores for it."""
+        """Poll for LATENCY_SPIN_NS before each sleep, if this host has enough cores."""
         if self.spins_when_quiet and not self._spin_policy.yields:
             self._ends.spin_ns = LATENCY_SPIN_NS
 
     def offered(self, *, keeps_fd: bool) -> None:
-        """Record that the peer has the memory. `keeps_fd`: another process may have to serve the ring later."""
+        """Record that the peer has the memory. Set `keeps_fd` if another process may have to serve the ring later."""
         if not keeps_fd:
             os.close(self.fd)
             self.fd = -1
@@ -529,7 +532,7 @@ class RingWire:
         """Mark in the ring that the worker sleeps, so that the peer rings."""
         if not for_room:
             return self._requests.doze()
-        # The peer's counter shows when there is room; a bell is needed only while this flag is set.
+        # While the worker is awake, it sees room by the peer's counter. It needs a bell only while this flag is set.
         self._waits_for_room = True
         try:
             return self._replies.doze()
@@ -551,7 +554,7 @@ class RingWire:
 
     def receive(self, receiver: Receiver) -> bool:
         """Take bytes from the ring. Raises ConnectionLost only once the ring is empty."""
-        # The tail is the peer's input: `take` checks it before it copies.
+        # The peer writes the tail, so it is untrusted: `take` checks it before it copies.
         count = self._requests.take(receiver.get_buffer()) if self._requests.has_bytes else 0
         if count:
             receiver.buffer_updated(count)
@@ -584,7 +587,7 @@ class RingWire:
         requests.head, replies.tail, replies.head = ends.head, ends.tail, ends.reply_head
         if outcome is None:
             self.decline_awaited()
-        # The peer sleeps until it is woken: move a counter by nothing, which rings the bell.
+        # The peer sleeps. Advance a counter by 0, which rings the bell and changes nothing else.
         if outcome is Outcome.WAKE_WRITER:
             requests.advance(0, 0)
         elif outcome is Outcome.WAKE_READER:
@@ -595,24 +598,24 @@ class RingWire:
         return outcome, ends.spins_left
 
     def decline_awaited(self) -> None:
-        """Decline a client that waits by the ring's words (protocol.ring.SyncWords), so that it sends a SYNC.
+        """Make a client that waits by the ring's words (protocol.ring.SyncWords) send a SYNC instead.
 
-        Native code, which answers these words, does not run while the session keeps a failure for the tenant. Without
-        an answer the client would poll for its whole spin time before it asked what failed. Meanwhile a revoked
-        region's memory is removed, and that keeps the worker from the SYNC for a millisecond.
+        Native code answers these words, but it does not run while the session keeps a failure for the tenant. Without
+        an answer the client would poll for its whole spin time before it asked for the failure. By then the worker
+        would be removing a revoked region's memory, which delays its answer to the SYNC by a millisecond.
         """
         ends, word_bytes = self._ends, AWAITED * ctypes.sizeof(ctypes.c_uint64)
         awaited = ctypes.c_uint64.from_address(ends.words + word_bytes).value
         if awaited != ends.answered:
             ends.answered = awaited
-            # ctypes drops the bits above 63 of the client's number, as native code does.
+            # The client's number, doubled, may exceed 64 bits: ctypes drops the upper bits, as native code does.
             ctypes.c_uint64.from_address(ends.reply_words + word_bytes).value = 2 * awaited
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Put the data into the ring. Also raises FramingError, because the peer's counter is part of its input."""
+        """Put the data into the ring. Also raises FramingError, because the peer writes the counter that it reads."""
         replies = self._replies
         until_ns = 0
-        # Put what fits; wait for room; put the rest. Each turn begins with the peer's current counter.
+        # Put what fits, wait for room, repeat. Each turn begins by reading the peer's current counter.
         try:
             sent = replies.put(data)
             while sent != len(data):
@@ -633,7 +636,7 @@ class RingWire:
 
     def close(self) -> None:
         """Close the socket, which ends the connection, and unmap the memory."""
-        # First mark the ring as left, so that a peer that polls it notices.
+        # First mark the ring as closed on this side, so that a peer that polls it notices.
         self._requests.leave()
         self._sock.close()
         self._requests.release()
@@ -645,15 +648,15 @@ class RingWire:
     def _await_room(self, until_ns: int) -> bool:
         """Return whether the peer makes room by then."""
         replies = self._replies
-        # Spin first, if there are cores for it: an honest peer reads within microseconds.
+        # Spin first, if there are enough cores: an honest peer reads within microseconds.
         if self._spin_policy.spins_when_quiet:
             spin_until_ns = min(until_ns, time.monotonic_ns() + SPIN_NS)
             while time.monotonic_ns() < spin_until_ns:
                 if replies.room():
                     return True
-        # Then sleep. `doze` announces it in the ring and checks again, so no bell is missed.
+        # Then sleep. `doze` announces the sleep in the ring and checks once more, so no bell is missed.
         while replies.doze():
-            # Check the clock too: a peer that rings without end keeps every wait short.
+            # Check the clock as well: a peer that rings without end would cut every wait short, and so extend the loop.
             is_in_time = _wait(self._sock, select.POLLIN, until_ns) and time.monotonic_ns() < until_ns
             self._receive_bells()
             if self._has_ended:
@@ -665,7 +668,7 @@ class RingWire:
 
     def _receive_bells(self) -> None:
         try:
-            # An empty read is the socket's end; any byte is a bell.
+            # An empty read means that the peer has closed the socket; any byte is a bell.
             self._has_ended = not self._sock.recv(BELLS_BYTES)
         except BlockingIOError:
             return
@@ -679,7 +682,7 @@ def can_share(sock: socket.socket) -> bool:
 
 
 def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: WorkerSpinPolicy) -> RingWire | None:
-    """Return a ring for a connection that asks for one and can have it, otherwise None.
+    """Return a ring for a connection that asks for one, if it can have one, else None.
 
     Rings need a peer on this host and the memory order of x86-64; see `protocol.ring`.
     """
@@ -688,7 +691,7 @@ def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: WorkerSpinPolicy)
     try:
         return RingWire(sock, spin_policy)
     except OSError:
-        return None  # No descriptor or no memory: the socket's stream works as well.
+        return None  # No descriptor or no memory is left: the socket's stream does the same, only slower.
 
 
 def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
@@ -700,7 +703,7 @@ def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
 
 
 def _ring_bell(sock: socket.socket) -> None:
-    # A full socket is not a failure: the peer has bells that it has not received yet.
+    # A full socket is not a failure: then the peer has bells that it has not received yet, and one is enough.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 
@@ -708,22 +711,23 @@ def _ring_bell(sock: socket.socket) -> None:
 # --- sending ---
 
 ALONE_WAIT_NS: Final = 20_000_000
-"""Longest wait of a reply for room in a session's only connection: only the broker needs the thread meanwhile."""
+"""Longest wait for room for a reply, in a session's only connection: during it, only the broker needs the thread."""
 
 SHARED_WAIT_NS: Final = 2_000_000
-"""Longest wait of a reply for room in one of several connections."""
+"""Longest wait for room for a reply, in one of several connections."""
 
 NO_WAIT_S: Final = 10.0
-"""Time after a pause for which replies to one of several connections do not wait at all. Stops a peer that reads
-each reply only after the pause began from taking SHARED_WAIT_NS of the others' time for each of its requests."""
+"""Time after a pause during which replies to that connection, if it is one of several, do not wait for room. Otherwise
+a peer that reads each reply only after its connection was paused would take SHARED_WAIT_NS of the others' time per
+request."""
 
 UNSENT_BYTES: Final = 64 << 20
 """Most unsent bytes that a session keeps for all its peers: four of the largest replies. A well-behaved client asks
 for 1 MiB at a time."""
 
 UNSENT_TIMEOUT_S: Final = 60.0
-"""Time for which a peer may read fewer than STEP_BYTES without reading to the end. Stops a peer that never reads
-from keeping memory and a connection's place."""
+"""Time within which a peer must read at least STEP_BYTES, or the whole rest. Stops a peer that never reads from keeping
+the memory and the place of a connection."""
 
 STEP_BYTES: Final = 64 << 10
 
@@ -736,52 +740,53 @@ class SendBuffer:
     """
 
     def __init__(self, rest: bytes | memoryview) -> None:
-        # A copy, because a reply may be in memory that the session uses again at once.
+        # Copy it, because the session may overwrite the reply's memory with the next reply.
         self.unsent = memoryview(bytes(rest))
-        # The unsent bytes when the peer last read a whole step, and the time of that.
+        # Number of unsent bytes when the peer last completed a step of STEP_BYTES, and the time of that.
         self._step_bytes = len(self.unsent)
         self._step_s = time.monotonic()
 
     def update(self, rest: bytes | memoryview) -> None:
-        """Keep this rest, after the peer has read some."""
+        """Set the unsent bytes to `rest`, after the peer has read some."""
         self.unsent = memoryview(rest)
-        # Progress in small steps does not count, or a byte per minute would keep the memory.
+        # Less than a step does not count as progress: otherwise a peer could keep the memory by reading a byte a
+        # minute.
         if self._step_bytes - len(self.unsent) >= STEP_BYTES:
             self._step_bytes, self._step_s = len(self.unsent), time.monotonic()
 
     def is_stale(self, now_s: float) -> bool:
-        """Return whether the peer has not read a step for UNSENT_TIMEOUT_S."""
+        """Return whether the peer has not completed a step for UNSENT_TIMEOUT_S."""
         return now_s - self._step_s > UNSENT_TIMEOUT_S
 
 
 # --- the connection ---
 
 FRAME_TIMEOUT_S: Final = 60.0
-"""Longest time from the last byte of an incomplete frame to the next. Stops a peer from keeping half a frame in the
-worker's memory; a peer that is only slow never pauses for so long."""
+"""Longest pause between two bytes of a frame. Stops a peer from keeping half a frame in the worker's memory; an honest
+peer, however slow, does not pause for so long."""
 
 ServeRing = Callable[[FrameReader, RingEnds], Outcome | None]
-"""Has native code serve a ring, after what its reader has; None if it can't now."""
+"""Makes native code serve a ring, beginning with the frames that the reader holds. None if it can't at present."""
 
 
 class AttachedConnection:
     """An attached socket.
 
     Attributes:
-        guest: The token's bearer that the connection is bound to; None if it is the lease's own.
+        guest: The bearer of the token with which the connection was attached; None if it is the lease holder's.
         client_pid: The client's process; 0 if it is not known.
-        owns: What it makes ends with it.
+        owns: Whether the objects that it makes end with it.
         wire: Moves its bytes: the socket, or a ring in addition to it.
         reader: Its received frames, except large writes.
         receive_buffer: Everything that it has received.
         has_arena: Whether the session's arena belongs to this connection.
         streams: Its streams.
-        holder: Holds what it makes; set once it is attached.
+        holder: The holder of the objects that it makes; set once it is attached.
         spins_left: How often to spin for more requests before the worker sleeps.
         received_at_s: When bytes of an incomplete frame last arrived.
         send_buffer: The rest of a reply that the peer has not read; None unless the connection is paused.
         wait_ns: How long a reply to it waits for room.
-        no_wait_until_s: Until when replies to it do not wait at all; 0 if they do.
+        no_wait_until_s: Time until which replies to it do not wait for room; 0 if they do wait.
     """
 
     def __init__(
@@ -812,7 +817,7 @@ class AttachedConnection:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether the peer has to read on before any of its requests is served."""
+        """Return whether the peer has to read the rest of a reply before any of its requests is served."""
         return self.send_buffer is not None
 
     def overdue(self, now_s: float) -> ConnectionLost | FramingError | None:
@@ -827,7 +832,7 @@ class AttachedConnection:
     def serve_ring(self, serve: ServeRing) -> Outcome | None:
         """Let native code serve the ring; None without a ring, or if part of a frame has been received.
 
-        Never for a guest, because native code does not know tokens. Raises ConnectionLost or FramingError.
+        Not called for a guest, because native code does not check tokens. Raises ConnectionLost or FramingError.
         """
         wire = self.wire
         if self.guest is not None or self.receive_buffer.is_mid_frame or not isinstance(wire, RingWire):
@@ -841,19 +846,19 @@ class AttachedConnection:
             self.wire.decline_awaited()
 
     def receive(self) -> bool:
-        """Receive what has arrived; False if nothing has, and more spinning is not worthwhile.
+        """Receive what has arrived. Returns False if nothing has arrived and more spinning is not worthwhile.
 
         Raises ConnectionLost or FramingError.
         """
         wire, receive_buffer = self.wire, self.receive_buffer
         if not wire.receive(receive_buffer):
-            # Nothing is there: spin, if this connection has spins left, and only then sleep.
+            # Nothing has arrived: spin if this connection has spins left, otherwise let the worker sleep.
             if not self.spins_left:
                 return False
             self.spins_left -= 1
             if not wire.spin(receive_buffer):
                 return False
-        # With cores to spare, a request without a reply is followed by a spin, too.
+        # With cores to spare, spin also after a request that has no reply.
         if wire.spins_when_quiet:
             self.spins_left = 1
         return True

@@ -1,12 +1,13 @@
 """Releases what connections have made, after they have ended.
 
-A connection's allocations, modules, graphs and region sets are its own. When it ends, its graphs and sets go at once.
-Its allocations and modules go when everything that was queued by then has ended, because its kernels may use them. Only
-a request that finds no room without them waits for that, for a bounded time. A kernel without end keeps them until the
-lease ends, or until the time that the lease gives a kernel; until then they count as taken.
+A connection owns the allocations, modules, graphs and region sets that it makes. When it ends, its graphs and sets are
+released at once. Its allocations and modules are released when the work that it had queued has ended, because its
+kernels may use them. Only a request that has no room without their release waits for that work, for a bounded time. An
+endless kernel keeps them until the lease ends, or until the kernel exceeds the lease's maximum run time; until then
+they count as used.
 
-An older client does not ask for that: what its connection makes has no holder, and stays until MEM_RESET or the lease's
-end. The same is true for what was kept by name, which the lease holds.
+An older client does not ask for this: the objects of its connection have no holder, and stay until MEM_RESET or the
+lease's end. The same is true for allocations that are kept by name: the lease holds them.
 """
 
 import math
@@ -36,19 +37,20 @@ from gpulease.protocol.messages import Freed
 from gpulease.protocol.opcodes import Opcode, Status
 
 FREES_PER_TURN: Final = 256
-"""Most objects that are released before the connections are served again. Stops an end with 65,536 allocations from
-delaying the others for as long as all of them take."""
+"""Most objects that are released before the other connections are served again. So a connection that ends with 65,536
+allocations does not delay the others until all are freed."""
 
 FIRST_PAUSE_S: Final = 0.001
 LAST_PAUSE_S: Final = 0.128
-"""Pauses between two polls of what an ended connection's kernels use: from the first, each twice the previous one,
-to the last. So a worker does not take a core for a kernel without end that an ended connection left."""
+"""Pauses between polls of an ended connection's running work: from FIRST_PAUSE_S to LAST_PAUSE_S, doubled each time. So
+an endless kernel of an ended connection does not cost the worker a core."""
 
 ALONE_WAIT_S: Final = 10.0
-"""Longest time that a request without room waits for ended connections' kernels if no other connection is attached."""
+"""Longest time that a request that lacks room waits for ended connections' kernels, if no other connection is
+attached."""
 
 BESIDE_WAIT_S: Final = 0.1
-"""The same with other connections, which are not served meanwhile."""
+"""ALONE_WAIT_S if other connections are attached, which are not served during the wait."""
 
 WAIT_STEP_S: Final = 0.001
 
@@ -66,8 +68,9 @@ class _Ended:
     """A connection that has ended, and still holds something.
 
     Attributes:
-        waits: What has to end before anything of it goes.
-        modules: The numbers of its modules, `allocations` the handles of its allocations; others may have freed some.
+        waits: Tickets of the work that has to end before any of its objects is released.
+        modules: The numbers of its modules; some may be unloaded already.
+        allocations: The handles of its allocations; some may be freed already.
     """
 
     holder: Holder
@@ -80,12 +83,12 @@ class EndedConnections(OperationHandler):
     """Releases what ended connections hold.
 
     Args:
-        parts: The operations that know a session's kept allocations, modules, graphs and regions.
-        planner: Its plans; none may launch a kernel of a module that goes.
+        parts: The handlers of a session's kept allocations, modules, graphs and regions.
+        planner: The session's launch plans. None may launch a kernel of a module that is being unloaded.
 
     Attributes:
-        unheld: Holds the objects of connections whose clients did not ask for objects to end with them.
-        unheld_users: Number of these connections that are attached.
+        unheld: The holder of objects of older clients, which do not end with their connection.
+        unheld_users: Number of attached connections of such clients.
     """
 
     def __init__(
@@ -104,20 +107,21 @@ class EndedConnections(OperationHandler):
         self._look_s = 0.0
 
     def end(self, holder: Holder, streams: Iterable[int]) -> None:
-        """Release what an ended connection holds, once the present work of its streams has ended.
+        """Release what an ended connection holds, once the work that is queued on its streams now has ended.
 
         Args:
             holder: The connection's holder.
             streams: The driver's numbers of its streams; they are destroyed after this call.
         """
-        # Graphs and region sets can go at once: what was replayed runs to its end, and the sets are only lists.
+        # Release graphs and region sets at once: replays that were queued still run to their end, and sets are only
+        # lists.
         self._graphs.give_back(holder)
         self._regions.give_back(holder)
         holder.show_at(Counter.UNHELD_BYTES)
         modules, allocations = self._ledger.modules_of(holder), self._ledger.allocations_of(holder)
         if modules or allocations:
             waits: list[Ticket] = []
-            # Where a stream can't be marked, what follows waits by itself, or finds that the context is lost.
+            # If a stream can't be marked, the release itself waits for the work, or finds that the context is lost.
             with suppress(DriverError):
                 waits += [self._resources.aside(partial(self._context.mark, stream)) for stream in streams]
             self._ended.append(_Ended(holder, waits, modules, allocations))
@@ -133,10 +137,11 @@ class EndedConnections(OperationHandler):
         return max(0, math.ceil((self._look_s - time.monotonic()) * 1000))
 
     def advance(self, *, now: bool = False) -> None:
-        """Release what needs no wait, if it is time to poll, or at once. What a parked session holds waits for it."""
+        """Release what needs no wait, if a poll is due or `now` is set; nothing while the session is parked."""
         if not self._ended or self._resources.is_parked or (not now and time.monotonic() < self._look_s):
             return
-        # Success: poll again at once, as more may be free. Failure: back off, so that an endless kernel costs no core.
+        # After a success poll again at once, as more may be free. Otherwise back off, so that an endless kernel costs
+        # no core.
         if self._give_back():
             self._looks_in_vain, self._look_s = 0, 0.0
         else:
@@ -144,15 +149,16 @@ class EndedConnections(OperationHandler):
             self._looks_in_vain += 1
 
     def _give_back(self) -> bool:
-        """Release some of what no kernel uses any more, without waiting; return whether that was anything."""
+        """Release some objects that no kernel uses any more, without waiting; return whether there were any."""
         left = FREES_PER_TURN
-        # Each ended connection by itself: one with a running kernel must not keep the others' memory.
+        # Check each ended connection by itself: one with a running kernel must not delay the release of the others'
+        # memory.
         for ended in list(self._ended):
-            # Tickets that are done need not be polled again.
+            # Drop the tickets that are done: they need not be polled again.
             ended.waits = [ticket for ticket in ended.waits if not ticket.is_done()]
             if ended.waits:
                 continue
-            # Allocations and modules one by one, without a wait inside the driver.
+            # Release allocations and modules one by one, without a wait inside the driver.
             try:
                 while left and (ended.allocations or ended.modules):
                     self._give_back_one(ended)
@@ -160,13 +166,14 @@ class EndedConnections(OperationHandler):
             except _StillRuns:
                 continue
             except KernelFault as fault:
-                # Keep it after a fault that is already kept.
+                # Keep the fault; an earlier one that is already kept goes first.
                 self._resources.keep_fault(fault)
                 if fault.context_lost:
                     self._ended.remove(ended)
                 continue
             except DriverError:
-                # Lost with the context, or kept by the driver for good: it counts as taken until the lease ends.
+                # The objects are lost with the context, or the driver keeps them for good: they count as used until the
+                # lease ends.
                 self._ended.remove(ended)
                 continue
             # Nothing is left of it.
@@ -206,7 +213,7 @@ class EndedConnections(OperationHandler):
     # --- those who need room ---
 
     def may_make_room(self, failure: Failure) -> bool:
-        """Return whether a request that failed with this lacks room that ended connections still take."""
+        """Return whether a request failed for lack of room while ended connections still take some."""
         match failure.status:
             case Status.ALLOC_FAILED:
                 return any(ended.holder.held_bytes for ended in self._ended)
@@ -218,11 +225,11 @@ class EndedConnections(OperationHandler):
         """Release what ended connections hold, waiting for running work if necessary.
 
         Args:
-            is_alone: No other connection is attached, which would have to wait, too.
+            is_alone: Whether no other connection is attached, which would have to wait as well.
 
         Returns whether anything was released. Raises LeaseOver.
         """
-        # Alone, a long wait harms no one; with others attached it would stop them all.
+        # If no other connection is attached, a long wait harms no one; otherwise it would delay all of them.
         until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else BESIDE_WAIT_S)
         has_given = False
         while self._ended:
@@ -231,7 +238,7 @@ class EndedConnections(OperationHandler):
             elif time.monotonic() > until_s:
                 break
             else:
-                # Sleep here and not inside the driver, so that regions open and end meanwhile.
+                # Sleep here and not inside the driver, so that regions can open and end during the wait.
                 time.sleep(WAIT_STEP_S)
                 self._resources.check_sync()
         return has_given
@@ -254,15 +261,15 @@ class EndedConnections(OperationHandler):
         if frame.payload:
             raise BodyError("MEM_RESET takes no payload")
         ledger = self._ledger
-        # After this wait nothing uses what ended connections hold.
+        # After this wait no work uses what ended connections hold.
         self._context.sync(self._resources.check_sync)
         before_bytes = ledger.used_bytes
-        # In this order: ended connections, kept allocations, then what older clients left.
+        # Release, in this order: what ended connections hold, kept allocations, then what older clients left.
         for ended in self._ended:
             self._give_back_all(ended.holder)
         self._ended.clear()
         self._give_back_all(self._keeper.holder)
-        # A connection of an older client may be attached: what has no holder may be its own.
+        # While a connection of an older client is attached, objects without a holder may be in use by it.
         if not self.unheld_users:
             self._graphs.give_back(self.unheld)
             self._regions.give_back(self.unheld)

@@ -1,7 +1,7 @@
 """A session's launch graphs: made once, with each node checked like the operation itself, then replayed as a whole.
 
-A graph depends on modules and allocations, which the tenant may release. The ledger then notifies the graph, which
-becomes void at once: it keeps nothing but the reason. So a replay checks nothing but its own parameters' values.
+A graph depends on modules and allocations, which the tenant may release. When it does, the ledger notifies the graph,
+which becomes void at once and keeps only the reason. So a replay has to check only the values of its own parameters.
 """
 
 from collections.abc import Iterator
@@ -37,23 +37,24 @@ from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, G
 from gpulease.protocol.opcodes import Opcode, ParameterKind, Status
 
 MAX_GRAPHS: Final = 256
-"""Most graphs of a session. Stops a loop that records and never closes: each graph has objects of the driver."""
+"""Most graphs of a session. Stops a loop that records graphs and never closes them: each graph has objects in the
+driver."""
 
 MAX_SESSION_PARTS: Final = 32_768
-"""Most nodes, buffers, parameters and places of all graphs of a session. Each has a few bytes on the wire and takes
-a kilobyte here: stops a tenant from filling the host's memory with them."""
+"""Most nodes, buffers, parameters and places of all graphs of a session. Each has a few bytes on the wire and takes a
+kilobyte here, so without this bound a tenant could fill the host's memory."""
 
 MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
-"""Most bytes of a session's live GRAPH_CREATEs: they take host memory, which no slice bounds."""
+"""Most bytes of the GRAPH_CREATE requests of a session's live graphs. They take host memory, which no slice bounds."""
 
 NODES_PER_LOOK: Final = 64
-"""Nodes checked between two checks of the lease: some milliseconds."""
+"""Number of nodes checked between two checks of the lease; these take some milliseconds."""
 
 POINTER_BYTES: Final = 8
 """Size of an argument that is a device pointer."""
 
 _BUFFER_VALUE: Final = Struct("<QQ")
-"""A buffer among the values of a GRAPH_LAUNCH: the allocation's handle, and an offset in it."""
+"""A buffer in the values of a GRAPH_LAUNCH: the allocation's handle, and an offset within it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +62,9 @@ class _Parameter:
     """A parameter of a graph.
 
     Attributes:
-        start: Where its value begins among the values of a GRAPH_LAUNCH, `end` where it ends.
+        start: Offset at which its value begins in the values of a GRAPH_LAUNCH.
         places: (step, offset in that step's argument bytes) of each place that the value goes to.
-        value: The bytes that are in its places, None if that is not known.
+        value: The bytes that its places contain; None if that is not known.
     """
 
     name: str
@@ -76,7 +77,7 @@ class _Parameter:
 
 @dataclass(slots=True, eq=False)
 class _LaunchStep:
-    """The plan of a step that is a launch, and its present argument bytes."""
+    """The plan of a step that is a launch, and its current argument bytes."""
 
     plan: Plan
     args: bytearray
@@ -88,12 +89,12 @@ class _Steps:
 
     Attributes:
         steps: All of them, in order. A copy without bytes is not a step; a copy in the arena may be several.
-        launches: The launches, by their step.
-        step_of: The step of each node that is a launch.
+        launches: The launches, by step number.
+        step_of: The step number of each node that is a launch, by the node's number.
         allocations: Handles of all allocations that the nodes name.
         modules: Numbers of all modules that the nodes name.
         copies: Number of nodes that are copies.
-        copied_bytes: Number of bytes that all of those copy.
+        copied_bytes: Number of bytes that these copies move in all.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -112,11 +113,11 @@ class _SessionGraph:
     Attributes:
         part_count: Its nodes, buffers, parameters and places, as MAX_SESSION_PARTS counts them.
         payload_bytes: Size of its GRAPH_CREATE.
-        void: What it used that has been released, in words; None while it can be replayed.
-        latest_values: The values of the latest GRAPH_LAUNCH; None if they may have become wrong since.
+        void: Description of the object that it used and that has been released; None while it can be replayed.
+        latest_values: The values of the latest GRAPH_LAUNCH; None if they may no longer match the graph.
         regions: All regions that its nodes name.
         holder: The holder for which it was made.
-        payload: Its GRAPH_CREATE, if the session is parkable: another process would make it again.
+        payload: Its GRAPH_CREATE, if the session is parkable: another process may have to make the graph again.
     """
 
     graph: DriverGraph
@@ -164,12 +165,12 @@ class GraphOperations(OperationHandler):
             raise BodyError(f"a GRAPH_CREATE of {size_bytes} bytes; at most {MAX_GRAPH_BYTES} are allowed")
         body = parse_body(GraphCreate, frame.payload)
         part_count = _part_count(body)
-        # Check everything before the driver makes anything, so that a refused graph leaves nothing behind.
+        # Check everything before the driver makes an object, so that a refused graph leaves nothing behind.
         self._check_room(part_count, size_bytes)
         steps, parameters = self._checked(body)
         self._resources.may_have_grown = True
         graph = self._context.graph(steps.steps, self._ledger.check_graph, self._check_lease)
-        # Made: count it, remember what it depends on, and charge it.
+        # The driver has made the graph: count it, record what it depends on, and charge it.
         self._last_number += 1
         number = self._last_number
         self._graphs[number] = made = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
@@ -190,7 +191,8 @@ class GraphOperations(OperationHandler):
         if self._needs_set:
             raise no_set()
         number, made, values = self._graph_of(memoryview(frame.payload))
-        # What is launched again as it was before, quietly, native code can do from now on.
+        # If the values are the same as last time, and no reply is wanted, native code can serve such launches from now
+        # on.
         is_repeated = self.records.is_read and frame.flags and values == made.latest_values and not made.regions
         reply = self._replay(frame, number, made, values)
         if is_repeated:
@@ -200,13 +202,14 @@ class GraphOperations(OperationHandler):
 
     @serves(Opcode.GRAPH_LAUNCH_IN)
     def launch_in(self, frame: Frame) -> bytes:
-        """Serve GRAPH_LAUNCH_IN: a GRAPH_LAUNCH after one check of its set's regions.
+        """Serve GRAPH_LAUNCH_IN: check its set's regions once, then do a GRAPH_LAUNCH.
 
-        Steps are not checked one by one. The regions that the graph itself names are checked, too, in the set or not.
+        The steps are not checked one by one. The regions that the graph itself names are checked as well, whether or
+        not they are in the set.
         """
         body, region_set, position = split_regions(memoryview(frame.payload))
         number, made, values = self._graph_of(body)
-        # A refusal names the kernel if the graph has only one.
+        # If the graph has only one kernel, a refusal names it.
         kernels = made.steps.launches
         kernel = next(iter(kernels.values())).plan.kernel.name if len(kernels) == 1 else ""
         self._gate.admit(region_set, position, kernel)
@@ -229,7 +232,7 @@ class GraphOperations(OperationHandler):
         kernel: str = "",
         position: int | None = None,
     ) -> bytes:
-        # Checks of a replay: it is not void, its values are bound, its regions are active.
+        # Before a replay: the graph must not be void, its values are bound, its regions must be active.
         if made.void is not None:
             raise invalid_handle(f"graph {number} uses {made.void}")
         if values != made.latest_values:
@@ -238,7 +241,7 @@ class GraphOperations(OperationHandler):
         # A region may end between the check of its set and this one: the refusal must name the same launch.
         if made.regions:
             self._gate.admit_named(made.regions, kernel, position)
-        # Remembered before the replay, as a fault may name it at once.
+        # Record it before the replay, as a fault may name it at once.
         self.recent_replays.add(frame.request_id)
         made.graph.replay(frame.request_id, self._check_lease, self._resources.admit_next)
         steps = made.steps
@@ -273,7 +276,8 @@ class GraphOperations(OperationHandler):
         self._gate.is_restoring = True
         try:
             body = parse_body(GraphCreate, payload)
-            # A region of it has ended while the session was parked: it is as void as if that had been before.
+            # If one of its regions ended while the session was parked, the graph is void, as if the region had ended
+            # before.
             if void := next(filter(None, map(self._gate.end_at, _handles_of(body))), ""):
                 self._restore_void(body, payload, void)
             else:
@@ -294,11 +298,11 @@ class GraphOperations(OperationHandler):
         self._payload_bytes += made.payload_bytes
 
     def restore_last_number(self, number: int) -> None:
-        """Never give out a number that a graph of this session had in another process."""
+        """Set the highest number that a graph had in another process, so that no number is given out twice."""
         self._last_number = max(self._last_number, number)
 
     def give_back(self, holder: Holder) -> None:
-        """Destroy all graphs of a holder; what was replayed runs to its end."""
+        """Destroy all graphs of a holder. Replays that were queued run to their end."""
         for number in [number for number, made in self._graphs.items() if made.holder is holder]:
             self._destroy(number)
 
@@ -318,7 +322,7 @@ class GraphOperations(OperationHandler):
     # --- creating ---
 
     def _check_room(self, part_count: int, size_bytes: int) -> None:
-        # Three bounds at once; the message has all of them.
+        # Check the three bounds together, so that the message names all of them.
         if (
             len(self._graphs) >= MAX_GRAPHS
             or self._part_count + part_count > MAX_SESSION_PARTS
@@ -332,7 +336,7 @@ class GraphOperations(OperationHandler):
             raise Refused(Failure(Status.ALLOC_FAILED, message, hint="Close graphs that are no longer needed."))
 
     def _checked(self, body: GraphCreate) -> tuple[_Steps, list[_Parameter]]:
-        """Check a whole GRAPH_CREATE, and charge what its kernels' first launches take; or do neither."""
+        """Check a whole GRAPH_CREATE. Only if all is valid, charge what its kernels' first launches take."""
         kept_bytes = self._ledger.kept_bytes
         try:
             steps = _Steps()
@@ -345,21 +349,21 @@ class GraphOperations(OperationHandler):
                 self._add(steps, number, node)
             if not steps.steps:
                 raise BodyError("the graph's copies have no bytes: it does nothing")
-            # Buffers that only replays name are dependencies as well.
+            # Buffers that only the parameters name are dependencies as well.
             for handle in body.buffers:
                 self._ledger.check_allocation(handle)
             steps.allocations.update(body.buffers)
             return steps, _parameters(body, steps)
         except (Refused, BodyError):
             self._ledger.restore_kept(kept_bytes)
-            # Drop the plans, so that their kernels' first launches are charged again.
+            # Drop the plans, so that their kernels are charged again at the next first launch.
             self._planner.forget()
             raise
         finally:
             self._planner.has_new_kernel = False
 
     def _add(self, steps: _Steps, number: int, node: GraphNode) -> None:
-        # Errors name the node.
+        # Add the node's number to each error.
         try:
             self._add_node(steps, number, node)
         except Refused as error:
@@ -369,7 +373,7 @@ class GraphOperations(OperationHandler):
             raise BodyError(f"node {number}: {error}", error.status) from None
 
     def _add_node(self, steps: _Steps, number: int, node: GraphNode) -> None:
-        # Each node is checked exactly as the operation by itself.
+        # Check each node exactly as the operation would be checked outside a graph.
         payload = memoryview(node.body)
         match node.op:
             case Opcode.LAUNCH:
@@ -385,7 +389,7 @@ class GraphOperations(OperationHandler):
                 steps.allocations.add(handle)
                 steps.copies += 1
                 steps.copied_bytes += len(data)
-                # A copy without bytes counts as an operation, but makes no step.
+                # A copy of no bytes counts as an operation, but makes no step.
                 if data:
                     steps.steps.append(DataStep(address, bytes(data)))
             case Opcode.ARENA_WRITE | Opcode.ARENA_READ:
@@ -402,30 +406,30 @@ class GraphOperations(OperationHandler):
 
     def _bind(self, made: _SessionGraph, values: bytes) -> None:
         """Put a GRAPH_LAUNCH's values into their places, once all of them are checked."""
-        # Step 1: all values, before anything changes.
+        # Step 1: check all values before anything changes.
         parameters = made.parameters
         wanted_bytes = parameters[-1].end if parameters else 0
         if len(values) != wanted_bytes:
             raise BodyError(f"the values must have {wanted_bytes} bytes, as the graph's parameters, not {len(values)}")
         checked = [self._value(parameter, values) for parameter in parameters]
-        # Step 2: into the argument bytes; a value that did not change costs nothing.
+        # Step 2: put them into the argument bytes; a value that did not change costs nothing.
         made.latest_values = None
         steps, changed = made.steps, set()
         for parameter, value in zip(parameters, checked, strict=True):
             if value == parameter.value:
                 continue
-            # Unknown until the driver has the value too: an error in between must not leave a wrong belief.
+            # Mark the value as unknown until the driver has it too: an error in between must not leave a wrong record.
             parameter.value = None
             for step, at in parameter.places:
                 steps.launches[step].args[at : at + len(value)] = value
                 changed.add(step)
-        # Only steps with changed arguments go to the driver.
+        # Update only steps with changed arguments in the driver.
         for step in changed:
             launch = steps.launches[step]
             made.graph.bind(step, launch.plan.lay_out(bytes(launch.args)))
         for parameter, value in zip(parameters, checked, strict=True):
             parameter.value = value
-        # A buffer's address may become invalid, so only plain values let the next identical replay skip the check.
+        # A buffer may be freed, so only plain values allow the next identical replay to skip the check.
         if not any(parameter.is_buffer for parameter in parameters):
             made.latest_values = values
 
@@ -434,7 +438,7 @@ class GraphOperations(OperationHandler):
         value = values[parameter.start : parameter.end]
         if not parameter.is_buffer:
             return value
-        # A buffer's value is a handle and an offset; the kernel gets the address.
+        # A buffer is given as a handle and an offset; the kernel receives the address.
         handle, offset = _BUFFER_VALUE.unpack(value)
         try:
             address = self._ledger.locate(handle, offset, 0)
@@ -459,7 +463,7 @@ class GraphOperations(OperationHandler):
 
     def _release(self, number: int, made: _SessionGraph) -> None:
         self.records.hide(number)
-        # The steps go first: from here on nothing of the tenant's is referenced.
+        # Drop the steps first: after that, the graph references nothing of the tenant's.
         steps, made.steps = made.steps, _Steps()
         for handle in steps.allocations:
             self._ledger.allocation_dependents.remove(handle, number)
@@ -488,14 +492,14 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
     """Return the graph's parameters and their places. Raises BodyError."""
     parameters: list[_Parameter] = []
     end = 0
-    # Values follow one another in a GRAPH_LAUNCH, in the order of the parameters.
+    # In a GRAPH_LAUNCH the values have the order of the parameters, without gaps.
     for given in body.parameters:
         start = end
         end += _value_bytes(given)
         parameters.append(_Parameter(given.name, given.kind == ParameterKind.BUFFER, start, end))
     if end > MAX_ARGUMENT_BYTES:
         raise BodyError(f"parameters of {end} bytes; at most {MAX_ARGUMENT_BYTES} are allowed")
-    # By step: the offset and size of each argument that has no parameter yet.
+    # By step number: the offset and size of each argument that has no parameter yet.
     free: dict[int, dict[int, int]] = {}
     for place in body.places:
         step = _checked_place(body, steps, place, free)
@@ -519,7 +523,7 @@ def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: di
         raise BodyError(
             f"place of parameter {place.parameter} in node {place.node}: no such parameter, or not a launch"
         )
-    # The arguments of this launch, as the wire has them, on first use.
+    # At first use, list the arguments of this launch as they are on the wire.
     if step not in free:
         free[step] = {}
         start = 0

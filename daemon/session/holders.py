@@ -11,7 +11,7 @@ class Holder:
     """A holder, and the bytes of the allocations that it holds.
 
     Args:
-        counters: The words of which one shows the bytes, such as the claims page's.
+        counters: Shared words, one of which shows the bytes; for example the claims page's.
         at: The word's index.
 
     Attributes:
@@ -26,13 +26,13 @@ class Holder:
         self.held_bytes = 0
 
     def count(self, size_bytes: int) -> None:
-        """Hold `size_bytes` more, or fewer if that is negative."""
+        """Add `size_bytes`, which may be negative, to the bytes held."""
         self.held_bytes += size_bytes
         self._counters[self.at] += size_bytes
 
     def show_at(self, at: int) -> None:
-        """Show the bytes in another word from now on, in addition to what others show there."""
-        # A word may show several holders' bytes together, so subtract from one and add to the other.
+        """Show the bytes in another word from now on, added to what other holders show there."""
+        # A word may show the sum of several holders' bytes, so subtract from the old word and add to the new one.
         self._counters[self.at] -= self.held_bytes
         self.at = at
         self._counters[at] += self.held_bytes

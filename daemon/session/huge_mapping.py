@@ -1,7 +1,7 @@
 """A file's memory in huge pages, for the bytes of parked sessions.
 
-Huge pages make parking faster where the host has them: fewer pages to populate and to pin, and to give back when the
-process ends. The kernel gives a memfd huge pages only on request, whatever its settings for shared memory are.
+Where the host has huge pages, they make parking faster: there are fewer pages to populate, to pin, and to return when
+the process ends. The kernel gives a memfd huge pages only on request, whatever its settings for shared memory are.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ from typing import Final
 from gpulease.daemon.host.memory_mapping import MAP_FIXED, MAP_NORESERVE, advise_memory, map_memory, unmap_memory
 
 _HUGEPAGE: Final = 14
-"""MADV_HUGEPAGE (madvise(2)): the range may have huge pages."""
+"""MADV_HUGEPAGE (madvise(2)): the kernel may use huge pages for the range."""
 
 _POPULATE_WRITE: Final = 23
-"""MADV_POPULATE_WRITE (madvise(2), Linux 5.14): allocate and map pages, which are kept as they are."""
+"""MADV_POPULATE_WRITE (madvise(2), Linux 5.14): allocate and map the range's pages, without changing their contents."""
 
 _COLLAPSE: Final = 25
 """MADV_COLLAPSE (madvise(2), Linux 6.1): replace the range's pages by huge ones now, with the same contents. Each huge
-page needs at least one page that is there."""
+page needs at least one page that is allocated already."""
 
 _HUGE_BYTES: Final = 2 << 20
 """Size of a huge page where pages have 4 KiB."""
@@ -35,7 +35,7 @@ _PyBUF_WRITE: Final = 0x200
 
 
 class HugeMapping:
-    """All of a file, mapped for writing where it can have huge pages: at a multiple of their size.
+    """A file, mapped whole for writing at a multiple of the huge pages' size, so that it can have huge pages.
 
     Args:
         fd: The file; not needed afterwards.
@@ -53,7 +53,7 @@ class HugeMapping:
         # A mapping beyond the file's end would kill its reader with SIGBUS.
         if os.fstat(fd).st_size < size_bytes:
             raise OSError(errno.EINVAL, f"the file has fewer than {size_bytes} bytes")
-        # Step 1: addresses for one huge page more. Step 2: the file, over the first of them that is a multiple.
+        # Step 1: reserve addresses for one huge page more. Step 2: map the file at the first aligned address in them.
         self._reserved = size_bytes + _HUGE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._start = map_memory(None, self._reserved, _PROT_NONE, flags, -1)
@@ -68,8 +68,9 @@ class HugeMapping:
         self.view: memoryview = _view_of(self.address, size_bytes, _PyBUF_WRITE)
 
     def populate(self, start: int, size_bytes: int) -> str:
-        """Have the host give its memory for a part now, in huge pages if it can; return why it can't, or ""."""
-        # One page in each, which a huge page replaces. A kernel without one of these calls gives the memory later.
+        """Allocate a part's host memory now, in huge pages if possible. Returns the reason if it fails, else ""."""
+        # Allocate one page of each huge page, then replace it by the huge page. A kernel that lacks one of these calls
+        # allocates the memory at first use.
         for at in range(start, start + size_bytes, _HUGE_BYTES):
             advise_memory(self.address + at, mmap.PAGESIZE, _POPULATE_WRITE)
         advise_memory(self.address + start, size_bytes, _COLLAPSE)

@@ -1,7 +1,7 @@
-"""A parked session's way into another process: it is exported as an image here, and restored from one there.
+"""Moves a parked session into another process: the old process exports it as an image, the new one restores it.
 
-Nothing of the session changes by an export: until this process is killed it can continue. What another process could
-not make again, exactly as it was, keeps the session here, and `check` says what that is.
+An export changes nothing in the session, which can continue until this process is killed. A session that has something
+that another process could not make again exactly can't leave; `check` raises the reason.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class CantLeave(Exception):
     """The session can't leave its process now.
 
     Attributes:
-        is_lasting: It is so because of what the session has, and not because it is busy.
+        is_lasting: Whether the reason is something that the session has, and not that it is busy.
     """
 
     def __init__(self, reason: str, *, is_lasting: bool) -> None:
@@ -84,7 +84,7 @@ class SessionParts:
         moved_bytes: int,
         connections: Sequence[tuple[ConnectionState, Holder]],
     ) -> SessionImage:
-        """Return the image of a session that `check` allows to leave. Raises CantLeave."""
+        """Return the session's image; `check` must have passed. Raises CantLeave."""
         resources, context = self.resources, self.resources.context
         ledger = resources.ledger
         holders = {self.ended.unheld: UNHELD, self.keeper.holder: LEASE}
@@ -137,7 +137,7 @@ class SessionParts:
         return RegionStates(tuple(states), sets, self.region_sets.last_set, self.region_sets.launches_begun)
 
     def parked_regions(self) -> tuple[ParkedRegion, ...]:
-        """Return where the bytes of each region are that has not ended."""
+        """Return, for each region that has not ended, where its bytes are."""
         context = self.resources.context
         places = context.parked_regions()
         return tuple(
@@ -148,15 +148,17 @@ class SessionParts:
     def restore(
         self, image: SessionImage, connections: Sequence[tuple[ConnectionState, ConnectionStreams, Holder]]
     ) -> None:
-        """Make again what the image has, but for graphs; the context has adopted what is parked. Raises ImageMismatch.
+        """Make again what the image has, except graphs. Raises ImageMismatch.
 
-        `connections`: The session's, in the image's order, each with its streams and its holder here.
+        The context must have adopted the parked memory. `connections` are the session's, in the image's order, each
+        with its streams and its holder in this process.
         """
         resources = self.resources
         ledger = resources.ledger
         holders = [self.ended.unheld, self.keeper.holder, *(holder for _, _, holder in connections)]
         try:
-            # Step 1: modules, in the order in which they were loaded: the driver then puts them where they were.
+            # Step 1: modules, in the order in which they were loaded, so that the driver puts them at the same
+            # addresses.
             for module in image.modules:
                 ledger.holder = holders[module.holder]
                 self.modules.restore(module.number, module.image, module.place, dict(module.variables))
@@ -167,7 +169,8 @@ class SessionParts:
                 ledger.add_allocation(address, size_bytes)
             for name, handle in image.kept:
                 self.keeper.restore(name, handle)
-            # Step 3: regions and their sets. Those that have ended meanwhile end here, before their bytes come back.
+            # Step 3: regions and their sets. Regions that ended since the export end here, before their bytes come
+            # back.
             if image.regions is not None:
                 regions = self.regions.restore(image.regions.regions)
                 sets = (
@@ -175,7 +178,7 @@ class SessionParts:
                 )
                 self.region_sets.restore_sets(sets, image.regions.last_set)
                 self.regions.end_by_page()
-            # Step 4: streams, which hold nothing, and events, all of which are done.
+            # Step 4: streams, which have no queued work, and events, all of which are done.
             ledger.charge_kept(image.kept_bytes)
             for state, streams, _ in connections:
                 self.streams.restore(streams, state.streams, state.selected, state.events)
@@ -184,7 +187,7 @@ class SessionParts:
             raise ImageMismatch(str(error)) from None
         finally:
             ledger.holder = self.ended.unheld
-        # Step 5: what was counted and printed.
+        # Step 5: counters, and what kernels have printed.
         self.printed.put_back(image.printed[0], is_lost=image.printed[1])
         for counter, value in image.counters:
             resources.counters[counter] = value

@@ -1,7 +1,7 @@
-"""How a session's image, its memory and its connections' descriptors go from one worker to the next.
+"""Sends a session's image, its memory and its connections' descriptors from one worker to the next.
 
-They go through a channel that the broker made for this session. The broker takes everything out of it, keeps the
-descriptors, and puts them into a new channel for the next worker.
+The channel is made by the broker for this session. The broker receives everything from it, keeps the descriptors, and
+sends them through a new channel to the next worker.
 """
 
 import mmap
@@ -18,7 +18,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, 
 
 
 class ConnectionFds(NamedTuple):
-    """The descriptors of one connection; -1 for what it does not have."""
+    """The descriptors of one connection; -1 for one that it does not have."""
 
     sock: int
     ring: int = -1
@@ -55,16 +55,16 @@ def send_image(
 
 
 class ReceivedImage:
-    """A session from a channel. Its descriptors are closed with it, but for those that were taken out.
+    """A session received from a channel. `close` closes all descriptors that were not taken out.
 
     Attributes:
         image: The image.
-        host_fd: Its host memory, of `host_bytes`.
+        host_fd: Descriptor of its host memory, which has `host_bytes`.
         connections: The descriptors of its connections.
     """
 
     def __init__(self, channel_fd: int, connections: int) -> None:
-        """Read the channel, which holds everything. Raises UnreadableImage."""
+        """Read the channel, which must hold everything already. Raises UnreadableImage."""
         self._fds: list[int] = []
         try:
             with socket.socket(fileno=os.dup(channel_fd)) as channel:
@@ -107,7 +107,7 @@ class ReceivedImage:
         return parsed, fds
 
     def take(self, fd: int) -> int:
-        """Take a descriptor out: it is not closed with the rest."""
+        """Take a descriptor out: the caller closes it."""
         self._fds.remove(fd)
         return fd
 

@@ -1,7 +1,7 @@
-"""The allocations of a session that outlive the connection that made them, each under a name, held by the lease.
+"""Allocations that outlive the connection that made them: each has a name, and the lease holds it.
 
-Programs that run one after the other on a lease can thus pass memory on. A name goes with its allocation: when that is
-freed, replaced by another (MEM_REUSE), or taken over by a connection.
+Programs that run one after the other on a lease can thus pass memory on. A name ends when its allocation is freed,
+replaced by another (MEM_REUSE), or taken over by a connection.
 """
 
 from typing import Final
@@ -20,14 +20,14 @@ from gpulease.protocol.messages import KeptBuffer, KeptBuffers, MemKeep
 from gpulease.protocol.opcodes import Opcode, Status
 
 _NAME: Final = 0
-"""A name's number among an allocation's dependents; graphs, the others, have numbers from 1."""
+"""The number of a name among an allocation's dependents. The other dependents are graphs, numbered from 1."""
 
 
 class KeepOperations(OperationHandler):
     """MEM_KEEP and MEM_KEPT.
 
     Attributes:
-        holder: The lease, which holds what is kept.
+        holder: The holder of kept allocations, which stands for the lease.
     """
 
     def __init__(self, resources: SessionResources) -> None:
@@ -42,7 +42,7 @@ class KeepOperations(OperationHandler):
         is_kept = self._ledger.holder_of(body.handle) is self.holder
         if not body.name and not is_kept:
             raise invalid_handle(f"the allocation {body.handle:#x} is not kept, so it can't be taken")
-        # The same name for the same allocation changes nothing.
+        # Keeping the same allocation under the same name changes nothing.
         known = self._handles.get(body.name)
         if known == body.handle:
             return empty(frame)
@@ -62,7 +62,7 @@ class KeepOperations(OperationHandler):
                     hint="Free some of them, or take them.",
                 )
             )
-        # A new name replaces the old one; no name means that the connection takes the allocation.
+        # A new name replaces the old one. An empty name means that the connection takes the allocation over.
         if is_kept:
             self._forget(body.handle)
         if body.name:
@@ -78,16 +78,16 @@ class KeepOperations(OperationHandler):
         return done(frame, KeptBuffers(tuple(KeptBuffer(*one) for one in sizes)))
 
     def names(self) -> list[tuple[str, int]]:
-        """Return name and handle of everything that is kept."""
+        """Return the name and handle of each kept allocation."""
         return list(self._handles.items())
 
     def restore(self, name: str, handle: int) -> None:
-        """Keep an allocation by name that the session kept in another process; the lease holds it already."""
+        """Restore the name of an allocation that the session kept in another process. The lease holds it already."""
         self._remember(name, handle)
 
     def _remember(self, name: str, handle: int) -> None:
         def released(_what: str) -> None:
-            # If another allocation replaces it, that one belongs to the connection that asked.
+            # If another allocation replaces it, the new one belongs to the connection that asked for it.
             del self._handles[name]
             self._ledger.hand_over(handle, self._ledger.holder)
 

@@ -1,18 +1,18 @@
-"""Launches: checked once as a plan, repeated cheaply, and bounded in their run time.
+"""Launches: the first of a shape is checked and kept as a plan, the next ones reuse it; run times are bounded.
 
-A LAUNCH without its argument bytes is the key of a plan, and so is a LAUNCH_IN without these and its region set: the
-kernel, its shape, and the place of each argument in the parameter buffer. In that buffer parameters are placed at their
+A plan is the kernel, its shape, and the place of each argument in the parameter buffer. Its key is the LAUNCH without
+its argument bytes, or the LAUNCH_IN without these and its region set. In the parameter buffer, parameters are at their
 natural alignment (CUDA driver API, cuLaunchKernel); on the wire they have no gaps.
 
-Tenants launch in loops, so a plan also remembers which plan followed it last time. As long as the next frame matches
-that plan's pattern byte for byte, the worker neither parses nor checks it again (`LaunchFastPath`).
+Tenants launch in loops, so a plan also records which plan followed it last time. As long as the next frame matches that
+plan's pattern byte for byte, the worker neither parses nor checks it again (`LaunchFastPath`).
 
-`KernelWatch` reports how long the running kernel has run, as far as that is known without waiting. One stream runs its
-kernels in order. So while the number of ended kernels does not change, and a kernel is next, one kernel runs. Its time
-counts from the poll that first saw it, or that saw the previous kernel ended: never earlier than the kernel's real
-start. The broker reads on the control page since when the oldest kernel has run, and ends a worker with a kernel that
-runs for too long. A kernel that waits for room on the card, behind those of other streams, counts as running, because
-the two can't be distinguished.
+`KernelWatch` estimates how long the running kernel has run, without waiting for it. One stream runs its kernels in
+order. So while the number of ended kernels of a stream does not change, and another kernel is queued, one and the same
+kernel runs. Its time counts from the poll that first saw it, or that saw that the previous kernel had ended: never
+earlier than the kernel's real start. On the control page the broker reads the start time of the oldest running kernel,
+and ends the worker if that kernel runs for too long. A kernel that waits for room on the card, behind kernels of other
+streams, also counts as running, because polls can't distinguish the two.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,8 @@ from gpulease.protocol.messages import Launch, Printed
 from gpulease.protocol.opcodes import LaunchFlag, Opcode, Status
 
 MAX_PLANS: Final = 4096
-"""Most plans kept. A tenant that never launches the same shape twice gains no speed, and takes no more memory."""
+"""Most plans that are kept. A tenant that never launches the same shape twice gains nothing from plans, but its memory
+stays bounded."""
 
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 
@@ -67,10 +68,11 @@ class LaunchOperations(OperationHandler):
 
     @serves(Opcode.LAUNCH_IN)
     def launch_in(self, frame: Frame) -> bytes:
-        """Serve LAUNCH_IN: a LAUNCH after a check of its set's regions."""
+        """Serve LAUNCH_IN: check its set's regions, then do a LAUNCH."""
         payload = memoryview(frame.payload)
         _, region_set, position = split_regions(payload)
-        # The set is checked after the launch: a wrong launch is reported as such, whatever its regions.
+        # Check the set only after the launch's own fields: a wrong launch is reported as such, whatever the state of
+        # its regions.
         plan, args = self._planner.find(payload, Opcode.LAUNCH_IN)
         self._gate.admit(region_set, position, plan.kernel.name)
         self._planner.follow(plan)
@@ -78,12 +80,12 @@ class LaunchOperations(OperationHandler):
 
     @serves(Opcode.LAUNCH_WITH)
     def launch_with(self, frame: Frame) -> bytes:
-        """Serve LAUNCH_WITH: a LAUNCH, or a LAUNCH_IN if it names a region set, with attributes."""
+        """Serve LAUNCH_WITH: with attributes, a LAUNCH or, if it names a region set, a LAUNCH_IN."""
         payload, flags, cluster = split_attributes(memoryview(frame.payload))
         body, region_set, position = split_regions(payload)
         if not region_set and self._needs_set:
             raise no_set()
-        # The prediction ignores it: native code does not launch with attributes.
+        # Such a launch takes no part in the prediction, because native code does not launch with attributes.
         plan, args = self._planner.find(body, Opcode.LAUNCH_WITH)
         if region_set:
             self._gate.admit(region_set, position, plan.kernel.name)
@@ -92,7 +94,7 @@ class LaunchOperations(OperationHandler):
     def _queue(
         self, frame: Frame, plan: "Plan", args: bytes, attributes: DriverLaunchAttributes | None = None
     ) -> bytes:
-        # The driver gets the parameter buffer; without gaps it is the wire's bytes.
+        # The driver needs the parameter buffer. If no parameter needs alignment, that is the wire's bytes.
         planner = self._planner
         params = args if plan.moves is None else plan.lay_out(args)
         launch = (plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
@@ -102,10 +104,10 @@ class LaunchOperations(OperationHandler):
             else:
                 self._context.launch_with(*launch, attributes)
         except LaunchRejected:
-            # The driver took nothing, so the charge for a kernel's first launch must be undone.
+            # The driver refused and took no memory, so undo the charge for a kernel's first launch.
             planner.refused()
             raise
-        # A first launch may have made the context grow, which the broker checks with the card's own figure.
+        # A first launch may have made the context grow: the broker has to read its size from the card.
         if planner.has_new_kernel:
             planner.has_new_kernel = False
             self._resources.may_have_grown = True
@@ -126,13 +128,13 @@ class PrintedOperations(OperationHandler):
     """PRINTED.
 
     Args:
-        take: Takes what was printed, and whether some is lost.
+        take: Returns and clears what was printed, with whether some of it is lost.
     """
 
     def __init__(self, resources: SessionResources, take: Callable[[], tuple[bytes, bool]]) -> None:
         super().__init__(resources)
         self._take = take
-        # What was taken before, and not asked for yet.
+        # Text that was taken earlier and that no client has asked for yet.
         self._earlier: tuple[bytes, bool] = (b"", False)
 
     @serves(Opcode.PRINTED)
@@ -140,36 +142,36 @@ class PrintedOperations(OperationHandler):
         """Serve PRINTED: wait for all launches, and take what they printed."""
         if frame.payload:
             raise BodyError("PRINTED takes no payload")
-        # What kernels print reaches the host only after they have ended.
+        # A kernel's output reaches the host only after the kernel has ended.
         self._context.sync(self._resources.check_sync)
         self._context.flush_printed()
         data, is_lost = self.take()
         return done(frame, Printed(data, int(is_lost)))
 
     def take(self) -> tuple[bytes, bool]:
-        """Return what was printed since the last call, and whether some of it is lost; nothing may run."""
+        """Return what was printed since the last call, and whether some of it is lost. No kernel may be running."""
         (earlier, was_lost), self._earlier = self._earlier, (b"", False)
         data, is_lost = self._take()
         both = earlier + data
         return both[:MAX_PRINTED_BYTES], is_lost or was_lost or len(both) > MAX_PRINTED_BYTES
 
     def put_back(self, data: bytes, *, is_lost: bool) -> None:
-        """Return what `take` gave: it goes before everything that is printed from now on."""
+        """Put back what `take` returned: it goes before everything that is printed from now on."""
         self._earlier = data, is_lost
 
 
 def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
-    """Return the refusal of a launch before it was queued."""
+    """Return the refusal of a launch that was not queued."""
     return Refused(Failure(Status.LAUNCH_FAILED, message, hint=hint, kernel=kernel))
 
 
 def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> DriverLaunchAttributes:
     """Return the attributes of a LAUNCH_WITH. Raises Refused for values that are invalid on any card."""
     name = plan.kernel.name
-    # Unknown flags are refused, since ignoring one could change what the tenant means.
+    # Refuse unknown flags: to ignore one could change what the tenant means.
     if flags & ~int(LaunchFlag.COOPERATIVE):
         raise launch_failed(f"{name}: {flags:#x} has flags that this daemon does not know", kernel=name)
-    # No cluster at all is written as zeros.
+    # All zeros mean no cluster.
     if not any(cluster):
         return DriverLaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)
     if not all(cluster) or any(blocks % of for blocks, of in zip(plan.grid, cluster, strict=True)):
@@ -186,11 +188,12 @@ class Plan:
     """A checked launch that lacks only its argument bytes.
 
     Attributes:
-        moves: (from, to, size) in bytes of each argument; None if the wire's bytes are the parameter buffer.
-        pattern: The bytes of its frames, of a LAUNCH_IN if they have a trailer.
+        moves: (offset on the wire, offset in the parameter buffer, size) of each argument, in bytes; None if both are
+          equal.
+        pattern: The constant bytes of its frames; those of a LAUNCH_IN have a trailer.
         follower: The plan that followed this one last time.
-        record: This plan for native code; None without native code.
-        address: The record's address, 0 without one.
+        record: The copy of this plan that native code reads; None without native code.
+        address: The record's address; 0 without a record.
     """
 
     kernel: DriverKernel
@@ -214,14 +217,15 @@ class Plan:
 
 
 class Planner:
-    """A session's plans, by the bytes of the launches on the wire.
+    """A session's plans, found by the bytes of a launch on the wire.
 
     Args:
-        compile_kernel: Compiles a kernel that was not launched yet. Raises DriverError or LeaseOver.
+        compile_kernel: Compiles a kernel before its first launch. Raises DriverError or LeaseOver.
 
     Attributes:
-        expected: The plan that the next launch is expected to have; None if there is none.
-        has_new_kernel: A plan was made since the last launch: its kernel's first launch may make the context grow.
+        expected: The plan that the next launch is expected to use; None without an expectation.
+        has_new_kernel: Whether a plan was made since the last launch: its kernel's first launch may make the context
+          grow.
         add_record: Gives a new plan its record for native code; None without native code.
         on_forget: Called before all plans are dropped.
     """
@@ -234,7 +238,7 @@ class Planner:
         self._ledger = ledger
         self._session_id = session_id
         self._compile_kernel = compile_kernel
-        # By operation and the launch's body without its arguments, its region set and its position.
+        # The key: the operation, and the launch's body without its arguments, its region set and its position.
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self._plan_by_address: dict[int, Plan] = {}
         self._latest: Plan | None = None
@@ -242,7 +246,7 @@ class Planner:
         self._kept_before: int | None = None
 
     def plan(self, payload: memoryview) -> tuple[Plan, bytes]:
-        """Return the plan of a LAUNCH and its argument bytes; the launch follows at once.
+        """Return the plan of a LAUNCH and its argument bytes. The caller launches at once.
 
         Raises BodyError or Refused.
         """
@@ -262,15 +266,16 @@ class Planner:
         key = (op, shape)
         plan = self._plans.get(key)
         if plan is None:
-            # Step 1: a new shape. Launches with attributes are never predicted, so they need no pattern of their own.
+            # Step 1: make a plan for a new shape. Launches with attributes are never predicted, so they need no
+            # pattern.
             is_expected = op != Opcode.LAUNCH_WITH
             pattern = LaunchPattern(payload, self._session_id, op if is_expected else Opcode.LAUNCH)
             plan = self._make(parse_body(Launch, body), pattern)
-            # Step 2: room. All plans go at once, because they refer to one another.
+            # Step 2: make room. Drop all plans together, because they refer to one another.
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
             self._plans[key] = plan
-            # Step 3: the record that native code reads.
+            # Step 3: add the record that native code reads.
             if self.add_record is not None and is_expected:
                 self.add_record(plan)
                 self._plan_by_address[plan.address] = plan
@@ -278,7 +283,7 @@ class Planner:
 
     def follow(self, plan: Plan) -> None:
         """Record a launch of this plan: it follows the previous launch, and its own follower is expected next."""
-        # The previous launch learns what follows it; native code has a copy of that.
+        # Set the previous plan's follower, also in its copy for native code.
         latest = self._latest
         if latest is not None and latest.follower is not plan:
             latest.follower = plan
@@ -287,16 +292,16 @@ class Planner:
         self.resume(plan)
 
     def resume(self, plan: Plan) -> None:
-        """Record that the latest launch was of this plan and came as expected."""
+        """Record that the latest launch used this plan, as expected."""
         self._latest = plan
         self.expected = plan.follower or plan
 
     def plan_at(self, address: int) -> Plan:
-        """Return the plan with a record at this address."""
+        """Return the plan whose record is at this address."""
         return self._plan_by_address[address]
 
     def forget(self) -> None:
-        """Drop all plans, because a module goes and no plan may launch its kernels."""
+        """Drop all plans, because a module is being unloaded and no plan may launch its kernels."""
         self.on_forget()
         self._plans.clear()
         self._plan_by_address.clear()
@@ -305,7 +310,7 @@ class Planner:
     def refused(self) -> None:
         """Undo the charge for the latest plan, because the driver refused its launch and took nothing.
 
-        Drops all plans: the next such launch is charged again, and no other plan still expects this one.
+        Drops all plans, so that the next such launch is charged again and no other plan expects this one.
         """
         if self._kept_before is not None:
             self._ledger.restore_kept(self._kept_before)
@@ -315,11 +320,11 @@ class Planner:
         """Compile a kernel, and charge the slice for what the driver takes at its first launch."""
         try:
             self._compile_kernel(kernel)
-            # Remembered, so that a refused launch can undo the charge.
+            # Keep the bytes from before the charge, so that `refused` can undo it.
             self._kept_before = self._ledger.kept_bytes
             self._ledger.charge_kept(kernel.kept_bytes)
         except KernelFault:
-            raise  # Of an earlier launch.
+            raise  # The error is of an earlier launch.
         except DriverError as error:
             raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
         self.has_new_kernel = True
@@ -334,7 +339,7 @@ class Planner:
                 kernel=launch.kernel,
                 hint=f'Its kernels: {names}. C++ names are mangled unless declared extern "C".',
             )
-        # Sizes first, then the shape, then the charge: a wrong request must cost nothing.
+        # Check the sizes, then the shape, and charge last: a wrong request must not be charged.
         _check_sizes(launch, kernel)
         block_threads = launch.block_x * launch.block_y * launch.block_z
         grid = (launch.grid_x, launch.grid_y, launch.grid_z)
@@ -372,7 +377,7 @@ def _check_sizes(launch: Launch, kernel: DriverKernel) -> None:
 
 def _moves(kernel: DriverKernel) -> tuple[tuple[int, int, int], ...] | None:
     moves = []
-    # On the wire arguments follow one another; in the buffer each is at its parameter's offset.
+    # On the wire the arguments have no gaps; in the buffer each is at its parameter's offset.
     start = 0
     for parameter in kernel.parameters:
         moves.append((start, parameter.offset, parameter.size))
@@ -383,13 +388,14 @@ def _moves(kernel: DriverKernel) -> tuple[tuple[int, int, int], ...] | None:
 
 
 LOOKS_PER_BOUND: Final = 8
-"""Polls within the time that a kernel may run: one that runs too long is found late by at most that part of it."""
+"""Number of polls within the time that a kernel may run. A kernel that runs too long is found late by at most one
+poll's interval."""
 
 MAX_LOOK_MS: Final = 1000
-"""Longest time between two polls, however long kernels may run."""
+"""Longest time between two polls, even if kernels may run for long."""
 
 MIN_LOOK_MS: Final = 5
-"""Shortest time between two polls, however short kernels may run: a poll costs microseconds."""
+"""Shortest time between two polls, even if kernels may run only briefly: a poll costs microseconds."""
 
 
 class KernelWatch:
@@ -399,15 +405,16 @@ class KernelWatch:
         self.is_on = max_kernel_ms > 0
         self._context = context
         self._counters = counters
-        # By stream: the number of its ended launches, and since when (ns) that number has not changed.
+        # By stream: the number of its ended launches, and the time (ns) since which that number has not changed.
         self._running: dict[int, tuple[int, int]] = {}
         self._look_ms = max(MIN_LOOK_MS, min(max_kernel_ms // LOOKS_PER_BOUND, MAX_LOOK_MS))
 
     def poll(self, now_ns: int) -> None:
-        """Show on the control page since when the oldest running kernel has run. Does nothing without a bound."""
+        """Write the start time of the oldest running kernel to the control page. Does nothing without a bound."""
         if not self.is_on:
             return
-        # Streams without a running kernel drop out; a stream with a new number of ended launches starts its time again.
+        # Forget streams without a running kernel. Where the number of ended launches has changed, the time starts
+        # again.
         known, self._running = self._running, {}
         for stream, ended in self._context.running().items():
             seen, since_ns = known.get(stream, (-1, 0))
@@ -415,5 +422,5 @@ class KernelWatch:
         self._counters[Counter.KERNEL_SINCE_NS] = min((since_ns for _, since_ns in self._running.values()), default=0)
 
     def look_after_ms(self) -> int | None:
-        """Return the milliseconds until the next poll, None if nothing runs."""
+        """Return the milliseconds until the next poll; None if no kernel runs."""
         return self._look_ms if self._counters[Counter.KERNEL_SINCE_NS] else None

@@ -1,11 +1,12 @@
-"""The ledger of a session: allocations, regions, modules, graphs, streams, and the bytes that they take of the slice.
+"""A session's ledger: its allocations, regions, modules, graphs and streams, and the bytes of the slice that they take.
 
-An allocation counts with the bytes asked for. The card takes more in addition: rounding to pages, modules, local memory
-of kernels. Up to the lease's allowance the node pays for that; beyond it, the slice does. So a tenant gets all the
-bytes that it asked for, and the card never gives more than the broker admitted.
+An allocation is charged to the slice with the number of bytes that the tenant asked for. The card uses more than that:
+for rounding to pages, for modules, for the local memory of kernels. The node pays for this up to the lease's allowance,
+and the slice pays for the rest. So a tenant gets all the bytes that it asked for, and the card never gives more than
+the broker admitted.
 
 A module's number is never used again. A device pointer becomes valid again only when the driver returns the same
-address again. A number that another session owns is simply unknown here, because each process has one ledger.
+address again. A number of another session is unknown here, because each process has one ledger.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Status
 
 MAX_ALLOCATIONS: Final = 65_536
-"""Most live allocations of a session. Stops a loop of one-byte allocations: each costs the driver far more."""
+"""Most live allocations of a session. Stops a loop of one-byte allocations, each of which costs the driver far more
+than a byte."""
 
 MAX_MODULES: Final = 1024
 """Most loaded modules of a session: each costs host memory, which no slice bounds."""
 
 MAX_IMAGE_BYTES: Final = 256 << 20
-"""Most bytes of images loaded at a time: they cost host memory too."""
+"""Most bytes of all images that are loaded at one time: they cost host memory, too."""
 
 
 def invalid_handle(message: str) -> Refused:
@@ -36,7 +38,7 @@ def invalid_handle(message: str) -> Refused:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModule:
-    """A module, its image's size, its holder, and the addresses of variables that the tenant has asked for."""
+    """A module, its image's size, its holder, and the addresses of the variables that the tenant has looked up."""
 
     module: DriverModule
     image_bytes: int
@@ -46,7 +48,7 @@ class LoadedModule:
 
 @dataclass(slots=True)
 class ChargedRegion:
-    """A region: what it takes of the slice now, its size, and the check before a copy or a graph uses it.
+    """A region: the bytes of the slice that it takes now, its size, and the check before a copy or a graph uses it.
 
     Attributes:
         check: Raises Refused unless the region is active.
@@ -62,12 +64,12 @@ def _keep_all(most_bytes: int) -> None: ...
 
 
 class Dependents:
-    """Callbacks for objects that must be notified when something of the session is released.
+    """Callbacks of objects that must be notified when an allocation, a region or a module is released.
 
-    Most of what a session has is without dependents: then a lookup in an empty map is the whole cost.
+    Most of these have no dependents; then the only cost is a lookup in an empty map.
 
     Args:
-        on_add: Called with each thing that gets a dependent.
+        on_add: Called with the number of each thing that gets a dependent.
     """
 
     def __init__(self, on_add: Callable[[int], None] = lambda thing: None) -> None:
@@ -78,7 +80,7 @@ class Dependents:
         return thing in self._callbacks
 
     def add(self, thing: int, dependent: int, on_release: Callable[[str], None]) -> None:
-        """Have `on_release` called, with the thing in words, once `thing` is released."""
+        """Call `on_release`, with a description of `thing`, when `thing` is released."""
         self._callbacks.setdefault(thing, {})[dependent] = on_release
         self._on_add(thing)
 
@@ -97,19 +99,20 @@ class Dependents:
 
 
 class Ledger:
-    """A session's allocations and modules, and the bytes that everything takes.
+    """A session's allocations, regions and modules, and the bytes that these, graphs and streams take.
 
     Args:
-        slice_bytes: The lease's bytes of the card.
-        allowance_bytes: What the card may take in addition without being charged to the slice.
+        slice_bytes: Size of the lease's slice of the card.
+        allowance_bytes: Bytes that the card may take in addition to allocations before the slice is charged.
         page_bytes: The card's page size.
 
     Attributes:
-        used_bytes: All live allocations, with the bytes asked for.
-        rounding_bytes: What the card takes beyond those; the driver knows, and SessionResources updates it.
-        make_room: Called before the card takes more, with how many bytes the driver may still keep for later.
+        used_bytes: Sum of all live allocations, each with the bytes that the tenant asked for.
+        rounding_bytes: Bytes that the card takes beyond those by rounding; SessionResources sets it to the driver's
+          figure.
+        make_room: Called before the card takes more memory, with the number of bytes that the driver may keep cached.
         records: The allocations for which native code serves copies.
-        holder: The holder of what is made now: the connection that is served.
+        holder: The holder of objects made now: that of the connection that is being served.
         allocation_dependents: Callbacks for the freeing of an allocation, by its handle.
         module_dependents: Callbacks for the unloading of a module, by its number.
     """
@@ -119,14 +122,14 @@ class Ledger:
         self.used_bytes = 0
         self.rounding_bytes = 0
         self.make_room: Callable[[int], None] = _keep_all
-        # Bytes that the card takes in addition to allocations; the allowance covers the first of them.
+        # Bytes that the card may take in addition to allocations before the slice is charged.
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
-        # Modules: bytes in pages of their own, in pages they share, and the maximum so far in shared pages.
+        # Modules: bytes in pages of their own, bytes in pages that they share, and the latter's maximum so far.
         self._own_bytes = 0
         self._shared_bytes = 0
         self._most_shared_bytes = 0
-        # What the context keeps until its end: for kernels and their system calls, for streams, for graphs.
+        # Bytes that the context keeps until its end: for kernels and their system calls, for streams, for graphs.
         self._kept_bytes = 0
         self._streams_bytes = 0
         self._graph_bytes = 0
@@ -135,12 +138,12 @@ class Ledger:
         self.holder = Holder()
         self.allocation_dependents = Dependents(on_add=self.records.hide)
         self.module_dependents = Dependents()
-        # By address: sizes of allocations, and their holders.
+        # By address: the sizes of allocations, and their holders.
         self._allocations: dict[int, int] = {}
         self._holders: dict[int, Holder] = {}
         # By address: the sizes of modules' variables, which count with their modules.
         self._variables: dict[int, int] = {}
-        # By address: what each region takes of the slice, its size, and the check before it is used.
+        # By address: the regions.
         self._regions: dict[int, ChargedRegion] = {}
         self._modules: dict[int, LoadedModule] = {}
         self._image_bytes = 0
@@ -153,7 +156,7 @@ class Ledger:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that may still be taken in addition to allocations; negative if too much is taken."""
+        """Bytes that the card may still take beyond the allocations; negative if it has taken too much."""
         return self.slice_bytes + self._allowance_bytes - self.used_bytes - self._besides_bytes
 
     @property
@@ -163,9 +166,9 @@ class Ledger:
 
     @property
     def _besides_bytes(self) -> int:
-        # Shared pages are charged at their maximum, because one small module keeps a whole page from being released.
+        # Charge shared pages at their maximum, because one small module keeps a whole page from being released.
         modules_bytes = self._own_bytes + self._most_shared_bytes
-        # Graphs are charged at their maximum, too: the driver keeps their memory for the next ones.
+        # Charge graphs at their maximum, too: the driver keeps a destroyed graph's memory for the next graphs.
         graphs_bytes = -(-self._most_graph_bytes // self._page_bytes) * self._page_bytes
         return self.rounding_bytes + modules_bytes + self._kept_bytes + self._streams_bytes + graphs_bytes
 
@@ -181,7 +184,7 @@ class Ledger:
                     hint="Free some, or allocate fewer and larger ones.",
                 )
             )
-        # Both bounds: what the tenant sees as free, and whole pages on the card.
+        # Check both bounds: the bytes that the tenant sees as free, and whole pages on the card.
         free_bytes = self.slice_bytes - self.charged_bytes
         if size_bytes > free_bytes or size_bytes + -size_bytes % self._page_bytes > self.room_bytes:
             raise Refused(
@@ -218,7 +221,7 @@ class Ledger:
 
     def check_free(self, handle: int) -> None:
         """Raise Refused unless the handle is an allocation that the tenant may free."""
-        # Regions and variables are handles, too, but end in other ways.
+        # Addresses of regions and variables are handles, too, but MEM_FREE does not release them.
         if handle in self._regions:
             raise Refused(
                 Failure(Status.INVALID_HANDLE, f"{handle:#x} is a region", hint="Free a region by its lease id.")
@@ -230,14 +233,14 @@ class Ledger:
         self._size_of(handle)
 
     def show(self, handle: int) -> None:
-        """Have native code serve copies of an allocation; Python serves everything else that has a handle."""
+        """Let native code serve copies of an allocation. Copies of regions and variables are served by Python."""
         size_bytes = self._allocations.get(handle)
         if size_bytes is not None:
             self.records.show(handle, size_bytes, is_reusable=handle not in self.allocation_dependents)
 
     def remove_allocation(self, handle: int) -> None:
         """Record that the driver freed an allocation, and call its dependents."""
-        # Native code must not serve the handle any more before anything else happens to it.
+        # Before anything else, native code must stop serving the handle.
         self.records.hide(handle)
         self._freed(handle)
         size_bytes = self._allocations.pop(handle)
@@ -245,9 +248,9 @@ class Ledger:
         self.used_bytes -= size_bytes
 
     def reuse_allocation(self, handle: int) -> int:
-        """Record that an allocation was freed and replaced by another of its size; return that size in bytes.
+        """Record that an allocation was freed and replaced by one of the same size; return that size in bytes.
 
-        Native code does the same for an allocation without dependents: its holder stays.
+        Native code does the same for an allocation without dependents, where the holder stays the same.
         """
         self._freed(handle)
         return self._allocations[handle]
@@ -281,13 +284,13 @@ class Ledger:
         self.used_bytes += size_bytes
 
     def void_region(self, address: int, what: str) -> None:
-        """Call the dependents of a region at the beginning of its end."""
+        """Notify the dependents of a region whose end begins."""
         self.allocation_dependents.released(address, what)
 
     def end_region(self, address: int, kept_bytes: int) -> None:
-        """Record that a region's memory was released to the card, except for these bytes in its place."""
+        """Record that a region's memory was released to the card. `kept_bytes` stay mapped in its place."""
         region = self._regions[address]
-        # The difference: the scratch stays, the rest is back on the card.
+        # Only `kept_bytes` stay charged; the rest is back on the card.
         self.used_bytes += kept_bytes - region.charged_bytes
         region.charged_bytes = kept_bytes
         region.has_ended = True
@@ -301,7 +304,7 @@ class Ledger:
         return self._regions[address].charged_bytes
 
     def remove_region(self, address: int) -> None:
-        """Record that an ended region's last bytes were released."""
+        """Record that the last bytes of an ended region were released."""
         self.used_bytes -= self._regions.pop(address).charged_bytes
 
     def check_load(self, image_bytes: int) -> None:
@@ -321,7 +324,7 @@ class Ledger:
 
         Also raises what `make_room` raises. The bytes are those of `DriverModule`.
         """
-        # What it takes beyond what is charged already: its own pages, new shared pages, new kept memory.
+        # Its bytes beyond those that are charged already: its own pages, new shared pages, new kept memory.
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
         more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
         if more_bytes > max(0, self.room_bytes):
@@ -330,12 +333,12 @@ class Ledger:
                 f"the slice has room for {max(0, self.room_bytes)}",
                 hint="Free something, make its variables smaller, or acquire a lease with more min_vram.",
             )
-        # Room on paper may be in the driver's cache, so it is released first.
+        # Memory that the ledger counts as free may be in the driver's cache, so have the driver release it first.
         self.make_room(self.room_bytes - more_bytes)
 
     def check_graph(self, device_bytes: int) -> None:
         """Raise Refused unless there is room for a graph that takes `device_bytes` of the card."""
-        # Only graphs beyond the maximum so far take more of the card.
+        # Only what exceeds the maximum so far takes more memory of the card.
         more_bytes = self._graph_bytes + device_bytes - self._most_graph_bytes
         if more_bytes > max(0, self.room_bytes):
             raise Refused(
@@ -348,7 +351,7 @@ class Ledger:
         self.make_room(self.room_bytes - max(0, more_bytes))
 
     def allows(self, device_bytes: int) -> bool:
-        """Return whether the card may take so much more for graphs without any charge to the slice."""
+        """Return whether the card may take `device_bytes` more for graphs without any charge to the slice."""
         pages_bytes = -(-device_bytes // self._page_bytes) * self._page_bytes
         return self._besides_bytes + pages_bytes <= self._allowance_bytes
 
@@ -357,7 +360,7 @@ class Ledger:
         self._most_graph_bytes = max(self._most_graph_bytes, self._graph_bytes)
 
     def remove_graph(self, device_bytes: int) -> None:
-        """Record that a graph is gone; the driver keeps its bytes for the next one."""
+        """Record that a graph was destroyed. The driver keeps its bytes for the next one."""
         self._graph_bytes -= device_bytes
 
     @property
@@ -386,7 +389,7 @@ class Ledger:
             self.add_variable(number, address, size_bytes)
 
     def restore_last_module(self, number: int) -> None:
-        """Never give out a number that a module of this session had in another process."""
+        """Set the highest number that a module had in another process, so that no number is given out twice."""
         self._last_module = max(self._last_module, number)
 
     def variable_size(self, address: int) -> int:
@@ -414,11 +417,11 @@ class Ledger:
         return self._kept_bytes
 
     def restore_kept(self, kept_bytes: int) -> None:
-        """Undo a charge: the context did not take what was charged beyond these bytes."""
+        """Undo a charge: the context has taken only `kept_bytes`."""
         self._kept_bytes = kept_bytes
 
     def charge_kept(self, kept_bytes: int) -> None:
-        """Charge what the context keeps for kernels, `kept_bytes` in all.
+        """Charge `kept_bytes`, the total of what the context keeps for kernels.
 
         Raises DriverError if there is no room, and what `make_room` raises.
         """
@@ -429,13 +432,16 @@ class Ledger:
                 f"thread the card can hold; the slice has room for {max(0, self.room_bytes)}",
                 hint="Use less local memory (arrays in kernels, deep stacks), or acquire a lease with more min_vram.",
             )
-        # Each kernel's figure is a total, so only the difference to the largest one so far counts.
+        # Each kernel's figure is a total, so charge only the difference to the largest total so far.
         if more_bytes > 0:
             self.make_room(self.room_bytes - more_bytes)
         self._kept_bytes = max(self._kept_bytes, kept_bytes)
 
     def charge_streams(self, streams_bytes: int) -> None:
-        """Charge what the context keeps for streams, `streams_bytes` in all; none are released. Raises Refused."""
+        """Charge `streams_bytes`, the total of what the context keeps for streams and never releases.
+
+        Raises Refused.
+        """
         more_bytes = streams_bytes - self._streams_bytes
         if more_bytes > max(0, self.room_bytes):
             raise Refused(
@@ -450,7 +456,7 @@ class Ledger:
 
     def add_module(self, module: DriverModule, image_bytes: int) -> int:
         """Record a module that the driver loaded; return its number."""
-        # In the order of the fields above: own pages, shared pages, kept memory.
+        # In the order of the fields: own pages, shared pages, kept memory.
         self._own_bytes += module.device_bytes - module.shared_bytes
         self._shared_bytes += module.shared_bytes
         self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
@@ -475,7 +481,7 @@ class Ledger:
     def remove_module(self, number: int) -> None:
         """Record that the driver unloaded a module, and call its dependents."""
         loaded = self._modules.pop(number)
-        # Variables end with their module; graphs that copy to them become void.
+        # A module's variables end with it; graphs that copy to them become void.
         for address in loaded.variables:
             del self._variables[address]
             self.allocation_dependents.released(address, f"the variable {address:#x} of an unloaded module")
@@ -483,12 +489,12 @@ class Ledger:
         self._image_bytes -= loaded.image_bytes
         self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
         self._shared_bytes -= loaded.module.shared_bytes
-        # With the last module the driver releases the shared pages, and not before.
+        # The driver releases the shared pages only with the last module.
         if not self._modules:
             self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
-        # In order of frequency. No size is 0, so `or` continues with the variables.
+        # Look up in order of frequency. No size is 0, so `or` continues with the variables if it is no allocation.
         size_bytes = self._allocations.get(handle) or self._variables.get(handle)
         if size_bytes is None:
             region = self._regions.get(handle)

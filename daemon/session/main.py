@@ -38,23 +38,23 @@ from gpulease.protocol.opcodes import SubmitOption
 from gpulease.protocol.primitives import Tlv
 
 WARM_NAME = "gpul-warm"
-"""Process name, for ps(1), of a worker without a lease."""
+"""Name that ps(1) shows for a worker without a lease."""
 
 SUBMIT_NAME = "gpul-submit"
 
 HOLD_SPIN_NS: Final = 1_000_000
-"""For how long native code spins while launches are held back for a neighbour or for a short queue: both take
-microseconds. Then the broker is served."""
+"""Time for which native code spins while launches are held back, for a neighbour's turn or until the queue is shorter:
+both take microseconds. After that time the worker's loop serves the broker."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scrubbed:
-    """A worker after a lease that left nothing behind.
+    """The state of a worker after a lease that left nothing behind.
 
     Attributes:
         page_fds: The control pages of the next lease.
-        opening: Makes the context again, once the next lease's slice is known.
-        held_bytes: Bytes that the session's ledger still counts.
+        opening: Opens the context again, once the size of the next lease's slice is known.
+        held_bytes: Bytes that the ended session's ledger still counted.
     """
 
     page_fds: PageFds
@@ -63,7 +63,7 @@ class _Scrubbed:
 
 
 def run_lease_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Run as the worker of one lease, in a process just forked and sandboxed; return how to exit."""
+    """Run as the worker of one lease, in a newly forked and sandboxed process. Returns how to exit."""
 
     def serve(page: WorkerPage, output: CapturedOutput) -> WorkerExit:
         served = _serve(
@@ -75,7 +75,7 @@ def run_lease_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, p
 
 
 def run_warm_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Run as a warm worker, then as the worker of one lease after another, in a process just forked.
+    """Run as a warm worker, then as the worker of one lease after another, in a newly forked process.
 
     Returns how to exit.
     """
@@ -83,8 +83,8 @@ def run_warm_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, pa
     def wait_and_serve(page: WorkerPage, output: CapturedOutput) -> WorkerExit:
         set_name(WARM_NAME)
         try:
-            # The first context and the warm-up pay for everything that is slow the first time. `rewind` then keeps only
-            # what the next context needs.
+            # The first context and the warm-up do everything that is slow the first time. Then `rewind` keeps only what
+            # the next context needs.
             context = driver.open_context(spec.card_uuid, SLICE_BYTES)
             rehearse(context)
             opening = driver.rewind(context)
@@ -101,24 +101,24 @@ def run_warm_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, pa
 def _serve_leases(
     spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, output: CapturedOutput, opening: Opening
 ) -> WorkerExit:
-    """Wait for a lease and serve it; then wait for another, as long as each leaves nothing behind."""
+    """Wait for a lease and serve it; repeat as long as no lease leaves anything behind."""
     while True:
-        # State 1: no lease.
+        # State 1: wait for a lease.
         lease = _await_lease(channel, page)
         if lease is None:
             return WorkerExit.OK
         if lease.card_uuid != spec.card_uuid:
             raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
-        # State 2: a lease, until its session ends.
+        # State 2: serve the lease, until its session ends.
         served = _serve(lease, driver, channel, page, output, partial(opening, lease.size_bytes))
         if isinstance(served, WorkerExit):
             return served
-        # State 3: scrubbed. New control pages, a new opening, and no trace of the lease in the process's name.
+        # State 3: scrubbed. Use new control pages and a new opening, and remove the lease from the process's name.
         set_name(WARM_NAME)
         page.close()
         page, opening = WorkerPage(served.page_fds), served.opening
         close_all([*served.page_fds])
-        # The heap overwrites what it frees. The lease's objects are cycles, so only the collector frees them.
+        # The heap overwrites freed memory. The lease's objects form cycles, so only the collector frees them.
         gc.collect()
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         _tell(channel, Scrubbed("", served.held_bytes))
@@ -128,30 +128,31 @@ def _run(
     serve: Callable[[WorkerPage, CapturedOutput], WorkerExit], channel: socket.socket, page_fds: PageFds
 ) -> WorkerExit:
     try:
-        # Whatever the zygote does with SIGTERM, a worker dies of it.
+        # SIGTERM must end a worker, even if the zygote handles it otherwise.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             page, output = WorkerPage(page_fds), CapturedOutput()
         except OSError as error:
-            # The host has no memory to map them.
+            # The host has no memory to map the pages.
             _tell(channel, Failed(str(error)))
             return WorkerExit.NO_CONTEXT
         # The pages are mapped now, so their descriptors are not needed.
         close_all([*page_fds])
         return serve(page, output)
     except Exception:
-        # A bug of ours: the log gets the traceback, the tenant a lost session, the broker an exit status.
+        # This is a bug of ours: write the traceback to the log. The tenant sees a lost session, the broker an exit
+        # status.
         traceback.print_exc(file=sys.stderr)
         return WorkerExit.BUG
 
 
 def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
-    """Wait until the broker gives this worker a lease, showing signs of life; None if the broker is gone."""
+    """Wait, with heartbeats, until the broker gives this worker a lease; return None if the broker is gone."""
     channel.setblocking(False)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
-        # The heartbeat: the broker kills a warm worker that shows none.
+        # Update the heartbeat: the broker kills a warm worker whose heartbeat stops.
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         if not poll.poll(LOOK_MS):
             continue
@@ -160,7 +161,8 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
         except ChannelClosed:
             return None
         close_all(fds)
-        # Any other message means that the lease it was about to take is over: the broker will kill this process.
+        # Any other message means that the lease that this worker was to serve is over: the broker will kill this
+        # process.
         if isinstance(spec := parse_message(TO_WORKER, message), WorkerSpec):
             return spec
 
@@ -173,12 +175,12 @@ def _serve(
     output: CapturedOutput,
     open_context: Callable[[], Context],
 ) -> WorkerExit | _Scrubbed:
-    # An earlier lease's kernels may have printed until the end of its context; drop that output.
+    # Drop the output of an earlier lease: its kernels may have printed until its context ended.
     output.take()
     is_parkable = spec.is_parkable and not spec.submit_of
     try:
         context = open_context()
-        # Before its first allocation, and before the lease's time begins: a card may not be able to.
+        # Do this before the first allocation, and before the lease's time begins, because the card may not support it.
         if is_parkable:
             context.make_parkable(spec.size_bytes)
     except DriverError as error:
@@ -187,13 +189,13 @@ def _serve(
     set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
     spin_policy = spin_policy_of(spec.waiting)
     context.set_spinning(spins=spin_policy.spins_at_all, yields=spin_policy.yields)
-    # Ready before anything else is made: the lease's time begins, and the rest takes microseconds.
+    # Report Ready first, which starts the lease's time: the rest takes only microseconds.
     _tell(channel, Ready())
-    # From here on: what the session may use, what the client is greeted with, and the server that runs it.
+    # Make the session's ledger and resources, the reply that greets a client, and the server that runs the session.
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
     try:
-        # A one-shot job has another server: it reads its job, runs it, and exits.
+        # A one-shot job has a server of its own kind: it reads the job, runs it, and exits.
         if spec.submit_of:
             number = Tlv(SubmitOption.NUMBER, spec.submit_number.to_bytes(8, "big"))
             welcome = replace(welcome, options=(number, Tlv(SubmitOption.TYPED_VALUES, b"")))
@@ -214,10 +216,10 @@ def _serve(
         server = SessionServer(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()
     except MemoryError:
-        # The operation's own memory is free again by now, but the session may be incomplete.
+        # The failed operation's memory is free again, but the session may be in an incomplete state, so it must end.
         _tell(channel, Faulted("its process found no memory on this host"))
         return WorkerExit.NO_MEMORY
-    # The session is over. Leave nothing behind, or report why something is left.
+    # The session is over. Scrub this process, or report why that failed.
     if server.next_pages is None:
         return WorkerExit.OK
     try:
@@ -229,34 +231,35 @@ def _serve(
 
 
 def _tell(channel: socket.socket, message: Message) -> None:
-    # If the broker is gone, the loop notices that too and exits; or the next broker reads the message.
+    # Ignore the error: if the broker is gone, the loop notices and exits, or the next broker reads the message.
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message.to_map())
 
 
 # --- the scrub ---
-# After a freed lease, release and overwrite everything that it left, so that its context may serve another lease.
-# Anything that can't be undone ends the attempt: a fault, a kernel that keeps running, memory that the driver keeps for
-# good, a module with variables, memory that still has a view. The broker then kills the worker, like any other.
+# After a freed lease, release and overwrite everything that it left, so that this process may serve another lease. The
+# attempt fails if something can't be undone: a fault, a kernel that keeps running, memory that the driver keeps for
+# good, a module with variables, memory that still has a view. Then the broker kills the worker, as after any other
+# lease.
 
 BUSY_S: Final = 0.1
-"""Time for which kernels may still run. The tenant has freed the lease, so usually none does."""
+"""Time for which kernels may still run. The tenant has freed the lease, so usually no kernel runs."""
 
 _STDERR: Final = 2
 
 
 class NotScrubbed(Exception):
-    """Something of the lease is left, or may be left; the message says what."""
+    """Something of the lease is left, or may be left. The message says what."""
 
 
 def scrub(session: Session, context: Context, driver: Driver) -> Opening:
-    """Remove everything of a session; return the opening that makes its context again. Raises NotScrubbed."""
+    """Remove everything of a session; return the opening with which to open a context again. Raises NotScrubbed."""
     # Refuse what would make the scrub worthless.
     if not is_heap_wiped():
         raise NotScrubbed("this process does not overwrite what it frees")
     if not _has_log_reader():
         raise NotScrubbed("it has written more than is logged of one process; the next lease's output would be lost")
-    # In this order: objects of the context, the context itself, which unpins host memory, and then that memory.
+    # Release in this order: objects of the context, the context itself (which unpins host memory), then that memory.
     try:
         session.release(_until(time.monotonic() + BUSY_S))
         opening = driver.recycle(context)

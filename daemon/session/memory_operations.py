@@ -1,11 +1,11 @@
-"""A session's allocations, and copies between them and the host: through the wire, or through the session's arena.
+"""A session's allocations, and copies between them and the host, which use the wire or the session's arena.
 
 The arena is host memory that the client maps too, so that copies through it need no bytes on the wire. It is one sealed
 memfd of a fixed size, made for the first client that asks, and it lives until the worker ends. The kernel allocates its
-pages when they are first touched, and the seal keeps any process from cutting pages off under a mapping. The arena pins
-what is copied before the copy, in extents as large as the copies that come: a pinned copy runs at the bus's speed, and
-pinning costs as much as copying once. Pinned pages are not released before the worker ends, so the arena's size bounds
-what a session can hold of the host's memory.
+pages at first use, and the seal keeps any process from shortening it while it is mapped. Before a copy, the arena pins
+the copied range, in extents as large as the copies: a pinned copy runs at the bus's speed, and pinning costs as much as
+copying once. Pinned pages stay until the worker ends, so the arena's size bounds the host memory that a session can
+hold.
 """
 
 import ctypes
@@ -38,7 +38,8 @@ MIN_PINNED_READ_BYTES: Final = 64 << 10
 """For reads of this size or more, the card copies straight into the pinned memory that the reply is sent from."""
 
 PINNED_REPLY_BYTES: Final = DATA_CHUNK_BYTES + 4096
-"""Size of that memory: a reply of the advised size. It stays pinned, so larger replies use ordinary memory."""
+"""Size of that pinned memory: room for a reply that carries DATA_CHUNK_BYTES. The memory stays pinned, so larger
+replies use ordinary memory."""
 
 
 class MemoryOperations(OperationHandler):
@@ -61,7 +62,7 @@ class MemoryOperations(OperationHandler):
     def alloc(self, frame: Frame) -> bytes:
         (size_bytes,) = parse_fixed(MEM_ALLOC, MemAlloc, memoryview(frame.payload))
         ledger = self._ledger
-        # Check the slice, then take: the driver may first have to release cached blocks.
+        # Check the slice, then allocate: the driver may first have to release cached blocks.
         ledger.check_alloc(size_bytes)
         address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._check_lease)
         ledger.add_allocation(address, size_bytes)
@@ -71,7 +72,7 @@ class MemoryOperations(OperationHandler):
     @serves(Opcode.MEM_FREE)
     def free(self, frame: Frame) -> bytes:
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        # Anything else that has a handle is refused, before the driver is asked.
+        # Refuse the handle of anything but an allocation before the driver is called.
         self._ledger.check_free(handle)
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
@@ -82,7 +83,7 @@ class MemoryOperations(OperationHandler):
     def reuse(self, frame: Frame) -> bytes:
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.check_free(handle)
-        # Dependents are called before the memory changes: what named the old allocation must not use the new one.
+        # `reuse_allocation` notifies the dependents before the memory changes: they must not use the new allocation.
         self._context.mem_reuse(handle, self._ledger.reuse_allocation(handle), self._check_lease)
         self._ledger.show(handle)
         return empty(frame)
@@ -91,7 +92,8 @@ class MemoryOperations(OperationHandler):
     def write(self, frame: Frame) -> bytes:
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
-        # Three ways: from ordinary memory; from pinned memory without a wait; from pinned memory with one.
+        # There are three ways: from ordinary memory, from pinned memory without a wait, and from pinned memory with a
+        # wait.
         if data:
             pinned = self.pinned_buffers.buffer_of(data)
             if pinned is None:
@@ -99,7 +101,7 @@ class MemoryOperations(OperationHandler):
             elif frame.flags:
                 pinned.ticket = self._context.begin_write(address, data, self._check_lease)
             else:
-                # A reply confirms this write and all before it, so wait for it.
+                # The request wants a reply, which confirms this write and all earlier ones, so wait for the copy.
                 self._context.write_pinned(address, data, self._check_lease)
         self._count_copy(len(data))
         self._ledger.show(handle)
@@ -107,7 +109,7 @@ class MemoryOperations(OperationHandler):
 
     @serves(Opcode.MEM_READ)
     def read(self, frame: Frame) -> bytes | memoryview:
-        """Serve MEM_READ. The reply is this object's own memory, invalid at the next read."""
+        """Serve MEM_READ. The reply is in this object's own memory, and invalid from the next read on."""
         handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
         if length > MAX_DATA_BYTES:
             raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
@@ -116,7 +118,7 @@ class MemoryOperations(OperationHandler):
         if not self._has_read:
             self._has_read = True
             self.on_first_read()
-        # The reply is built in place, so the copy goes to where it is sent from.
+        # Build the reply in place: the card copies straight to where it is sent from.
         prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
         is_pinned = MIN_PINNED_READ_BYTES <= length <= DATA_CHUNK_BYTES
         reply = self._reply_memory(len(prefix) + length, is_pinned=is_pinned)
@@ -130,7 +132,7 @@ class MemoryOperations(OperationHandler):
         return reply
 
     def close(self) -> None:
-        """Return all pinned memory to the host; the driver must have unpinned it."""
+        """Return all pinned memory to the host. The driver must have unpinned it before."""
         self.pinned_buffers.close()
         if self._pinned_reply is not None:
             self._pinned_reply.release()
@@ -138,7 +140,7 @@ class MemoryOperations(OperationHandler):
             self._pinned_reply = None
 
     def _reply_memory(self, size_bytes: int, *, is_pinned: bool) -> memoryview:
-        # Pinned memory is made once, of the advised size, and reused.
+        # Pinned memory is allocated once, with PINNED_REPLY_BYTES, and reused.
         if is_pinned:
             if self._pinned_reply is None:
                 self._pinned_map = mmap.mmap(-1, PINNED_REPLY_BYTES)
@@ -152,15 +154,15 @@ class MemoryOperations(OperationHandler):
 
 
 MAX_ARENA_BYTES: Final = 1 << 30
-"""Most host memory of a session's arena, whatever its client asks for. Stops a lease of one byte of VRAM from
-pinning the host's memory; pinned pages can't be swapped out."""
+"""Maximum size of a session's arena, whatever its client asks for. Otherwise a lease of one byte of VRAM could pin all
+of the host's memory, and pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
-"""Least memory pinned at a time. Stops a tenant from making the driver keep records of single pages.
+"""Least memory that is pinned at a time. Otherwise a tenant could make the driver keep a record per page.
 native/serve.ll repeats this number."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
-"""Most memory pinned at a time: it takes 12 ms, and the worker checks the lease between two extents."""
+"""Most memory that is pinned at a time: pinning it takes 12 ms, and the worker checks the lease between two extents."""
 
 Pin = Callable[[memoryview], None]
 
@@ -174,7 +176,7 @@ class SessionArena:
     """
 
     def __init__(self, wanted_bytes: int, pin: Pin, fd: int = -1) -> None:
-        """Raise OSError if the host has no memory for it, or less than a granule is wanted.
+        """Raise OSError if the host has no memory for it, or if less than a granule is wanted.
 
         `fd`: The memfd of an arena that the session had in another process; it belongs to this object.
         """
@@ -182,8 +184,8 @@ class SessionArena:
         if not self.size_bytes:
             raise OSError(f"an arena must have at least {GRANULE_BYTES} bytes, not {wanted_bytes}")
         self._pin_memory = pin
-        # By granule: the end of the pinned extent that contains it, 0 if the granule is not pinned. Native code reads
-        # this, too.
+        # By granule: the end of the pinned extent that contains it; 0 if the granule is not pinned. Native code reads
+        # this as well.
         self._extent_ends = (ctypes.c_uint64 * (self.size_bytes // GRANULE_BYTES))()
         self.fd = sealed_memory("gpulease-arena", self.size_bytes) if fd < 0 else fd
         try:
@@ -204,7 +206,7 @@ class SessionArena:
         return ctypes.addressof(self._extent_ends)
 
     def close(self) -> None:
-        """Unmap and close the arena; the driver must have unpinned all of it."""
+        """Unmap and close the arena. The driver must have unpinned all of it before."""
         self._view.release()
         self._map.close()
         os.close(self.fd)
@@ -214,7 +216,7 @@ class SessionArena:
 
         Raises BodyError if the range is not inside the arena, and what `check_lease` raises between two extents.
         """
-        # The client gives a range of its own mapping, so it is checked before it is pinned.
+        # The range comes from the client, so check it before it is pinned.
         end = offset + length
         if end > self.size_bytes:
             raise BodyError(f"bytes {offset} to {end} are outside the arena of {self.size_bytes} bytes")
@@ -225,7 +227,7 @@ class SessionArena:
         return self._cut(offset, end)
 
     def _cut(self, at: int, end: int) -> Iterator[memoryview]:
-        # A copy across extents becomes several, because each was registered by itself.
+        # Split a copy that spans several extents, because each extent was pinned by itself.
         while at < end:
             until = min(end, self._extent_ends[at // GRANULE_BYTES])
             yield self._view[at:until]
@@ -235,14 +237,14 @@ class SessionArena:
         """Pin each run of granules that is not pinned, from `first` to before `last`."""
         ends = self._extent_ends
         while first < last:
-            # State 1: already pinned, so skip to that extent's end. State 2: gather granules up to the next pinned one.
+            # If the granule is pinned, skip to that extent's end. Otherwise gather granules up to the next pinned one.
             if ends[first]:
                 first = ends[first] // GRANULE_BYTES
                 continue
             after = first
             while after < min(last, first + MAX_EXTENT_BYTES // GRANULE_BYTES) and not ends[after]:
                 after += 1
-            # Pinning takes milliseconds: the lease is checked before each.
+            # Pinning an extent takes milliseconds, so check the lease before each.
             check_lease()
             self._pin_memory(self._view[first * GRANULE_BYTES : after * GRANULE_BYTES])
             ends[first:after] = [after * GRANULE_BYTES] * (after - first)
@@ -278,7 +280,7 @@ class ArenaOperations(OperationHandler):
         self.on_open(self._arena)
 
     def close(self) -> None:
-        """Close the arena; the driver must have unpinned all of it."""
+        """Close the arena. The driver must have unpinned all of it before."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -287,8 +289,8 @@ class ArenaOperations(OperationHandler):
     def write(self, frame: Frame) -> bytes:
         """Serve ARENA_WRITE.
 
-        A quiet request only starts the copy. A later copy in its stream with a reply, or a wait for the stream, waits
-        for this copy too.
+        A quiet request (one without a reply) only starts the copy. A later copy in its stream that has a reply, or a
+        wait for the stream, waits for this copy as well.
         """
         self._copy(frame, self._context.begin_write if frame.flags else self._context.write_pinned)
         return empty(frame)
@@ -305,7 +307,7 @@ class ArenaOperations(OperationHandler):
             copy(address, piece, self._check_lease)
             copied_bytes += len(piece)
         self._count_copy(copied_bytes)
-        # Its memory is pinned now: native code does the next such copy, if a client waits for it.
+        # The memory is pinned now, so native code may do the next such copy that has a reply.
         if not frame.flags:
             self._ledger.show(*HANDLE.unpack_from(frame.payload))
 
@@ -317,7 +319,7 @@ class ArenaOperations(OperationHandler):
         handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, payload)
         if self._arena is None:
             raise BodyError("the session has no arena: request one in ATTACH", Status.UNSUPPORTED)
-        # The device's side is checked as a whole, before the first piece is copied.
+        # Check the whole range on the device before the first piece is copied.
         address = self._ledger.locate(handle, offset, length)
         for piece in self._arena.pieces(at, length, self._check_lease):
             yield address, piece

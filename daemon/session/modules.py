@@ -2,7 +2,7 @@
 
 The types come from an image's PTX text (PTX ISA sections 5.1.6 and 11.1): the drivers know only the parameters' sizes,
 because machine code has no types. A client uses the types to refuse a float where an integer is expected. Nothing else
-depends on them: text that this module can't parse has unknown types.
+depends on them: where this module can't parse the text, the types are unknown.
 """
 
 import re
@@ -34,7 +34,7 @@ from gpulease.protocol.messages import (
 from gpulease.protocol.opcodes import Opcode, ParameterType, Status
 
 SHOWN_NAME_CHARACTERS: Final = 200
-"""Characters of a name in an error. Stops a name of 4 KiB from filling the error's text."""
+"""Most characters of a name that an error shows. Stops a name of 4 KiB from filling the error's text."""
 
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
@@ -44,7 +44,7 @@ class ModuleOperations(OperationHandler):
         super().__init__(resources)
         self._planner = planner
         self._types: dict[int, tuple[bytes, ...]] = {}
-        # The images of a parkable session's modules, which another process would load again.
+        # The images of a parkable session's modules: another process may have to load them again.
         self._images: dict[int, bytes] = {}
 
     @serves(Opcode.MODULE_LOAD)
@@ -52,12 +52,12 @@ class ModuleOperations(OperationHandler):
         image = parse_body(ModuleLoad, frame.payload).image
         number, module = self.load_image(image)
         try:
-            # The reply may be too large, so it is built before the types are kept.
+            # The reply may be too large, so build it before the types are kept.
             reply = done(frame, ModuleLoaded(number, _kernel_entries(module)))
             self._types[number] = parameter_types(image, module.kernels)
             return reply
         except LocalProtocolError as error:
-            # The reply has no room for this many kernels, or for such long names.
+            # The reply has no room for so many kernels, or for such long names.
             self._unload(number)
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
 
@@ -65,7 +65,7 @@ class ModuleOperations(OperationHandler):
     def unload(self, frame: Frame) -> bytes:
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.module(number)
-        # Plans of its kernels must be gone before the module is.
+        # Drop the plans of its kernels before the module is unloaded.
         self._planner.forget()
         self._unload(number)
         return empty(frame)
@@ -80,7 +80,7 @@ class ModuleOperations(OperationHandler):
     def variable(self, frame: Frame) -> bytes:
         wanted = parse_body(VariableName, frame.payload)
         module = self._ledger.module(wanted.module)
-        # A C string ends at its NUL, so the driver would find another variable.
+        # The driver would end a name with a NUL there, and find another variable.
         address, size_bytes = (0, 0) if "\0" in wanted.name else module.variable(wanted.name)
         if not size_bytes:
             raise Refused(
@@ -103,15 +103,15 @@ class ModuleOperations(OperationHandler):
     def load_image(self, image: bytes) -> tuple[int, DriverModule]:
         """Load an image; return its number in the ledger, and the module.
 
-        The compiler's time limit ends when the compiled image is measured, because what follows may wait for kernels.
+        The compiler's time limit ends when the compiled image has been measured, because the rest may wait for kernels.
         """
-        # Step 1: bounds that the image's length alone can exceed.
+        # Step 1: check the bounds that depend only on the image's length.
         self._ledger.check_load(len(image))
         # Step 2: compile, and load after `_admit` has agreed.
         with self._resources.compiling():
             module = self._context.module_load(image, self._admit)
         self._resources.may_have_grown = True
-        # Step 3: count it.
+        # Step 3: record the module in the ledger.
         number = self._ledger.add_module(module, len(image))
         if self._resources.shows_pages:
             self._images[number] = bytes(image)
@@ -119,7 +119,7 @@ class ModuleOperations(OperationHandler):
         return number, module
 
     def image_of(self, number: int) -> bytes:
-        """Return what was loaded as a parkable session's module."""
+        """Return the image from which a parkable session's module was loaded."""
         return self._images[number]
 
     def restore(self, number: int, image: bytes, place: tuple[int, ...], variables: dict[int, int]) -> None:
@@ -130,12 +130,12 @@ class ModuleOperations(OperationHandler):
         self._types[number] = parameter_types(image, module.kernels)
 
     def _admit(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        # Compiling is over: what follows may wait for kernels, which is not the compiler's time.
+        # Compiling is over. Stop its time limit, because the rest may wait for kernels.
         self._counters[_COMPILING_SINCE_NS] = 0
         self._ledger.check_module(device_bytes, shared_bytes, kept_bytes)
 
     def give_back(self, number: int, poll: Poll) -> None:
-        """Unload a module once everything launched before has ended; the plans of its kernels must be forgotten."""
+        """Unload a module once all earlier launches have ended. The plans of its kernels must have been dropped."""
         self._context.module_unload(self._ledger.module(number), poll)
         self._ledger.remove_module(number)
         self._types.pop(number, None)
@@ -166,14 +166,14 @@ _VECTORS: Final = frozenset({b".v2", b".v4", b"["})
 
 
 def parameter_types(image: bytes, kernels: Mapping[str, DriverKernel]) -> tuple[bytes, ...]:
-    """Return the types of all kernels' parameters, in the kernels' order: a `ParameterType` byte for each parameter.
+    """Return, for each kernel in order, the types of its parameters: a `ParameterType` byte for each.
 
-    A kernel that the text declares with another number of parameters has b"". Takes time in proportion to the image.
+    The result is b"" for a kernel that the text declares with another number of parameters. The time is proportional to
+    the image's size.
     """
     declared: dict[str, bytes] = {}
     if not image.startswith(_ELF):
-        # The drivers read PTX up to its NUL.
-        # Comments could contain anything that looks like an entry.
+        # The drivers read PTX up to its first NUL. Comments could contain anything that looks like an entry.
         text = _COMMENT.sub(b" ", image.partition(b"\0")[0])
         declared = {match[1].decode(): _types_of(match[2]) for match in _ENTRY.finditer(text)}
     return tuple(
@@ -188,7 +188,7 @@ def _types_of(parameters: bytes) -> bytes:
 
 def _type_of(parameter: bytes) -> ParameterType:
     words = _WORD.findall(parameter)
-    # More than one type, or a vector or an array, has no single type to report.
+    # With more than one type, a vector or an array, there is no single type to report.
     kinds = [_SCALARS[word] for word in words if word in _SCALARS]
     if len(kinds) != 1 or not _VECTORS.isdisjoint(words):
         return ParameterType.UNTOLD

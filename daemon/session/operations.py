@@ -13,7 +13,7 @@ from gpulease.protocol.framing import Frame
 from gpulease.protocol.lease_options import WorkerOptions
 from gpulease.protocol.opcodes import Opcode
 
-# Plain integers: looking up a member of its enum costs as much as the rest of an increment.
+# Plain integers, because looking up an enum's member costs as much as the rest of an increment.
 _ALLOCATED_BYTES: Final = int(Counter.ALLOCATED_BYTES)
 _MOST_ALLOCATED_BYTES: Final = int(Counter.MOST_ALLOCATED_BYTES)
 _COPIES: Final = int(Counter.COPIES)
@@ -25,11 +25,11 @@ _Result = TypeVar("_Result")
 
 
 NO_OPTIONS: Final = WorkerOptions()
-"""Of a lease that gives no option."""
+"""The options of a lease that sets none."""
 
 
 class LeaseOver(Exception):
-    """Raised out of a wait when the control page shows that the lease is over."""
+    """Raised from a wait when the control page shows that the lease is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,19 +39,22 @@ class SessionResources:
     Attributes:
         ledger: Allocations, modules and their bytes.
         context: The driver's context.
-        check_lease: The `Poll` for every call that may wait; raises LeaseOver once the lease is over.
+        check_lease: The `Poll` to pass to every call that may wait; raises LeaseOver once the lease is over.
         counters: The control page's counters.
         options: The options of its lease.
-        check_sync: The `Poll` of a wait for all launches of a stream or of the session: it also serves the broker.
-        stream: The driver's number of the stream that launches and copies go into now.
-        is_parked: The session's bytes are in host memory: nothing may use the context but what the interface allows.
-        shows_pages: Whether the broker must know what a park would move.
-        keep_fault: Called with a kernel's fault that a call met without a tenant's request, to report it to the tenant.
-        admit_work: Waits until the limits of time admit work of an operation, and counts it as outstanding; for
-          operations that put work on the card only after a while.
-        admit_next: The same for the next part of such work, before the driver gets it.
-        may_have_grown: The context did something after which the card may hold more memory than the ledger counts.
-          `Session.take_growth` resets it.
+        check_sync: The `Poll` of a wait for all launches of a stream or of the session: in addition it serves the
+          broker.
+        stream: The driver's number of the selected stream, into which launches and copies go.
+        is_parked: Whether the session's bytes are in host memory. Then only the calls that the interface allows may use
+          the context.
+        shows_pages: Whether the broker must know how many bytes a park would move.
+        keep_fault: Called with a kernel's fault that a call outside a tenant's request met; it is reported to the
+          tenant.
+        admit_work: Waits until the time limits admit an operation's work, and counts it as outstanding. For operations
+          that put work on the card only after a while.
+        admit_next: Does the same for the next part of such work, before it is passed to the driver.
+        may_have_grown: Whether the context has done something after which the card may hold more memory than the ledger
+          counts. `Session.take_growth` resets it.
     """
 
     ledger: Ledger
@@ -69,8 +72,11 @@ class SessionResources:
     admit_next: Callable[[], None] = keep_waiting
 
     def aside(self, ask: Callable[[], _Result]) -> _Result:
-        """Call the driver for something that the tenant did not request. A fault of its kernels is kept for it."""
-        # A fault met here belongs to an earlier launch, so the question is asked again after it is kept.
+        """Call the driver outside a tenant's request.
+
+        If the tenant's kernels have faulted, keep the fault for the tenant.
+        """
+        # A fault raised here belongs to an earlier launch, so keep it and repeat the call.
         try:
             return ask()
         except KernelFault as fault:
@@ -80,7 +86,7 @@ class SessionResources:
             return ask()
 
     def record_usage(self) -> None:
-        """Show the broker the slice's charged bytes, after the session has taken or released something."""
+        """Write the slice's charged bytes to the control page, after the session has taken or released memory."""
         self.ledger.rounding_bytes = self.context.rounding_bytes
         self.counters[_ALLOCATED_BYTES] = charged = self.ledger.charged_bytes
         if charged > self.counters[_MOST_ALLOCATED_BYTES]:
@@ -90,8 +96,8 @@ class SessionResources:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Show the broker since when the driver compiles, because a compiler can't be interrupted."""
-        # The broker bounds the time from this word on.
+        """Show the broker since when the driver has been compiling: a compiler can't be interrupted."""
+        # The broker limits the time, counted from this value.
         self.counters[_COMPILING_SINCE_NS] = time.monotonic_ns()
         try:
             yield
@@ -99,10 +105,10 @@ class SessionResources:
             self.counters[_COMPILING_SINCE_NS] = 0
 
     def compile_kernel(self, kernel: DriverKernel) -> None:
-        """Compile a kernel before its first launch. Raises LeaseOver if the lease ended meanwhile, or DriverError."""
+        """Compile a kernel before its first launch. Raises DriverError, or LeaseOver if the lease ended during that."""
         with self.compiling():
             has_compiled = self.context.compile_kernel(kernel)
-        # Compiling may have taken long, so the lease is checked before the launch.
+        # Compiling may have taken long, so check the lease again before the launch.
         if has_compiled:
             self.check_lease()
 
@@ -127,7 +133,7 @@ _MARK: Final = "serves"
 
 
 class OperationHandler:
-    """Base of the classes that serve a session's operations, one class for each kind.
+    """Base of the classes that serve a session's operations, one class for each group of operations.
 
     Each method marked `serves` serves one operation, as an `Operation`.
 
@@ -138,7 +144,7 @@ class OperationHandler:
     served: ClassVar[Mapping[Opcode, str]] = {}
 
     def __init_subclass__(cls) -> None:
-        # Only methods of the class itself: a subclass would otherwise serve its base's operations twice.
+        # Take only the methods of the class itself; otherwise a subclass would serve its base's operations twice.
         methods = {name: method for name, method in vars(cls).items() if hasattr(method, _MARK)}
         cls.served = {getattr(method, _MARK): name for name, method in methods.items()}
 

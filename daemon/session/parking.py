@@ -1,13 +1,13 @@
-"""Parking a session: its bytes leave the card for host memory, and come back before its next request is served.
+"""Parks a session: its bytes are moved from the card to host memory, and back before its next request is served.
 
-The broker orders both. The worker does them between two requests, in its own thread: while the session is parked, the
-server holds every connection that sends something, and asks the broker for the return (server.py). So neither native
-code nor an operation can meet a parked session, and one that is not parked pays nothing.
+The broker orders both moves. The worker makes them between two requests, in its own thread. While the session is
+parked, the server holds every connection that sends something, and asks the broker for the return (server.py). So
+neither native code nor an operation ever runs on a parked session, and a session that is not parked pays nothing.
 
-The host memory. The broker gives it ahead of the first park. Fresh memory is slow: the host needs 0.2 to 0.8 s for a
-GiB until it is there, and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate the part that the
-session needs now, and the worker's loop pins it, one small part at a time while nothing else is to be done. A park that
-comes too early does the rest by itself. The memory stays for the next park.
+The host memory. The broker provides it before the first park. Fresh memory is slow: for a GiB, the host needs 0.2 to
+0.8 s to allocate it and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate as much of it as the
+session needs at present, and the worker's loop pins that, one small part at a time, while it has nothing else to do. A
+park that comes before this is complete does the rest itself. The memory stays for the next park.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 
 POPULATING_THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
-"""Threads that populate host memory: a quarter of the cores, and at most four, for more gained nothing (H200)."""
+"""Threads that populate host memory: a quarter of the cores, and at most four, because more gained nothing (H200)."""
 
 IDLE_NS: Final = 50_000_000
 """Time without a request after which the worker's loop pins host memory: each step delays a request by up to 3 ms."""
@@ -55,10 +55,11 @@ PINS_PAUSE_MS: Final = 5
 """Sleep of the worker's loop between two steps of the preparation while the threads are behind."""
 
 WANTED_AGAIN_NS: Final = 1_000_000_000
-"""Time after which a wish to return is repeated: the broker that got it may be gone."""
+"""Time after which a request to return is repeated: the broker that received it may be gone."""
 
 HELD_LOOK_MS: Final = 100
-"""Longest sleep while requests wait for a return: so late do they learn of a deadline that no broker reports."""
+"""Longest sleep while requests wait for a return. If no broker reports a deadline, they are refused this much too late
+at most."""
 
 _PARKED: Final = Failure(
     Status.BUSY,
@@ -71,12 +72,12 @@ _RUNNING: Final = "what it launched has not ended in time"
 
 
 class HostMemory:
-    """Host memory for a session's bytes, in steps of PARK_STEP_BYTES; each is populated, then pinned.
+    """Host memory for a session's bytes, in steps of PARK_STEP_BYTES. Each step is populated, then pinned.
 
     Args:
         fd: The memfd; not needed afterwards.
         size_bytes: Its size.
-        context: Pins it.
+        context: The context that pins it.
 
     Attributes:
         view: All of it.
@@ -89,14 +90,14 @@ class HostMemory:
     def __init__(self, fd: int, size_bytes: int, context: Context) -> None:
         self._map = HugeMapping(fd, size_bytes)
         self.view = self._map.view
-        # For the process that may continue the session.
+        # Keep a descriptor for the process that may continue the session.
         self.fd = os.dup(fd)
         self._context = context
-        # How many steps are wanted, begun, populated up to, and pinned.
+        # Numbers of steps: wanted, begun, populated without a gap, and pinned.
         self._wanted = self._begun = 0
         self._populated: set[int] = set()
         self._pinned = 0
-        # Why the host did not give the memory; "" while it has.
+        # Why the host did not provide the memory; "" if it did.
         self._failure = ""
         self._changed = threading.Condition()
         self._is_closed = False
@@ -113,7 +114,7 @@ class HostMemory:
             self._wanted = steps
             self._changed.notify_all()
         with contextlib.suppress(RuntimeError):
-            # Without a thread the pages are populated when they are pinned.
+            # If no thread can be started, the pages are populated when they are pinned.
             while len(self._threads) < min(POPULATING_THREADS, steps):
                 thread = threading.Thread(target=self._populate, name="gpul-populate", daemon=True)
                 thread.start()
@@ -121,13 +122,13 @@ class HostMemory:
 
     @property
     def is_unprepared(self) -> bool:
-        """Whether something that is wanted is not pinned."""
+        """Whether a wanted step is not pinned yet."""
         return self._pinned < self._wanted and not self._failure
 
     def prepare_step(self) -> int:
         """Pin one step that is populated, if there is one.
 
-        Returns for how many milliseconds the loop may sleep until the next.
+        Returns the number of milliseconds that the loop may sleep before the next step.
         """
         if self._threads and self._pinned not in self._populated:
             return PINS_PAUSE_MS
@@ -181,7 +182,7 @@ class HostMemory:
 
 
 class _Refused(Exception):
-    """The session can't be parked now; `why` and the reason go into the report to the broker."""
+    """The session can't be parked now. `why` and the reason are reported to the broker."""
 
     def __init__(self, why: ParkRefusal, reason: str) -> None:
         super().__init__(reason)
@@ -192,15 +193,16 @@ class SessionParking:
     """Parks one session and brings it back.
 
     Args:
-        resources: The session's.
+        resources: The session's resources.
         is_moving: Returns whether one of its regions is being opened or ended.
         is_lost: Returns whether its context is lost.
-        is_parkable: Whether its lease is, so that the context is, too.
+        is_parkable: Whether its lease is parkable, and hence its context.
 
     Attributes:
         outbox: Messages for the broker.
-        refusal: How a request is refused that can't wait for the return.
-        is_misfit: It came from another process and would not be what it was: nothing of it may be served.
+        refusal: The refusal of a request that can't wait for the return.
+        is_misfit: Whether the session came from another process but could not be restored exactly: none of it may be
+          served.
     """
 
     def __init__(
@@ -231,12 +233,12 @@ class SessionParking:
     # --- host memory ---
 
     def use_memory(self, order: ParkMemoryOrder, fds: list[int]) -> None:
-        """Take the host memory for parks to come, in place of what there was."""
+        """Use this host memory for future parks, in place of any earlier one."""
         if self.is_parked or not self.is_parkable:
             return
         self._drop_memory()
         if len(fds) == 1 and order.size_bytes:
-            # Without memory the next park is refused, which says so.
+            # Without memory the next park is refused, with that reason.
             with contextlib.suppress(OSError):
                 self._memory = HostMemory(fds[0], order.size_bytes, self._context)
 
@@ -247,12 +249,12 @@ class SessionParking:
                 memory.close()
 
     def prepare(self, served_ns: int) -> int | None:
-        """Prepare some of the host memory, if the session has been idle; to be called while nothing else is to be done.
+        """Prepare some of the host memory if the session has been idle. Call this when there is nothing else to do.
 
         Args:
             served_ns: When a request was last served, on the monotonic clock.
 
-        Returns for how many milliseconds the worker may sleep; None if there is nothing to prepare.
+        Returns the number of milliseconds that the worker may sleep; None if there is nothing to prepare.
         """
         if self._memory is None or self.is_parked:
             return None
@@ -267,7 +269,7 @@ class SessionParking:
     def park(self, order: ParkOrder) -> None:
         """Park the session, and report to the broker that it is parked, or why it can't be."""
         if self.is_parked and self._report is not None:
-            # A broker that repeats its order, or that took over: the same park, under its number.
+            # The broker repeats its order, or is a new one: report the same park again, under the order's number.
             self._enter(ParkedReport(order.number, self._report.moved_bytes, 0, 0, 0, 0, self._report.kept_bytes))
             return
         try:
@@ -286,26 +288,27 @@ class SessionParking:
             self._enter(report)
 
     def _park(self, order: ParkOrder) -> ParkedReport:
-        """Move the bytes to host memory. Raises _Refused, LeaseOver or DriverError; nothing has changed then."""
+        """Move the bytes to host memory. Raises _Refused, LeaseOver or DriverError, and then has changed nothing."""
         began_ns, context, memory = time.monotonic_ns(), self._context, self._memory
-        # Step 1: what prevents it.
+        # Step 1: refuse if something prevents the park.
         if not self.is_parkable:
             raise _Refused(ParkRefusal.NOT_PARKABLE, "its lease is not parkable")
         if self._is_lost():
             raise _Refused(ParkRefusal.LOST, "its context is lost")
         if self._is_moving():
             raise _Refused(ParkRefusal.REGIONS, "one of its regions is being opened or ended")
-        # All that is missing of the host memory is populated meanwhile, by several threads.
+        # Start the threads that populate the missing host memory; they run during the next steps.
         if memory is not None:
             memory.want(context.pages_bytes)
-        # Step 2: a wait for what is in flight. A fault of it is the tenant's, and does not prevent the park.
+        # Step 2: wait for the work in flight. If it faults, the fault is kept for the tenant and does not prevent the
+        # park.
         self._resources.aside(lambda: context.sync(lambda: self._check_time(order.until_ns)))
         context.trim(0, self._resources.check_lease)
         self._resources.record_usage()
         if memory is None or len(memory.view) < context.pages_bytes:
             raise _Refused(ParkRefusal.NO_MEMORY, "it has no host memory, or too little")
         waited_ns = time.monotonic_ns() - began_ns
-        # Step 3: the move. The driver's free figure, before and after, is what the broker compares with the bytes.
+        # Step 3: move the bytes. The broker compares them with the driver's free memory before and after.
         before_bytes = context.free_bytes()
         moved = context.park(memory.view, memory.ready, self._resources.check_lease)
         shown_bytes = context.free_bytes() - before_bytes
@@ -327,7 +330,7 @@ class SessionParking:
             raise _Refused(ParkRefusal.RUNNING, _RUNNING)
 
     def _enter(self, report: ParkedReport) -> None:
-        # From here on the server holds all requests.
+        # From now on the server holds all requests.
         self._resources.is_parked, self._report = True, report
         self._counters[Counter.PARK_NUMBER] = report.number
         self.outbox.append(report)
@@ -344,7 +347,7 @@ class SessionParking:
             return
         try:
             moved = self._context.unpark(self._resources.check_lease)
-            # A session that came from another process is whole only now.
+            # A session that came from another process becomes complete only now.
             if self._finish is not None:
                 self._finish()
                 self._finish = None
@@ -364,11 +367,11 @@ class SessionParking:
     # --- leaving the process ---
 
     def leave(self, order: LeaveOrder) -> tuple[HostMemory, ParkedReport]:
-        """Return the host memory and the park of a session that is ordered to leave. Raises CantLeave."""
+        """Return the host memory and the park's report for a session that is ordered to leave. Raises CantLeave."""
         if not self.is_parked or self._memory is None or self._report is None or order.number != self._number:
             raise CantLeave("it is not in that park", is_lasting=False)
-        # After a return that failed, or that the broker refused, this process lacks the graphs and variables of the
-        # image that it came with.
+        # The session came from another process and has not returned yet (the return failed, or the broker refused it):
+        # this process lacks the graphs and variables of its image.
         if self._finish is not None:
             raise CantLeave("it came from another process and must return to its card once before", is_lasting=False)
         return self._memory, self._report
@@ -377,18 +380,18 @@ class SessionParking:
         self.outbox.append(message)
 
     def adopt(self, number: int, fd: int, size_bytes: int, image: SessionImage, finish: Callable[[], None]) -> None:
-        """Enter the park of a session that has left its process.
+        """Take over the park of a session that has left another process.
 
         Args:
             number: The park's number.
             fd: The session's host memory, of `size_bytes`.
             size_bytes: Its size.
             image: The session's image.
-            finish: Called after each return, until it succeeds, for what needs the session's bytes. Raises
+            finish: Called after each return, until it succeeds, to restore what needs the session's bytes. Raises
                 ImageMismatch.
 
         Raises:
-            ImageMismatch: The context is not as it was, or the host memory can't be mapped.
+            ImageMismatch: The context does not match the image, or the host memory can't be mapped.
         """
         if self.is_parked or not self.is_parkable or image.number != number:
             raise ImageMismatch("the image is not that of this park")
@@ -404,21 +407,21 @@ class SessionParking:
         self._finish = finish
 
     def refuse_return(self, order: RefuseReturn) -> bool:
-        """Use the broker's reason for the requests that wait; False if the session is not in that park."""
+        """Refuse the requests that wait with the broker's reason; return False if the session is not in that park."""
         if not self.is_parked or order.number != self._number:
             return False
         self.refusal, self._wanted_ns = replace(_PARKED, message=order.reason), None
         return True
 
     def want(self) -> None:
-        """Ask the broker for the return, because something waits for it; again if it has not answered for long."""
+        """Ask the broker for the return, because a request waits for it. Repeat this if there is no answer for long."""
         now_ns = time.monotonic_ns()
         if self._wanted_ns is None or now_ns - self._wanted_ns >= WANTED_AGAIN_NS:
             self._wanted_ns = now_ns
             self.outbox.append(ReturnWantedReport(self._number))
 
     def forget_wish(self) -> None:
-        """Ask at once when something waits again: what waited was answered."""
+        """Forget the request to return, because what waited was answered: the next one is sent at once."""
         self._wanted_ns = None
 
     @property
@@ -426,5 +429,5 @@ class SessionParking:
         return 0 if self._report is None else self._report.number
 
     def close(self) -> None:
-        """Give the host memory back. Raises BufferError if it is used."""
+        """Return the host memory. Raises BufferError if it is in use."""
         self._drop_memory()

@@ -1,25 +1,25 @@
-"""The memory of a session's regions, opened and removed on the broker's orders, and the slice that it counts in.
+"""Opens and removes the memory of a session's regions on the broker's orders, and resizes the slice.
 
 The end of a region never blocks the worker's loop. `RegionMemory.end` begins it, and the loop calls `advance` until it
 is over:
 
 0. A launch that was in flight when the region's word changed may just have been refused. Its tenant asks for the
-   outcome within microseconds, and gets the answer first: each step below keeps the worker for longer than that.
-1. The launches and copies that named the region end, in all streams where there were any. If they don't within the
-   grace, the worker reports it, and the broker ends the lease.
-2. What else runs ends, or QUIET_WAIT_NS passes. A kernel that uses the region without having named it should not run at
-   the moment at which the region's memory is replaced: on CUDA that can cost the context. Meanwhile the card zeroes
-   what will stay in the region's place.
-3. The tenant's next launch is refused and the refusal has been reported, or TELL_WAIT_NS is over: removing memory keeps
-   the worker from its requests for longer than both take.
+   outcome within microseconds and must be answered first, because each step below keeps the worker busy for longer.
+1. Wait for the launches and copies that named the region to end, in all streams. If they don't end within the grace,
+   the worker reports that, and the broker ends the lease.
+2. Wait for all other work to end, but for QUIET_WAIT_NS at most. A kernel that uses the region without having named it
+   should not run at the moment when the region's memory is replaced: on CUDA that can cost the context. During this
+   wait the card zeroes the memory that will replace the region's.
+3. Wait until the tenant's next launch has been refused and the refusal reported, but for TELL_WAIT_NS at most: removing
+   memory keeps the worker busy for longer than both of these take.
 4. The driver removes the memory, and the worker reports it.
 
-A region opens in a similar way: the worker maps its memory, and reports it once the card has zeroed it.
+Opening a region is similar: the worker maps its memory, and reports the region as open once the card has zeroed it.
 
-A broker that takes the worker over sends a regions page of its own. A region that had ended according to the earlier
-page has ended, whatever the new page says: the worker then removes its memory without an order, and reports that. It
-does the same with a region that the new page does not have: the earlier broker was killed before its journal had the
-region. So does the worker of a session that comes from another process with regions that have ended meanwhile.
+A new broker that takes over the worker sends a regions page of its own. A region that had ended according to the
+earlier page stays ended, whatever the new page says: the worker removes its memory without an order, and reports that.
+It does the same with a region that the new page lacks, because the earlier broker was killed before it wrote the region
+to its journal; and with regions that ended while the session moved from another process.
 """
 
 import contextlib
@@ -53,20 +53,21 @@ QUIET_WAIT_NS: Final = 1_000_000
 """Longest wait, at the end of a region, for launches that did not name it."""
 
 TELL_WAIT_NS: Final = 200_000
-"""Longest wait, at the end of a region that launches named, for the next of them to be refused and reported. A
-tenant that launches one step after another sends it within microseconds, and asks for the result right after it."""
+"""Longest wait, at the end of a region that launches have named, for the next such launch to be refused and reported. A
+tenant that launches step after step sends the next launch within microseconds, and asks for its result right after
+it."""
 
 SPIN_NS: Final = 1_000_000
-"""Time after each step of a region's end for which the worker polls continuously; after that it polls once a
-millisecond. A step in flight usually takes less; a worker does not take a core for a tenant that runs one long
-kernel."""
+"""Time for which the worker polls continuously after each step of a region's end; then it polls once a millisecond.
+Usually a step takes less. The limit keeps the worker from taking a core while a tenant runs one long kernel."""
 
 UNASKED_GRACE_MS: Final = 1000
-"""The grace of a region that the worker ends by itself: an earlier broker had ended it, or the present one lacks it."""
+"""The grace of a region that the worker ends without an order: an earlier broker had ended it, or the current broker
+does not know it."""
 
 MAX_MAPPED_REGIONS: Final = 4096
-"""Most regions of a session with addresses that it has not released, including ended ones. Stops a tenant from
-filling the driver's tables with regions that it never releases."""
+"""Most regions of a session whose addresses it has not released, including ended ones. Otherwise a tenant could fill
+the driver's tables with regions that it never releases."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +75,10 @@ class _End:
     """A region's end in progress.
 
     Attributes:
-        waits: What has to end before the next step; None before the first one.
-        grace_ms: How long the launches that named the region may take, `stuck_ns` until when.
-        tell_ns: Until when to wait for a refusal that reports the region's end.
-        quiet_ns: Until when to wait for what else runs; 0 while the launches that named the region run.
+        waits: Tickets of the work that has to end before the next step; None before the first one.
+        grace_ms: How long the launches that named the region may take; `stuck_ns` is the time when that is over.
+        tell_ns: Time until which to wait for a refusal that reports the region's end.
+        quiet_ns: Time until which to wait for all other work; 0 while the launches that named the region run.
     """
 
     region: MappedRegion
@@ -89,7 +90,7 @@ class _End:
 
 
 class _NeverDone:
-    """A ticket of work about which nothing is known."""
+    """A ticket of work whose end can't be observed."""
 
     def is_done(self) -> bool:
         return False
@@ -111,7 +112,8 @@ class RegionMemory:
         keeps_failure: Callable[[], bool],
     ) -> None:
         self._resources, self._gate = resources, gate
-        # All calls here are the worker's own, so a fault they meet is kept for the tenant (SessionResources.aside).
+        # No call here belongs to a tenant's request, so a fault that a call meets is kept for the tenant
+        # (SessionResources.aside).
         self._streams, self._call, self._keeps_failure = streams, resources.aside, keeps_failure
         self._by_id: dict[int, MappedRegion] = {}
         self._openings: list[MappedRegion] = []
@@ -134,10 +136,10 @@ class RegionMemory:
     # --- the page ---
 
     def use_page(self, fd: int) -> None:
-        """Use this regions page; it replaces an earlier one, after that was read a last time.
+        """Use this regions page. It replaces an earlier one, which is read one last time before.
 
-        If the descriptor is not such a page, nothing changes: no region opens, and those that exist continue by the
-        earlier page until their deadlines.
+        If the descriptor is not a regions page, nothing changes: no region opens, and existing regions remain valid by
+        the earlier page until their deadlines.
         """
         gate = self._gate
         try:
@@ -146,7 +148,7 @@ class RegionMemory:
             return
         now_ns = time.monotonic_ns()
         earlier = gate.page
-        # Remember what the earlier page says about expired regions, because the new one may not have them.
+        # Record what the earlier page says about ended regions, because the new page may lack them.
         if earlier is not None:
             for region in self._by_id.values():
                 flip = gate.flip_of(region, now_ns)
@@ -161,7 +163,7 @@ class RegionMemory:
             chosen.forget()
         gate.forget_current()
         if earlier is not None:
-            # End what had ended, and what the new broker does not know.
+            # End the regions that had ended, and those that the new broker does not know.
             earlier.close()
             for region in list(self._by_id.values()):
                 if region.ended is not None or page.word(region.slot).number != region.number:
@@ -179,13 +181,13 @@ class RegionMemory:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a region opens or ends, or the broker has not got all reports."""
+        """Return whether a region is being opened or ended, or a report to the broker is still to be sent."""
         return bool(self._ends or self._openings) or self._gate.has_reports
 
     def states(self) -> tuple[list[RegionState], list[list[int]]]:
         """Return all regions that are mapped or that a set names, and for each set the positions of its regions."""
         mapped, ledger = list(self._by_id.values()), self._resources.ledger
-        # A set may name regions whose addresses the session has released: it is refused for them.
+        # A set may name regions whose addresses have been released: launches in it are refused.
         position = {region: at for at, region in enumerate(mapped)}
         sets = [[position.setdefault(one, len(position)) for one in made.regions] for made in self._gate.sets.values()]
         states = [
@@ -212,9 +214,9 @@ class RegionMemory:
         return [(one.region_id, one.address) for one in mapped if not ledger.has_ended(one.address)]
 
     def restore(self, states: Iterable[RegionState]) -> list[MappedRegion]:
-        """Enter the regions that the session had in another process, in the states' order.
+        """Add the regions that the session had in another process, in the order of `states`.
 
-        The context has adopted them. Raises ImageMismatch without the page that has their words.
+        The context must have adopted them. Raises ImageMismatch if the page with their words is missing.
         """
         gate, ledger = self._gate, self._resources.ledger
         if gate.page is None:
@@ -239,7 +241,7 @@ class RegionMemory:
         return restored
 
     def end_by_page(self) -> None:
-        """End the regions that ended, according to the page, while the session had no process."""
+        """End the regions that, according to the page, ended while the session had no process."""
         page = self._gate.page
         for region in list(self._by_id.values()):
             if page is None or region.region_id in self._results:
@@ -255,7 +257,7 @@ class RegionMemory:
         if known is None:
             reason = self._open(asked)
             if reason:
-                # A refusal is the answer; nothing was taken.
+                # Report the refusal; no memory was taken.
                 gate.outbox.append(RegionRefusedReport(asked.region_id, reason))
                 return
             known = self._by_id[asked.region_id]
@@ -265,10 +267,10 @@ class RegionMemory:
         self.advance()
 
     def _open(self, asked: OpenRegionOrder) -> str:
-        """Map memory for a region; return why that failed, or ""."""
+        """Map memory for a region. Returns the reason if that fails, else ""."""
         resources, gate, size_bytes = self._resources, self._gate, asked.size_bytes
         ledger, context = resources.ledger, resources.context
-        # Step 1: what can be refused without the driver.
+        # Step 1: the checks that need no driver.
         granule_bytes = context.region_granule_bytes
         key = (asked.slot, asked.number)
         if gate.page is None or not granule_bytes:
@@ -280,14 +282,14 @@ class RegionMemory:
             )
         if len(gate.regions) >= MAX_MAPPED_REGIONS:
             return f"the session has {MAX_MAPPED_REGIONS} regions, the most allowed; it must release ended ones"
-        # Step 2: room in the slice, then the driver's memory, for which cached blocks may have to go.
+        # Step 2: check the slice's room, then map the driver's memory, which may have to release cached blocks.
         try:
             ledger.check_alloc(size_bytes)
             spare_bytes = ledger.spare_bytes_beside(size_bytes)
             address = self._call(lambda: context.region_open(size_bytes, spare_bytes, resources.check_lease))
         except (Refused, DriverError, LeaseOver) as error:
             return str(error) or "the lease is over"
-        # Step 3: from here on launches and copies can name the region.
+        # Step 3: record the region; from now on launches and copies can name it.
         self._gate.had_any = True
         region = MappedRegion(asked.region_id, asked.slot, asked.number, address, size_bytes)
         self._by_id[asked.region_id] = gate.regions[key] = region
@@ -298,18 +300,21 @@ class RegionMemory:
     # --- the end ---
 
     def end(self, asked: EndRegionOrder) -> None:
-        """Begin a region's end, which `advance` continues; the answer follows. Answers again for one that is over."""
+        """Begin a region's end, which `advance` continues and then reports.
+
+        If it has ended already, report that again.
+        """
         region_id = asked.region_id
-        # The broker may repeat its order, for example after a restart: the same result is reported again.
+        # The broker may repeat its order, for example after a restart; then report the same result again.
         region, result = self._by_id.get(region_id), self._results.get(region_id)
         if region is None:
-            # It never opened here, or the session released it: nothing can reach it.
+            # The region never opened here, or the session has released it, so no launch can use it.
             result = result or RegionEndedReport(region_id, 0, 0, 0)
         if result is not None:
             self._gate.outbox.append(result)
         if region is None or result is not None or region_id in self._ends:
             return
-        # From here on every launch that names the region is refused. Graphs that use it become void.
+        # From now on every launch that names the region is refused. Graphs that use it become void.
         now_ns = time.monotonic_ns()
         flip = self._gate.flip_of(region, now_ns)
         region.end(flip if flip is not None and flip.word in ENDED_WORDS else Flip(RegionWord.REVOKED, now_ns))
@@ -322,7 +327,7 @@ class RegionMemory:
         self.advance()
 
     def poll_ms(self, now_ns: int) -> int | None:
-        """Return for how many milliseconds the worker's loop may sleep.
+        """Return the number of milliseconds that the worker's loop may sleep.
 
         None if no region is opening or ending, and no refusal is still to be reported.
         """
@@ -331,18 +336,21 @@ class RegionMemory:
         return 0 if now_ns < self._spin_until_ns else 1
 
     def advance(self) -> None:
-        """Continue as far as possible without waiting; one call removes at most one region's memory."""
+        """Continue openings and ends as far as possible without waiting.
+
+        One call removes at most one region's memory.
+        """
         now_ns = time.monotonic_ns()
-        # Openings first: they need only a poll of the card.
+        # Continue the openings first: they need only a poll of the card.
         self._tell_of_opened()
         for end in list(self._ends.values()):
-            # A failure waits for its report; removing memory now would delay that.
+            # A failure has yet to be reported to the tenant; removing memory now would delay the report.
             if end.waits is None and self._keeps_failure() and now_ns < end.tell_ns:
                 continue
             try:
                 if self._is_clear(end, now_ns):
                     del self._ends[end.region.region_id]
-                    # Removing memory takes milliseconds, so the connections are served before the next region.
+                    # Removing memory takes milliseconds, so serve the connections before the next region.
                     self._spin_until_ns = now_ns + SPIN_NS
                     self._take_away(end.region)
                     return
@@ -368,7 +376,7 @@ class RegionMemory:
         """Return whether a region's memory may be removed. Raises DriverError."""
         region = end.region
         if end.waits is None:
-            # Mark the streams that may still use the region; what is queued later can't.
+            # Take tickets of all streams that may still use the region. Work that is queued later can't use it.
             end.waits = [*region.tickets, *region.marks.values(), *map(self._mark, region.streams)]
         end.waits = [ticket for ticket in end.waits if not ticket.is_done()]
         # Steps 1 and 2 of the module's description: first the launches that named it, then a short wait for all others.
@@ -377,13 +385,13 @@ class RegionMemory:
                 if now_ns >= end.stuck_ns:
                     self._give_up(end.region, f"a launch that names it has not ended within {end.grace_ms} ms")
                 return False
-            # Zero what stays while the remaining launches end.
+            # While the remaining launches end, zero the memory that stays.
             self._call(lambda: self._resources.context.region_wipe(end.region.address))
             marks = [self._mark(stream) for stream in self._streams()]
             end.waits = [ticket for ticket in marks if not ticket.is_done()]
             end.quiet_ns = now_ns + QUIET_WAIT_NS
             self._spin_until_ns = now_ns + SPIN_NS
-        # A refusal that came in time has the same time to be reported.
+        # A refusal that came in time has TELL_WAIT_NS more to be reported.
         tell_ns = end.tell_ns + (TELL_WAIT_NS if end.region.is_told else 0)
         is_told = now_ns >= tell_ns or (end.region.is_told and not self._keeps_failure())
         is_quiet = not end.waits or now_ns >= end.quiet_ns
@@ -392,10 +400,10 @@ class RegionMemory:
     def _take_away(self, region: MappedRegion) -> None:
         resources = self._resources
         context = resources.context
-        # The driver's free figure, before and after, is what the broker compares with the freed bytes.
+        # The broker compares the freed bytes with the driver's free memory before and after.
         before_bytes = self._call(context.free_bytes)
         returned = self._call(lambda: context.region_end(region.address, resources.check_lease))
-        # A parked session's bytes went back to the card, and were shown, when it was parked.
+        # A parked session's bytes were returned to the card, and shown to the broker, when it was parked.
         is_parked = resources.is_parked
         shown_bytes = returned.freed_bytes if is_parked else self._call(context.free_bytes) - before_bytes
         resources.ledger.end_region(region.address, returned.kept_bytes)
@@ -407,7 +415,7 @@ class RegionMemory:
         self._answer(RegionEndedReport(region.region_id, returned.freed_bytes, returned.kept_bytes, shown_bytes))
 
     def _give_up(self, region: MappedRegion, reason: str) -> None:
-        """Report that a region keeps its memory, for which the broker ends the lease."""
+        """Report that a region's memory can't be removed; the broker then ends the lease."""
         self._ends.pop(region.region_id, None)
         self._answer(RegionStuckReport(region.region_id, reason))
 
@@ -428,7 +436,7 @@ class RegionMemory:
         try:
             return self._mark(stream)
         except DriverError:
-            # Its launches can't be waited for, so the end of a region that they use has to be given up.
+            # There is no way to wait for its launches, so the end of a region that they use has to be given up.
             return _NeverDone()
 
     def _mark(self, stream: int) -> Ticket:
@@ -437,10 +445,13 @@ class RegionMemory:
     # --- the slice ---
 
     def resize(self, asked: ResizeSliceOrder) -> None:
-        """Change the slice's size, and answer. It becomes no smaller than what the session has taken of it."""
+        """Change the slice's size, and report the result.
+
+        It never becomes smaller than the bytes that the session uses.
+        """
         resources, ledger = self._resources, self._resources.ledger
         before_bytes, doubt = ledger.slice_bytes, ""
-        # The new size counts at once, so that `room_bytes` is computed with it; undone if the session has taken more.
+        # Set the new size at once, so that `room_bytes` is computed with it; undo that if the session uses more.
         ledger.slice_bytes = asked.size_bytes
         if asked.size_bytes < before_bytes:
             try:

@@ -1,16 +1,16 @@
-"""A session's regions, and the check of them before each launch and copy that names one.
+"""A session's regions, and the check before each launch or copy that names one.
 
 A region is memory that the broker lets the session use until the region's word on the regions page says otherwise, or
-until its deadline. Launches name a region set: a list of regions, made once. A set that was compared at an epoch of the
-page stays valid until the epoch changes or the earliest of its deadlines comes. So a launch compares two numbers,
-however many regions the set names, and native code can do that (`native/serve.ll`). It does so for the set in use: the
-one that `RegionGate` admitted last, in the stream selected now. If the page has changed, native code compares the set's
-regions, too, and refuses a launch for the first that was revoked; `refuse_revoked` records that afterwards. Python gets
-any other launch, compares the whole set, and records that the set's regions are used in that stream: a region's memory
-is removed only once those launches have ended (`region_memory.py`).
+until its deadline. Launches name a region set: a list of regions, made once. Once all words of a set have been compared
+at an epoch of the page, the set stays valid until the epoch changes or the earliest of its deadlines comes. So a launch
+compares two numbers, however many regions the set names, and native code can do that (`native/serve.ll`). It does so
+for the set in use: the one that `RegionGate` admitted last, in the stream selected now. If the page has changed, native
+code compares the set's regions, too, and refuses a launch for the first that was revoked; `refuse_revoked` records that
+afterwards. Any other launch is served by Python, which compares the whole set and records that its regions are used in
+that stream: a region's memory is removed only once those launches have ended (`region_memory.py`).
 
-The first launch or copy refused for a region reports how the region ended, every later one FENCED. A cancelled region
-has not ended: it is refused as CANCELLED for as long as it is cancelled.
+The first launch or copy that is refused for a region reports how the region ended; every later one reports FENCED. A
+cancelled region has not ended: it is refused as CANCELLED for as long as it is cancelled.
 """
 
 import ctypes
@@ -45,22 +45,23 @@ MAX_REGION_SETS: Final = 4096
 """Most region sets of a session. Stops a loop that makes sets and never releases them."""
 
 MAX_SET_MEMBERS: Final = 65_536
-"""Most regions that all sets of a session name, each counted as often as it is named: a place takes some 100 bytes
-of the host's memory, which no slice bounds."""
+"""Most members of all of a session's sets together: each takes some 100 bytes of the host's memory, which no slice
+bounds."""
 
 MAX_REPEATS: Final = 100
-"""Most refusals of regions within REPEAT_NS that are reported to the broker, in addition to the first for each
-region. Stops a tenant that keeps launching in ended regions from keeping the broker busy."""
+"""Most repeated refusals for regions that are reported to the broker within REPEAT_NS; the first one for each region is
+always reported. Stops a tenant that keeps launching in ended regions from keeping the broker busy."""
 
 REPEAT_NS: Final = 1_000_000_000
 
 TOLD_WAIT_NS: Final = 1_000_000
-"""Longest time for which a refusal waits for the tenant's next request before the broker gets it. A tenant that
-launches one step after another asks within microseconds; watchers must not wait for one that only launches."""
+"""Longest time for which a refusal waits for the tenant's next request before it is reported to the broker. A tenant
+that launches step after step sends one within microseconds; but watchers must not wait for a tenant that only
+launches."""
 
 SETTLE_NS: Final = 2_000_000
-"""Time after a region's word on the page stopped being active for which connections are served in small portions: the
-broker is about to order the region's end, and its bytes should be back within two milliseconds."""
+"""Time for which connections are served in small portions after a region's word on the page has stopped being active:
+the broker is about to order the region's end, and its bytes should be back within two milliseconds."""
 
 NO_EPOCH: Final = (1 << 64) - 1
 """An epoch that no page reaches: a set that was never compared, or no set at all."""
@@ -69,7 +70,7 @@ _U32_MASK: Final = (1 << 32) - 1
 
 
 class Flip(NamedTuple):
-    """The word for which a region is refused, and since when it is there, on the monotonic clock."""
+    """The word because of which a region is refused, and the time when it was set, on the monotonic clock."""
 
     word: RegionWord
     flipped_ns: int
@@ -81,12 +82,13 @@ class MappedRegion:
 
     Attributes:
         number: Its slot's number while the slot belongs to it.
-        streams: The driver's streams in which something that names it may be queued now, or was copied.
-        marks: By stream: what the stream held when the last set that names the region went out of use there.
-        tickets: The work of its streams that were destroyed since.
-        ended: How it ended; None while it has not, as far as the session knows. Never changes again (`end`).
-        is_told: A refusal has reported how it ended: every later one says FENCED.
-        record: The region for native code; None before a set that names it was used.
+        streams: The driver's streams in which work that names it may be queued, or in which it was copied.
+        marks: By stream: a ticket for the work that the stream held when the last set that names the region went out of
+          use there.
+        tickets: Tickets for the work of those of its streams that have been destroyed.
+        ended: How it ended; None while it has not ended, as far as the session knows. Set once (`end`).
+        is_told: Whether a refusal has reported how it ended; every later one reports FENCED.
+        record: The record of the region that native code reads; None until a set that names it is used.
     """
 
     region_id: int
@@ -102,7 +104,7 @@ class MappedRegion:
     record: RegionRecord | None = None
 
     def end(self, flip: Flip) -> None:
-        """Record how it ended. Native code leaves it to Python from now on."""
+        """Record how it ended. From now on native code leaves its refusals to Python."""
         self.ended = flip
         if self.record is not None:
             self.record.active = self.record.revoked = NO_WORD
@@ -117,7 +119,7 @@ class MappedRegion:
 
 
 def end_text(region: MappedRegion) -> str:
-    """Return a region whose end has begun, in words, for what used it."""
+    """Describe a region whose end has begun, for objects that used it."""
     return f"the region {region.region_id:032x}, which has ended"
 
 
@@ -126,7 +128,7 @@ class SetInUse:
 
     Attributes:
         holder: The holder for which it was made.
-        handle: Its handle, `wire` the same as on the wire.
+        handle: Its handle; `wire` has the handle's bytes on the wire.
         regions: The regions, in the order of the request.
         epoch: The page's epoch at which all of them were active; NO_EPOCH if none is known.
         deadline_ns: The earliest of their deadlines then.
@@ -138,14 +140,14 @@ class SetInUse:
         self.holder = holder
         self.handle, self.wire, self.regions = handle, HANDLE.pack(handle), regions
         self.epoch, self.deadline_ns = NO_EPOCH, 0
-        # At least two slots, so that the getter always returns a tuple.
+        # Give the getter at least two slots, so that it always returns a tuple.
         slots = [region.slot for region in regions] * (1 + (len(regions) == 1))
         self._getter = itemgetter(*slots)
         self._active = [word_of(region.number, RegionWord.ACTIVE) for region in regions]
         self._records: ctypes.Array[ctypes.c_uint64] | None = None
 
     def address_of_records(self) -> int:
-        """Return the address of the addresses of its regions' records, for native code."""
+        """Return the address of the list of its regions' record addresses, for native code."""
         if self._records is None:
             addresses = [region.address_of_record() for region in self.regions]
             self._records = (ctypes.c_uint64 * len(addresses))(*addresses)
@@ -154,8 +156,8 @@ class SetInUse:
     def compare(self, page: WorkerRegions, now_ns: int) -> list[MappedRegion]:
         """Compare all words and deadlines; return the regions that may have to be refused.
 
-        Records the epoch if there are none. The epoch is read first, so a change during the comparison shows as a
-        change of the recorded epoch.
+        If there are none, record the epoch. The epoch is read first, so a change during the comparison makes the
+        recorded epoch out of date.
         """
         epoch = page.epoch
         words, deadlines = self._getter(page.words), self._getter(page.deadlines)
@@ -174,19 +176,19 @@ class SetInUse:
 
 
 class RegionGate:
-    """Checks a session's regions before what names them, and makes the refusals.
+    """Checks a session's regions before each operation that names them, and makes the refusals.
 
     Attributes:
         page: The regions page; None before the first region.
-        regions: All regions with addresses that the session has, by slot and number.
-        current: The set that was admitted last, in the stream that is selected now; None if there is none.
-        mark: Returns a ticket for the present work of a stream.
+        regions: All regions whose addresses the session has not released, by slot and number.
+        current: The set that was admitted last in the selected stream; None if there is none.
+        mark: Returns a ticket for the current work of a stream.
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
         launches_begun: Returns how many launches have begun in this burst; see `refuse`.
         outbox: Messages to the broker.
-        untold: Refusals of which neither the tenant nor the broker knows yet; see `note_told`.
+        untold: Refusals that neither the tenant nor the broker has received yet; see `note_told`.
         is_ending: Returns whether a region opens or ends now.
-        is_restoring: Graphs are made again that used regions before: what the page says of those comes later.
+        is_restoring: Whether graphs that used regions are being made again. Then the page's words are not checked yet.
     """
 
     def __init__(self, resources: SessionResources, launches_begun: Callable[[], int]) -> None:
@@ -195,7 +197,7 @@ class RegionGate:
         self.current: SetInUse | None = None
         self.mark: Callable[[int], Ticket] = resources.context.mark
         self.on_change: Callable[[], None] = lambda: None
-        # The stream that the set in use was admitted in.
+        # The stream in which the set in use was admitted.
         self._stream = 0
         self.launches_begun = launches_begun
         self.outbox: deque[Message] = deque()
@@ -213,7 +215,7 @@ class RegionGate:
     # --- checks ---
 
     def admit(self, handle: int, position: int, kernel: str = "") -> None:
-        """Check the regions of a set before a launch, and record that they are used in the present stream.
+        """Check the regions of a set before a launch, and record that they are used in the selected stream.
 
         Raises Refused.
         """
@@ -221,14 +223,14 @@ class RegionGate:
         if chosen is None or self.page is None:
             raise invalid_handle(f"{handle} is not a region set of this session")
         now_ns = time.monotonic_ns()
-        # Compare the whole set only if the page or the clock may have changed something; else the set in use is good.
+        # Compare the whole set only if the epoch or a deadline may have changed something; else the set is still valid.
         if chosen.epoch != self.page.epoch or now_ns >= chosen.deadline_ns:
             if suspects := chosen.compare(self.page, now_ns):
                 self.on_change()
                 self._refuse_first(suspects, kernel, position, now_ns)
         elif chosen is self.current:
             return
-        # Another set, or another stream: from now on an end of these regions must wait for this stream.
+        # If the set or the stream is another one, the end of these regions must wait for this stream from now on.
         if chosen is not self.current:
             self._leave_current()
             self.current, self._stream = chosen, self._resources.stream
@@ -239,7 +241,7 @@ class RegionGate:
     def is_quiet(self, buffer: bytearray, set_at: int) -> bool:
         """Return whether the LAUNCH_IN with its region set at `set_at` of the buffer is admitted without a comparison.
 
-        The reference of what native/serve.ll does.
+        Reference implementation of the check in native/serve.ll.
         """
         current, page = self.current, self.page
         return (
@@ -275,19 +277,19 @@ class RegionGate:
         return tuple(region for region in self.regions.values() if region.address in addresses)
 
     def _refuse_first(self, regions: Iterable[MappedRegion], kernel: str, position: int | None, now_ns: int) -> None:
-        """Refuse for the first of these regions that is not active, if there is one."""
+        """Raise the refusal for the first of these regions that is not active, if there is one."""
         for region in regions:
             flip = self.flip_of(region, now_ns)
             if flip is not None:
                 raise self.refuse(region, flip, kernel, position, now_ns)
 
     def flip_of(self, region: MappedRegion, now_ns: int) -> Flip | None:
-        """Return the word for which a region is refused now; None while it is active."""
+        """Return the word because of which a region is refused now; None while it is active."""
         if region.ended is not None or self.page is None:
             return region.ended
         page, slot = self.page, region.slot
         number, state = page.word(slot)
-        # Another region has its slot by now, so its own end was too long ago to be known.
+        # Another region has this slot now, so this region's end is no longer on the page.
         if number != region.number:
             return Flip(RegionWord.NONE, 0)
         if state is RegionWord.ACTIVE:
@@ -299,7 +301,7 @@ class RegionGate:
         return flip
 
     def refuse_revoked(self, member: int, flipped_ns: int, kernel: str, position: int, seen_ns: int) -> Refused:
-        """Return the refusal that native code has made of a launch in the set in use, and record it for the broker.
+        """Return the refusal of a launch that native code refused in the set in use. Record it for the broker.
 
         Args:
             member: Number of the revoked region in the set.
@@ -321,11 +323,11 @@ class RegionGate:
         """Return the refusal of a launch or a copy because of a region, and record it for the broker.
 
         Its `site` is the number of launches of the session that have begun since the last wait (SYNC, STREAM_SYNC) that
-        was answered, or the last failure that was reported. Launches with and without a set count, in all streams, and
-        each kernel of a graph. If a tenant numbers the launches of a burst from 0, this is the number of the one that
-        did not begin.
+        was answered, or the last failure that was reported. This counts launches with and without a set, in all
+        streams, and each kernel of a graph. If a tenant numbers the launches of a burst from 0, it is the number of the
+        launch that did not begin.
         """
-        # The facts of this refusal, before it changes the region's state.
+        # Read the facts of this refusal before it changes the region's state.
         site, is_repeat, has_ended = self.launches_begun() & _U32_MASK, region.is_told, flip.word in ENDED_WORDS
         failure = region_refusal(
             region.region_id,
@@ -347,24 +349,24 @@ class RegionGate:
         return Refused(failure)
 
     def end_at(self, address: int) -> str:
-        """Return what became of a region, in words; "" unless there is one at that address, and its end has begun."""
+        """Describe the end of the region at this address; "" if there is none, or if its end has not begun."""
         ended = (one for one in self.regions.values() if one.address == address and one.ended is not None)
         region = next(ended, None)
         return "" if region is None else end_text(region)
 
     @property
     def has_reports(self) -> bool:
-        """Return whether the broker has not got all reports about regions."""
+        """Return whether a report about regions is still to be sent to the broker."""
         return bool(self.outbox or self.untold)
 
     def note_told(self, told_ns: int = 0) -> None:
-        """Report all refusals to the broker: the tenant gets them with the reply made at `told_ns`, by default now."""
+        """Report all refusals to the broker. The tenant gets them in the reply made at `told_ns`, by default now."""
         told_ns = told_ns or time.monotonic_ns()
         while self.untold:
             self.outbox.append(replace(self.untold.popleft(), told_ns=told_ns))
 
     def report_overdue(self, now_ns: int) -> None:
-        """Report refusals to the broker that the tenant has not asked about for TOLD_WAIT_NS."""
+        """Report to the broker the refusals that the tenant has not asked about for TOLD_WAIT_NS."""
         while self.untold and now_ns - self.untold[0].seen_ns >= TOLD_WAIT_NS:
             self.outbox.append(self.untold.popleft())
 
@@ -378,12 +380,12 @@ class RegionGate:
         return self._repeats <= MAX_REPEATS
 
     def is_moving(self) -> bool:
-        """Return whether a region has just ended, or opens or ends now, so that the worker should poll soon."""
+        """Return whether a region has just ended, or is being opened or ended, so that the worker should poll soon."""
         # A session that never had a region has the page only for its lease's word.
         if self.page is None or not self.had_any:
             return False
         now_ns, epoch = time.monotonic_ns(), self.page.epoch
-        # A region that opened, or was renewed, raises the epoch too, and no message follows.
+        # An opened or renewed region raises the epoch as well, but then no message follows.
         if epoch != self._seen_epoch:
             self._seen_epoch = epoch
             if not self._are_active():
@@ -391,7 +393,7 @@ class RegionGate:
         return now_ns - self._moved_ns < SETTLE_NS or self.is_ending()
 
     def _are_active(self) -> bool:
-        """Return whether all regions that have their memory are active, by the page."""
+        """Return whether the page shows all regions that have their memory as active."""
         page, has_ended = self.page, self._resources.ledger.has_ended
         return page is None or all(
             page.words[region.slot] == word_of(region.number, RegionWord.ACTIVE) or has_ended(region.address)
@@ -401,7 +403,7 @@ class RegionGate:
     # --- streams ---
 
     def forget_current(self) -> None:
-        """Make Python serve the next launch, because another stream is selected, or a set or the page has changed."""
+        """Make Python serve the next launch, because the selected stream, a set or the page has changed."""
         self._leave_current()
         self.on_change()
 
@@ -409,7 +411,7 @@ class RegionGate:
         """Mark the end of the launches in the set in use, so that no region's end waits for later launches."""
         if self.current is None:
             return
-        # One ticket for all regions of the set: launches queued later don't use them.
+        # One ticket serves all regions of the set: launches that are queued later don't use them.
         regions, self.current = self.current.regions, None
         mark = self.mark(self._stream)
         for region in regions:
@@ -420,7 +422,7 @@ class RegionGate:
         """Record that a stream is about to be destroyed and its number may be used again; its work continues."""
         if stream == self._stream:
             self.forget_current()
-        # Regions know the stream by its number, which a later stream may get.
+        # Regions refer to the stream by its number, which a later stream may get.
         users = [one for one in self.regions.values() if stream in one.streams or stream in one.marks]
         if users:
             ticket = self.mark(stream)
@@ -441,7 +443,7 @@ class RegionOperations(OperationHandler):
 
     @serves(Opcode.REGION_SET)
     def make_set(self, frame: Frame) -> bytes:
-        """Serve REGION_SET. A region that has ended may be named: launches in the set are refused for it."""
+        """Serve REGION_SET. An ended region may be a member: launches in the set are then refused."""
         named = parse_body(RegionSet, frame.payload).regions
         if not named:
             raise BodyError("a region set must name at least one region")
@@ -455,7 +457,7 @@ class RegionOperations(OperationHandler):
                     hint="Free sets that are no longer needed.",
                 )
             )
-        # All members must exist before a number is given out.
+        # Check that all members exist before a handle is given out.
         regions = []
         for ref in named:
             region = gate.regions.get((ref.slot, ref.number))
@@ -469,7 +471,7 @@ class RegionOperations(OperationHandler):
 
     @serves(Opcode.REGION_SET_FREE)
     def free_set(self, frame: Frame) -> bytes:
-        """Serve REGION_SET_FREE. What was launched in the set continues."""
+        """Serve REGION_SET_FREE. Launches that were queued in the set continue."""
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         if handle not in self._gate.sets:
             raise invalid_handle(f"{handle} is not a region set of this session")
@@ -482,16 +484,16 @@ class RegionOperations(OperationHandler):
 
     @property
     def launches_begun(self) -> int:
-        """Launches since the last wait that was answered; see `RegionGate.refuse`."""
+        """Number of launches since the last wait that was answered; see `RegionGate.refuse`."""
         return self._gate.launches_begun()
 
     @property
     def last_set(self) -> int:
-        """The highest handle that a set ever had."""
+        """The highest handle that a region set of this session ever had."""
         return self._last_set
 
     def restore_sets(self, sets: Iterable[tuple[int, list[MappedRegion], Holder]], last_set: int) -> None:
-        """Enter the region sets that the session had in another process: handle, regions and holder of each."""
+        """Add the region sets that the session had in another process: the handle, regions and holder of each."""
         for handle, regions, holder in sets:
             self._gate.sets[handle] = SetInUse(handle, regions, holder)
             self._member_count += len(regions)
@@ -509,9 +511,9 @@ class RegionOperations(OperationHandler):
 
     @serves(Opcode.REGION_REFUSED)
     def note_refusal(self, frame: Frame) -> bytes:
-        """REGION_REFUSED: report a client's refusal to the broker as one of the worker's own.
+        """Serve REGION_REFUSED: report a client's refusal to the broker as one of the worker's own.
 
-        The worker's page decides, not the client: where that region is active here, nothing is reported.
+        The worker's page decides, not the client: if the region is active here, nothing is reported.
         """
         refusal, gate, now_ns = parse_body(RegionRefusal, frame.payload), self._gate, time.monotonic_ns()
         region = gate.regions.get((refusal.slot, refusal.number))

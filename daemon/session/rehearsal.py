@@ -1,10 +1,9 @@
-"""The warm-up of a warm worker: a session without a tenant, so that whatever is slow the first time is already done.
+"""The warm-up of a warm worker: a session without a tenant, which does everything that is slow the first time.
 
 The first compilation in a process took the driver of an H100 28 to 126 ms, depending on how much of its compiler the
-host still had in memory. The first run of any code in a process just forked copies the pages that it writes to. So the
-warm-up does each kind of operation with the code that serves tenants: first with a session alone, then with a server
-that gets a connection with a ring and an arena. In the end it releases everything: a lease notices nothing of it but
-the speed.
+host still had in memory. In a newly forked process, the first run of any code copies the pages that it writes to. So
+the warm-up does each kind of operation with the code that serves tenants: first with a session alone, then with a
+server and a connection that has a ring and an arena. At the end it releases everything: a lease notices only the speed.
 """
 
 import gc
@@ -40,7 +39,7 @@ from gpulease.protocol.opcodes import Flag, Opcode, Status
 SLICE_BYTES: Final = 1 << 20
 
 _COUNTED_BYTES: Final = 1 << 30
-"""The slice that the ledger gets: the image is ours, so nothing has to be bounded."""
+"""The slice's size in the ledger. The image is ours, so no bound is needed."""
 
 _LEASE: Final = 1
 _BYTES: Final = 4096
@@ -48,7 +47,7 @@ _ARENA_BYTES: Final = 4 << 20
 _FAR_NS: Final = 1 << 62
 
 _ROUNDS: Final = 3
-"""Rounds of a launch, a wait and copies, and connections: the interpreter specialises code that has run twice
+"""Number of rounds of launch, wait and copies, and of connections: the interpreter specialises code that has run twice
 (PEP 659)."""
 
 _PTX: Final = b""".version 7.0
@@ -72,9 +71,12 @@ class RehearsalFailed(Exception):
 
 
 def rehearse(context: Context) -> None:
-    """Do each kind of operation on a control page made for it, and release all. Raises RehearsalFailed, DriverError."""
+    """Do each kind of operation, on a control page made for this, and release all.
+
+    Raises RehearsalFailed, DriverError.
+    """
     broker_page = BrokerPage()
-    # A page of its own, with a deadline that never comes.
+    # Use a control page of its own, with a deadline that never comes.
     page = WorkerPage(broker_page.fds)
     try:
         broker_page.set_deadline(_FAR_NS, 1)
@@ -83,9 +85,9 @@ def rehearse(context: Context) -> None:
     finally:
         page.close()
         broker_page.close()
-    # Sessions are cycles, and modules are unloaded with their last reference.
+    # A session's objects form cycles, and modules are unloaded with their last reference, so collect now.
     gc.collect()
-    # The remaining objects live until the process ends, so the collector need not visit it again.
+    # The remaining objects live until the process ends, so the collector need not visit them again.
     gc.freeze()
 
 
@@ -97,7 +99,7 @@ class _Rehearsal:
 
     def run(self) -> None:
         """Send all requests. Raises RehearsalFailed."""
-        # Memory and a module, as nearly every lease begins.
+        # Allocate memory and load a module, as nearly every lease does first.
         buffer = parse_body(Handle, self._ask(Opcode.MEM_ALLOC, MemAlloc(_BYTES))).handle
         module = parse_body(ModuleLoaded, self._ask(Opcode.MODULE_LOAD, ModuleLoad(_PTX))).module
         for number in range(_ROUNDS):
@@ -108,7 +110,7 @@ class _Rehearsal:
         self._ask(Opcode.MEM_FREE, Handle(buffer))
 
     def _round(self, buffer: int, module: int, number: int) -> None:
-        # One of each: copy in, launch, wait, copy out; then check that the kernel ran.
+        # Copy in, launch, wait, copy out; then check that the kernel ran.
         self._ask(Opcode.MEM_WRITE, MemWrite(buffer, 0, bytes(_BYTES)))
         self._ask(Opcode.LAUNCH, _launch(buffer, module, number))
         self._ask(Opcode.SYNC, Empty())
@@ -117,21 +119,21 @@ class _Rehearsal:
             raise RehearsalFailed("a kernel's result is not what it wrote")
 
     def _serve(self, launch: Launch) -> None:
-        """Give a server a connection that has sent quiet launches and a SYNC, and end it."""
-        # The frames that a tenant would have sent after ATTACH.
+        """Run a server with a connection that has sent quiet launches and a SYNC and then ends."""
+        # Build the frames that a tenant would have sent after ATTACH.
         body = build_body(launch)
         sent = b"".join(self._frame(Opcode.LAUNCH, body, int(Flag.QUIET)) for _ in range(_ROUNDS))
         sent += self._frame(Opcode.SYNC, b"")
-        # The server reads the broker's channel: a connection first, then the end.
+        # On the broker's channel, the server first receives the connection, then the channel's end.
         broker, worker = channel_pair()
         tenant, connection = socket.socketpair()
         with worker, tenant:
             with broker, connection:
-                # It asks for all that a client's session asks for.
+                # Ask for all that a client's session asks for.
                 attach = AttachOrder(1, sent, ring=True, arena_bytes=_ARENA_BYTES, owns=True, words=True)
                 send_message(broker, attach.to_map(), (connection.fileno(),))
                 send_message(broker, EndSession().to_map())
-            # It returns once it has served both.
+            # `run` returns once it has served both.
             SessionServer(worker, self._session, AttachReply(_BYTES, "", "", ()), is_shared=False).run()
             if not select.select([tenant], [], [], 0)[0]:
                 raise RehearsalFailed("a connection that was handed over was not answered")
@@ -143,7 +145,7 @@ class _Rehearsal:
 
     def _ask(self, op: Opcode, body: Any) -> memoryview:
         """Send a request; return the payload of its reply. Raises RehearsalFailed."""
-        # Through the same parser and builder as a tenant's request.
+        # Use the same parser and builder as for a tenant's request.
         self._reader.receive_data(self._frame(op, build_body(body)))
         reply = self._session.handle(cast(Frame, self._reader.next_frame()))
         answers = FrameReader(MAX_PAYLOAD_BYTES)

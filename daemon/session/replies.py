@@ -1,4 +1,4 @@
-"""A session's replies: a success as a frame, an error or an ended lease as a failure that a tenant can act on."""
+"""A session's replies: a frame for a success, and for an error or an ended lease a failure that a tenant can act on."""
 
 from typing import Final
 
@@ -16,14 +16,14 @@ _DRIVER_FAILURES: Final = {int(spec.op): spec.driver_failure for spec in SPECS.v
 
 
 def refusal_of(status: Status, reason: str = "") -> Failure:
-    """Return the failure that refuses every operation after the lease's end, with the broker's reason if any."""
+    """Return the failure that every operation gets after the lease's end, with the broker's reason if there is one."""
     message, hint = SESSION_REFUSALS.get(status, ("the lease has ended", "Acquire a new lease."))
     return Failure(status, f"{message}: {reason}" if reason else message, hint=hint)
 
 
 def failure_of(error: Exception, op: int) -> Failure:
     """Return the failure for an operation's error. Raises the error itself if no operation may end with it."""
-    # Special refusals before the general one of the driver.
+    # Match the special errors before the driver's general one.
     match error:
         case Refused():
             return error.failure
@@ -38,7 +38,7 @@ def failure_of(error: Exception, op: int) -> Failure:
     raise error
 
 
-# A plain integer: an operation on an enum's member costs more than the rest.
+# A plain integer, because an operation on an enum's member costs more than the rest.
 _REPLY: Final = int(Flag.REPLY)
 
 NO_NUMBER: Final = bytes(8)
@@ -49,8 +49,8 @@ _EMPTY_REPLIES: Final[dict[int, tuple[int, bytes, bytes]]] = {}
 
 
 _REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status in SESSION_REFUSALS}
-"""By status: the payload. Building one takes ten times as long as everything else between a lease's end and its
-report."""
+"""The refusals' payloads by status. Building one takes ten times as long as everything else between a lease's end and
+its report."""
 
 
 class SyncPattern:
@@ -68,12 +68,12 @@ class SyncPattern:
 
     @property
     def texts(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """The SYNC before and after its request id, then the same of its reply."""
+        """The SYNC's bytes before and after its request id, then those of its reply."""
         return self._front, self._tail, self._reply_front, self._reply_tail
 
     def number(self, reader: FrameReader) -> bytes:
-        """Return the request id, as on the wire, of a SYNC at the front of what has arrived; b"" if there is none."""
-        # Two comparisons of bytes in place of a parse.
+        """Return the request id, as on the wire, of a SYNC that is first in the reader; b"" if there is none."""
+        # Compare the bytes around the request id, which is faster than a parse.
         start, stands_at = reader.start, reader.buffer.startswith
         if reader.end - start < HEADER_BYTES or not stands_at(self._front, start):
             return b""
@@ -93,7 +93,7 @@ def done(frame: Frame, body: Body) -> bytes:
 
 
 def handle_reply(frame: Frame, value: int) -> bytes:
-    """Return the reply to a request that succeeded with a handle: equal to `done`'s, in a fraction of the time."""
+    """Return the reply to a request that succeeded with a handle: the same as `done` returns, but much faster."""
     return build_frame(
         frame.op, HANDLE.pack(value), request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY
     )
@@ -114,7 +114,7 @@ def empty(frame: Frame) -> bytes:
 
 def refused(frame: Frame, status: Status, reason: str) -> bytes:
     """Return the reply to a request after the lease's end; `reason` is the broker's, or ""."""
-    # Without a reason the payload is the same every time.
+    # Without a reason, the payload was built in advance.
     payload = None if reason else _REFUSALS.get(status)
     if payload is None:
         return failed(frame, refusal_of(status, reason))

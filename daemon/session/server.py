@@ -1,12 +1,12 @@
 """The worker's loops, which serve the broker's channel and the connections that the broker passes on.
 
 `SessionServer` serves a lease's session in one thread with one poll(2). Between requests the worker sleeps in the
-kernel and costs nothing. While it waits inside the driver it checks the control page; if it does not notice the lease's
-end in time, the broker ends it with SIGKILL. It waits for no peer: a connection with a peer that does not read is
-paused (see `SendBuffer`).
+kernel and costs nothing. While it waits inside the driver, it checks the control page; if it does not notice the
+lease's end in time, the broker ends it with SIGKILL. It never waits for a peer: if a peer does not read, its connection
+is paused (see `SendBuffer`).
 
-`SubmitServer` serves a submit: one connection, one run, and the end. A submit shares only the lease with the session
-that may run at the same time. It ends when its connection ends, whichever side closes it, or when the broker orders it.
+`SubmitServer` serves a submit: one connection, one run, and the end. It shares only the lease with the session that may
+run at the same time. A submit ends when either side closes its connection, or when the broker orders it.
 """
 
 import contextlib
@@ -91,15 +91,15 @@ BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
 small ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
 
 LOOK_MS: Final = 5000
-"""Longest sleep of the worker. After it the worker drops connections that kept half a frame for too long, and gives
-the broker a sign of life."""
+"""Longest sleep of the worker. After it, the worker drops connections that have kept half a frame for too long, and
+updates its heartbeat for the broker."""
 
 READS_PER_ROUND: Final = 16
-"""Buffers received from one connection before the others and the broker are served."""
+"""Number of buffers received from one connection before the other connections and the broker are served."""
 
 MAX_UNSENT: Final = 4096
-"""Most messages about regions kept for a broker with a full socket. Beyond that, refusals are not reported, because
-a tenant can cause them at will."""
+"""Most messages about regions that wait while the broker's socket is full. Beyond that number, refusals are dropped,
+because a tenant can cause them at will."""
 
 ORDER_POLL_NS: Final = 400_000
 """Time for which the worker polls its connections and the broker without sleeping, in nanoseconds, after a bell without
@@ -113,7 +113,7 @@ _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
 
 _CONDITIONAL: Final = {SessionOption.REGIONS, SessionOption.OWN_MEMORY}
-"""Abilities that a session may lack, or that ATTACH has to request."""
+"""Abilities that some sessions lack, or that ATTACH has to request."""
 
 _SERVED: Final = tuple(
     Tlv(ability, b"") for ability in sorted({spec.ability for spec in SPECS.values() if spec.ability} - _CONDITIONAL)
@@ -122,7 +122,7 @@ _SERVED: Final = tuple(
 
 
 class SessionServer:
-    """Serves one session until the broker's channel closes, or until the broker has it scrubbed.
+    """Serves one session until the broker's channel closes or the broker orders a scrub.
 
     Attributes:
         next_pages: The control pages for the next lease, if the session is to be scrubbed; otherwise None.
@@ -141,11 +141,11 @@ class SessionServer:
         self._session = session
         self._spin_policy = spin_policy or WorkerSpinPolicy()
         self._welcome = welcome
-        # By what a connection gets; see `_reply_body`.
+        # Bodies of ATTACH's reply, by what the connection gets; see `_reply_body`.
         self._reply_bodies: dict[tuple[Given, bool, bool], bytes] = {}
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, AttachedConnection] = {}
-        # Descriptors of connections that have more to serve.
+        # Descriptors of the connections that have requests left to serve.
         self._ready: set[int] = set()
         self._poll = select.poll()
         self._has_reported_lost = False
@@ -155,28 +155,28 @@ class SessionServer:
         self._unsent: deque[Message] = deque()
         # The broker's other messages that arrived while the session waited for launches, each with its descriptors.
         self._heard: deque[tuple[Message | None, list[int]]] = deque()
-        # The session's image was sent: another process may serve its connections.
+        # Whether the session's image was sent: then another process may serve its connections.
         self._has_left = False
         # While the session is parked: connections that sent something, and the broker's orders that need it back.
         self._held: set[int] = set()
         self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
-        # Until when it polls instead of sleeping, on time.monotonic_ns().
+        # Whether the worker may poll instead of sleeping, and until when it does so now, on time.monotonic_ns().
         self._polls = self._spin_policy.spins_when_quiet and not self._spin_policy.yields
         self._poll_until_ns = 0
         session.on_wait = self._serve_regions
 
     def run(self) -> None:
-        """Serve; returns when the broker is gone or orders the session scrubbed."""
+        """Serve. Returns when the broker is gone or orders a scrub."""
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
-        # Ready before the first client comes: what nearly every client asks for.
+        # Build in advance the reply for what nearly every client asks for.
         self._reply_body(Given(RING_LAYOUT, MAX_ARENA_BYTES, words=True), owns=True, has_word=self._has_sync_word)
         served_ns = time.monotonic_ns()
         while True:
-            # Step 1: a sign of life, and the connections' deadlines.
+            # Step 1: update the heartbeat, and check the connections' deadlines.
             self._session.poll()
             if self._has_left:
-                # Only the broker is served: it kills this process, or lets the session stay.
+                # Serve only the broker: it kills this process, or lets the session stay.
                 self._poll.poll(LOOK_MS)
                 if not self._serve_broker():
                     return
@@ -190,37 +190,37 @@ class SessionServer:
                 )
                 if not is_asleep:
                     self._ready.add(connection.fd)
-            # Step 3: sleep, or only poll if there is work. A session that is idle prepares for its park meanwhile.
+            # Step 3: sleep, or only poll if there is work. An idle session prepares for a park before it sleeps.
             if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare(served_ns)) is not None:
                 timeout_ms = min(timeout_ms, pause_ms)
             heard = {fd for fd, _ in self._await_events(timeout_ms)}
             self._session.pacer.poll()
             for connection in awake:
                 connection.wire.end_sleep(connection.fd in heard)
-                # A bell without a request announces an order of the broker.
+                # A bell without a request announces that the broker is about to send an order.
                 if connection.fd in heard and self._polls and connection.wire.is_empty:
                     self._poll_until_ns = time.monotonic_ns() + ORDER_POLL_NS
-            # Step 4: the broker first, because it may have ended the lease.
+            # Step 4: serve the broker first, because it may have ended the lease.
             if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
                 return
-            # Another process may serve the session from here on, so nothing more is read of its connections.
+            # From now on another process may serve the session, so this one must not read from its connections.
             if self._has_left:
                 self._tell_of_session()
                 continue
-            # Step 5: every connection with work gets a turn.
+            # Step 5: serve each connection that has work, for one turn.
             heard |= self._ready
             self._ready.clear()
             for fd in heard & self._connections.keys():
                 self._serve(self._connections[fd])
                 served_ns = time.monotonic_ns()
-            # Step 6: what ended connections and ended regions left, and what the broker must know.
+            # Step 6: release what ended connections and regions have left, and report to the broker.
             self._session.ended.advance()
             self._session.regions.advance()
             self._check_parked()
             self._tell_of_session()
 
     def _await_events(self, timeout_ms: int) -> list[tuple[int, int]]:
-        """Return what poll(2) reports, after a wait of at most `timeout_ms`; while it pays, without sleeping."""
+        """Return what poll(2) reports within `timeout_ms`. While polling is worthwhile, do not sleep."""
         if self._poll_until_ns and not (self._ready or self._heard) and self._session.pacer.nap_s() is None:
             until_ns = min(self._poll_until_ns, time.monotonic_ns() + timeout_ms * NS_PER_MS)
             while (now_ns := time.monotonic_ns()) < until_ns:
@@ -240,19 +240,19 @@ class SessionServer:
         nap_s = self._session.pacer.nap_s()
         if nap_s is None or nap_s * 1000 >= timeout_ms:
             return timeout_ms
-        # A paused connection waits for room only, which poll(2) knows.
+        # A paused connection waits for room to send, which only poll(2) reports.
         if any(connection.is_paused for connection in self._connections.values()):
             return max(1, int(nap_s * 1000))
-        # select(2) counts microseconds, poll(2) milliseconds; what woke it is poll(2)'s to say.
+        # A nap needs select(2), which counts microseconds; poll(2) then reports the events.
         select.select([self._channel.fileno(), *self._connections], [], [], nap_s)
         return 0
 
     def _check_connections(self) -> int:
         """Drop connections that have kept memory here for too long; return how long to sleep at most, in ms."""
         now_s = time.monotonic()
-        # Reasons to drop a connection: half a frame, or an unread reply, for too long.
+        # Drop connections that have left half a frame, or an unread reply, here for too long.
         for connection in list(self._connections.values()):
-            # What a parked session holds is not its client's fault.
+            # While the session is parked, it is not the client's fault that its requests are held.
             if connection.fd in self._held:
                 continue
             if (error := connection.overdue(now_s)) is not None:
@@ -263,7 +263,7 @@ class SessionServer:
                 self._set_waits()
         self._drop_expired_guests()
         self._report_left()
-        # The earliest of all due times decides how long to sleep; without any, the sign of life is due after LOOK_MS.
+        # Sleep until the earliest due time; if there is none, until the heartbeat is due after LOOK_MS.
         sleep_ms = self._session.watch.look_after_ms() or LOOK_MS
         if self._unsent:
             sleep_ms = min(sleep_ms, RETRY_MS)
@@ -274,7 +274,7 @@ class SessionServer:
         return sleep_ms
 
     def _drop_expired_guests(self) -> None:
-        """Drop connections with an expired token, so that they take no other connection's place."""
+        """Drop connections with an expired token, so that they do not take the place of others."""
         for connection in list(self._connections.values()):
             if connection.guest is not None and not self._session.is_held_by(connection.guest):
                 over = refusal_of(Status.DENIED)
@@ -285,7 +285,7 @@ class SessionServer:
     def _serve_broker(self) -> bool:
         while True:
             try:
-                # First what was set aside while the session waited inside the driver.
+                # First serve the messages that were set aside while the session waited inside the driver.
                 message, fds = self._heard.popleft() if self._heard else receive(self._channel)
             except BlockingIOError:
                 return True
@@ -294,14 +294,14 @@ class SessionServer:
             if self._serve_region(message, fds) or self._serve_parking(message, fds):
                 continue
             match message:
-                # A descriptor came with it: a connection that the broker has checked.
+                # With a descriptor: a connection that the broker has checked.
                 case AttachOrder() as attach if len(fds) == 1:
                     self._session.meet(is_stranger=attach.is_stranger)
                     self._attach(socket.socket(fileno=fds.pop()), attach)
                 case AttachOrder(guest=guest):
-                    # Its socket was lost because this process had no descriptor left; its peer sees it closed.
+                    # The socket was lost because this process had no descriptor left. Its peer sees it closed.
                     self._tell_of(guest, is_in=False)
-                # The session is over, and a next lease may follow: leave with its pages.
+                # The session is over, and another lease may follow: return with that lease's pages.
                 case Scrub() if len(fds) == 2:
                     self._say_goodbye()
                     self.next_pages = PageFds(*fds)
@@ -326,7 +326,7 @@ class SessionServer:
                 if len(fds) == 1:
                     regions.use_page(*fds)
             case OpenRegionOrder() | ResizeSliceOrder() if self._session.is_away:
-                # It needs the driver, so it waits for the return.
+                # This order needs the driver, so it waits for the return.
                 self._held_orders.append((message, fds))
                 return True
             case OpenRegionOrder():
@@ -335,7 +335,7 @@ class SessionServer:
                 regions.open(message)
                 self._set_waits()
             case EndRegionOrder():
-                # It may still wait to be opened, after the return: then there is nothing to end, and nothing to open.
+                # If the order to open it still waits for the return, drop that order: then there is nothing to end.
                 self._forget_opening(message.region_id)
                 regions.end(message)
             case ResizeSliceOrder():
@@ -367,7 +367,7 @@ class SessionServer:
             case ReturnOrder():
                 self._stay()
                 parking.bring_back(message)
-                # The broker first: a client that has its reply may ask for another park at once.
+                # Report to the broker before the clients are answered: they may ask for another park at once.
                 self._tell_of_session()
                 if not parking.is_parked:
                     self._release_held()
@@ -381,13 +381,13 @@ class SessionServer:
         return True
 
     def _serve_before(self, order: ParkOrder) -> bool:
-        """Serve what clients sent before a park, which would bring the session back at once.
+        """Serve what clients sent before a park. Left unserved, it would bring the session back at once.
 
         Returns False if that took so long that the park was refused.
         """
         if self._session.is_away:
             return True
-        # Where it is refused in time if a request waits inside the driver.
+        # Queue the order where it is refused in time if a request waits inside the driver.
         self._heard.appendleft((order, []))
         for connection in list(self._connections.values()):
             connection.wire.end_sleep(True)
@@ -412,17 +412,17 @@ class SessionServer:
         )
 
     def _hold(self, connection: AttachedConnection) -> None:
-        """Serve a connection of a parked session: what it sends waits for the return. Raises as `receive` does."""
+        """Receive from a connection of a parked session; its requests wait for the return. Raises as `receive` does."""
         if connection.fd in self._held:
             return
-        # A client that waits by the ring's word sends a request instead. The end of a connection needs no return.
+        # A client that waits by the ring's word must send a request instead. A connection's end needs no return.
         connection.decline_awaited()
         if connection.receive_buffer.is_mid_frame or connection.wire.receive(connection.receive_buffer):
             self._held.add(connection.fd)
             self._poll.unregister(connection.fd)
 
     def _check_parked(self) -> None:
-        """Ask for the return if something waits for it, or refuse what waits once the lease is over."""
+        """Ask for the return if a request waits for it. Once the lease is over, refuse these requests instead."""
         if not self._waits_for_return:
             return
         if self._session.refusal() is not None:
@@ -431,8 +431,8 @@ class SessionServer:
             self._session.parking.want()
 
     def _release_held(self) -> None:
-        """Serve what has waited: the session has returned, or refuses it."""
-        # The broker's orders in their order, before what else it has sent.
+        """Serve the requests that have waited: the session has returned, or refuses them."""
+        # Put the held orders, in order, before the broker's other messages.
         self._heard.extendleft(reversed(self._held_orders))
         self._held_orders.clear()
         self._session.parking.forget_wish()
@@ -452,7 +452,7 @@ class SessionServer:
     # --- leaving the process ---
 
     def _leave(self, order: LeaveOrder, fds: list[int]) -> None:
-        """Send the image of the parked session, and serve no connection from then on; or report why not."""
+        """Send the image of the parked session and stop serving its connections, or report why that is not possible."""
         parking = self._session.parking
         try:
             image_bytes, is_awaited = self._send_image(order, fds)
@@ -476,13 +476,13 @@ class SessionServer:
         memory, report = self._session.parking.leave(order)
         if len(fds) != 1 or self._has_left:
             raise CantLeave("it is not in that park", is_lasting=False)
-        # Step 1: nothing may wait for it, unless it returns at once. Whoever sends something from here on rings, which
-        # the broker notices.
+        # Step 1: no request may be waiting, unless the session returns at once. A client that sends a request from now
+        # on rings the bell, which the broker notices.
         if self._held_orders or self._heard or (self._held and not order.carries):
             raise CantLeave("something waits for it", is_lasting=False)
         quiet = [self._check_quiet(connection, carries=order.carries) for connection in self._connections.values()]
         self._session.check_leave()
-        # Step 2: the image, and the descriptors of memory that clients share.
+        # Step 2: collect the image, and the descriptors of the memory that clients share.
         arena = self._session.arena.opened
         times_of = self._session.parts.streams.event_times
         try:
@@ -505,7 +505,7 @@ class SessionServer:
         return send_image(fds[0], image, (memory.fd, len(memory.view)), connections), not all(quiet)
 
     def _check_quiet(self, connection: AttachedConnection, *, carries: bool) -> bool:
-        """Have a ring's client ring from now on; return whether nothing of it waits to be served.
+        """Make a ring's client ring the bell from now on; return whether it has no request that waits.
 
         Raises CantLeave for a connection that another process can't serve.
         """
@@ -530,7 +530,7 @@ class SessionServer:
                 continue
             self._poll.register(connection.fd, connection.wire.events(for_room=connection.is_paused))
             self._ready.add(connection.fd)
-        # The broker has wiped the regions that ended meanwhile, and does not order their ends again.
+        # The broker has wiped the regions that ended while the session was away, and does not order their ends again.
         self._session.regions.end_by_page()
 
     def _adopt(self, order: AdoptOrder, fds: list[int]) -> None:
@@ -545,33 +545,33 @@ class SessionServer:
             finally:
                 received.close()
         except (DriverError, Refused, UnreadableImage, OSError) as error:
-            # Whatever it has made of the session by now is not served.
+            # The session is incomplete here, so serve none of it.
             self._has_left = True
             parking.report(ReturnFailedReport(order.number, str(error), True))
             return
         if order.refusal:
-            # It has no room for its bytes. Once the broker knows the session here, it has what waits refused.
+            # There is no room for the session's bytes. Report that, and the broker has the waiting requests refused.
             parking.report(ReturnFailedReport(order.number, order.refusal, False))
             self._tell_of_session()
             return
         parking.bring_back(ReturnOrder(order.number))
         self._has_left = parking.is_misfit
-        # Before anything is served: if this process dies, the broker must know whether the session had been whole.
+        # Report before anything is served: if this process dies, the broker must know whether the session was complete.
         self._tell_of_session()
         if not parking.is_parked:
             self._release_held()
 
     def _take_over(self, number: int, received: ReceivedImage) -> None:
-        """Make the session of an image, parked as it was. Raises DriverError, UnreadableImage or OSError."""
+        """Restore the session of an image, in the parked state. Raises DriverError, UnreadableImage or OSError."""
         session, image = self._session, received.image
-        # Step 1: whether it fits here at all.
+        # Step 1: check that the image is of this lease and this driver.
         if image.lease_id != session.lease_id or image.driver[0] != self._welcome.driver:
             raise UnreadableImage("the image is that of another session, or of another driver")
         if image.driver[1] != session.compute_capability:
             raise ImageMismatch(
                 f"it ran on a card of compute capability {image.driver[1] / 10}, not {session.compute_capability / 10}"
             )
-        # Step 2: its connections, which are served once everything is there.
+        # Step 2: restore its connections, which are served once everything is restored.
         connections: list[AttachedConnection] = []
         for state, descriptors in zip(image.connections, received.connections, strict=True):
             sock = socket.socket(fileno=received.take(descriptors.sock))
@@ -587,7 +587,7 @@ class SessionServer:
             connection.has_arena = state.has_arena
             if descriptors.arena >= 0:
                 session.arena.adopt(received.take(descriptors.arena), image.arena_bytes)
-        # Step 3: what is parked, and everything that refers to it.
+        # Step 3: restore the parked memory, and everything that refers to it.
         holders = [connection.holder for connection in connections]
         session.parking.adopt(
             number,
@@ -599,10 +599,10 @@ class SessionServer:
         rows = zip(image.connections, connections, strict=True)
         session.parts.restore(image, [(state, one.streams, one.holder) for state, one in rows])
         session.adopted(0 if image.regions is None else image.regions.launches_begun)
-        # Step 4: its clients.
+        # Step 4: serve its clients again.
         for connection in connections:
             self._connections[connection.fd] = connection
-            # One with requests that wait for the return is held, as in the process before.
+            # Hold a connection whose requests wait for the return, as the previous process did.
             if connection.receive_buffer.is_mid_frame:
                 self._held.add(connection.fd)
                 continue
@@ -615,7 +615,7 @@ class SessionServer:
     # --- regions, while the session waits ---
 
     def _serve_regions(self) -> None:
-        """Serve the broker's messages about regions while the session waits for launches; all others wait, too.
+        """Serve the broker's messages about regions while the session waits for launches. Queue its other messages.
 
         A region must not wait for launches that do not use it. A park is refused once its time is over.
         """
@@ -633,13 +633,13 @@ class SessionServer:
         self._tell_of_session()
 
     def _tell_of_session(self) -> None:
-        """Send the broker what it must know. Messages about regions wait until the channel has room."""
+        """Send the reports that are due to the broker. Messages about regions wait until the channel has room."""
         if self._session.take_growth():
             report(self._channel, MemoryGrew())
-        # A lost session is reported once, as soon as the socket takes it.
+        # Report a lost session once, as soon as the socket has room.
         if self._session.lost is not None and not self._has_reported_lost:
             self._has_reported_lost = report(self._channel, Faulted(self._session.lost.message))
-        # Refusals that a tenant can cause at will are dropped before they fill the queue; everything else is kept.
+        # Drop refusals when the queue is full, because a tenant can cause them at will. Keep everything else.
         for message in self._session.take_reports():
             if not isinstance(message, ForwardRevokedReport) or len(self._unsent) < MAX_UNSENT:
                 self._unsent.append(message)
@@ -650,11 +650,11 @@ class SessionServer:
         sock.setblocking(False)
         guest = attach.guest
         connection = AttachedConnection(sock, attach.rest, self._session.pinned_buffers, self._spin_policy, guest)
-        # Ended connections must not make the session look full.
+        # Drop ended connections first, which must not make the session look full.
         self._drop_ended()
         failure = self._admission_failure()
         if failure is not None:
-            # Before the reply, because the peer may try again at once.
+            # Report this before the reply, because the peer may try again at once.
             self._tell_of(guest, is_in=False)
             with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id
@@ -663,7 +663,7 @@ class SessionServer:
                 )
             connection.wire.close()
             return
-        # From here on the connection counts, also in the control page, which the broker reads.
+        # From now on the connection counts, also on the control page, which the broker reads.
         connection.client_pid, connection.owns = attach.client_pid, attach.owns
         connection.holder = self._session.begin_connection(attach.client_pid, owns=attach.owns)
         try:
@@ -677,18 +677,18 @@ class SessionServer:
             self._tell_of(guest, is_in=False)
             return
         self._tell_of(guest, is_in=True)
-        # It may have sent requests after ATTACH, which the broker passed on.
+        # The client may have sent requests after ATTACH, which the broker has passed on.
         try:
             self._session.switch_to(connection.streams, connection.holder)
             self._serve_frames(connection)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
         if self._session.parking.is_parked:
-            # Its first request is about to come.
+            # The client's first request is about to come, so ask for the return now.
             self._session.parking.want()
 
     def _drop_ended(self) -> None:
-        """Serve what earlier peers sent before they closed, and drop them: they must not block a new connection."""
+        """Serve what earlier peers sent before they closed, then drop them: they must not block a new connection."""
         for connection in list(self._connections.values()):
             if connection.fd not in self._held:
                 connection.wire.end_sleep(True)
@@ -696,7 +696,7 @@ class SessionServer:
         self._drop_expired_guests()
 
     def _admission_failure(self) -> Failure | None:
-        """Return the failure for a further connection; None if it may attach."""
+        """Return the failure with which a new connection is refused; None if it may attach."""
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(
@@ -715,24 +715,25 @@ class SessionServer:
 
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
         """
-        # The client gets the ring, arena and page of words that it asked for; guests and remote clients get less.
+        # Give the client the ring, arena and page of words that it asked for. Guests and remote clients get less.
         wanted = Wanted(attach.ring, attach.arena_bytes)
         ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
         words_fd = self._session.regions.page_fd if attach.words and can_share(connection.sock) else -1
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0)
-        # Only a lease's single, local owner can wait by the ring's word: native code answers it without a check.
+        # Only the lease's owner on this host, as the only connection, may wait by the ring's word: native code answers
+        # without a check.
         has_word = ring is not None and connection.guest is None and self._has_sync_word
         body = self._reply_body(given, owns=attach.owns, has_word=has_word)
         header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
-        # Descriptors travel with the frame, in the order in which the options name them.
+        # Send the descriptors with the frame, in the order in which the options name them.
         fds = [shared.fd for shared in (ring, arena) if shared is not None] + [words_fd] * given.words
         try:
             # The socket has room, because nothing was sent on it since the peer read the last reply.
             sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)
         except OSError:
             sent = 0
-        # A frame that was sent in part can't be followed by anything, so the connection is lost.
+        # After a frame that was sent only in part, nothing else can be sent: the connection is lost.
         if sent != len(frame):
             if ring is not None:
                 ring.close()
@@ -769,8 +770,8 @@ class SessionServer:
     def _arena_for(self, connection: AttachedConnection, wanted: Wanted) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.
 
-        Only one connection at a time may have it, because two clients would use the same bytes. A guest may not: the
-        client that had the arena before still maps it, and may belong to another tenant.
+        Only one connection at a time may have it, because two clients would use the same bytes. A guest may not have
+        it: the client that had the arena before still maps it, and may belong to another tenant.
         """
         is_taken = connection.guest is not None or any(other.has_arena for other in self._connections.values())
         if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
@@ -789,10 +790,10 @@ class SessionServer:
     # --- requests ---
 
     def _serve(self, connection: AttachedConnection) -> None:
-        # The session's current streams and holder are those of the connection that is served.
+        # Make this connection's streams and holder the session's current ones.
         self._session.switch_to(connection.streams, connection.holder)
         try:
-            # A paused connection first gets the rest of its reply; if that is still too much, it is not served.
+            # First send a paused connection the rest of its reply. If some is still left, serve none of its requests.
             if connection.send_buffer is not None:
                 self._resume(connection, connection.send_buffer)
             for portion in range(READS_PER_ROUND):
@@ -805,7 +806,7 @@ class SessionServer:
                 if self._session.is_away:
                     self._hold(connection)
                     return
-                # Native code first, as far as it gets; what it can't do it leaves in the reader.
+                # Let native code serve first. It leaves the requests that it can't serve in the reader.
                 outcome = connection.serve_ring(self._session.serve_ring)
                 if outcome is Outcome.QUANTUM_OVER:
                     break
@@ -813,7 +814,7 @@ class SessionServer:
                     self._serve_frames(connection)
                 elif outcome in (Outcome.WAKE_READER, Outcome.WAKE_WRITER):
                     continue
-                # Native code has spun for requests once: the broker's next message before it spins again.
+                # Native code has spun for requests once: read the broker's next message before it spins again.
                 elif outcome is Outcome.IDLE and connection.spins_left and self._session.regions.is_moving():
                     break
                 elif connection.receive():
@@ -823,7 +824,7 @@ class SessionServer:
                     self._serve_frames(connection)
                 else:
                     return
-            # It used its whole turn and may have more: it gets another one after the others.
+            # The connection has used its whole turn and may have more: it gets another turn after the others.
             self._ready.add(connection.fd)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
@@ -855,7 +856,7 @@ class SessionServer:
             self._serve_guest(connection, connection.guest)
         if connection.receive_buffer.is_mid_frame:
             connection.received_at_s = time.monotonic()
-        # After a failure native code does not answer the ring's word.
+        # While a failure is kept, native code does not answer the ring's word.
         if self._session.keeps_failure:
             connection.decline_awaited()
             connection.spins_left = self._spins_per_reply
@@ -863,9 +864,12 @@ class SessionServer:
             self._tell_of_session()
 
     def _serve_owner(self, connection: AttachedConnection) -> None:
-        """Serve the requests of a connection of the lease's owner; launches and syncs without parsing, if possible."""
+        """Serve the requests of a connection of the lease's owner.
+
+        Where possible, skip the parsing of launches and syncs.
+        """
         reader, session, receive_buffer = connection.reader, self._session, connection.receive_buffer
-        # Launches are taken in one call for as many as have arrived; a SYNC without a frame; the rest as frames.
+        # Take all launches that have arrived in one call, a SYNC without making a frame, and the rest as frames.
         while reader.start != reader.end or receive_buffer.has_write:
             reply: bytes | memoryview | None = None
             op = reader.peek_op()
@@ -885,7 +889,7 @@ class SessionServer:
                     break
 
     def _serve_guest(self, connection: AttachedConnection, guest: Guest) -> None:
-        """Serve the requests of a connection that is bound to a token, each after a check of the token."""
+        """Serve the requests of a connection that is bound to a token. Check the token before each."""
         with self._session.serving(guest):
             while (frame := connection.receive_buffer.next_frame()) is not None:
                 reply = guest.refuse(frame) or self._session.handle(frame)
@@ -895,15 +899,15 @@ class SessionServer:
                         break
 
     def _report_left(self) -> None:
-        """Make the broker read the control page, once the last connection has gone."""
+        """Make the broker read the control page once the last connection has ended."""
         if not self._has_reported_left and not self._connections:
             self._has_reported_left = report(self._channel, LastLeft())
 
     # --- replies ---
 
     def _send(self, connection: AttachedConnection, data: bytes | memoryview) -> bool:
-        """Send a reply; False if some of it is left, and the connection therefore paused. Raises ConnectionLost."""
-        # The usual case: all of it fits at once.
+        """Send a reply. Returns False if a part is left and the connection is now paused. Raises ConnectionLost."""
+        # Usually all of it fits at once.
         rest = connection.wire.send(data, connection.wait_ns)
         if rest is None:
             return True
@@ -912,7 +916,7 @@ class SessionServer:
         connection.no_wait_until_s = time.monotonic() + NO_WAIT_S
         self._set_waits()
         self._poll.modify(connection.fd, connection.wire.events(for_room=True))
-        # All peers together: each could leave the largest reply unread.
+        # Bound the sum for all peers, because each could leave the largest reply unread.
         held = sum(len(other.send_buffer.unsent) for other in self._connections.values() if other.send_buffer)
         if held > UNSENT_BYTES:
             raise ConnectionLost(f"the session's peers have left {held} bytes unread")
@@ -932,7 +936,7 @@ class SessionServer:
     def _set_waits(self) -> None:
         """Set how long each connection may keep the others and the broker waiting.
 
-        A reply to it waits for room, but not at all shortly after a pause; native code serves it for a quantum.
+        A reply to the connection waits for room, except shortly after a pause. Native code serves it for a quantum.
         """
         is_alone = len(self._connections) == 1
         quantum_ns = ALONE_QUANTUM_NS if is_alone and not self._session.regions.had_any else QUANTUM_NS
@@ -942,11 +946,11 @@ class SessionServer:
             connection.wait_ns = ALONE_WAIT_NS if is_alone else SHARED_WAIT_NS if may_wait else 0
 
     def _drop(self, connection: AttachedConnection, error: Exception, failure: Failure | None = None) -> None:
-        # No frame can follow half a reply.
+        # A paused connection has half a reply on the wire, so no other frame can follow.
         if isinstance(error, FramingError) and not connection.is_paused:
             failure = failure or Failure(error.status, str(error))
             connection.wire.send_final(failure.to_frame(Opcode.GOODBYE, request_id=0))
-        # Every trace of the connection goes, then what it held ends in the background.
+        # Forget the connection; the objects that it held are released in the background.
         if self._connections.pop(connection.fd, None) is not None:
             if connection.fd in self._held:
                 self._held.discard(connection.fd)
@@ -961,7 +965,7 @@ class SessionServer:
 
 
 def _state_of(connection: AttachedConnection, events: tuple[tuple[int, int], ...]) -> ConnectionState:
-    """Return the record of a quiet connection for another process; `events`: those of its streams."""
+    """Return the record of a quiet connection for another process. `events` are those of its streams."""
     streams = connection.streams
     return ConnectionState(
         connection.client_pid,
@@ -983,7 +987,7 @@ def _has_event(sock: socket.socket) -> bool:
 
 
 def report(channel: socket.socket, message: Message) -> bool:
-    """Send the broker a message that it can do without; False if it is gone, or its socket is full."""
+    """Send the broker a message that it can do without. Returns False if it is gone or its socket is full."""
     try:
         send_message(channel, message.to_map())
     except (ChannelClosed, BlockingIOError):
@@ -992,9 +996,9 @@ def report(channel: socket.socket, message: Message) -> bool:
 
 
 def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the broker's next message, None if it has no meaning here, and its descriptors.
+    """Return the broker's next message (None if it has no meaning here) and its descriptors.
 
-    A malformed Attach loses its connection, so that it is refused. Raises ChannelClosed and BlockingIOError.
+    The connection of a malformed Attach is closed, so that it is refused. Raises ChannelClosed or BlockingIOError.
     """
     message, fds = receive_message(channel)
     try:
@@ -1007,8 +1011,8 @@ def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
 # --- submits ---
 
 HANDOVER_S: Final = 10.0
-"""Longest time from ready to the connection. A broker that dies in between passes none, and the next broker can't
-know that."""
+"""Longest wait for the connection after Ready. A broker that dies in this time passes no connection, and the next
+broker can't know that."""
 
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
@@ -1045,7 +1049,7 @@ class SubmitServer:
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         while (left_s := until_s - time.monotonic()) > 0:
-            # Signs of life while waiting: the broker kills a worker that shows none.
+            # Update the heartbeat while waiting: the broker kills a worker whose heartbeat stops.
             self._session.poll()
             if not poll.poll(left_s * 1000):
                 continue
@@ -1059,7 +1063,7 @@ class SubmitServer:
                     self._guest = attach.guest
                     return self._welcome_in(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest)
                 case AttachOrder() | EndSession():
-                    # Its socket was lost on the way, or it is over before it began.
+                    # The socket was lost on the way, or the submit is over before it began.
                     close_all(fds)
                     return None
                 case LatencyWord() as word:
@@ -1078,21 +1082,21 @@ class SubmitServer:
             session_id=self._session.lease_id,
             flags=Flag.REPLY,
         )
-        # The socket has room, because nothing was sent on it since the peer read the last reply. If the peer is gone,
-        # the next poll notices that.
+        # The socket has room, because nothing has been sent on it since the peer read the last reply. If the peer is
+        # gone, the next poll notices.
         with contextlib.suppress(OSError):
             sock.send(reply)
         return sock
 
     def _serve(self, sock: socket.socket) -> None:
         submit = self._session.submit
-        # While the kernel runs, the session polls this: a client that hung up ends its submit.
+        # The session polls this while the kernel runs: a client that disconnects ends its submit.
         hung_up = select.poll()
         hung_up.register(sock, select.POLLRDHUP)
         submit.is_peer_gone = lambda: any(event & _GONE for _, event in hung_up.poll(0))
         submit.on_growth = self._ask_for_a_look
         try:
-            # One run at most; the frames before it are its inputs.
+            # There is one run at most; the frames before it carry its inputs.
             while not submit.is_spent:
                 while (frame := self._reader.next_frame()) is not None and not submit.is_spent:
                     guest = self._guest
@@ -1141,7 +1145,7 @@ class SubmitServer:
         Raises SubmitEnded, ChannelClosed, or FramingError once the guest's token is over.
         """
         poll = select.poll()
-        # Both the broker and the client, as the submit may end by either.
+        # Poll both the broker and the client, as either may end the submit.
         poll.register(self._channel, select.POLLIN)
         poll.register(sock, event)
         while True:

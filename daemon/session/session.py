@@ -1,10 +1,11 @@
 """A session: the check whether its lease is over, the dispatch by opcode, and the failures that it has yet to report.
 
-`Session` checks every request in this order: the control page, which says whether the lease expired or was revoked; a
-failure that an earlier quiet request left; the opcode and the session id; what the operation itself checks. A quiet
-request that fails leaves its failure, and the session skips the requests after it. The next request with a reply is not
-executed either: its reply reports the failure. After a fault that cost the context, every later reply reports that
-fault. A guest's PING reports the failure of that guest's own requests and no other.
+`Session` checks for every request, in this order: the control page, which shows whether the lease has expired or been
+revoked; a failure of an earlier quiet request that is still to be reported; the opcode and the session id; and the
+operation's own conditions. When a quiet request fails, the session keeps its failure and skips the requests after it.
+The next request that has a reply is not executed either: its reply reports the failure. After a fault that cost the
+context, every later reply reports that fault. A guest's PING reports the failure of that guest's own requests and no
+other.
 
 A session knows frames and the driver, but no sockets.
 """
@@ -55,7 +56,7 @@ from gpulease.protocol.messages import Ping
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 from gpulease.protocol.operations import SPECS, Trait
 
-# Plain integers: looking up a member of its enum costs as much as the rest of a check.
+# Plain integers, because looking up an enum's member costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
 _SYNC: Final = int(Opcode.SYNC)
 _SELECT: Final = int(Opcode.STREAM_SELECT)
@@ -84,16 +85,16 @@ class Session:
 
     Args:
         lease_id: The session id of every request.
-        context: The driver's context; nothing else uses it.
+        context: The driver's context, which nothing else uses.
         ledger: The session's empty ledger.
-        page: The control page; the session shows its counters there.
+        page: The control page, on which the session shows its counters.
         options: The options of its lease.
-        native: How native code launches in the context; None leaves all launches to Python. Ignored where kernels'
-            times are bounded, because Python checks after every launch then.
-        is_submit: The session serves one SUBMIT_RUN and nothing else.
-        is_parkable: The context was made parkable, and the session may be parked.
-        hold_spin_ns: For how long native code may spin while work waits for the limits of time.
-        take_printed: Takes what kernels have printed, and returns it and whether some of it is lost.
+        native: How native code launches in the context; None leaves all launches to Python. Ignored if the lease bounds
+            kernels' run times, because then Python checks after every launch.
+        is_submit: Whether the session serves one SUBMIT_RUN and nothing else.
+        is_parkable: Whether the context was made parkable, so that the session may be parked.
+        hold_spin_ns: Time for which native code may spin while work waits for the time limits.
+        take_printed: Returns and clears what kernels have printed, with whether some of it is lost.
 
     Attributes:
         lost: The fault that cost the context; None while the context works.
@@ -101,11 +102,11 @@ class Session:
         pinned_buffers: Pinned memory that connections may receive large writes into.
         streams: The streams of all connections.
         ended: The objects that ended connections created.
-        watch: The kernels' run times.
+        watch: Measures the kernels' run times.
         submit: The operations of a submit.
-        regions: The memory of its regions, on the broker's orders.
-        parking: Its way to host memory and back, on the broker's orders.
-        pacer: The account of the card's time, and the limits on it.
+        regions: Opens and removes the memory of its regions, on the broker's orders.
+        parking: Moves its bytes to host memory and back, on the broker's orders.
+        pacer: Accounts for the card's time, and applies the limits on it.
         parts: The state that a session takes along when it leaves its process.
         on_wait: Called about every millisecond while the session waits for launches.
     """
@@ -127,27 +128,28 @@ class Session:
         self.lease_id = lease_id
         self.lost: Failure | None = None
         self._has_faulted = False
-        # The failure of a quiet request, not yet reported, and that request's connection; None for a kernel's fault.
+        # The failure of a quiet request that is still to be reported, and that request's connection; None for a
+        # kernel's fault.
         self._pending_failure: Failure | None = None
         self._pending_from: ConnectionStreams | None = None
-        # A kernel's fault that was met while there was another failure to report: the next one.
+        # A kernel's fault that was found while another failure was still to be reported: it is reported next.
         self._next_failure: Failure | None = None
-        # Launches counted when Python last answered a wait, or reported a failure.
+        # The count of launches when Python last answered a wait or reported a failure.
         self._synced = 0
         self.on_wait: Callable[[], None] = keep_waiting
         self._context, self._ledger, self._page = context, ledger, page
         self._counters = page.counters
-        # Without a bound on kernels' times nothing watches: then native code may launch.
+        # Native code may launch only if there is no bound on kernels' run times, which needs this watch.
         self.watch = KernelWatch(context, page.counters, options.max_kernel_ms)
         if self.watch.is_on:
             context.watch(self._check_lease)
         self.pacer = Pacer(page, context, hold_spin_ns)
-        # Calls that may have to wait get the same poll, so a wait ends with the lease.
+        # All calls that may wait get the same poll, so that every wait ends with the lease.
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._resources = resources = SessionResources(ledger, context, self._check_lease, page.counters, options)
         resources.check_sync, resources.keep_fault = self._check_sync, self._keep_fault
         resources.admit_work, resources.admit_next = self._admit_work, self._admit_next
-        # One object per kind of operation; they share the resources.
+        # Make one handler per group of operations; they share the resources.
         self._planner = planner = Planner(ledger, lease_id, resources.compile_kernel)
         self._memory = MemoryOperations(resources)
         self.pinned_buffers = self._memory.pinned_buffers
@@ -167,7 +169,7 @@ class Session:
         self.submit = SubmitOperations(resources, planner, self._modules)
         self._keeper = KeepOperations(resources)
         parts = (self._keeper, self._modules, self._graphs, self._region_sets)
-        # Connections that have ended hold what they made, until nothing uses it.
+        # Ended connections hold the objects that they made until no work uses them.
         self.ended = EndedConnections(resources, parts, planner)
         ledger.holder = self.ended.unheld
         self.parts = SessionParts(
@@ -184,7 +186,7 @@ class Session:
         )
         self._last_connection = 0
         self._sync_pattern = SyncPattern(lease_id)
-        # Launches and syncs that native code, or Python without parsing, serves.
+        # Serves launches and syncs in native code, or in Python without parsing.
         self._fast_path = LaunchFastPath(
             context,
             planner,
@@ -202,7 +204,7 @@ class Session:
             self.arena.on_open = lambda arena: self._fast_path.use_arena(
                 arena.address, arena.size_bytes, arena.extents_address
             )
-        # The table of operations: a submit's connection serves a submit, any other everything but that.
+        # The table of operations: a submit's session serves only the submit, any other everything else.
         kinds: tuple[OperationHandler, ...] = (
             self._memory,
             self._keeper,
@@ -227,19 +229,19 @@ class Session:
         A memoryview is the session's own memory, invalid at the next call. Raises FramingError if the rest of the
         stream can't be understood any more.
         """
-        # Nothing about the request was checked yet; these two errors end the connection.
+        # Before anything else, check for the two errors that end the connection.
         if frame.request_id == 0:
             raise FramingError("request id 0 is reserved for goodbyes")
         self._counters[_OPS] += 1
         if frame.flags not in (0, _QUIET):
             raise FramingError("a client sent a reply")
-        # The broker reads the operation's name on the page if this process hangs in it.
+        # Show the operation on the page, where the broker reads it if this process hangs.
         self._counters[_DOING] = frame.op
         try:
-            # The lease is read before the request is served, and again in every wait.
+            # Read the lease's state before the request is served; every wait reads it again.
             lease_end = self._page.refusal()
             if self._resources.is_parked and lease_end is None and self._pending_failure is None:
-                # It is not executed, as if an earlier request had failed.
+                # Do not execute the request, as after an earlier failure.
                 failure = self.parking.refusal
                 quiet = replace(failure, failed_request_id=frame.request_id, failed_op=frame.op)
                 self._pending_failure = quiet if frame.flags else failure
@@ -252,17 +254,17 @@ class Session:
             self._counters[_DOING] = 0
 
     def take_launches(self, reader: FrameReader) -> None:
-        """Serve the expected launches at the front of what a connection sent; see `LaunchFastPath`."""
+        """Serve the expected launches that are first in the reader; see `LaunchFastPath`."""
         if self._pending_failure is None and self.lost is None and not self._resources.is_parked:
             self._fast_path.take(reader)
 
     @property
     def is_away(self) -> bool:
-        """Return whether requests must wait for the session's return: it is parked, and its lease lives."""
+        """Return whether requests must wait for the session's return: it is parked, and its lease is not over."""
         return self._resources.is_parked and self._page.refusal() is None
 
     def check_leave(self) -> None:
-        """Raise CantLeave for a parked session that can't leave its process now."""
+        """Raise CantLeave if the parked session can't leave its process now."""
         if self.lost is not None or self._pending_failure is not None:
             raise CantLeave("it has a failure that no client has received yet", is_lasting=False)
         self._context.flush_printed()
@@ -288,18 +290,18 @@ class Session:
         return None
 
     def take_sync(self, reader: FrameReader) -> bytes | None:
-        """Serve a SYNC at the front of what a connection sent, and return the reply.
+        """Serve a SYNC that is first in the reader, and return the reply.
 
         A SYNC is the most frequent request with a reply. Returns None, and leaves the frame to `handle`, if there is no
-        SYNC or its reply has to report anything but the wait's result.
+        SYNC, or if its reply has to report something other than the wait's result.
         """
-        # Anything unusual goes the ordinary way: a missing number, a failure to report, the end of the lease.
+        # Leave unusual cases to `handle`: a request id of 0, a failure to report, the end of the lease.
         number = self._sync_pattern.number(reader)
         if not number or number == NO_NUMBER or self._pending_failure is not None or self.lost is not None:
             return None
         if self._page.refusal() is not None or self._resources.is_parked:
             return None
-        # From here on the request is taken from the reader.
+        # Take the request from the reader.
         reader.start += HEADER_BYTES
         self._counters[_OPS] += 1
         self._counters[_DOING] = _SYNC
@@ -331,7 +333,7 @@ class Session:
                     self._synced = self._counters[_LAUNCHES]
                 return reply
             except _OPERATION_ERRORS as error:
-                # The only failure that a second try can heal: memory that ended connections still hold.
+                # A retry helps only if ended connections still hold memory.
                 if isinstance(error, Refused) and self.ended.may_make_room(error.failure):
                     try:
                         return self._retry(frame, error.failure)
@@ -341,7 +343,7 @@ class Session:
                     failure = self._failure(error, frame.op)
                 self._count_failure(frame.op, error)
         else:
-            # A failure was left by an earlier quiet request: this request is not executed, and its reply reports it.
+            # An earlier quiet request has failed: do not execute this request; its reply reports that failure.
             self._skip(frame)
             self._count_failure(frame.op)
         self._synced = self._counters[_LAUNCHES]
@@ -350,9 +352,9 @@ class Session:
         return failed(frame, failure)
 
     def _retry(self, frame: Frame, refused: Failure) -> bytes | memoryview:
-        """Repeat a request that found no room, if ended connections make some. Raises what it raises then."""
-        # No error is kept here: raised again it would hold this frame, and the frame the error and the request's image,
-        # until the garbage collector ran.
+        """Repeat a request that lacked room, if ended connections can release some. Raises what the retry raises."""
+        # Keep no reference to the error here. Otherwise the error and this frame would refer to each other, and keep
+        # the request's image until the garbage collector ran.
         if self.ended.make_room(is_alone=self._counters[Counter.CONNECTIONS] <= 1):
             try:
                 return self._serve(frame)
@@ -361,7 +363,7 @@ class Session:
         raise Refused(self.ended.explained(refused))
 
     def _do_quietly(self, frame: Frame, lease_end: Status | None) -> None:
-        # Skipped requests are not reported one by one: the next reply has the failure that caused it.
+        # Skipped requests are not reported one by one: the next reply reports the failure that caused the skipping.
         if self._pending_failure is not None or self.lost is not None or lease_end is not None:
             self.streams.current.skipped_by = self.lost or self._pending_failure
             self._skip(frame)
@@ -372,14 +374,18 @@ class Session:
             self._keep_failure(error, frame.op, frame.request_id)
 
     def _serve(self, frame: Frame) -> bytes | memoryview:
-        """Serve a request that has been checked; work for the card once the limits of time admit it."""
+        """Serve a request that has been checked.
+
+        If it is work for the card, first wait until the time limits admit it.
+        """
         operation = self._operation(frame)
         if frame.op in _CARD_WORK:
             pacer = self.pacer
             if not self._page.is_time_limited:
                 pacer.begin()
                 return operation(frame)
-            # A kind is an operation and the handle that its body begins with: a module, a graph, an allocation.
+            # The kind of work is the operation plus the handle at the start of its body: a module, a graph or an
+            # allocation.
             self._admit_work(frame.op + int.from_bytes(frame.payload[:8], "big"))
             reply = operation(frame)
             pacer.begun()
@@ -403,7 +409,7 @@ class Session:
             if frame.op in _OPCODES:
                 raise BodyError(f"{Opcode(frame.op).name} is not allowed on a session's connection")
             raise BodyError(f"unknown operation {frame.op:#06x}", Status.UNSUPPORTED)
-        # After the opcode, so that an unknown operation is reported as that.
+        # Check the session id after the opcode, so that an unknown operation is reported as such.
         if frame.session_id != self.lease_id:
             raise BodyError(f"the request is for session {frame.session_id:032x}, not for this connection's")
         return operation
@@ -423,7 +429,7 @@ class Session:
         failure = self._failure(error, op)
         self._pending_from = current = self.streams.current
         if isinstance(error, KernelFault):
-            # An earlier launch failed, perhaps another connection's: this request was only skipped.
+            # An earlier launch failed, perhaps that of another connection: this request was only skipped.
             self._pending_from, current.skipped_by = None, failure
         else:
             failure = replace(failure, failed_request_id=request_id, failed_op=op)
@@ -431,11 +437,11 @@ class Session:
         self._count_failure(op, error)
 
     def _keep_fault(self, fault: KernelFault) -> None:
-        """Keep a fault that was met without a tenant's request: it is reported like any other."""
+        """Keep a fault that was found outside a tenant's request. It is reported like any other."""
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
-            return  # The connection that launched it has gone, and no other is there to receive it.
-        # One failure can be pending; a fault that comes on top waits until it is reported.
+            return  # The connection that launched it has ended, and there is no other to report it to.
+        # Only one failure is pending at a time; a further fault waits until that one is reported.
         if self._pending_failure is None:
             self._pending_failure, self._pending_from = failure, None
         else:
@@ -454,20 +460,20 @@ class Session:
         return int(self._counters[_LAUNCHES]) - max(self._synced, self._fast_path.synced)
 
     def _take_failure(self) -> Failure | None:
-        """Return the failure to report now; each is reported once, unless it cost the context."""
+        """Return the failure to report now. Each is reported once, unless it cost the context."""
         if self.lost is not None:
             return self.lost
-        # Nothing was left by a request; a kernel may have faulted in the meantime.
+        # No request has failed, but a kernel may have faulted.
         if self._pending_failure is None:
             fault = self._context.fault()
             return None if fault is None else self._failure_of_fault(fault)
-        # Take it, and let the next one move up.
+        # Take the pending failure, and make the next one pending.
         failure, self._pending_failure = self._pending_failure, self._next_failure
         self._pending_from = self._next_failure = None
         return failure
 
     def _take_guests_failure(self) -> Failure | None:
-        """Return the failure of a quiet request of the connection served now; others' failures stay pending."""
+        """Return the failure of a quiet request of the current connection. Other connections' failures stay pending."""
         current = self.streams.current
         if self._pending_failure is not None and self._pending_from is current:
             return self._take_failure()
@@ -493,7 +499,7 @@ class Session:
             kernel=fault.kernel,
             address=fault.address,
         )
-        # A sticky fault: from now on every reply has it.
+        # The fault is sticky: from now on every reply reports it.
         if fault.context_lost:
             self.lost = failure
         return failure
@@ -507,15 +513,15 @@ class Session:
     # --- the lease ---
 
     def refusal(self) -> Failure | None:
-        """Return the lease's end as a failure, None while the lease lives."""
+        """Return the lease's end as a failure; None while the lease lasts."""
         status = self._page.refusal()
         return None if status is None else refusal_of(status, self._page.reason(status))
 
     def poll(self) -> None:
-        """Give the broker a sign of life, and show how long the present kernel has run."""
+        """Update the heartbeat for the broker, and show how long the running kernel has run."""
         now_ns = time.monotonic_ns()
         self.watch.poll(now_ns)
-        # Last: if an earlier call saw a kernel, the broker takes that kernel to have run until this time.
+        # Write this last: if an earlier call saw a kernel, the broker assumes that the kernel has run until this time.
         self._counters[_LOOKED_NS] = now_ns
 
     def _check_lease(self) -> None:
@@ -526,7 +532,7 @@ class Session:
             raise LeaseOver
 
     def _check_held(self) -> None:
-        """Serve as the `Poll` while work waits for the limits of time; the broker is served meanwhile.
+        """Serve as the `Poll` while work waits for the time limits. It also serves the broker.
 
         Raises LeaseOver.
         """
@@ -536,15 +542,18 @@ class Session:
         self.on_wait()
 
     def _check_sync(self) -> None:
-        """Serve as the `Poll` of a wait for launches, during which regions end, too. Raises LeaseOver."""
+        """Serve as the `Poll` of a wait for launches. It also lets regions end. Raises LeaseOver."""
         self._check_lease()
         self.on_wait()
 
     # --- connections ---
 
     def meet(self, *, is_stranger: bool) -> None:
-        """Prepare for a connection. A stranger may belong to another tenant than this process's earlier leases."""
-        # Load times would show a new tenant what an earlier one had loaded.
+        """Prepare for a connection.
+
+        `is_stranger`: it may belong to another tenant than this process's earlier leases.
+        """
+        # Otherwise a new tenant could find out by load times which images an earlier tenant had loaded.
         if is_stranger:
             self._context.forget_earlier()
 
@@ -552,7 +561,7 @@ class Session:
         """Record that a connection is attached; return the holder of the objects that it creates.
 
         Args:
-            pid: The client's process, 0 if that is not known.
+            pid: The client's process; 0 if it is not known.
             owns: Whether these objects end with it. Clients of earlier versions do not request that: all of their
                 connections share one holder.
         """
@@ -563,7 +572,7 @@ class Session:
         return Holder(self._counters, self._page.show_connection(self._last_connection, pid))
 
     def switch_to(self, streams: ConnectionStreams, holder: Holder) -> None:
-        """Serve this connection from now on: its streams, and its holder."""
+        """Make this connection's streams and holder the current ones."""
         self._ledger.holder = holder
         self.streams.switch_to(streams)
 
@@ -579,20 +588,23 @@ class Session:
         is_over = self.lost is not None or self._page.refusal() is not None
         if not owns:
             self.ended.unheld_users -= 1
-        # After the end of the lease or the context, everything goes with the process.
+        # After the end of the lease or the context, everything ends with the process.
         elif not is_over:
             self._page.hide_connection(holder.at)
             self.ended.end(holder, streams.known.values())
-        # Streams are the connection's own, whatever became of its allocations.
+        # The streams belong to the connection alone, whether or not its allocations outlive it.
         self.streams.release(streams)
         if is_last and owns and not is_over:
-            # What is left to report concerns its own requests only.
+            # The pending failures concern only this connection's requests, so drop them.
             self._pending_failure = self._next_failure = self._pending_from = None
             self._region_sets.release_ended()
 
     @contextlib.contextmanager
     def serving(self, guest: Guest) -> Iterator[None]:
-        """Bind everything done meanwhile to a guest's token: once that is over, waits end and requests are refused."""
+        """Bind everything done in the block to a guest's token.
+
+        Once the token is over, waits end and requests are refused.
+        """
         self._page.guest = guest
         try:
             yield
@@ -609,7 +621,7 @@ class Session:
 
     def use_latency_word(self, word: LatencyWord, fds: list[int]) -> None:
         """Map a latency word from its descriptor, which the caller closes."""
-        # Without memory for the mapping, the session holds nothing back for that word, and the broker learns nothing.
+        # If there is no memory for the mapping, ignore the word: the session then holds no launches back for it.
         with contextlib.suppress(OSError, ValueError):
             if len(fds) == 1:
                 self.pacer.use_word(word.number, *fds, is_own=word.is_own)
@@ -623,12 +635,12 @@ class Session:
 
     @property
     def compute_capability(self) -> int:
-        """The capability that images are compiled for: 90 for 9.0."""
+        """The compute capability that images are compiled for, for example 90 for 9.0."""
         return self._context.compute_capability
 
     @property
     def cuda_version(self) -> int:
-        """The version of CUDA of the card's driver, 13000 for 13.0; 0 for no CUDA driver."""
+        """The CUDA version of the card's driver, for example 13000 for 13.0; 0 if it is not a CUDA driver."""
         return self._context.cuda_version
 
     # --- regions ---
@@ -640,7 +652,7 @@ class Session:
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of the card that the session may take now."""
+        """Bytes of the card that the session may use now."""
         return self._ledger.slice_bytes
 
     def take_reports(self) -> Iterator[Message]:
@@ -654,16 +666,18 @@ class Session:
     # --- the end ---
 
     def release(self, poll: Poll) -> None:
-        """Wait for what runs, then return everything that the session has to the context. Serve no request afterwards.
+        """Wait for running work, then return everything that the session holds to the context.
 
-        Raises DriverError if that can't be done, or if something stays for good.
+        Serve no request afterwards.
+
+        Raises DriverError if that fails, or if something stays for good.
         """
         if self._resources.is_parked:
             raise DriverError("it is parked")
         # The poll of the bound on kernels would end this wait as well.
         if self.watch.is_on:
             self._context.watch(keep_waiting)
-        # What can't be undone prevents the context's reuse: a fault, regions, memory that the driver keeps.
+        # Some things can't be undone and prevent the context's reuse: a fault, regions, memory that the driver keeps.
         self._context.sync(poll)
         fault = self._context.fault()
         if fault is not None:
@@ -672,7 +686,7 @@ class Session:
             raise DriverError("it had regions: their addresses are never used again")
         if self._has_faulted or self._ledger.keeps_for_good:
             raise DriverError("a kernel has failed" if self._has_faulted else "the driver keeps memory for its kernels")
-        # Graphs first, because they depend on modules and allocations.
+        # Release graphs first, because they depend on modules and allocations.
         self._graphs.close()
         self._planner.forget()
         for number, module in self._ledger.modules():
@@ -683,7 +697,7 @@ class Session:
             self._ledger.remove_allocation(address)
 
     def release_memory(self) -> None:
-        """Return pinned memory to the host; the driver must have unpinned it. Raises BufferError if it is used."""
+        """Return pinned memory to the host; the driver must have unpinned it. Raises BufferError if it is in use."""
         self._memory.close()
         self.arena.close()
         self.regions.close()

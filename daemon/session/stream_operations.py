@@ -1,7 +1,7 @@
 """A session's streams: the numbers by which each connection knows its streams, and the one it has selected.
 
-Every connection has its own streams; they end with it. The context is notified of the selected stream whenever that
-changes, so launches and copies need not know of streams at all.
+Every connection has its own streams, which end with it. Whenever another stream is selected, the context is notified,
+so launches and copies need not name a stream.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -49,9 +49,9 @@ class StreamOperations(OperationHandler):
     """Serves the STREAM operations.
 
     Attributes:
-        current: The streams of the connection that is served now.
+        current: The streams of the connection that is being served.
         live: The driver's numbers of all streams of the session.
-        on_select: Called when another stream was selected.
+        on_select: Called after another stream has been selected.
         on_destroy: Called with the driver's number of a stream that is about to be destroyed.
     """
 
@@ -71,7 +71,7 @@ class StreamOperations(OperationHandler):
         return self._last_number
 
     def event_times(self, connection: ConnectionStreams) -> tuple[tuple[int, int], ...]:
-        """Return the number and the time of each event of a connection, all of which are done.
+        """Return the number and the time of each event of a connection. All events must be done.
 
         Raises DriverError.
         """
@@ -85,7 +85,7 @@ class StreamOperations(OperationHandler):
         selected: int,
         events: Collection[tuple[int, int]] = (),
     ) -> None:
-        """Make the streams and events again that a connection had in another process, by their numbers on the wire.
+        """Restore the streams and events that a connection had in another process, by their numbers on the wire.
 
         Raises Refused or DriverError.
         """
@@ -100,7 +100,7 @@ class StreamOperations(OperationHandler):
             connection.selected = selected
 
     def restore_last_number(self, number: int) -> None:
-        """Never give out a number that a stream of this session had in another process."""
+        """Set the highest number that a stream had in another process, so that no number is given out twice."""
         self._last_number = max(self._last_number, number)
 
     def switch_to(self, connection: ConnectionStreams) -> None:
@@ -112,7 +112,7 @@ class StreamOperations(OperationHandler):
         """Destroy all streams of a connection that has ended, and forget its events."""
         self._event_count -= len(connection.events)
         connection.events.clear()
-        # The default stream is every connection's, and stays.
+        # All connections share the default stream, so keep it.
         for number in [number for number in connection.known if number != DEFAULT]:
             self._destroy(connection, number)
 
@@ -129,13 +129,13 @@ class StreamOperations(OperationHandler):
                 )
             )
         stream = self._make()
-        # Numbers on the wire are never reused within a session, the driver's may be.
+        # Numbers on the wire are never reused within a session; the driver's numbers may be.
         self._last_number += 1
         self.current.known[self._last_number] = stream
         return done(frame, Handle(self._last_number))
 
     def _make(self) -> int:
-        # Charge before the driver makes anything: streams take memory that the context keeps.
+        # Charge before the driver makes the stream, because the context keeps the memory of streams.
         self._ledger.charge_streams(self._context.streams_bytes(self._stream_count + 1))
         self._record_usage()
         stream = self._context.stream_create()
@@ -162,7 +162,7 @@ class StreamOperations(OperationHandler):
         return empty(frame)
 
     def select_anyway(self, frame: Frame) -> None:
-        """Serve STREAM_SELECT where the session skips other requests; an invalid one changes nothing."""
+        """Serve STREAM_SELECT while the session skips other requests. An invalid one changes nothing."""
         try:
             self.select(frame)
         except (BodyError, Refused):
@@ -185,7 +185,7 @@ class StreamOperations(OperationHandler):
     def record_event(self, frame: Frame) -> bytes:
         body = parse_body(EventRecord, frame.payload)
         stream, events = self._stream(body.stream), self.current.events
-        # The client chooses the numbers; recording again moves an event.
+        # The client chooses the numbers. Recording an existing event again moves it.
         is_new = body.event not in events
         if is_new and self._event_count >= MAX_EVENTS:
             raise Refused(
@@ -195,7 +195,7 @@ class StreamOperations(OperationHandler):
                     hint="Release those that are no longer needed.",
                 )
             )
-        # Count only after the driver has made it.
+        # Count the event only after the driver has made it.
         events[body.event] = self._context.event(stream)
         self._event_count += is_new
         return empty(frame)
@@ -214,7 +214,7 @@ class StreamOperations(OperationHandler):
 
     @serves(Opcode.EVENT_DESTROY)
     def destroy_event(self, frame: Frame) -> bytes:
-        """Serve EVENT_DESTROY. An event with a record that was skipped after a failure is not an error."""
+        """Serve EVENT_DESTROY. An unknown event is not an error if its record was skipped after a failure."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         if self.current.events.pop(number, None) is not None:
             self._event_count -= 1
@@ -235,11 +235,11 @@ class StreamOperations(OperationHandler):
     def _destroy(self, connection: ConnectionStreams, number: int) -> None:
         stream = connection.known.pop(number)
         self.live.discard(stream)
-        # Regions remember streams by the driver's numbers, so they forget it before it can be reused.
+        # Regions refer to streams by the driver's numbers, so make them forget this one before it can be reused.
         self.on_destroy(stream)
         self._context.stream_destroy(stream)
         self._stream_count -= 1
-        # A connection never has a stream selected that is gone.
+        # If the destroyed stream was selected, select the default stream.
         if connection.selected == number:
             connection.selected = DEFAULT
             if connection is self.current:
@@ -247,7 +247,7 @@ class StreamOperations(OperationHandler):
 
     def _select(self, stream: int) -> None:
         self._context.stream_select(stream)
-        # The gate caches what it has admitted for the current stream.
+        # The region gate has cached what it admitted for the previous stream, so notify it.
         if stream != self._resources.stream:
             self._resources.stream = stream
             self.on_select()

@@ -23,7 +23,7 @@ _MORE: Final = "Acquire the lease with more for its submits: GpuBuilder().submit
 _POINTER: Final = struct.Struct("<Q")
 _TYPED: Final = {TYPED_VALUE + kind: kind for kind in ParameterType if kind}
 _KINDS: Final = frozenset(int(kind) for kind in ArgumentKind)
-# What goes into a buffer before the run, and what comes back from it.
+# The kinds of arguments that are copied into a buffer before the run, and those that are read back after it.
 _FILLED: Final = frozenset({ArgumentKind.INPUT, ArgumentKind.INOUT})
 _ANSWERED: Final = frozenset({ArgumentKind.OUTPUT, ArgumentKind.INOUT})
 
@@ -32,9 +32,9 @@ class SubmitOperations(OperationHandler):
     """Serves SUBMIT_RUN.
 
     Attributes:
-        is_spent: The submit has run, well or not: nothing more is done in this context.
+        is_spent: Whether the submit has run, successfully or not: nothing more is done in this context.
         is_peer_gone: Returns whether the client that waits for the outputs has disconnected; called during every wait.
-        on_growth: Called after the context did something for which the card may hold more memory.
+        on_growth: Called after the context has done something for which it may need more memory of the card.
     """
 
     def __init__(self, resources: SessionResources, planner: Planner, modules: ModuleOperations) -> None:
@@ -47,7 +47,7 @@ class SubmitOperations(OperationHandler):
 
     @serves(Opcode.SUBMIT_RUN)
     def run(self, frame: Frame) -> bytes:
-        """Serve SUBMIT_RUN. The reply holds all outputs; a failure holds none."""
+        """Serve SUBMIT_RUN. The reply has all outputs; a failure has none."""
         if frame.flags:
             raise BodyError("SUBMIT_RUN can't be quiet: its outputs are its reply")
         if self.is_spent:
@@ -55,16 +55,16 @@ class SubmitOperations(OperationHandler):
         # Even a run that fails is the submit's only one.
         self.is_spent = True
         body = parse_body(SubmitRun, frame.payload)
-        # A typed VALUE is an ordinary one, with a type that is checked once the image's types are known.
+        # A typed VALUE is an ordinary VALUE plus a type, which is checked once the image's types are known.
         types = tuple(map(_type_of, body.arguments))
         body = replace(body, arguments=tuple(map(_untyped, body.arguments)))
         # Check what can be checked before anything is loaded, then load, fill the buffers, launch, wait, and read.
         _check(body.arguments)
         module, loaded = self._modules.load_image(body.image)
         self.on_growth()
-        # Only now are the kernel's types known, and nothing was allocated yet.
+        # Now the kernel's types are known. Check them before anything is allocated.
         _check_types(body, types, loaded)
-        # From here on the card works: the limits of the card's time apply, and the account begins.
+        # From now on the card works: its time limits apply, and its time is accounted for.
         self._resources.admit_work(frame.op)
         addresses = [self._buffer(argument) for argument in body.arguments]
         self._launch(module, body, addresses, frame.request_id)
@@ -95,12 +95,12 @@ class SubmitOperations(OperationHandler):
         if argument.kind == ArgumentKind.VALUE:
             return 0
         size_bytes, ledger = _size(argument), self._ledger
-        # The slice of a submit is what the lease's holder set aside for it, so the hint is another one.
+        # A submit's slice is what the lease's holder reserved for submits, so replace the hint.
         try:
             ledger.check_alloc(size_bytes)
         except Refused as refused:
             raise Refused(replace(refused.failure, hint=_MORE)) from None
-        # As for MEM_ALLOC: check, take, count.
+        # As for MEM_ALLOC: check, allocate, record.
         address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._poll)
         ledger.add_allocation(address, size_bytes)
         self._record_usage()
@@ -110,7 +110,7 @@ class SubmitOperations(OperationHandler):
         return address
 
     def _launch(self, module: int, body: SubmitRun, addresses: list[int], tag: int) -> None:
-        # A buffer's argument is its address; a VALUE's are its bytes.
+        # A buffer is passed as its address, a VALUE as its bytes.
         packed = [
             _POINTER.pack(address) if address else argument.data
             for argument, address in zip(body.arguments, addresses, strict=True)
@@ -128,7 +128,7 @@ class SubmitOperations(OperationHandler):
             b"".join(packed),
             tuple(map(len, packed)),
         )
-        # Through the same plan as a session's launch, with all its checks.
+        # Use the same plan as a session's launch, with all its checks.
         plan, args = self._planner.plan(memoryview(build_body(launch)))
         self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, plan.lay_out(args), tag)
         self._counters[Counter.LAUNCHES] += 1
@@ -157,7 +157,7 @@ def _untyped(argument: SubmitArgument) -> SubmitArgument:
 
 
 def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: DriverModule) -> None:
-    """Raise Refused for a float where the image's PTX declares an integer or a pointer, or the other way round."""
+    """Raise Refused if a VALUE is a float where the image's PTX declares an integer or a pointer, or vice versa."""
     # The declared types of this kernel, or none if the text could not be parsed.
     declared = dict(zip(module.kernels, parameter_types(body.image, module.kernels), strict=True)).get(body.kernel, b"")
     for index, (given, byte) in enumerate(zip(types, declared, strict=False)):
@@ -177,7 +177,7 @@ def _check(arguments: tuple[SubmitArgument, ...]) -> None:
         if argument.kind not in _KINDS:
             raise BodyError(f"argument {index}: kind {argument.kind} is not known")
         is_output = argument.kind == ArgumentKind.OUTPUT
-        # Exactly one of both: an OUTPUT's size is given, all other sizes are those of their data.
+        # Each argument has either data or a size: an OUTPUT has a size, all others have data.
         if bool(argument.data) == is_output or bool(argument.size_bytes) != is_output:
             raise BodyError(f"argument {index}: an OUTPUT must have a size and no data, any other data and no size")
         passed_bytes += len(argument.data) if argument.kind == ArgumentKind.VALUE else _POINTER.size
