@@ -4,6 +4,7 @@ Times are seconds of `time.monotonic`.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason
 from gpulease.client.decode.decode_requests import SamplingParameters, SchedulerEvent
@@ -136,6 +137,34 @@ class EngineRebuilt:
     took_s: float
 
 
+class PrefixChange(StrEnum):
+    """What happens to a shared prefix."""
+
+    LOAD = "load"
+    """Its blocks were computed, and prompts use them from now on."""
+
+    REBUILD = "rebuild"
+    """The same once more, in the region of another engine."""
+
+    END = "end"
+    """Its region has ended; it is shared again when another engine is opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChanged:
+    """A change of one of the operator's shared prefixes.
+
+    Attributes:
+        name: The prefix.
+        change: What happened.
+        detail: Why it ended, as a sentence; "" otherwise.
+    """
+
+    name: str
+    change: PrefixChange
+    detail: str = ""
+
+
 class DecoderObserver:
     """Base class of observers. The decoder calls their methods in its loop, so they must not block."""
 
@@ -156,3 +185,6 @@ class DecoderObserver:
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
         """Called when another engine has taken over."""
+
+    def on_prefix_changed(self, report: PrefixChanged) -> None:
+        """Called when a shared prefix is computed, also before the decoder is open, and when its region ends."""

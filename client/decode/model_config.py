@@ -17,6 +17,9 @@ MAX_SHARE: Final = 16
 COLUMNS_STEP: Final = 32
 """The columns of every linear must be a multiple of this, which is the block of Q8_0."""
 
+MIN_NORM_EPSILON: Final = 2.0**-126
+"""Least value that RMS norms add under the root: the smallest normal f32 (IEEE 754)."""
+
 MAX_LAYERS: Final = 1024
 """Most layers, so that a number in a file can't create a list of tensors that fills the host's memory."""
 
@@ -268,8 +271,12 @@ def check_config(config: ModelConfig, where: str) -> None:
     # The kernels take the reciprocal of its root as an f32, which must be neither 0 nor infinite.
     if config.score_divisor is not None and not 1 <= config.score_divisor <= MAX_SIZE:
         raise ModelRejected(f"{where}: query_pre_attn_scalar must be 1 to {MAX_SIZE}, not {config.score_divisor}")
-    if not 0 < config.norm_epsilon < 1:
-        raise ModelRejected(f"{where}: the norms' epsilon must be between 0 and 1, not {config.norm_epsilon}")
+    # The kernels add it as an f32. One that is 0 there would let a row of zeros be divided by zero.
+    if not MIN_NORM_EPSILON <= config.norm_epsilon < 1:
+        raise ModelRejected(
+            f"{where}: the norms' epsilon (rms_norm_eps; in GGUF attention.layer_norm_rms_epsilon) must be at least"
+            f" {MIN_NORM_EPSILON:.4g} and below 1, not {config.norm_epsilon:g}"
+        )
     # Tokens are indexes of the embedding's rows, so one beyond it would read other memory.
     tokens = [*config.end_tokens, *([] if config.begin_token is None else [config.begin_token])]
     if beyond := [token for token in tokens if not 0 <= token < config.vocabulary]:

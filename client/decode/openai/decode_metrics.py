@@ -21,6 +21,11 @@
     gpulease_decode_blocks_kept{tenant}                    gauge: those that no sequence has, kept for prompts to reuse
     gpulease_decode_reused_prompt_tokens_total{tenant}     counter: tokens of prompts that were not computed again
     gpulease_decode_evicted_blocks_total{tenant}           counter: kept blocks that were given up for their place
+    gpulease_decode_without_engine_seconds                 gauge: since the engine was lost; 0 while there is one
+    gpulease_decode_prefix_requests_total{prefix}          counter: requests that began with a shared prefix's blocks
+    gpulease_decode_prefix_reused_tokens_total{prefix}     counter: tokens of prompts that it saved
+    gpulease_decode_prefix_bytes{prefix}                   gauge: memory of its region; 0 if that has ended
+    gpulease_decode_prefix_changes_total{prefix, kind}     counter; kind: load, rebuild (by another engine), end
 
 `scope` is region or engine: what was lost.
 """
@@ -40,6 +45,8 @@ from gpulease.client.decode.decode_reports import (
     EngineRebuilt,
     FinishedRequest,
     ForwardRevoked,
+    PrefixChange,
+    PrefixChanged,
     PromptRefused,
     RebindReport,
     StepReport,
@@ -134,6 +141,25 @@ class TenantGauges(Collector):
         yield GaugeMetricFamily("gpulease_decode_without_engine_seconds", "Since the engine was lost.", value=away_s)
 
 
+class PrefixUses(Collector):
+    """How much each shared prefix is used, read from the decoder at each scrape."""
+
+    def __init__(self, decoder: Callable[[], Decoder | None]) -> None:
+        self._decoder = decoder
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families; without a decoder, or a shared prefix, they are empty."""
+        decoder, names = self._decoder(), ["prefix"]
+        requests = CounterMetricFamily("gpulease_decode_prefix_requests", "Requests that began with it.", labels=names)
+        reused = CounterMetricFamily("gpulease_decode_prefix_reused_tokens", "Tokens that it saved.", labels=names)
+        held = GaugeMetricFamily("gpulease_decode_prefix_bytes", "Memory of its region.", labels=names)
+        for prefix in () if decoder is None else decoder.prefixes:
+            requests.add_metric([prefix.name], prefix.requests)
+            reused.add_metric([prefix.name], prefix.reused_tokens)
+            held.add_metric([prefix.name], prefix.region_bytes)
+        yield from (requests, reused, held)
+
+
 class DecodeMetrics(ServerMetrics, DecoderObserver):
     """The metrics of one decode server; an observer of its decoder.
 
@@ -182,8 +208,10 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._rebuild = {kind: rebuild.labels(kind) for kind in ("planned", "known", "unknown")}
         self._gaps = GapHistogram(self._tenants)
         kept.register(self._gaps)
+        self._prefix_changes = counter("prefix_changes", "Loads and ends of prefixes.", ("prefix", "kind"))
         # Gauges are read at the scrape, so no event needs to update them.
         kept.register(TenantGauges(decoder, clock))
+        kept.register(PrefixUses(decoder))
 
     def on_step(self, report: StepReport) -> None:
         """Count a step's rows, and its tokens and the gaps before them by tenant."""
@@ -238,6 +266,11 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         """Count a move to another engine, by its cause, with the time without an engine."""
         kind = "planned" if report.is_planned else "known" if report.is_known else "unknown"
         self._rebuild[kind].observe(report.took_s)
+
+    def on_prefix_changed(self, report: PrefixChanged) -> None:
+        # Each prefix is loaded first, so all of its series exist from then on. The operator chooses the names.
+        for change in PrefixChange:
+            self._prefix_changes.labels(report.name, change).inc(change is report.change)
 
     def _count_prompt(self, tenant_id: str, tokens: int, *, is_replay: bool) -> None:
         self._tokens[self._label(tenant_id), "replayed" if is_replay else "prompt"].inc(tokens)

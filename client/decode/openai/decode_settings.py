@@ -262,7 +262,7 @@ class PrefixTable:
     models: Annotated[
         tuple[str, ...] | None,
         Setting(
-            "The models of [models.NAME] that have it. Without it, all.",
+            "The models of [models.NAME] that have it, one at least. Without it, all.",
             what=_NAMES_TEXT,
             read=_read_names,
             example='["small"]',
@@ -549,10 +549,16 @@ def _prefixes(
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{path}: a prefix's name must be {_NAME_TEXT}, not {name!r}")
         table = settings_of(path, PrefixTable, said, "prefixes", name)
+        if table.models is not None and not table.models:
+            # A table that shares nothing is rather a mistake than a wish.
+            raise InvalidRequest(
+                f"{path}: prefixes.{name}.models must name at least one model, not []", "Leave it out for all models"
+            )
         if unknown := [model for model in table.models or () if model not in (models or {})]:
             raise InvalidRequest(f"{path}: prefixes.{name}.models: there is no [models.{unknown[0]}]")
         prefixes.append((table.named(name), tuple(models or ()) if table.models is None else table.models))
-    return prefixes
+    # In one order, however the file has them: only other prefixes are a reason to load a model again.
+    return sorted(prefixes, key=lambda having: having[0].name)
 
 
 def _models(

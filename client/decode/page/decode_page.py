@@ -17,6 +17,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ from gpulease.client.decode.decode_reports import (
     EngineRebuilt,
     FinishedRequest,
     ForwardRevoked,
+    PrefixChange,
+    PrefixChanged,
     RebindReport,
     StepReport,
 )
@@ -85,6 +88,9 @@ RATE_S: Final = 2.0
 
 LATEST_REQUESTS: Final = 100
 """Latest requests of a tenant of which the page shows the median time to the first token."""
+
+MAX_PREFIXES: Final = 64
+"""Most shared prefixes that are shown, each once for each model that has it."""
 
 MAX_TENANTS: Final = 64
 """Most tenants that are shown, in the order of the settings. Each makes the state and the page larger."""
@@ -165,6 +171,12 @@ class PageFeed(DecoderObserver):
         kind = EventKind.ENGINE_MOVED if report.is_planned else EventKind.ENGINE_LOST
         self._events.add(self._clock(), "", kind, seconds=report.took_s, detail=report.cause)
 
+    def on_prefix_changed(self, report: PrefixChanged) -> None:
+        """Add the event of the end of a shared prefix, or of its return. Loads are no events: all have one."""
+        kinds = {PrefixChange.REBUILD: EventKind.PREFIX_REBUILT, PrefixChange.END: EventKind.PREFIX_ENDED}
+        if kind := kinds.get(report.change):
+            self._events.add(self._clock(), report.name, kind, detail=report.detail)
+
     def revoked_here(self, tenant_id: str) -> None:
         """Add the event of a revocation by the page's button."""
         self._events.add(self._clock(), tenant_id, EventKind.REVOKED_HERE)
@@ -196,6 +208,7 @@ class PageFeed(DecoderObserver):
             "host": self._host,
             "serving": pool is not None or any(decoder.is_serving for decoder in decoders),
             "models": [] if pool is None else [{"id": name, **pool.report(name)} for name in pool.specs],
+            "prefixes": self._prefixes(),
             "steps": self._steps,
             "tokens_s": round(sum(rates.values()), 1),
             "waiting": sum(tenant["waiting"] for tenant in shown),
@@ -207,10 +220,22 @@ class PageFeed(DecoderObserver):
 
     def decoders(self) -> list[Decoder]:
         """Return the decoders that are open: that of the only model, or those of the pool."""
+        return list(self._decoders_by_model().values())
+
+    def _decoders_by_model(self) -> dict[str, Decoder]:
         if (pool := self._pool()) is not None:
-            return list(pool.decoders.values())
+            return pool.decoders
         decoder = self._decoder()
-        return [] if decoder is None else [decoder]
+        return {} if decoder is None else {self._model: decoder}
+
+    def _prefixes(self) -> list[dict[str, Any]]:
+        """Return the shared prefixes of all models that are open."""
+        found = [
+            {"model": model, **asdict(prefix)}
+            for model, decoder in self._decoders_by_model().items()
+            for prefix in decoder.prefixes
+        ]
+        return found[:MAX_PREFIXES]
 
     def _tenant(self, tenant_id: str, states: Sequence[TenantState], rate: float) -> dict[str, Any]:
         latency_s = self._latency_s.get(tenant_id)

@@ -6,6 +6,7 @@ import { arrange, by, copyOf, drawTenants, number, paint, say } from "./tenants.
 
 const events = new Map();
 const models = new Map();
+const prefixes = new Map();
 
 function onState(state) {
   if (state.serving) lamp("live", "Live");
@@ -18,6 +19,7 @@ function onState(state) {
   say(by("total-refused"), number(state.refused));
   say(by("total-steps"), number(state.steps));
   drawModels(state.models);
+  drawPrefixes(state.prefixes, state.models.length > 0);
   drawTenants(state.tenants);
   drawEvents(state.events);
 }
@@ -39,6 +41,20 @@ function makeModel(model) {
   const element = copyOf("model-template");
   say(element.querySelector(".name"), model.id);
   return element;
+}
+
+function drawPrefixes(items, hasModels) {
+  by("prefixes-section").hidden = items.length === 0;
+  // Of several models, each computes the prefix for itself.
+  const nameOf = (prefix) => (hasModels ? `${prefix.name} of ${prefix.model}` : prefix.name);
+  arrange(by("prefixes"), prefixes, items, nameOf, (prefix) => makeModel({ id: nameOf(prefix) }));
+  for (const prefix of items) {
+    const element = prefixes.get(nameOf(prefix));
+    const isShared = prefix.region_bytes > 0;
+    element.dataset.state = isShared ? "loaded" : "failed";
+    say(element.querySelector(".state"), isShared ? "shared" : "ended");
+    say(element.querySelector(".use"), `requests: ${number(prefix.requests)}, tokens reused: ${number(prefix.reused_tokens)}, holds ${number(prefix.tokens)} tokens in ${number(prefix.region_bytes / 2 ** 20)} MiB`);
+  }
 }
 
 function drawEvents(items) {

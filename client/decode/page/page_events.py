@@ -24,6 +24,8 @@ class EventKind(StrEnum):
     REFUSED = "refused"
     ENGINE_MOVED = "engine_moved"
     ENGINE_LOST = "engine_lost"
+    PREFIX_REBUILT = "prefix_rebuilt"
+    PREFIX_ENDED = "prefix_ended"
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class PageEvent:
     Attributes:
         number: Its unique number.
         at: When the last of them happened, in the page's seconds.
-        tenant_id: Its tenant; "" for the whole server.
+        tenant_id: Its tenant; "" for the whole server. Of a shared prefix, its name.
         kind: What happened.
         count: How often.
         seconds: The longest time that one of them took; 0 if they have no time.
@@ -54,6 +56,7 @@ class PageEvent:
     def text(self) -> str:
         """The sentence for the page, which follows the tenant's name."""
         took, n = duration(self.seconds), self.count
+        times = "" if n == 1 else f" {n:,} times"
         match self.kind:
             case EventKind.REVOKED_HERE:
                 return "Its region was revoked on this page."
@@ -71,6 +74,11 @@ class PageEvent:
                 return "All requests were moved to another engine, which serves now."
             case EventKind.ENGINE_LOST:
                 return f"The engine was lost; another one serves after {took}. Why it was lost: {self.detail}"
+            case EventKind.PREFIX_REBUILT:
+                return f"This shared prefix was computed again{times}, for another engine."
+            case EventKind.PREFIX_ENDED:
+                text = "This prefix is shared no more until another engine is opened. Why its region ended:"
+                return f"{text} {self.detail}"
 
 
 class PageEvents:

@@ -5,7 +5,7 @@ A harness drives it: `plan` returns the rows of the next step, and the harness r
 answered. Times are monotonic seconds, of any origin.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
@@ -146,12 +146,16 @@ class ContinuousBatchScheduler:
         settings: The engine's limits.
         tenants: Tenants by their ids; read only.
         prefixes: The shared prefixes that prompts may use, by their names; read only.
+        prefix_requests: By the name of a prefix: requests that began with some of its blocks.
+        prefix_tokens: By the name of a prefix: tokens of prompts that were not computed because it has their blocks.
     """
 
     def __init__(self, settings: SchedulerSettings, tenants: Iterable[TenantConfig] = ()) -> None:
         self.settings = settings
         self.tenants: dict[str, TenantState] = {}
         self.prefixes: dict[str, SharedPrefix] = {}
+        # They outlive engines, so they are not part of what `engine_lost` clears.
+        self.prefix_requests, self.prefix_tokens = Counter[str](), Counter[str]()
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
@@ -623,11 +627,15 @@ class ContinuousBatchScheduler:
             waiting = tenant.waiting.popleft()
             request = waiting.request
             del self._waiting[request.request_id]
-            prefix, blocks, found = _take_blocks(tenant, waiting)
+            prefix, shared, blocks, found = _take_blocks(tenant, waiting)
             sequence = LiveSequence(
                 request, tenant, self._tables.pop(), blocks, self._admissions, self.end_tokens(request.sampling)
             )
             sequence.prefix = prefix
+            if prefix:
+                # A replay is the same request, and saves the tokens once more.
+                self.prefix_requests[prefix] += request.attempt == 0
+                self.prefix_tokens[prefix] += shared * PAGE
             sequence.keys = tenant.keys_of(waiting)
             sequence.reusable = min(request.reusable_blocks, len(sequence.keys)) * PAGE
             sequence.reused = found * PAGE
@@ -1001,11 +1009,11 @@ class ContinuousBatchScheduler:
         )
 
 
-def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, list[int], int]:
+def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, int, list[int], int]:
     """Take the blocks of a request that fits.
 
-    Returns the shared prefix that it begins with, or "", the blocks, and how many of the first ones are computed
-    already.
+    Returns the shared prefix that it begins with, or "", how many blocks it uses of that, all of its blocks, and how
+    many of the first ones are computed already.
     """
     region, request, keys = tenant.blocks, waiting.request, tenant.keys_of(waiting)[: waiting.request.reusable_blocks]
     prefix, shared = region.find_shared(keys)
@@ -1020,7 +1028,7 @@ def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, 
         block = region.take()
         assert block is not None, "`TenantState.fits` has counted them"
         blocks.append(block)
-    return prefix, blocks, found
+    return prefix, shared, blocks, found
 
 
 def _check_blocks(config: TenantConfig, blocks: int) -> None:

@@ -37,7 +37,7 @@ from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.model_config import ModelConfig
 from gpulease.client.decode.pooling import Pooling
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
-from gpulease.client.decode.supervisor.engine_supervisor import EngineSupervisor, Outage
+from gpulease.client.decode.supervisor.engine_supervisor import EngineSupervisor, Outage, PrefixState
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.supervisor.prompt_intake import PromptIntake
 from gpulease.client.decode.supervisor.request_ledger import RequestLedger
@@ -325,6 +325,11 @@ class Decoder:
     def outage(self) -> Outage | None:
         """The current time without an engine; None while there is an engine, and once the decoder has ended."""
         return self._supervisor.outage
+
+    @property
+    def prefixes(self) -> list[PrefixState]:
+        """The shared prefixes: how much each is used, and whether its region has ended."""
+        return self._supervisor.prefixes
 
     @property
     def steps(self) -> int:

@@ -13,9 +13,10 @@ from typing import Any, Final, Protocol
 
 from gpulease.client.decode.decode_errors import CompletionReason, decoder_closed
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
-from gpulease.client.decode.decode_reports import EngineRebuilt
-from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.decode_reports import EngineRebuilt, PrefixChange, PrefixChanged
+from gpulease.client.decode.decode_requests import SharedPrefix, TenantConfig
 from gpulease.client.decode.engine.engine import BlockPool
+from gpulease.client.decode.row_records import PAGE
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.supervisor import engine_lifecycle as lifecycle
 from gpulease.client.decode.supervisor import engine_losses
@@ -90,6 +91,8 @@ class EngineSupervisor:
         self.reopened = 0
         self._spec, self._address = spec, address
         self._ledger, self._clock = ledger, clock
+        # By the name of a prefix: its last region that was reported.
+        self._prefix_regions: dict[str, int] = {}
         self._hand_over: asyncio.Future[None] | None = None
         # One change of engines at a time: a recovery, a move or a departure from a node.
         self._changing = asyncio.Lock()
@@ -118,6 +121,24 @@ class EngineSupervisor:
     def serving(self) -> ServingEngine:
         """The engine with its lease and regions; while it is lost, the lost one."""
         return self._life.phase.engine
+
+    @property
+    def prefixes(self) -> "list[PrefixState]":
+        """The shared prefixes of the engine, whether their regions have ended or not."""
+        pools, scheduler = self.serving.regions.prefixes, self.scheduler
+        return [
+            PrefixState(
+                name=prefix.name,
+                tokens=prefix.blocks * PAGE,
+                # While the decoder closes, the scheduler still shares what has no region any more.
+                region_bytes=pools[prefix.name][1].region.size_bytes
+                if prefix.name in scheduler.prefixes.keys() & pools.keys()
+                else 0,
+                requests=scheduler.prefix_requests[prefix.name],
+                reused_tokens=scheduler.prefix_tokens[prefix.name],
+            )
+            for prefix in self._spec.prefixes
+        ]
 
     @property
     def outage(self) -> "Outage | None":
@@ -267,8 +288,23 @@ class EngineSupervisor:
 
     def _share_prefixes(self) -> None:
         """Let prompts use the engine's shared prefixes, in those regions that have not ended."""
-        for prefix, _ in self.serving.regions.prefixes.values():
+        for name, (prefix, pool) in self.serving.regions.prefixes.items():
             self.scheduler.share(prefix)
+            # The same engine shares them again after its sequences were restarted: then nothing was computed.
+            if self._prefix_regions.get(name) != pool.region.lease_id:
+                self._report_prefix(prefix, pool)
+
+    def _report_prefix(self, prefix: SharedPrefix, pool: BlockPool) -> None:
+        change = PrefixChange.REBUILD if prefix.name in self._prefix_regions else PrefixChange.LOAD
+        self._prefix_regions[prefix.name] = pool.region.lease_id
+        self.log.info(
+            "prefix_rebuilt" if change is PrefixChange.REBUILD else "prefix_loaded",
+            prefix=prefix.name,
+            region=lease_text(pool.region.lease_id),
+            tokens=prefix.blocks * PAGE,
+            bytes=pool.region.size_bytes,
+        )
+        self._ledger.report(lambda observer: observer.on_prefix_changed(PrefixChanged(prefix.name, change)))
 
     def _give_up(self, request_id: str) -> None:
         """End a request that ended an engine while it was computed alone."""
@@ -416,6 +452,25 @@ class EngineSupervisor:
         phase = self._life.phase
         is_lost = isinstance(phase, lifecycle.Closed) and phase.is_lost
         await (self.serving.abandon() if is_lost else self.serving.close())
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixState:
+    """A shared prefix, as its operator sees it.
+
+    Attributes:
+        name: Its name.
+        tokens: The tokens of its full blocks.
+        region_bytes: Memory of its region; 0 if that has ended, or while there is no engine.
+        requests: Requests that began with some of its blocks.
+        reused_tokens: Tokens of prompts that were not computed because it has their blocks.
+    """
+
+    name: str
+    tokens: int
+    region_bytes: int
+    requests: int
+    reused_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,7 +337,9 @@ class ModelPool:
             self.log.failure("model_not_measured", error, model=name)
         # While a region with a fixed life is moved, which happens without requests, too, a session can't stay parked.
         is_parkable = spec.settings.region_life_s is None
-        version = spec.path, spec.tenants, spec.settings, spec.wait_s, spec.chat_tokens, spec.prefixes
+        # Another order of tenants or prefixes changes nothing that is loaded.
+        its = frozenset(spec.tenants), frozenset(spec.prefixes)
+        version = spec.path, *its, spec.settings, spec.wait_s, spec.chat_tokens
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
 
     def _load_tokenizer(self, path: Path, checkpoint: Checkpoint) -> None:

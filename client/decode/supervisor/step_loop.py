@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpulease.client.decode.decode_errors import CompletionReason, EngineDecodeFailed
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
-from gpulease.client.decode.decode_reports import ForwardRevoked
+from gpulease.client.decode.decode_reports import ForwardRevoked, PrefixChange, PrefixChanged
 from gpulease.client.decode.decode_requests import SchedulerEvent
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.row_records import (
@@ -305,8 +305,11 @@ class StepLoop:
     def abort_prefix(self, name: str, error: BaseException) -> None:
         """Stop sharing a prefix after the loss of its region. Sequences that use it are replayed without it."""
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
-        self.log.info("prefix_lost", prefix=name, reason=reason, cause=cause_of(error))
+        region = lease_text(self.regions.prefixes[name][1].region.lease_id)
+        self.log.info("prefix_lost", prefix=name, region=region, reason=reason, cause=cause_of(error))
         self.regions.drop_prefix(name)
+        report = PrefixChanged(name, PrefixChange.END, cause_of(error))
+        self._ledger.report(lambda observer: observer.on_prefix_changed(report))
         self._ledger.deliver(self.scheduler.prefix_lost(name, reason, self._clock()))
         self.wake()
 

@@ -1,5 +1,6 @@
 """The metrics of a decode server: what a scrape shows after a decoder's reports."""
 
+import re
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
@@ -13,6 +14,7 @@ from gpulease.client.decode.decode_reports import (
     StepReport,
 )
 from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent
+from gpulease.client.decode.openai import decode_metrics
 from gpulease.client.decode.openai.decode_metrics import MAX_FOLLOWED, DecodeMetrics
 
 REQUEST = PromptRequest("ann", "one", (1, 2, 3), SamplingParameters(), 8)
@@ -105,6 +107,13 @@ def test_ends_losses_and_rebuilds_are_counted() -> None:
         assert value(kept, "rebind_seconds_count", tenant="ann", scope=scope) == 1
     for kind in ("planned", "known", "unknown"):
         assert value(kept, "engine_rebuild_seconds_count", kind=kind) == 1
+
+
+def test_every_family_is_described() -> None:
+    """An operator finds each name of a scrape in the page that the manual names."""
+    described = set(re.findall(r"gpulease_decode_\w+", str(decode_metrics.__doc__)))
+    counted = {family.name + "_total" * (family.type == "counter") for family in DecodeMetrics([]).registry.collect()}
+    assert {name for name in counted if name.startswith("gpulease_decode_")} == described
 
 
 def test_an_unknown_tenant_gets_no_series_of_its_own() -> None:

@@ -21,6 +21,8 @@ from gpulease.client.decode.decode_reports import (
     EngineRebuilt,
     FinishedRequest,
     ForwardRevoked,
+    PrefixChange,
+    PrefixChanged,
     RebindReport,
     StepReport,
 )
@@ -33,6 +35,7 @@ from gpulease.client.decode.page.page_history import PageHistory
 from gpulease.client.decode.sample_models import TINY_MODEL
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
+from gpulease.client.decode.supervisor.engine_supervisor import PrefixState
 from gpulease.client.errors import InvalidRequest
 from helpers.browser import Browser, lacks_browser
 from helpers.daemon import Daemon
@@ -44,6 +47,10 @@ DIGEST = hashlib.sha256(KEY.encode()).digest()
 BEARER = {"Authorization": f"Bearer {KEY}"}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\n" + "x" * 300
 LONG = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
+
+
+PREFIXES = [PrefixState("helper", 64, 2 << 20, 3, 192), PrefixState(HOSTILE, 32, 0, 0, 0)]
+"""One that is shared, and one with a region that has ended."""
 
 
 class Pool:
@@ -70,7 +77,8 @@ class Scene:
         scheduler = ContinuousBatchScheduler(SchedulerSettings(8, 16, 8, 160, 512), tenants)
         self.revoked: list[tuple[str, str]] = []
         pools = {tenant.id: Pool(self, tenant.id) for tenant in tenants}
-        self.decoder = SimpleNamespace(scheduler=scheduler, regions=SimpleNamespace(pools=pools), is_serving=True)
+        regions = SimpleNamespace(pools=pools)
+        self.decoder = SimpleNamespace(scheduler=scheduler, regions=regions, is_serving=True, prefixes=PREFIXES)
         self.demo = SimpleNamespace(texts={"ann": DemoText(HOSTILE), "bob": DemoText("It goes on.")})
         decoder, demo = lambda: cast(Decoder, self.decoder), lambda: cast(DemoTraffic, self.demo)
         self.page = DecodePage(decoder, DIGEST, "tiny", demo)
@@ -154,6 +162,31 @@ def test_a_state_tells_times_to_the_first_token_and_refusals(scene: Scene) -> No
     assert state["refused"] == 2
     assert [event["text"] for event in state["events"]] == [
         "2 requests were refused, the last one: PoolExhausted: no room"
+    ]
+
+
+def test_a_state_shows_the_shared_prefixes_and_their_ends(scene: Scene) -> None:
+    feed = scene.page.observer
+    for change in PrefixChange:
+        feed.on_prefix_changed(PrefixChanged("helper", change, "Revoked: by the operator."))
+    state = feed.state()
+    helper, ended = state["prefixes"]
+    assert helper == {
+        "model": "tiny",
+        "name": "helper",
+        "tokens": 64,
+        "region_bytes": 2 << 20,
+        "requests": 3,
+        "reused_tokens": 192,
+    }
+    assert ended["region_bytes"] == 0
+    assert [(event["tenant"], event["text"]) for event in state["events"]] == [
+        (
+            "helper",
+            "This prefix is shared no more until another engine is opened. Why its region ended: Revoked: by the"
+            " operator.",
+        ),
+        ("helper", "This shared prefix was computed again, for another engine."),
     ]
 
 

@@ -1,6 +1,7 @@
 """Prompts that begin with computed blocks have the same tokens and probabilities, bit for bit, as without them."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
+from gpulease.client.decode.decode_reports import DecoderObserver
 from gpulease.client.decode.decode_requests import SamplingParameters, SharedPrefix, TenantConfig
 from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from helpers.daemon import Daemon
+from helpers.decode.decode_lines import lines_of
 from helpers.decode.decoder_rig import Recorder, read
 from helpers.decode.engine_rig import GREEDY, EngineRig, RunningRig
 from helpers.decode.random_models import TINY, WINDOWED
@@ -31,7 +34,7 @@ def opened(
     daemon: Daemon,
     options: DecoderSettings = SETTINGS,
     tenants: Sequence[TenantConfig] = TENANTS,
-    *observers: Recorder,
+    *observers: DecoderObserver,
     prefixes: Sequence[SharedPrefix] = (),
 ) -> AbstractAsyncContextManager[Decoder]:
     model = RandomCheckpoint(TINY, 1)
@@ -315,22 +318,51 @@ def test_the_end_of_a_shared_prefix_s_region_ends_no_tenant_s(daemon: Daemon, is
     asyncio.run(part())
 
 
-def test_another_engine_shares_the_prefixes_again(daemon: Daemon) -> None:
+def test_another_engine_shares_the_prefixes_again(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     prompt = [*LONG.token_ids, *tokens_of(9, 7)]
+    caplog.set_level(logging.INFO, "gpulease.decode")
+    serving: list[Decoder] = []
+    metrics = DecodeMetrics("ab", lambda: next(iter(serving), None))
+
+    def value(name: str, **more: str) -> float | None:
+        return metrics.registry.get_sample_value(f"gpulease_decode_prefix_{name}", {"prefix": "long", **more})
+
+    def changes() -> list[float | None]:
+        return [value("changes_total", kind=kind) for kind in ("load", "rebuild", "end")]
 
     async def part() -> None:
-        async with opened(daemon, prefixes=[LONG]) as decoder:
+        async with opened(daemon, SETTINGS, TENANTS, metrics, prefixes=[LONG]) as decoder:
+            serving.append(decoder)
+            assert (value("requests_total"), value("reused_tokens_total"), changes()) == (0, 0, [1, 0, 0])
             expected = await read(submit(decoder, prompt))
+            await read(submit(decoder, tokens_of(10, 20)))
+            assert (value("requests_total"), value("reused_tokens_total")) == (1, 64)
             lives = submit(decoder, prompt, most=60)
             found = [await anext(lives)]
             await decoder.move()
             assert [*found, *await read(lives)][:6] == expected
+            # Its replay is the same request, and began behind the blocks once more.
+            assert (value("requests_total"), value("reused_tokens_total"), changes()) == (2, 3 * 64, [1, 1, 0])
             daemon.revoke(decoder.engine.lease.lease_id)
             again = submit(decoder, prompt, tenant="b")
             assert await read(again) == expected
             assert again.reused_tokens == 64
+            assert (value("requests_total"), changes()) == (3, [1, 2, 0])
+            (shared,) = decoder.prefixes
+            _, pool = decoder.regions.prefixes["long"]
+            assert (shared.tokens, shared.region_bytes) == (64, pool.region.size_bytes)
+            daemon.revoke(pool.region.lease_id)
+            while decoder.regions.prefixes:  # noqa: ASYNC110  # nothing reports it to callers
+                await asyncio.sleep(0.01)
+            assert (value("requests_total"), value("bytes"), changes()) == (3, 0, [1, 2, 1])
 
     asyncio.run(part())
+    (loaded,), rebuilt, (lost,) = (
+        lines_of(caplog, event) for event in ("prefix_loaded", "prefix_rebuilt", "prefix_lost")
+    )
+    assert loaded | {"region": "", "bytes": 0} == {"prefix": "long", "region": "", "tokens": 64, "bytes": 0}
+    assert len({line["region"] for line in (loaded, *rebuilt)}) == 3
+    assert lost["region"] == rebuilt[-1]["region"]
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,11 @@ def test_prefixes_are_those_of_the_models_that_they_name(tmp_path: Path) -> None
     names = {model: [prefix.name for prefix in spec.prefixes] for model, spec in settings.models.items()}
     assert names == {"small": ["one"], "large": ["one", "two"]}
     assert settings.prefixes == ()
+    # Their order in the file is no other setting, which would open another engine at a reload.
+    one, two = PREFIXES.split("[prefixes.two]")
+    for kind in (MODEL, MANY):
+        as_is, turned = (loaded(tmp_path, kind + said + TENANT) for said in (PREFIXES, f"[prefixes.two]{two}{one}"))
+        assert (turned.prefixes, turned.models) == (as_is.prefixes, as_is.models)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +195,8 @@ def test_prefixes_are_those_of_the_models_that_they_name(tmp_path: Path) -> None
         (MODEL + PREFIXES.replace("[1, 2]", "[1, true]") + TENANT, "prefixes.two.tokens must be a list of tokens, not"),
         (MODEL + PREFIXES.replace(".two", '."a b"') + TENANT, "a prefix's name must be 1 to 64 letters, digits and"),
         (MODEL + PREFIXES + 'models = ["x"]\n' + TENANT, "prefixes.two.models: there is no [models.x]"),
+        (MANY + PREFIXES + "models = []\n" + TENANT, "prefixes.two.models must name at least one model, not []"),
+        (MODEL + PREFIXES + "models = []\n" + TENANT, "prefixes.two.models must name at least one model, not []"),
         (MODEL + "[prefixes]\n" + TENANT, "prefixes must be 1 to 64 tables [prefixes.NAME]"),
     ],
 )
