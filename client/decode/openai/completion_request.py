@@ -7,6 +7,7 @@ from typing import Any, Final, NoReturn
 
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.decode_requests import MAX_POSITIONS, MAX_PRIORITY, SamplingParameters
+from gpulease.client.decode.openai.answer_forms import AnswerForm, form_of
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, check_parameters
 from gpulease.client.decode.openai.tool_formats import NAME as TOOL_NAME
@@ -81,7 +82,7 @@ class CompletionRequest:
         prompts: Texts, or their tokens; () for a chat.
         messages: A chat's messages, each with `role` and `content`; () for a completion.
         variables: Further variables of the chat's template; the tools are one.
-        schema: The JSON Schema of the answer; None for any text.
+        form: The form of the answer; None for any text.
         tools: What the model may call; () if it may call nothing.
         must_call: Whether the answer is calls alone.
         is_parallel: Whether it may have several calls.
@@ -105,7 +106,7 @@ class CompletionRequest:
     prompts: tuple[str | tuple[int, ...], ...]
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
-    schema: Mapping[str, Any] | None
+    form: AnswerForm | None
     tools: tuple[Tool, ...]
     must_call: bool
     is_parallel: bool
@@ -147,20 +148,20 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     choices, tries = _choices(said, len(prompts) or 1, is_stream=is_stream)
     has_logprobs, ranks = _logprobs_of_chat(said) if is_chat else _logprobs_of_completion(said)
     is_echo = _flag(said, "echo")
-    schema = _schema(said.get("response_format"))
+    form = form_of(said, is_chat=is_chat)
     tools, must_call = _tools(said)
     messages, variables = parse_chat_prompt(said) if is_chat else ((), {})
     stops = _stops(said.get("stop"))
     _flag(said, "parallel_tool_calls")
-    if schema is not None or tools:
-        _check_ends(said, stops, "response_format" if schema is not None else "tools")
+    if form is not None or tools:
+        _check_ends(said, stops, "tools" if form is None else form.parameter)
     return CompletionRequest(
         is_chat=is_chat,
         model=_text(said, "model"),
         prompts=prompts,
         messages=messages,
         variables=variables,
-        schema=schema,
+        form=form,
         tools=tools,
         must_call=must_call,
         # A tool that is named is called once, as by OpenAI's servers: clients take its one call for the answer.
@@ -188,26 +189,6 @@ def parse_chat_prompt(said: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any],
     tools, _ = _tools(said)
     variables = {**_variables(said.get("chat_template_kwargs")), **({"tools": said["tools"]} if tools else {})}
     return _messages(said.get("messages")), variables
-
-
-def _schema(value: Any) -> Mapping[str, Any] | None:
-    """Return the JSON Schema that a `response_format` has; None for texts."""
-    name = "response_format"
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind not in ("json_object", "json_schema"):
-        raise invalid("response_format must have the type text, json_object or json_schema", name)
-    # OpenAI's place for a schema, and llama.cpp's, which is also next to json_object.
-    said = value.get("json_schema") if kind == "json_schema" else None
-    schema = said.get("schema") if isinstance(said, dict) else value.get("schema")
-    if kind == "json_object" and schema is None:
-        return {"type": "object"}
-    if not isinstance(schema, dict):
-        raise invalid("response_format.json_schema must be an object with a schema, an object, too", name)
-    return schema
 
 
 def _tools(said: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:
@@ -252,10 +233,10 @@ def _tool(number: int, tool: Any) -> Tool:
 
 
 def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], what: str) -> None:
-    """Refuse parameters that could end an answer in the middle of its JSON, or continue it after the JSON has ended."""
+    """Refuse parameters that could end an answer in the middle of its form, or continue it after that has ended."""
     for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos"):
         if stops if name == "stop" else said.get(name):
-            raise invalid(f"{name} can't be combined with {what}: the answer must end where its JSON does", name)
+            raise invalid(f"{name} can't be combined with {what}: the answer must end where its form does", name)
 
 
 def check_model(asked: str, served: str) -> None:

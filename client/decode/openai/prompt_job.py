@@ -8,7 +8,7 @@ from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.completion_request import CompletionRequest, check_model, parse_request
 from gpulease.client.decode.openai.tool_formats import format_of, tool_grammar
-from gpulease.client.decode.text.grammar import check_grammar, json_grammar, json_rule
+from gpulease.client.decode.text.grammar import check_grammar
 from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_se
         return {"error": error.parts}
     prompts = read_prompts(reader, asked)
     # Only the tokens are needed from here on, so the texts are not sent back.
-    short = replace(asked, prompts=(), messages=(), variables={}, schema=None, tools=())
+    short = replace(asked, prompts=(), messages=(), variables={}, form=None, tools=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
 
 
@@ -49,10 +49,10 @@ def read_prompts(reader: "PromptReader", asked: CompletionRequest) -> list[list[
 
 
 def with_grammar(reader: "PromptReader", asked: CompletionRequest) -> CompletionRequest:
-    """Return a request with the grammar of its schema or its tools. Raises ApiError if that can't be followed."""
-    if asked.schema is None and not asked.tools:
+    """Return a request with the grammar of its form or its tools. Raises ApiError if that can't be followed."""
+    form, written = asked.form, None
+    if form is None and not asked.tools:
         return asked
-    name, written = "response_format" if asked.schema is not None else "tools", None
     if asked.tools:
         written = format_of(reader.template)
         if written is None:
@@ -64,14 +64,14 @@ def with_grammar(reader: "PromptReader", asked: CompletionRequest) -> Completion
             is_required=asked.must_call,
             is_parallel=asked.is_parallel,
             trigger_token=reader.special_token(written.trigger),
-            answer="" if asked.schema is None else json_rule(asked.schema),
+            answer="" if form is None else form.rule(),
         )
-    else:
-        grammar = json_grammar(asked.schema or {})
+    elif form is not None:
+        grammar = f"start: {form.rule()}"
     try:
         check_grammar(grammar)
     except GrammarRefused as error:
-        raise invalid(error.message, name, "grammar_refused") from None
+        raise invalid(error.message, "tools" if form is None else form.parameter, "grammar_refused") from None
     sampling = replace(asked.sampling, grammar=grammar)
     return replace(asked, sampling=sampling, tool_format=written.name if written else "")
 

@@ -97,13 +97,13 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "documents": _neutral([]),
     "ebnf": _REFUSED,
     "grammar": _neutral(""),
-    "guided_choice": _REFUSED,
+    "guided_choice": _USED,
     "guided_grammar": _REFUSED,
-    "guided_json": _REFUSED,
-    "guided_regex": _REFUSED,
+    "guided_json": _USED,
+    "guided_regex": _USED,
     "ignore_eos": _USED,
     "include_stop_str_in_output": _neutral(False),
-    "json_schema": _REFUSED,
+    "json_schema": _USED,
     "length_penalty": _neutral(1),
     "logits_processors": _neutral([]),
     "min_p": _USED,
@@ -111,7 +111,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "mirostat": _neutral(0),
     "priority": _USED,
     "prompt_logprobs": _REFUSED,
-    "regex": _REFUSED,
+    "regex": _USED,
     "repeat_penalty": _neutral(1),
     "repetition_penalty": _USED,
     "return_token_ids": _neutral(False),
@@ -119,7 +119,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "skip_special_tokens": _neutral(True),
     "spaces_between_special_tokens": _IGNORED,
     "stop_token_ids": _USED,
-    "structured_outputs": _REFUSED,
+    "structured_outputs": _USED,
     "tfs_z": _neutral(1),
     "top_a": _neutral(0),
     "top_k": _USED,
@@ -135,6 +135,20 @@ STREAM_OPTIONS: Final[Mapping[str, RequestParameter]] = {
     "include_usage": _USED,
 }
 """The members of the parameter `stream_options`, by their names."""
+
+STRUCTURED_OUTPUTS: Final[Mapping[str, RequestParameter]] = {
+    "choice": _USED,
+    "disable_additional_properties": _neutral(False),
+    "disable_any_whitespace": _neutral(False),
+    "disable_fallback": _IGNORED,
+    "grammar": _REFUSED,
+    "json": _USED,
+    "json_object": _USED,
+    "regex": _USED,
+    "structural_tag": _REFUSED,
+    "whitespace_pattern": _REFUSED,
+}
+"""The members of the parameter `structured_outputs`, by their names."""
 
 
 def check_parameters(

@@ -8,8 +8,9 @@ It comes from a tenant, so its size and the work for it are limited, and it is c
 import asyncio
 import hashlib
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -70,19 +71,30 @@ _LISTS: Final = frozenset({"anyOf", "prefixItems", "items"})
 _SCHEMAS: Final = frozenset({"items", "additionalItems", "additionalProperties", "contains"})
 """Keywords whose values have schemas: as an object's values, as a list, or one."""
 
+_ESCAPED: Final[Mapping[str, str]] = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+"""Parts of a regular expression that a grammar has in another form."""
+
 MAX_SAID_CHARACTERS: Final = 300
 """Most characters of the library's own message in an error."""
-
-
-def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of the JSON texts that a schema allows."""
-    return f"start: {json_rule(schema)}"
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return a grammar's rule for the JSON texts that a schema allows, with its objects closed (`closed`)."""
     own = {name: value for name, value in closed(schema).items() if name != "x-guidance"}
     return "%json " + json.dumps(own | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def regex_rule(regex: str) -> str:
+    """Return a grammar's rule for the texts that a regular expression matches as a whole, in the syntax of Rust's."""
+    # Between slashes, a slash must be escaped, and a line ends the rule.
+    body = re.sub(r"\\[\s\S]|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), regex)
+    return f"/{body}/"
+
+
+def choice_rule(texts: Iterable[str]) -> str:
+    """Return a grammar's rule for texts."""
+    # Strings of grammars are those of JSON, with all but ASCII and the control character DEL escaped.
+    return " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in texts)
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:

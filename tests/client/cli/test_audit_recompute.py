@@ -15,7 +15,7 @@ from gpulease.client.cli.__main__ import main
 from gpulease.client.decode import TINY_MODEL, Decoder, DecoderSettings, SamplingParameters, open_model
 from gpulease.client.decode.model_config import LongScaling
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
-from gpulease.client.decode.text.grammar import json_grammar
+from gpulease.client.decode.text.grammar import json_rule
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import check_whole, config, records
 from helpers.daemon import Daemon
@@ -125,7 +125,7 @@ def test_a_request_s_body_gives_its_prompt_and_its_grammar(recorded: Recorded, t
         return json.dumps({"prompt": PROMPT, "response_format": form})
 
     schema = json.loads(body(9))["response_format"]["json_schema"]["schema"]
-    record = recorded.decoded(SamplingParameters(0.9, seed=3, grammar=json_grammar(schema)))
+    record = recorded.decoded(SamplingParameters(0.9, seed=3, grammar=f"start: {json_rule(schema)}"))
     file = tmp_path / "body"
     for text, status, said in ((body(9), 0, "is equal"), (body(8), command.EXIT_PROMPT_DIFFERS, "the grammar must be")):
         file.write_text(text)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpulease.client.decode.openai.answer_forms import AnswerForm
 from gpulease.client.decode.openai.api_errors import ApiError
 from gpulease.client.decode.openai.completion_request import CompletionRequest, parse_request
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS
@@ -231,7 +232,56 @@ def test_a_schema_may_be_where_llama_cpp_has_it() -> None:
         {"type": "json_schema", "schema": schema},
         {"type": "json_object", "schema": schema},
     ):
-        assert parsed(response_format=form).schema == schema
-    assert parsed(response_format={"type": "json_object"}).schema == {"type": "object"}
+        assert parsed(response_format=form).form == AnswerForm("response_format", schema)
+    assert parsed(response_format={"type": "json_object"}).form == AnswerForm("response_format", {"type": "object"})
     with pytest.raises(ApiError, match="schema"):
         parsed(response_format={"type": "json_object", "schema": "a"})
+
+
+@pytest.mark.parametrize(
+    ("said", "form"),
+    [
+        ({"structured_outputs": {"json": {"type": "null"}}}, AnswerForm("structured_outputs", {"type": "null"})),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, AnswerForm("structured_outputs", {"type": "null"})),
+        ({"structured_outputs": {"json_object": True}}, AnswerForm("structured_outputs", {"type": "object"})),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, AnswerForm("structured_outputs", regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, AnswerForm("structured_outputs", choices=("a", "b"))),
+        ({"guided_json": {"type": "null"}}, AnswerForm("guided_json", {"type": "null"})),
+        ({"guided_regex": "a+"}, AnswerForm("guided_regex", regex="a+")),
+        ({"guided_choice": ["a"]}, AnswerForm("guided_choice", choices=("a",))),
+        ({"json_schema": {"type": "null"}}, AnswerForm("json_schema", {"type": "null"})),
+        ({"regex": "a+", "response_format": {"type": "text"}}, AnswerForm("regex", regex="a+")),
+    ],
+)
+def test_a_form_may_be_where_other_servers_have_it(said: dict[str, Any], form: AnswerForm) -> None:
+    assert parsed(**said).form == parsed(True, **said).form == form
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "code"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": "a+"}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, "grammar", "unsupported_parameter"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": ""}},
+            "whitespace_pattern",
+            "unsupported_parameter",
+        ),
+        ({"structured_outputs": {"regexp": "a"}}, None, "unknown_parameter"),
+        ({"guided_json": []}, "guided_json", "invalid_value"),
+        ({"guided_regex": ""}, "guided_regex", "invalid_value"),
+        ({"guided_regex": "\ud800"}, "guided_regex", "invalid_value"),
+        ({"guided_choice": []}, "guided_choice", "invalid_value"),
+        ({"guided_choice": ["a", ""]}, "guided_choice", "invalid_value"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "invalid_value"),
+        ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "invalid_value"),
+        ({"guided_choice": ["a"], "stop": "a"}, "stop", "invalid_value"),
+    ],
+)
+def test_a_form_that_is_wrong_is_refused_by_its_parameter(said: dict[str, Any], param: str | None, code: str) -> None:
+    found = refused(**said)
+    assert (found.status, found.param, found.code) == (400, param, code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -77,6 +78,28 @@ def test_an_answer_is_valid_by_its_schema(client: openai.OpenAI, is_stream: bool
         jsonschema.validate(json.loads(text), PLACE)
         found.add(text)
     assert len(found) > 1
+
+
+def test_an_answer_is_one_of_the_choices_or_matches_the_expression(client: openai.OpenAI) -> None:
+    # Here: every process of a run imports this file, and its import of the client takes half a second.
+    import openai
+
+    kinds = ["billing / invoice", "technical", "other"]
+    for body in ({"structured_outputs": {"choice": kinds}}, {"guided_choice": kinds}):
+        answers = [chat(client, seed=seed, extra_body=body).choices[0] for seed in range(3)]
+        assert {answer.message.content for answer in answers} <= set(kinds)
+        assert {answer.finish_reason for answer in answers} == {"stop"}
+    done = client.completions.create(
+        model=MODEL,
+        prompt="Version",
+        max_tokens=40,
+        seed=3,
+        extra_body={"structured_outputs": {"regex": r"\d\.\d{2}/x"}},
+    )
+    assert re.fullmatch(r"\d\.\d{2}/x", done.choices[0].text)
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, extra_body={"guided_regex": "a(?=b)"})
+    assert (refused.value.param, refused.value.code) == ("guided_regex", "grammar_refused")
 
 
 def test_an_answer_that_does_not_fit_says_so(client: openai.OpenAI) -> None:

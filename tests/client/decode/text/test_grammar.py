@@ -16,12 +16,20 @@ from gpulease.client.decode.text.grammar import (
     MAX_GRAMMAR_BYTES,
     Grammars,
     check_grammar,
+    choice_rule,
     closed,
-    json_grammar,
+    json_rule,
+    regex_rule,
 )
 
 CHECKPOINT = open_model(TINY_MODEL)
 TOKENIZER = CHECKPOINT.tokenizer()
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    return f"start: {json_rule(schema)}"
+
+
 DIGIT = json_grammar({"type": "integer", "minimum": 0, "maximum": 9})
 AMBIGUOUS = json_grammar(
     {"anyOf": [{"type": "object", "properties": {"a": {}, f"b{i}": {"type": "integer"}}} for i in range(600)]}
@@ -72,6 +80,39 @@ def test_masks_follow_the_tokens_and_forks_do_not_share_them() -> None:
 def test_grammars_that_are_wrong_are_refused_before_anything_is_computed(grammar: str) -> None:
     with pytest.raises(GrammarRefused):
         check_grammar(grammar)
+
+
+@pytest.mark.parametrize(
+    ("rule", "texts", "others"),
+    [
+        (regex_rule(r"\d{3}-[a-z]+"), ["555-ab"], ["555-", "55-ab", " 555-ab"]),
+        (regex_rule(r"a/b|a\/c"), ["a/b", "a/c"], ["a", "ab"]),
+        (regex_rule("a\nb\\\nc"), ["a\nb\nc"], ["anbnc", "a\\nb"]),
+        (regex_rule(r"^yes$"), ["yes"], ["yess", "^yes$"]),
+        (
+            choice_rule(["a", "ab", 'c"/\n', "\x7f", "\u20ac\U0001f600"]),
+            ["a", "ab", 'c"/\n', "\x7f", "\u20ac\U0001f600"],
+            ["b"],
+        ),
+    ],
+)
+def test_regular_expressions_and_choices_match_whole_answers(rule: str, texts: list[str], others: list[str]) -> None:
+    import llguidance
+
+    check_grammar(f"start: {rule}")
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def is_matched(text: str) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, f"start: {rule}", log_level=0)
+        return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+    assert [text for text in (*texts, *others) if is_matched(text)] == texts
+
+
+@pytest.mark.parametrize("regex", ["(", "a(?=b)", "a\\", "["])
+def test_regular_expressions_that_can_t_be_followed_are_refused(regex: str) -> None:
+    with pytest.raises(GrammarRefused):
+        check_grammar(f"start: {regex_rule(regex)}")
 
 
 def test_a_grammar_that_needs_too_much_work_fails_alone_wherever_that_shows() -> None:

@@ -1,0 +1,155 @@
+"""The form that a request wants its answer to have: JSON by a schema, a text by a regular expression, or a choice.
+
+OpenAI's API has `response_format`. vLLM has `structured_outputs`, before that `guided_json`, `guided_regex` and
+`guided_choice`; llama.cpp has `json_schema`, SGLang `regex`. All of them become one grammar.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.client.decode.openai.api_errors import invalid
+from gpulease.client.decode.openai.request_parameters import STRUCTURED_OUTPUTS, check_parameters
+from gpulease.client.decode.text.grammar import choice_rule, json_rule, regex_rule
+from gpulease.client.texts import quoted
+
+MAX_FORM_CHOICES: Final = 1024
+"""Most texts of which an answer may be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """The form of an answer; exactly one of `schema`, `regex` and `choices` is not None.
+
+    Attributes:
+        parameter: The parameter that has it, for errors.
+        schema: The JSON Schema of the answer.
+        regex: A regular expression that the whole answer matches.
+        choices: The texts of which the answer is one.
+    """
+
+    parameter: str
+    schema: Mapping[str, Any] | None = None
+    regex: str | None = None
+    choices: tuple[str, ...] | None = None
+
+    def rule(self) -> str:
+        """Return the grammar's rule for the texts that have the form."""
+        if self.regex is not None:
+            return regex_rule(self.regex)
+        return json_rule(self.schema or {}) if self.choices is None else choice_rule(self.choices)
+
+
+def form_of(said: Mapping[str, Any], *, is_chat: bool) -> AnswerForm | None:
+    """Return the form of a request's answer; None for any text. Raises ApiError for a form that is wrong, or a second.
+
+    The names in the body were checked before.
+    """
+    found = [form for name, read in _FORMS.items() if (form := read(name, said.get(name), is_chat)) is not None]
+    if len(found) > 1:
+        first, second = (form.parameter for form in found[:2])
+        raise invalid(f"{first} and {second} can't be combined: an answer has one form", second)
+    return found[0] if found else None
+
+
+def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind not in ("json_object", "json_schema"):
+        raise invalid("response_format must have the type text, json_object or json_schema", name)
+    # OpenAI's place for a schema, and llama.cpp's, which is also next to json_object.
+    said = value.get("json_schema") if kind == "json_schema" else None
+    schema = said.get("schema") if isinstance(said, dict) else value.get("schema")
+    if kind == "json_object" and schema is None:
+        return AnswerForm(name, {"type": "object"})
+    if not isinstance(schema, dict):
+        raise invalid("response_format.json_schema must be an object with a schema, an object, too", name)
+    return AnswerForm(name, schema)
+
+
+def _structured_outputs(name: str, value: Any, is_chat: bool) -> AnswerForm | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise invalid(f"{name} = {quoted(value)}; send an object", name)
+    check_parameters(value, STRUCTURED_OUTPUTS, is_chat=is_chat, where=f"{name}.")
+    forms = {key: read for key, read in _OUTPUTS.items() if value.get(key) not in (None, False)}
+    if len(forms) != 1:
+        raise invalid(f"{name} must have exactly one of {', '.join(_OUTPUTS)}", name)
+    ((key, read),) = forms.items()
+    form = read(f"{name}.{key}", value[key], is_chat)
+    # The error's parameter is one of the body's.
+    return None if form is None else AnswerForm(name, form.schema, form.regex, form.choices)
+
+
+def _json(name: str, value: Any, _: bool) -> AnswerForm | None:
+    schema = value
+    if isinstance(value, str):
+        # vLLM takes a schema also as a text.
+        try:
+            schema = json.loads(value)
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise invalid(f"{name} must be a JSON Schema, an object or its text, not {quoted(value)}", _body(name))
+    if schema is not None and not isinstance(schema, dict):
+        raise invalid(f"{name} must be a JSON Schema, an object or its text, not {quoted(value)}", _body(name))
+    return None if schema is None else AnswerForm(name, schema)
+
+
+def _json_object(name: str, value: Any, _: bool) -> AnswerForm | None:
+    if value is not True:
+        raise invalid(f"{name} = {quoted(value)}; send true or false", _body(name))
+    return AnswerForm(name, {"type": "object"})
+
+
+def _regex(name: str, value: Any, _: bool) -> AnswerForm | None:
+    if value is None:
+        return None
+    if not _is_text(value):
+        raise invalid(f"{name} must be a regular expression, a string that is not empty", _body(name))
+    return AnswerForm(name, regex=value)
+
+
+def _choice(name: str, value: Any, _: bool) -> AnswerForm | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_FORM_CHOICES or not all(map(_is_text, value)):
+        raise invalid(f"{name} must be a list of 1 to {MAX_FORM_CHOICES} strings, none of them empty", _body(name))
+    return AnswerForm(name, choices=tuple(value))
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text with at least one character, and no part of one: JSON allows lone surrogates."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _body(name: str) -> str:
+    return name.partition(".")[0]
+
+
+_Read = Callable[[str, Any, bool], AnswerForm | None]
+"""Reads one parameter: its name, its value, and whether the request is a chat."""
+
+_OUTPUTS: Final[Mapping[str, _Read]] = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "json_object": _json_object,
+}
+"""The members of `structured_outputs` that are forms."""
+
+_FORMS: Final[Mapping[str, _Read]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _json,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "json_schema": _json,
+    "regex": _regex,
+}
+"""The parameters that are forms."""
