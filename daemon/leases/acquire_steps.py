@@ -1,6 +1,6 @@
 """An acquire in two steps: its checks, then its placement. Between the two, the node asks the fleet for the claim.
 
-A claim costs a write to the fleet's store. The node therefore refuses first whatever it would refuse anyway.
+A claim costs a write to the fleet's store, so the node first refuses every acquire that it would refuse anyway.
 """
 
 from enum import Enum
@@ -21,6 +21,9 @@ class AcquireStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Reply to an acquire's CHECK: the node may claim it in the fleet. The node reserves nothing meanwhile."""
+    """Reply to an acquire's CHECK: the node may claim it in the fleet.
+
+    Until PLACE, the node reserves nothing for it.
+    """
 
     request: int

@@ -46,14 +46,14 @@ class Admission:
         self._parking = parking
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
-        """Apply new bounds to future requests; tenants keep the leases and places in the queue they have."""
+        """Apply new bounds to future requests. Tenants keep their leases and their places in the queue."""
         store = self._store
         # Limits are not retroactive: tenants with a lease or a queued acquire keep them, so `invariants` must not
         # report those tenants for exceeding the new limits.
         store.under_earlier_rules = {*store.live_by_tenant, *(waiter.acquire.tenant for waiter in store.queue)}
         store.limits = replace(store.limits, tenants=event.rules)
         store.renamed |= event.renamed
-        # A renamed tenant may be another person now, who must not get a context with the first person's data.
+        # A renamed tenant may be another person now, who must not get a context that has the first person's data.
         self._pool.drop_renamed(now_ns, out)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
@@ -61,7 +61,8 @@ class Admission:
 
         Appends exactly one of `RequestDenied`, `Checked`, a placement's effects, or the queue's timer.
         """
-        # Step 1: the checks that need no card. The rate comes first, so that refused requests count against it too.
+        # Step 1: do the checks that need no card. Check the rate first, so that refused requests count against it as
+        # well.
         denial = self._check_rate(event, now_ns) or self._check_node_drain(now_ns)
         denial = denial or self._check_request(event) or self._check_claim(event, now_ns) or self._check_counts(event)
         if denial is not None:
@@ -80,14 +81,14 @@ class Admission:
         if denial is not None:
             out.append(RequestDenied(event.request, denial))
             return
-        # Step 3: a claimed acquire stops here. The node asks the fleet for the claim and comes back with PLACE.
+        # Step 3: a claimed acquire stops here. The node asks the fleet for the claim, then sends PLACE.
         if event.step is AcquireStep.CHECK:
             out.append(Checked(event.request))
             return
-        # Step 4: first come, first served. Serve waiters before the newcomer, and keep the newcomer off every card that
-        # a waiter holds back.
+        # Step 4: first come, first served. Serve the waiters before this request, and exclude each card that a waiter
+        # holds back.
         if self._store.queue.end_holds(now_ns):
-            # The hold timer fires late, but waiters still come before a newcomer.
+            # The hold timer fires late, but waiters still come before this request.
             self.serve_queue(now_ns, out)
         held = self._store.queue.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held] if held else candidates
@@ -107,7 +108,7 @@ class Admission:
         while (found := self._store.queue.next_placeable()) is not None:
             waiter, account = found
             self._store.queue.leave(waiter)
-            # The waiter's timer may be late. A client that no longer waits must not get a lease.
+            # The waiter's timer may be late: a client that has waited for its whole time must not get a lease.
             if waiter.returning is not None:
                 self._parking.give_room(waiter.returning, now_ns, out)
             elif now_ns >= waiter.due_ns:
@@ -120,7 +121,7 @@ class Admission:
         waiter = self._store.queue.get(request)
         if waiter is None:
             return
-        # The table checks every timer against its own times; an early one is armed again.
+        # Check the timer against the table's own times, and arm an early one again.
         if now_ns < waiter.due_ns:
             out.append(ArmTimer(WaitTimerFired(request), waiter.due_ns))
             return
@@ -144,7 +145,7 @@ class Admission:
         self._store.has_freed_room = True
 
     def close_queue(self, denial: Denial, out: list[Effect]) -> None:
-        # Sessions that are to return belong to leases, which have the drain's time, or end by themselves.
+        # Keep the waiting sessions: they belong to leases, which may last until the drain's deadline.
         for waiter in [waiter for waiter in self._store.queue if waiter.returning is None]:
             self._store.queue.leave(waiter)
             out.append(RequestDenied(waiter.acquire.request, denial))
@@ -158,7 +159,7 @@ class Admission:
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         orphan_ms = event.terms.orphan_ms
-        # The tenant chose no bound, so the node's default applies. The lease carries its value from here on.
+        # The tenant chose no bound, so the node's default applies. From now on the lease has that value.
         if orphan_ms is None:
             orphan_ms = self._store.limits.orphan_s * 1000
         lease = Lease(
@@ -174,7 +175,7 @@ class Admission:
             park=ParkState() if event.terms.is_parkable else None,
             wait_ms=event.wait_ms if event.terms.is_parkable else 0,
         )
-        # The store charges the card now, so that no later acquire gets these bytes. The pool then picks the worker.
+        # Charge the card now, so that no later acquire gets these bytes. Then the pool picks the worker.
         self._store.open(lease)
         self._pool.place(lease, now_ns, out)
 
@@ -186,10 +187,10 @@ class Admission:
             out.append(RequestDenied(event.request, denial))
             return
         queue = self._store.queue
-        # Remember when the shared timer is due before this waiter joins, to see whether it must fire earlier now.
+        # Note when the shared timer is due before this waiter joins, to see whether it must fire earlier now.
         armed_ns = queue.next_hold_end_ns()
         holds_until_ns = queue.terms.end_for(event.tenant, now_ns)
-        # Without a wait of its own, it waits for sessions that are parked for it.
+        # A request that gives no wait still waits for sessions that are being parked for it.
         wait_ns = event.wait_ms * NS_PER_MS or self._parking.patience_ns
         waiter = Waiter(event, candidates, now_ns, now_ns + wait_ns, holds_until_ns)
         queue.join(waiter)
@@ -206,7 +207,7 @@ class Admission:
         return self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
 
     def _check_request(self, event: AcquireRequested) -> Denial | None:
-        # What no other request could change first: the shutdown, the id, the sizes, the times.
+        # Check what no other request can change: the shutdown, the id, the sizes, the times.
         if self._store.is_shutting_down:
             return denials.shutting_down()
         if not 0 < event.lease_id <= MAX_LEASE_ID or self._store.is_used(event.lease_id):
@@ -232,7 +233,7 @@ class Admission:
                 f"{self._store.limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
-        # What the tenant may do to others' time on the card.
+        # Check how much of the card's time the tenant may take from others.
         bounds = self._store.limits.tenants.of(event.tenant)
         if event.terms.weight > bounds.max_weight:
             return denials.too_heavy(event.tenant, event.terms.weight, bounds.max_weight)
@@ -245,20 +246,21 @@ class Admission:
         """Return the denial for a claim that this node can't serve; None if it can, or if nothing is claimed."""
         name, epoch = event.terms.name, event.terms.epoch
         if event.step is AcquireStep.CHECK:
-            # The claim follows only if the check succeeds.
+            # There is no claim yet: it follows if this check succeeds.
             return None
         # Past the membership deadline another node may serve the same claims.
         if event.terms.is_claimed and self._store.is_isolated(now_ns):
             return denials.isolated(denials.NO_HORIZON)
         if not name:
             return None
-        # One name has one lease per node until that lease's memory is proved free. Only its own tenant learns the id.
+        # A name has at most one lease per node until that lease's memory is proved free. Only the lease's own tenant is
+        # given its id.
         if (holder := self._store.claimed.get(name)) is not None:
             return denials.name_taken(name, holder.lease_id if holder.tenant == event.tenant else None)
         if (waiting := self._store.queue.named(name)) is not None:
             is_own = waiting.acquire.tenant == event.tenant
             return denials.name_taken(name, waiting.acquire.lease_id if is_own else None)
-        # A claim with a lower epoch than one served here is an old one that arrives late. Granting it would give the
+        # A claim whose epoch is not above the highest served here is old and arrives late. To grant it would give the
         # name to two tenants in turn.
         if (highest := self._store.epochs.of(name)) >= epoch:
             return denials.old_epoch(name, epoch, highest)
@@ -266,7 +268,7 @@ class Admission:
         return None
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
-        # Waiters count as placed, so that placing them later can't exceed a limit.
+        # Count waiters as placed, so that placing them later can't exceed a limit.
         store, limits = self._store, self._store.limits
         if len(store.live) + store.queue.acquires() >= limits.max_leases:
             return denials.over_limit(
@@ -300,7 +302,7 @@ class Admission:
         selected: tuple[CardAccount, ...],
         usable: tuple[CardAccount, ...],
     ) -> Denial | None:
-        # Without any selected card, `_check_cards` reports the unknown selector instead.
+        # If no card is selected, `_check_cards` reports the unknown selector instead.
         if usable or not selected:
             return None
         return denials.over_tenant_limit(
@@ -311,7 +313,7 @@ class Admission:
         )
 
     def _check_queue(self, event: AcquireRequested) -> Denial | None:
-        # Bounds of the queue: of the whole node, then of one tenant, so that one tenant can't fill it for all.
+        # Check the queue's bounds: first the node's, then the tenant's, which keeps one tenant from filling it.
         limits = self._store.limits
         if self._store.queue.acquires() >= limits.max_waiting:
             waiting = counted(limits.max_waiting, "request waits", "requests wait")
@@ -361,7 +363,7 @@ class Admission:
 
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
         available = placement.available_bytes(candidates, event.terms.contexts)
-        # Choose the sentence that helps the tenant to decide whether waiting is of use.
+        # Choose the sentence that shows the tenant whether it is useful to wait.
         if any(placement.fits_now(account, event.terms) for account in candidates):
             why = "earlier requests wait for the same cards"
         elif available >= event.terms.size_bytes:
@@ -383,17 +385,18 @@ CARD_DRAINED: Final = "its card is drained"
 
 
 class Drains:
-    """Drains the node or single cards: admits no lease there, warns tenants, ends the remaining leases at a deadline.
+    """Drains the node or a card: admits no lease there, warns the tenants, ends the remaining leases at a deadline.
 
-    1. From the request on, no lease is granted there. Acquires are refused that could be served nowhere else, including
-       queued ones, and so are those that still wait for their worker there. The pool drops its contexts.
-    2. Each active lease's subscribers receive the time that it has left. A renewal is allowed up to the drain's
-       deadline and no further. A lease that is moved off a drained card is warned no more.
+    1. From the request on, no lease is granted there. Acquires that could not be served elsewhere are refused, queued
+       ones as well, and so are leases that still wait for their worker there. The pool drops its contexts there.
+    2. The subscribers of each active lease are sent the time that is left. A renewal extends a lease to the drain's
+       deadline at most. When a lease is moved off a drained card, its warning is withdrawn.
     3. At the deadline all remaining leases end with DRAINED. The drain lasts until an operator admits tenants again. A
        table restored from this one is drained too.
-    4. A second request moves the deadline, to an earlier or a later time. A cancelled drain has cost no lease any time.
-    5. The node's drain and those of its cards are independent: on a card the earlier deadline counts, and ending one
-       drain leaves the other.
+    4. A second request moves the deadline to an earlier or a later time. A drain that is cancelled has shortened no
+      lease.
+    5. The node's drain and a card's drain are independent: on that card the earlier deadline counts, and to end one
+       drain does not end the other.
 
     Each method appends the effects to execute to `out`.
     """
@@ -404,11 +407,11 @@ class Drains:
         self._admission = admission
 
     def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
-        """Begin a drain, or move its deadline; end all leases at once if the deadline is now."""
+        """Begin a drain, or move its deadline. If the deadline is now, end all leases at once."""
         drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
         if event.card is None:
             self._store.drain_ns = drain_ns
-            # Refuse what is not granted yet: queued acquires, and leases that still wait for their worker.
+            # Refuse everything that is not granted yet: queued acquires, and leases that still wait for their worker.
             self._admission.close_queue(denials.draining(drain_ns - now_ns), out)
             self._begin(event.request, None, now_ns, out)
         elif (account := self._card(event.request, event.card, out)) is not None:
@@ -421,7 +424,7 @@ class Drains:
             if lease.state is LeaseState.PENDING:
                 reason = NODE_DRAINED if account is None else CARD_DRAINED
                 self._teardown.begin(lease, Cause.DRAINED, reason, now_ns, out)
-        # Reply and warn, and then end everything at once if the deadline is now.
+        # Reply and warn the tenants. If the deadline is now, then end all leases at once.
         self._set(request, account, now_ns, out)
         self.on_timer(now_ns, out)
 
@@ -437,7 +440,7 @@ class Drains:
         self._set(event.request, account, now_ns, out)
 
     def on_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """End the leases of drains whose deadline has come, and arm the timer for the next deadline."""
+        """End the leases of each drain that has reached its deadline, and arm the timer for the next deadline."""
         for lease in self._store.live.values():
             drain = self._store.drain_of(lease.card_uuid)
             if lease.state is LeaseState.ACTIVE and drain is not None and now_ns >= drain.due_ns:
@@ -467,8 +470,8 @@ class Drains:
             out.append(DrainSet(request, self._store.drain_ns, len(active)))
         else:
             out.append(DrainSet(request, account.drain_ns, len(active), account.card.uuid))
-        # Who may be placed where has changed for those that wait.
+        # Waiters may now be placed on other cards than before, so the queue must be checked.
         self._store.has_freed_room = True
-        # Every active lease gets a warning, even a repeated one: its deadline may have moved either way.
+        # Warn every active lease, even one that was warned before: its deadline may be earlier or later now.
         for lease in active:
             self._store.warn(lease, now_ns, out)

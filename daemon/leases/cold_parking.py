@@ -1,21 +1,22 @@
-"""Cold parking: a parked session's worker ends, and another one continues the session, on the same card or another.
+"""Cold parking: a parked session's worker ends, and another worker continues the session, on any card.
 
-1. A session that is parked warm is ordered to leave its process: after `cold_park_s` in its park, for an operator or
-   its tenant, or for a move. Its worker exports its image, which the broker keeps, and stays if the session has
-   something that could not be made again elsewhere. Then the lease says so until the session's next park.
-2. What the worker still has of the card, its context above all, is handed to a warm context that is dropped. So the
-   kill, the proof that the bytes are free, and a fence if they are not, are those of the pool; the lease is charged
-   nothing.
-3. The session returns as from a warm park: charged in full, in the queue of acquires. Without room in time, a worker
-   adopts it parked and refuses what waits, if the card has room for that worker's context. Once it has its room, a warm
-   context or a new worker is ordered, and adopts the image. If that worker ends before it gets the image, the session
-   is cold as before. If it ends with the image, the lease ends: what the session did is unknown.
-4. A session that would have other addresses, functions or memory than before is not resumed. A worker of the other
-   kind is tried, because the addresses of a context that was made ahead may differ from those of a new one. If there is
-   none, or the session does not fit it either, the lease ends; in an upgrade of its worker, which is a move to its own
-   card, its former worker takes it back (`WorkerUpgrades`).
-5. A move is a cold park and a return to another card. It changes the card of the lease while it is charged nothing.
-6. The image lives in the broker's process. A table that restores a lease which was cold ends it.
+1. A session that is parked warm is ordered to leave its process: after it has been parked for `cold_park_s`, at the
+   request of an operator or its tenant, or for a move. Its worker exports its image, which the broker keeps. If the
+   session has something that could not be made again in another process, it stays, and the lease shows that until the
+   session's next park.
+2. The worker, which still has bytes of the card (above all its context), is passed to the pool as a warm context to
+   drop. So the pool kills it, proves its bytes free, and fences them if that fails. The lease is charged nothing.
+3. The session returns as from a warm park: it is charged in full and waits in the queue of acquires. Once it has room,
+   a warm context or a new worker adopts the image. If there is no room in time, a worker adopts the session in its
+   parked state and refuses the requests that wait, provided that the card has room for this worker's context. If a
+   worker ends before it receives the image, the session stays cold. If it ends with the image, the lease ends, because
+   the session may have done anything by then.
+4. A session is not resumed if its addresses, functions or memory would differ from before. Then a worker of the other
+   kind is tried, because a warm context may have other addresses than a new one. If there is none, or if that does not
+   fit either, the lease ends. In an upgrade of its worker, which is a move to its own card, its former worker takes it
+   back instead (`WorkerUpgrades`).
+5. A move is a cold park followed by a return to another card. The lease changes its card while it is charged nothing.
+6. The image is kept in the broker's process. So a table that restores a cold lease ends it.
 """
 
 from collections.abc import Callable
@@ -60,26 +61,26 @@ Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
 
 
 class ContextPool(HeldWorkers, Protocol):
-    """The part of the warm pool that cold parking needs: contexts for sessions that return."""
+    """The part of the warm pool that cold parking uses: contexts for sessions that return."""
 
     def drop_behind(
         self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
     ) -> None:
-        """Drop a lease's worker, which holds these bytes, as a context of the pool; the lease has none from then on."""
+        """Take over a lease's worker, which holds these bytes, and drop it as one of the pool's contexts."""
 
     def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
         """Give a lease without a worker a warm context of its card; return whether one was ready."""
 
 
 class ColdParking:
-    """Has sessions leave their workers, and return in others. Each method appends the effects to execute to `out`.
+    """Makes sessions leave their workers and return in others. Each method appends the effects to execute to `out`.
 
     Args:
         store: The table's state.
         pool: The warm pool.
         await_return: Returns a parked session, or queues it for room.
         park: Parks a resident session for an operator; returns the denial if it can't be parked now.
-        condemn: Ends a lease because its session broke a rule.
+        condemn: Ends a lease whose session broke a rule.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ColdParking:
     # --- leaving ---
 
     def on_parked(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Have a session that was just parked leave at once, for its move, or later."""
+        """Order a session that was just parked to leave its process: at once if it is being moved, else later."""
         state = lease.park
         if state is None:
             return
@@ -111,12 +112,12 @@ class ColdParking:
             self._arm_leaving(lease, state, now_ns, out)
 
     def on_return_refused(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Note that a session stays parked which found no room in time."""
-        # A move waits for itself: if a client does, too, it asks for the return next.
+        """Record that a session stays parked because there was no room for it in time."""
+        # A return for a move was not requested by a client. If a client waits as well, it asks for the return next.
         is_move, denial = state.move is not None, denials.park_refused(lease.lease_id, reason)
         self.refuse_move(lease, denial, now_ns, out)
         if state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, out):
-            # It needs less room there than next to that worker.
+            # Its former worker takes the session back: it needs less room there than with a second worker.
             return
         if state.depth is ParkDepth.WARM:
             self._arm_leaving(lease, state, now_ns, out)
@@ -124,9 +125,9 @@ class ColdParking:
             out.append(WatchClients(lease.lease_id))
 
     def _refuse_in_worker(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> bool:
-        """Have a new worker adopt a cold session, parked, if its context fits: only a worker can answer requests.
+        """Have a new worker adopt a cold session in its parked state, because only a worker can answer requests.
 
-        `reason`: Why they are refused.
+        Returns False if the worker's context does not fit. `reason`: Why the requests are refused.
         """
         account = self._store.account_by_uuid[lease.card_uuid]
         # The session's own bytes stay in the host's memory; only the context and the code need room.
@@ -136,13 +137,13 @@ class ColdParking:
             return False
         state.refusal, state.phase, state.off_bytes = reason, ParkPhase.RETURNING, rest_bytes
         account.take_parked(lease, needed_bytes)
-        # Without bytes to wait for, the pool would not start it.
+        # The pool starts the worker when bytes become free. If none are missing, start it here.
         if not needed_bytes:
             self.start_return(lease, state, now_ns, out)
         return True
 
     def on_refused_in_worker(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        """Note that a new worker has a session parked, which can refuse the operations that wait for it."""
+        """Record that a new worker has adopted a parked session, so that it can refuse the operations that wait."""
         reason, state.refusal = state.refusal, ""
         state.phase, state.kept_bytes, state.is_awaited = ParkPhase.PARKED, state.code_bytes, False
         refuse_parks(state, denials.park_refused(lease.lease_id, reason), out)
@@ -155,7 +156,7 @@ class ColdParking:
             arm_park_timer(lease, state.due_ns, out)
 
     def _leave(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        # The image has only regions that are whole.
+        # An image can have only active regions, so wait while one is being opened or ended.
         if any(region.state is not RegionState.ACTIVE for region in lease.slots.values()):
             self._give_up(lease, state, _REGION_MOVES, now_ns, out, is_lasting=False)
             return
@@ -167,12 +168,12 @@ class ColdParking:
         arm_park_timer(lease, state.due_ns, out)
 
     def on_imaged(self, event: events.SessionImaged, now_ns: int, out: list[Effect]) -> None:
-        """End the worker of a session, after the broker has received the session's image."""
+        """End the worker of a session after the broker has received the session's image."""
         lease = self._leaving(event.lease_id, event.number)
         if lease is None or lease.park is None:
             return
         state = lease.park
-        # First the image: from here on the broker keeps it, and watches the session's clients.
+        # From now on the broker keeps the image, and watches the session's clients.
         out.append(LeaseLeft(lease.snapshot(), event.image_bytes, now_ns - state.ordered_ns))
         if self._upgrades.set_aside(lease, state, lease.charge_bytes, out):
             self._discharge(lease, state)
@@ -185,7 +186,7 @@ class ColdParking:
             self._end_move(lease, state, now_ns, out)
             return
         account = self._store.account_by_uuid[move.card_uuid]
-        # That card may be drained meanwhile, or leased exclusively: then the session stays cold, on its own.
+        # By now the other card may be drained or leased exclusively. Then the session stays cold, on its own card.
         denial = None if account.card.uuid == lease.card_uuid else self._check_card(lease, account, now_ns)
         if denial is not None:
             self.refuse_move(lease, denial, now_ns, out)
@@ -195,7 +196,7 @@ class ColdParking:
         self._await_return(lease, state, now_ns, out)
 
     def on_stays(self, event: events.SessionStays, now_ns: int, out: list[Effect]) -> None:
-        """Keep a session in its worker that can't leave it."""
+        """Keep a session that can't leave in its worker."""
         lease = self._leaving(event.lease_id, event.number)
         if lease is not None and lease.park is not None:
             if event.is_lasting:
@@ -210,7 +211,7 @@ class ColdParking:
         was_on_card = state.move is not None and bool(state.move.from_version) and not state.move.was_parked
         self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason, is_lasting=is_lasting), now_ns, out)
         if was_on_card:
-            # It was parked for its upgrade alone.
+            # The session was parked only for its upgrade, so bring it back.
             state.is_awaited = True
             self._await_return(lease, state, now_ns, out)
             return
@@ -219,13 +220,13 @@ class ColdParking:
     def _drop_worker(
         self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect], *, is_gone: bool = False
     ) -> None:
-        """Hand a lease's worker to the pool, which drops it, and charge the lease nothing."""
+        """Pass a lease's worker to the pool, which drops it, and charge the lease nothing."""
         held_bytes = self._discharge(lease, state)
         self._pool.drop_behind(lease, held_bytes, now_ns, out, is_gone=is_gone)
         self._note_cold(lease, state, out)
 
     def _discharge(self, lease: Lease, state: ParkState) -> int:
-        """Enter COLD: charge the lease nothing; return what it was charged."""
+        """Enter COLD, which charges the lease nothing. Returns the bytes that it was charged before."""
         held_bytes = lease.charge_bytes
         self._store.account_by_uuid[lease.card_uuid].free_parked(lease, held_bytes)
         self._store.has_freed_room = True
@@ -235,15 +236,15 @@ class ColdParking:
         return held_bytes
 
     def _note_cold(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
-        # A worker that ends may not have answered; from here on the broker wipes what ends.
+        # The worker ends, perhaps before it has answered. From now on the broker wipes regions that end.
         for region in lease.slots.values():
             if region.state in ENDED_REGIONS:
                 out.append(EndRegion(lease.lease_id, region.region_id, 0))
-        # Parks that were asked for while it returned waited for that return.
+        # Refuse the parks that were requested during the return and waited for its end.
         refuse_parks(state, denials.is_returning(lease.lease_id), out)
 
     def _leaving(self, lease_id: int, number: int) -> Lease | None:
-        """Return the active lease of an answer to LeaveSession; None for an answer that is late."""
+        """Return the active lease of an answer to LeaveSession; None if the answer is late."""
         lease = self._store.parkable.get(lease_id)
         if lease is None or lease.park is None or lease.state is not LeaseState.ACTIVE:
             return None
@@ -252,10 +253,10 @@ class ColdParking:
     # --- returning ---
 
     def start_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        """Order a worker for a cold session that has its room."""
+        """Order a worker for a cold session that has room."""
         state.depth, state.ordered_ns = ParkDepth.ARRIVING, now_ns
         state.due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
-        # A warm context first, but after one that the session did not fit a new worker.
+        # Prefer a warm context; but if the session did not fit a warm context, start a new worker.
         is_second = state.misfit is not None
         state.is_on_warm = state.misfit is not True and self._pool.give_to(lease, now_ns, out)
         if is_second and state.is_on_warm == state.misfit:
@@ -266,13 +267,13 @@ class ColdParking:
         arm_park_timer(lease, state.due_ns, out)
 
     def on_worker_ready(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> bool:
-        """Have a worker adopt the session that it was ordered for; return False for any other worker."""
+        """Make a worker adopt the session for which it was ordered. Returns False for any other worker."""
         if state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
             return False
         if lease.deadline_ns is None:
             return False
-        # The page of this worker has neither deadline yet. The only time limit for what follows is the lease's own:
-        # the watchdog sees whether the worker lives.
+        # This worker's page has no deadlines yet. From now on the only time limit is the lease's own; the watchdog
+        # notices if the worker stops.
         state.depth, state.due_ns = ParkDepth.ADOPTING, None
         out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
         if lease.horizon is not None:
@@ -281,10 +282,10 @@ class ColdParking:
         return True
 
     def on_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> bool:
-        """Keep a session cold if its new worker ended before it got the image; return False for any other worker.
+        """Keep a session cold if its new worker ended before it received the image. Returns False for any other worker.
 
-        A session that is upgraded goes back to its former worker, even if the new one had the image: that reports the
-        return before it serves anything.
+        A session that is being upgraded goes back to its former worker, even if the new one had the image: the new one
+        would have reported the return before it served anything.
         """
         state = lease.park
         if state is None or lease.state is not LeaseState.ACTIVE:
@@ -302,30 +303,30 @@ class ColdParking:
         if state.held_id and self._upgrades.take_back(lease, state, reason, now_ns, out):
             self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, out)
             return
-        # Whoever waits asks again: the broker watches the session's clients.
+        # A client that still waits will ask again: the broker watches the session's clients.
         state.is_awaited = False
         self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, out)
         out.append(WatchClients(lease.lease_id))
 
     def on_returned(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        """Note that a session is whole, wherever it was."""
+        """Record that a session is complete on a card again, from whichever depth of parking it returned."""
         state.depth, state.misfit = ParkDepth.WARM, None
         if (move := state.move) is not None:
-            # An operation may have come before it left; then it has only been parked.
+            # If an operation came before the session left its worker, it has only been parked, not moved.
             has_left = state.held_id != 0 if move.from_version else lease.card_uuid == move.card_uuid
             if has_left:
                 self._end_move(lease, state, now_ns, out)
             else:
                 self.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
-        # The move was given up, but the new worker has the session all the same.
+        # The upgrade was given up, but the new worker has the session nevertheless.
         self._upgrades.drop(state, "its session is in another worker", now_ns, out)
 
     def on_return_failed(self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> bool:
-        """End a lease, as its session would not be what it was; return False if the session is parked warm again."""
+        """End a lease whose session can't be restored exactly. Returns False if the session is parked warm again."""
         state = lease.park
         if state is None or not event.is_mismatch:
             if state is not None:
-                # The new worker has all of it but room.
+                # The new worker has restored the session; only room for its bytes is missing.
                 state.depth, state.misfit = ParkDepth.WARM, None
                 self._upgrades.drop(state, "its session is in another worker", now_ns, out)
             self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), now_ns, out)
@@ -333,7 +334,7 @@ class ColdParking:
         if state.misfit is not None:
             self._end_misfit(lease, event.reason, now_ns, out)
             return True
-        # The broker has the image still: the worker has served nothing of the session.
+        # The broker still has the image, and the worker has not served any request of the session.
         out.append(ParkFailed(lease.snapshot(), None, event.reason))
         state.misfit, state.misfit_reason = state.is_on_warm, event.reason
         self._drop_worker(lease, state, now_ns, out)
@@ -343,7 +344,7 @@ class ColdParking:
 
     def _end_misfit(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
         if (state := lease.park) is not None and state.held_id:
-            # Its former worker has it as it was.
+            # Its former worker still has the session unchanged.
             if state.depth is ParkDepth.ADOPTING:
                 self._drop_worker(lease, state, now_ns, out)
             else:
@@ -358,7 +359,7 @@ class ColdParking:
     # --- moves ---
 
     def on_move_requested(self, event: events.MoveRequested, now_ns: int, out: list[Effect]) -> None:
-        """Begin to move a session to another card, or to have it leave its process, or refuse that."""
+        """Begin to move a session to another card, or out of its process; or refuse the request."""
         found = find_parkable(self._store, event, now_ns)
         if isinstance(found, Denial):
             out.append(RequestDenied(event.request, found))
@@ -410,13 +411,13 @@ class ColdParking:
         return denials.is_returning(lease.lease_id)
 
     def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
-        """Move a session that is parked next to another card, to make room for another lease."""
+        """Let a session that is about to be parked move to another card, to make room for another lease."""
         if lease.park is not None:
             lease.park.move = SessionMove(None, card_uuid, lease.card_uuid, now_ns)
             lease.park.need_move_ns = now_ns + MOVED_STAY_NS
 
     def arriving(self) -> dict[str, int]:
-        """Return the bytes that moves in progress will take, by card, as far as the cards are not charged yet."""
+        """Return, by card, the bytes that moves in progress will take and that the card is not charged for yet."""
         found: dict[str, int] = {}
         for lease in self._store.parkable.values():
             state = lease.park
@@ -440,18 +441,18 @@ class ColdParking:
     def _change_card(
         self, lease: Lease, state: ParkState, account: CardAccount, now_ns: int, out: list[Effect]
     ) -> None:
-        """Make another card the lease's, which is charged nothing now."""
+        """Move a lease that is charged nothing to another card."""
         former = self._store.drain_of(lease.card_uuid)
         self._store.account_by_uuid[lease.card_uuid].give_back(lease)
         lease.card_uuid, state.off_bytes = account.card.uuid, account.charge_bytes(lease.terms)
         account.restore(lease)
         account.parked_bytes += state.off_bytes
-        # No bytes came back, but a lease that must be alone may fit where it was, and its tenant's waiters hold none
-        # back where it is.
+        # No bytes were released, but a lease that must be alone may fit on the former card now, and the waiters of this
+        # tenant no longer hold others back on the new card.
         self._store.has_freed_room = True
         for region in lease.regions.values():
             region.card_uuid = account.card.uuid
-        # The warning of a drain is lifted with the card, or begins with the next one.
+        # Withdraw the former card's drain warning, and send that of the new card.
         if former != self._store.drain_of(lease.card_uuid):
             self._store.warn(lease, now_ns, out)
 
@@ -471,11 +472,12 @@ class ColdParking:
         out.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, now_ns - move.since_ns))
 
     def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, out: list[Effect]) -> None:
-        """Refuse the move that is in progress, if there is one; the session stays where it is now."""
+        """Refuse the move in progress, if there is one. The session stays where it is now."""
         if lease.park is None or (move := lease.park.move) is None:
             return
         lease.park.move = None
-        # It has changed its card, although it is not back: whoever keeps books of leases must know.
+        # The lease has changed its card, although its session has not returned. Report that to those who keep records
+        # of leases.
         if lease.card_uuid != move.from_uuid:
             self._record_move(lease, lease.park, move, now_ns, out)
         if move.request is not None:
@@ -484,9 +486,12 @@ class ColdParking:
     # --- timers and ends ---
 
     def on_timer(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> bool:
-        """Act on the timer of a session that is parked, or that a new worker is to continue; return False otherwise."""
+        """Handle the timer of a session that is parked or that a new worker is to continue.
+
+        Returns False for any other.
+        """
         if state.depth is ParkDepth.LEAVING:
-            # Its worker may have sent its image meanwhile: it must serve the session again.
+            # The worker may have sent the image by now, so order it to serve the session again.
             out.append(StaySession(lease.lease_id, state.number))
             waited_s = self._store.limits.session_timeout_s
             self._give_up(lease, state, f"it did not {_LEAVES} within {waited_s} s", now_ns, out)
@@ -500,7 +505,10 @@ class ColdParking:
         return True
 
     def end_with_lease(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        """Answer what waits for a lease that was ended; one that is cold has no worker that would have to end."""
+        """Answer the requests that wait for an ended lease.
+
+        A cold lease is over at once, as it has no worker to end.
+        """
         self.refuse_move(lease, denials.lease_ended(lease.snapshot()), now_ns, out)
         self._upgrades.drop(state, f"lease {lease.lease_id:032x} has ended", now_ns, out)
         if state.depth is ParkDepth.COLD:
@@ -510,7 +518,7 @@ class ColdParking:
 def find_parkable(
     store: LeaseStore, event: events.ParkRequested | events.MoveRequested, now_ns: int
 ) -> tuple[Lease, ParkState] | Denial:
-    """Return the parkable lease that a request names, and its parking; or the denial for the request."""
+    """Return the parkable lease that a request names and its parking state, or the denial for the request."""
     lease = store.live.get(event.lease_id)
     denial = store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
     denial = denial or store.denial_for(event.lease_id, now_ns)

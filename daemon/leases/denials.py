@@ -14,7 +14,7 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sizes import size_text
 from gpulease.protocol.time_units import NS_PER_MS
 
-# Enough of a tenant's own text to recognise it, and too little to fill a log line.
+# Long enough for tenants to recognise their own text, and too short to fill a log line.
 MAX_QUOTED_CHARS: Final = 64
 
 
@@ -70,7 +70,7 @@ class Denial:
 
     @property
     def failure(self) -> Failure:
-        """The denial as the answer that the client gets: the reason becomes a status of the protocol."""
+        """Return the denial as the failure that the client receives, with the reason as a status of the protocol."""
         return Failure(self.reason.status, self.message, hint=self.hint)
 
 
@@ -94,7 +94,7 @@ def _ended(cause: Cause, reason: str = "") -> tuple[DenialReason, str, str]:
 
 def lease_ended(lease: LeaseSnapshot) -> Denial:
     """Deny work because the lease is draining, torn down or fenced."""
-    # The fence matters more than the cause: it concerns the operator too.
+    # Name the fence rather than the cause, because it concerns the operator as well.
     if lease.state is LeaseState.FENCED:
         return Denial(
             DenialReason.FENCED,
@@ -152,7 +152,7 @@ def not_found(lease_id: int) -> Denial:
 
 
 def revoked_long_ago(lease_id: int) -> Denial:
-    """Deny work under a revoked lease of which only the mark is still remembered."""
+    """Deny work under a lease that was revoked so long ago that only this fact is still known."""
     reason, what, hint = _ended(Cause.REVOKED)
     return Denial(reason, f"Lease {lease_id:032x} {what}.", hint)
 
@@ -168,7 +168,7 @@ def shutting_down() -> Denial:
 
 def draining(left_ns: int) -> Denial:
     """Deny a lease because the node is drained; `left_ns` is the time until the remaining leases end."""
-    # After its deadline a drain is a state, not a countdown.
+    # After the deadline there is no time left to report.
     if left_ns <= 0:
         return Denial(
             DenialReason.DRAINED,
@@ -194,7 +194,10 @@ def card_draining(card_uuid: str, left_ns: int) -> Denial:
 
 
 def card_is_drained(card_uuid: str) -> Denial:
-    """Deny a live lease more of a card that is drained. Not as DRAINED: for a client that status ends the lease."""
+    """Deny a live lease more memory of a drained card.
+
+    The status is not DRAINED, which clients take for the lease's end.
+    """
     return Denial(
         DenialReason.BUSY,
         f"Card {card_uuid} is drained: nothing more is granted on it.",
@@ -203,7 +206,7 @@ def card_is_drained(card_uuid: str) -> Denial:
 
 
 def node_is_drained() -> Denial:
-    """Deny a live lease more memory of a node that is drained. Not as DRAINED, for the same reason."""
+    """Deny a live lease more memory of a drained node. As above, the status is not DRAINED."""
     return Denial(
         DenialReason.BUSY,
         "The node is drained: nothing more is granted on it.",
@@ -216,7 +219,7 @@ NO_HORIZON: Final = "the node has been unable to reach its fleet's store for too
 
 
 def isolated(reason: str) -> Denial:
-    """Deny a claimed lease because the node may serve none now; `reason` gives the cause as a clause."""
+    """Deny a claimed lease because the node may not serve any now; `reason` gives the cause as a clause."""
     return Denial(
         DenialReason.ISOLATED,
         f"This node can't grant named leases, or leases that count against a fleet quota, right now: {reason}.",
@@ -257,7 +260,7 @@ def old_epoch(name: str, epoch: int, highest: int) -> Denial:
     )
 
 
-# --- what can't be made durable: the audit log and the journal ---
+# --- grants and notes that can't be made durable in the audit log or the journal ---
 
 
 def not_recorded(problem: str) -> Denial:
@@ -297,7 +300,7 @@ def too_many_notes(what: str) -> Denial:
 NO_AUDIT_LOG: Final = Denial(
     DenialReason.UNSUPPORTED, "This daemon keeps no audit log.", "Its operator can set `audit` to a folder."
 )
-"""Denies notes."""
+"""Denies a note because the node has no audit log."""
 
 
 def not_kept(problem: str) -> Denial:
@@ -341,7 +344,7 @@ def over_tenant_limit(tenant: str, name: str, message: str, hint: str) -> Denial
 
 
 def over_fleet_bytes(lease_id: int, tenant: str, fleet_bytes: int) -> Denial:
-    """Deny a larger size, because the fleet claimed only the lease's first size from its tenant's quota."""
+    """Deny a larger size, because the fleet has claimed only the lease's first size from its tenant's quota."""
     return over_tenant_limit(
         tenant,
         "fleet_quota",
@@ -504,7 +507,7 @@ def not_a_region(lease_id: int) -> Denial:
 
 
 def not_its_tenant(region_id: int) -> Denial:
-    """Deny the tenant of the surrounding lease what only the region's own tenant may do."""
+    """Deny the surrounding lease's tenant an operation that only the region's own tenant may do."""
     return Denial(
         DenialReason.NOT_ALLOWED,
         f"Lease {region_id:032x} is a region of another tenant; only that tenant may free it.",
@@ -673,7 +676,7 @@ def not_parkable(lease_id: int) -> Denial:
 
 
 def parking_off(lease_id: int) -> Denial:
-    """Deny a park because the operator gives no host memory for parked sessions."""
+    """Deny a park because the operator provides no host memory for parked sessions."""
     return Denial(
         DenialReason.UNSUPPORTED,
         f"Lease {lease_id:032x} can't be parked: this node keeps no host memory for parked sessions.",
@@ -757,7 +760,7 @@ def park_refused(lease_id: int, reason: str) -> Denial:
 def cant_leave(lease_id: int, reason: str, *, is_lasting: bool = True) -> Denial:
     """Deny a move, or a cold park, of a session that can't leave its process; `reason` is its worker's clause.
 
-    `is_lasting`: It is so because of what the session has, and not because it is busy.
+    `is_lasting`: Whether the reason is something that the session has, and not that it is busy.
     """
     if not is_lasting:
         return Denial(
@@ -793,7 +796,7 @@ def no_place(lease_id: int, card_uuid: str) -> Denial:
 
 
 def no_room_to_return(lease_id: int, needed_bytes: int, free_bytes: int, waited_ms: int) -> str:
-    """Return why a parked session's operations are refused."""
+    """Return the reason for which a parked session's operations are refused: there is no room to return."""
     return (
         f"Lease {lease_id:032x} is parked and can't return: it needs {size_text(needed_bytes)}, and its card has"
         f" {size_text(free_bytes)} free after a wait of {duration_text(waited_ms)}."
@@ -801,5 +804,5 @@ def no_room_to_return(lease_id: int, needed_bytes: int, free_bytes: int, waited_
 
 
 def return_failed(lease_id: int, reason: str) -> str:
-    """Return why a parked session's operations are refused; `reason` is its worker's clause."""
+    """Return why a parked session's operations are refused after a failed return, with its worker's `reason`."""
     return f"Lease {lease_id:032x} is parked and could not return: {reason.rstrip('.')}."

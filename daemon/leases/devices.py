@@ -1,4 +1,4 @@
-"""The cards of the node: the bytes that leases hold on each, the choice of a card, and memory that others hold."""
+"""The node's cards: the bytes that leases hold on each, the choice of a card, and memory that others hold."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ PINNED_BYTES_PER_TABLE: Final = 1 << 30
 class PlacementOrder(Enum):
     """The order in which a lease prefers the cards that fit: the emptiest first, or the fullest first.
 
-    Packing keeps large gaps, and whole cards, for the leases that need them. Spreading gives each lease the least busy
+    PACK keeps large gaps, and whole cards, free for the leases that need them. SPREAD gives each lease the least busy
     card.
     """
 
@@ -43,12 +43,14 @@ class Card:
     """A card, or a MIG partition of a card.
 
     Attributes:
-        index: Number on the node, which `selector` may name.
-        capacity_bytes: Bytes that may be held in all, as measured, less the node's reserve.
-        overhead_bytes: Bytes one context costs in addition to its tenant's; charged to the node, per lease.
-        spare_bytes: Bytes that the operator's bound leaves unused; others may take that many before capacity shrinks.
-        slack_bytes: Tolerated difference between what others hold and what is booked; the reserve covers it.
-        pins_host_memory: Host memory that a worker prepares for parking costs its context page tables on the card.
+        index: The card's number on the node, which a selector may name.
+        capacity_bytes: Bytes that may be held in all: the measured figure less the node's reserve.
+        overhead_bytes: Bytes that one context takes in addition to its tenant's; the node pays for them, per lease.
+        spare_bytes: Bytes that the operator's bound leaves unused; others may take that many before the capacity
+          shrinks.
+        slack_bytes: Tolerated difference between the bytes that others hold and those that are booked; the reserve
+          covers it.
+        pins_host_memory: Whether the host memory that a worker prepares for parking needs page tables on the card.
 
     Raises:
         ValueError: A number is negative, or the uuid is empty.
@@ -94,12 +96,12 @@ class CardSnapshot:
         warm_contexts: Contexts that wait for any lease.
         recycled_contexts: Contexts that wait for a lease of the tenant they served.
         warm_wanted: Contexts that are to wait for any lease.
-        warm_bytes: Bytes of all the pool's contexts, those being made or dropped included.
+        warm_bytes: Bytes of all of the pool's contexts, including those being made or dropped.
         leases: Live leases, fenced ones included.
-        is_exclusive: One lease has the card to itself.
-        unowned_bytes: Booked bytes of no process, beyond those at the measurement.
+        is_exclusive: Whether one lease has the card to itself.
+        unowned_bytes: Booked bytes that belong to no process, beyond those at the measurement.
         outside_bytes: Booked bytes of programs outside the daemon, beyond those at the measurement.
-        parked_bytes: Bytes of slices that parked leases have left to others.
+        parked_bytes: Bytes of the slices of parked leases that others may use.
         drain_ns: Time at which the card's own drain ends its leases; None if there is none.
     """
 
@@ -127,21 +129,21 @@ class CardAccount:
     """Running sums of one card. Bytes are taken at placement and come back only when proved reclaimed.
 
     Attributes:
-        held_bytes: Bytes of leases, those that wait for warm contexts to leave included.
-        awaited_bytes: Part of the held bytes that no worker can use yet.
-        stuck_bytes: Bytes of warm contexts that no lease can have: they could not be proved gone, or are HELD.
-        fenced_bytes: Bytes of leases and warm contexts that could not be proved gone.
+        held_bytes: Bytes of leases, including those that are not free until warm contexts have left.
+        awaited_bytes: The part of the held bytes that no worker can use yet.
+        stuck_bytes: Bytes of warm contexts that no lease can have, because they could not be proved free or are HELD.
+        fenced_bytes: Bytes of leases and warm contexts that could not be proved free.
         pending_leases: Leases that wait for their worker.
-        others: Memory that others hold.
+        others: The account of the memory that others hold.
         warm: The pool's contexts on this card, by id.
         warm_wanted: Number of contexts the card is to have.
-        awaiting: Pending leases, and parked ones that return, that wait for warm contexts to leave, in the order they
-            came.
+        awaiting: Pending leases, and parked leases that return, that wait for warm contexts to leave, in order of
+            arrival.
         parkable_bytes: Sum of the slices of parkable leases, parked ones included.
-        parked_bytes: Bytes of them that the card has back.
-        overcommit: Bound of that sum, in capacities of the card.
-        drain_ns: Time at which the card's own drain ends its leases, and until whose end nothing new is granted; None
-            if there is none.
+        parked_bytes: The part of these bytes that is back on the card because the leases are parked.
+        overcommit: Bound of `parkable_bytes`, as a multiple of the card's capacity.
+        drain_ns: Time at which the card's own drain ends its leases. While the drain lasts, no lease is granted. None
+            without a drain.
     """
 
     __slots__ = (
@@ -170,7 +172,7 @@ class CardAccount:
         self.parked_bytes = 0
         self.overcommit = overcommit
         self.drain_ns: int | None = None
-        # What leases hold, and the part of it that waits for warm contexts to leave.
+        # Bytes that leases hold, and the part of them that waits for warm contexts to leave.
         self.held_bytes = 0
         self.fenced_bytes = 0
         self.leases = 0
@@ -178,7 +180,7 @@ class CardAccount:
         self.pending_leases = 0
         self.awaited_bytes = 0
         self.stuck_bytes = 0
-        # What is not the leases': other programs' memory, and the pool.
+        # Memory that is not held by leases: that of other programs, and that of the pool.
         self.others = Others(card.spare_bytes, card.slack_bytes)
         self.warm: dict[int, WarmContext] = {}
         self.warm_wanted = warm_wanted
@@ -197,7 +199,7 @@ class CardAccount:
 
         Negative if a fence or others have taken bytes that were already granted.
         """
-        # The capacity, without another call: a placement asks every card.
+        # Compute the capacity here, without another call, because each placement reads this for every card.
         capacity_bytes = self.card.capacity_bytes - self.others.taken_bytes
         return (capacity_bytes if capacity_bytes > 0 else 0) - self.held_bytes - self.stuck_bytes
 
@@ -207,7 +209,7 @@ class CardAccount:
 
     @property
     def leaving(self) -> int:
-        """Number of the pool's contexts that served no tenant and are fenced, or that this daemon is dropping."""
+        """Number of the pool's contexts that served no tenant and are fenced or being dropped by this daemon."""
         # Contexts that leases of an earlier daemon left, and those that served a tenant, do not count.
         own = [one for one in self.warm.values() if one.tenant is None and one.warm_id < FIRST_LEFT_ID]
         dropped = sum(one.state is WarmState.DROPPING and not one.is_restored for one in own)
@@ -215,7 +217,7 @@ class CardAccount:
 
     @property
     def recycled(self) -> int:
-        """Number of contexts that wait for the tenant they served."""
+        """Number of contexts that wait for a lease of the tenant that they served."""
         return sum(context.waits_for_tenant for context in self.warm.values())
 
     @property
@@ -231,7 +233,7 @@ class CardAccount:
     @property
     def promised_bytes(self) -> int:
         """Bytes that leases hold, or will hold once there is room; excludes leases that ended before they had room."""
-        # A lease that ends before it has room still awaits bytes, which it will never use.
+        # Leave out leases that ended before they had room: they still await bytes, but will never use them.
         ended_bytes = self.awaited_bytes - sum(lease.awaited_bytes for lease in self.awaiting.values())
         return self.held_bytes - ended_bytes
 
@@ -271,8 +273,8 @@ class CardAccount:
             self.awaiting.pop(lease.lease_id, None)
 
     def has_room_for_context(self, given_bytes: int) -> bool:
-        """Return whether one more context has room now; a warm context in its place would free `given_bytes`."""
-        # Two sums must fit: what processes use now, and what is promised to leases once contexts have left.
+        """Return whether one more context has room now. If it replaces a warm context, that frees `given_bytes`."""
+        # Two sums must fit: the bytes that processes use now, and the bytes promised to leases once contexts have left.
         needed_bytes = self.card.overhead_bytes - given_bytes
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
         # A lease that ended before it had room keeps its bytes charged until its teardown is over.
@@ -283,15 +285,16 @@ class CardAccount:
     def room_bytes(self) -> int:
         """Bytes by which a lease may grow now.
 
-        No lease holds them or waits for them, and no warm context uses them: a warm context never gives way to growth.
+        No lease holds these or waits for them, and no warm context uses them, because warm contexts are not dropped for
+        growth.
         """
-        # As for a new context, the larger of what is used and what is promised counts.
+        # As for a new context, count the larger of the used and the promised bytes.
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
         return min(self.free_bytes, self.capacity_bytes - max(self.used_bytes, kept_bytes))
 
     def lend_context(self, lease: Lease) -> None:
         """Charge an active lease for the context of its submit, for as long as the submit exists."""
-        # The lease's charge includes the loan, so that one sum describes what the lease may hold.
+        # Include the loan in the lease's charge, so that one sum is all that the lease may hold.
         lease.extra_bytes = self.card.overhead_bytes
         lease.charge_bytes += lease.extra_bytes
         self.held_bytes += lease.extra_bytes
@@ -309,7 +312,7 @@ class CardAccount:
         self.parked_bytes += off_bytes
 
     def take_parked(self, lease: Lease, off_bytes: int) -> None:
-        """Hold the bytes of a parked lease again. They count as unused until warm contexts have given way."""
+        """Hold the bytes of a parked lease again. They count as unused until warm contexts have left."""
         lease.charge_bytes += off_bytes
         self.held_bytes += off_bytes
         self.parked_bytes -= off_bytes
@@ -337,7 +340,7 @@ class CardAccount:
     def give_back(self, lease: Lease) -> None:
         """Release the bytes of a lease, once they are proved free or an operator has vouched for them."""
         self.held_bytes -= lease.charge_bytes
-        # A lease that ended before it had room still awaits bytes, which go with it.
+        # A lease that ended before it had room still awaits bytes: subtract these as well.
         self.awaited_bytes -= lease.awaited_bytes
         self.leases -= 1
         self.leases_by_tenant[lease.tenant] -= 1
@@ -348,7 +351,7 @@ class CardAccount:
         self.parked_bytes -= 0 if lease.park is None else lease.park.off_bytes
 
     def has_parkable_room(self, terms: LeaseTerms) -> bool:
-        """Return whether a lease of these terms keeps the card's parkable slices within the overcommit."""
+        """Return whether, with a lease of these terms, the sum of parkable slices stays within the overcommit."""
         if not terms.is_parkable:
             return True
         return self.parkable_bytes + terms.size_bytes <= self.card.capacity_bytes * self.overcommit
@@ -360,7 +363,7 @@ class CardAccount:
             self.card.name,
             self.capacity_bytes,
             self.held_bytes,
-            # Reports show no negative figures; what is overcommitted shows in the held bytes.
+            # Report no negative figures. The held bytes show what is overcommitted.
             max(0, self.free_bytes),
             self.available_bytes,
             self.fenced_bytes,
@@ -378,7 +381,7 @@ class CardAccount:
 
 
 def pinned_tables_bytes(size_bytes: int) -> int:
-    """Return what page tables for so much pinned host memory take of a card (measured on an H200: 2 MiB for a GiB)."""
+    """Return the card's bytes of page tables for that much pinned host memory (on an H200: 2 MiB for each GiB)."""
     return -(-size_bytes // PINNED_BYTES_PER_TABLE) * TABLE_BYTES
 
 
@@ -397,10 +400,10 @@ def suitable(accounts: Sequence[CardAccount], exclusivity: Exclusivity) -> Seque
 
 
 def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
-    """Return whether the card is not drained and has the bytes free, and no lease there must be alone on its card."""
+    """Return whether the card can take the lease now: not drained, enough free bytes, no conflict of exclusivity."""
     if account.drain_ns is not None:
         return False
-    # An exclusive lease shares the card with no other, whichever of them comes first.
+    # An exclusive lease shares its card with no other lease, whichever of them comes first.
     if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False
     if terms.park_idle_ms is not None and not account.has_parkable_room(terms):
@@ -417,7 +420,7 @@ def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: Placemen
         order: SPREAD prefers the card with the most free bytes, PACK the one with the fewest. The bytes of warm
           contexts count as free, because the contexts give way.
     """
-    # One minimum serves both orders: the free bytes are negated for the emptiest card. The index makes ties certain.
+    # One minimum serves both orders: for the emptiest card, negate the free bytes. The index decides ties.
     sign = 1 if order is PlacementOrder.PACK else -1
     best: tuple[int, int, CardAccount] | None = None
     for account in candidates:
@@ -430,7 +433,7 @@ def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: Placemen
 
 def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
     """Return the largest slice that any of the cards could ever give one tenant who needs `contexts` contexts."""
-    # The card's own figure already includes one context.
+    # The card's own figure already allows for one context.
     return max((_less(a.card.largest_slice_bytes, a, contexts) for a in candidates), default=0)
 
 
@@ -452,15 +455,16 @@ to no process for 74 ms; a shorter time would reduce the capacity whenever a lar
 class Others:
     """Memory of one card that neither leases nor the pool hold, beyond what was there at the measurement.
 
-    1. Others hold two kinds of bytes. Unowned bytes belong to no process: the driver's own, and for some 0.1 s those of
-       a process that has just died. Some of the driver's own last until the card's last context ends (150 MiB for
-       managed memory on an H200). Outside bytes belong to processes that are not workers of the daemon.
+    1. Others hold two kinds of bytes. Unowned bytes belong to no process: they are the driver's own and, for some 0.1
+       s, those of a process that has just died. Some of the driver's own bytes stay until the card's last context ends
+       (150 MiB for managed memory on an H200). Outside bytes belong to processes that are not workers of the daemon.
     2. Both kinds are booked and reduce the card's capacity. A change, up or down, is booked once it has lasted
        SETTLE_NS. Until then a dead worker's bytes are still charged to its lease. A rise of outside bytes is booked at
        once, because they can't be a worker's.
     3. The bytes of a reaped worker are proved free once the card no longer lists its process and the unowned bytes do
-       not exceed the booked ones. If they still exceed them after SETTLE_NS, they are not the worker's. Then the
-       smallest figure of all polls since is booked first, so that none of it can be granted, and the proof holds.
+       not exceed the booked ones. If they still exceed them after SETTLE_NS, the excess is not the worker's. Then the
+       smallest figure of all polls since the process disappeared is booked first, so that none of it can be granted,
+       and the worker's bytes are taken as free.
     4. Polled figures are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
 
     Attributes:
@@ -515,15 +519,16 @@ class Others:
             since_ns: Time of the first poll that did not list the process.
             polled_ns: Time of this poll.
         """
-        # From here on an older poll of the whole card is ignored.
+        # From now on, ignore an older poll of the whole card.
         self._looked_ns = max(polled_ns, self._looked_ns)
-        # The card shows no more than was booked before the worker died, so nothing of the worker is left.
+        # The card shows no more bytes than were booked before the worker died, so none of the worker's are left.
         if self.unowned.is_within(unowned_bytes):
             return True
         # Too early to decide: the excess may be the dead worker's, which the driver is still releasing.
         if polled_ns - since_ns < SETTLE_NS:
             return False
-        # The excess has outlasted any release, so it belongs to others. Book it before the lease's bytes go back.
+        # The excess has lasted longer than any release takes, so it belongs to others. Book it before the lease's bytes
+        # are released.
         self.unowned.book_at_least(least_bytes)
         self._sum_up()
         return True
@@ -540,7 +545,7 @@ class Growth:
 
     Args:
         slack_bytes: Tolerated difference between polled and booked bytes.
-        settles: A rise must last SETTLE_NS before it is booked.
+        settles: Whether a rise must last SETTLE_NS before it is booked.
     """
 
     __slots__ = ("_extreme_bytes", "_is_rising", "_settles", "_since_ns", "_slack_bytes", "booked_bytes")
@@ -549,8 +554,8 @@ class Growth:
         self.booked_bytes = 0
         self._slack_bytes = slack_bytes
         self._settles = settles
-        # Time of the first of the consecutive polls that all showed more than is booked, or all less; None if the last
-        # poll agreed with the books.
+        # Time of the first of the latest consecutive polls that all showed more than the booked bytes, or all less.
+        # None if the last poll agreed with the booked bytes.
         self._since_ns: int | None = None
         self._is_rising = False
         # Lowest figure of these polls if they show more, else the highest.
@@ -563,14 +568,14 @@ class Growth:
     def poll(self, seen_bytes: int, polled_ns: int, *, is_first: bool = False) -> None:
         """Process one poll. The first one is booked at once."""
         is_rising = not self.is_within(seen_bytes)
-        # The figure agrees with the books: forget a change that did not last.
+        # The figure agrees with the booked bytes: forget a change that did not last.
         if not is_rising and not self._is_less(seen_bytes):
             self._since_ns = None
             return
-        # A change begins, or turned from a rise into a fall: restart the clock.
+        # A change begins, or a rise has turned into a fall (or vice versa): restart the clock.
         if self._since_ns is None or is_rising is not self._is_rising:
             self._since_ns, self._is_rising, self._extreme_bytes = polled_ns, is_rising, seen_bytes
-        # Book the most cautious estimate: of a rise only what every poll showed, of a fall only what none exceeded.
+        # Book the most cautious estimate: for a rise the smallest figure of its polls, for a fall the largest.
         self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
         is_at_once = is_first or (is_rising and not self._settles)
         if is_at_once or polled_ns - self._since_ns >= SETTLE_NS:
@@ -582,11 +587,11 @@ class Growth:
             self._store(seen_bytes)
 
     def _is_less(self, seen_bytes: int) -> bool:
-        # Half the slack counts as nothing, so that a figure near the slack is not booked and released in turns.
+        # Up to half the slack counts as 0, so that a figure near the slack is not booked and released again and again.
         is_none = self.booked_bytes > 0 and seen_bytes <= self._slack_bytes // 2
         return is_none or seen_bytes < self.booked_bytes - self._slack_bytes
 
     def _store(self, seen_bytes: int) -> None:
-        # Less than the slack is noise of the driver's figures, not somebody's memory.
+        # Less than the slack is noise in the driver's figures, not memory that others hold.
         self.booked_bytes = seen_bytes if seen_bytes > self._slack_bytes else 0
         self._since_ns = None

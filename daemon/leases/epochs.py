@@ -1,14 +1,15 @@
 """The highest epoch of each name that this node has granted, so that it never serves an earlier claim of that name.
 
-An epoch is the number of a claim in the fleet's store, which numbers all its changes in one sequence. Of two claims of
-any names, the later one has the higher epoch.
+An epoch is the number of a claim in the fleet's store. The store numbers all its changes in one sequence, so of any two
+claims, of whatever names, the later one has the higher epoch.
 """
 
 from collections.abc import Iterable
 from typing import Final
 
 MAX_NAMES: Final = 4096
-"""Number of names with an epoch of their own. Stops a tenant that cycles names from filling memory and the journal."""
+"""Most names with an epoch of their own. Stops a tenant that keeps using new names from filling memory and the
+journal."""
 
 FLOOR: Final = ""
 """Stands for all names without an epoch of their own. No lease has it as its name."""
@@ -46,9 +47,9 @@ class HighestEpochs:
         self._by_name[name] = epoch
         changed: list[tuple[str, int | None]] = [(name, epoch)]
         if len(self._by_name) > MAX_NAMES:
-            # Drop the name with the lowest epoch, and refuse from now on any claim of an unlisted name up to that
-            # epoch. The floor may refuse a valid claim of a rarely used name, which then acquires again; it never
-            # admits an old one.
+            # Drop the name with the lowest epoch. From now on, refuse any claim of an unlisted name up to that epoch.
+            # This may refuse a valid claim of a rarely used name, whose client then acquires again, but never admits an
+            # old claim.
             lowest = min(self._by_name, key=self._by_name.__getitem__)
             self._floor = max(self._floor, self._by_name.pop(lowest))
             changed += [(lowest, None), (FLOOR, self._floor)]

@@ -1,8 +1,8 @@
 """Events that the lease table handles, and effects that it returns.
 
-The shell turns what happens into events. Lease ids are u128; warm contexts and submits have ids above that range
-(`kind_of`). `worker_id` identifies a worker of any kind. `request` numbers one call of one client; no other open
-acquire may have the same number. An event about a lease that is unknown or has ended is ignored.
+The shell reports everything that happens as an event. Lease ids are u128; warm contexts and submits have ids above that
+range (`kind_of`). `worker_id` identifies a worker of any kind. `request` numbers one call of one client; no other open
+acquire may have the same number. The table ignores an event about a lease that is unknown or has ended.
 
 The shell executes effects in the order given and decides nothing. All times are monotonic nanoseconds.
 
@@ -32,7 +32,7 @@ from gpulease.protocol.session_words import RegionWord
 
 
 class TimerKind(Enum):
-    # Hashed by identity, as the states are: a timer is looked up with each event.
+    # Hash by identity, which is fast, as a timer is looked up with each event.
     __hash__ = object.__hash__
 
     SPAWN = "spawn"
@@ -54,10 +54,10 @@ class AcquireRequested:
 
     Attributes:
         lease_id: Id chosen by the shell, nonzero and never used before.
-        terms: Terms asked for; `orphan_ms` may be None, for the node's default.
+        terms: The requested terms; `orphan_ms` may be None, for the node's default.
         selector: Uuid of a card (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: Longest wait in the queue if no card has room; 0: no wait.
-        step: Part of the acquire that is done now.
+        step: The part of the acquire to do now.
     """
 
     request: int
@@ -71,10 +71,11 @@ class AcquireRequested:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionsChanged:
-    """A granted lease lost its last connection, or has one again.
+    """A granted lease has lost its last connection, or has one again.
 
-    A lease counts as connected until the first such event. These connections count: those of the session, including
-    guests'; control connections that acquired or renewed the lease, or queried it as its tenant; and a submit's.
+    A lease counts as connected until the first such event. The connections that count are those of the session,
+    including guests'; control connections that acquired or renewed the lease, or queried it as its tenant; and a
+    submit's.
 
     Attributes:
         least_wait_ms: Shortest wait for a new connection, even if the lease's own bound is shorter.
@@ -94,17 +95,17 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class SubmitAbandoned:
-    """A submit was ready, but its client had disconnected."""
+    """A submit is ready, but its client has disconnected."""
 
     worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitFound:
-    """A submit's worker of an earlier daemon, found after its lease was restored; sent once each.
+    """A submit's worker that an earlier daemon left; sent once for each, after its lease was restored.
 
     Attributes:
-        is_running: The client was notified that the submit is ready, and nothing has ended it since.
+        is_running: Whether the client was notified that the submit is ready, and nothing has ended it since.
         timeout_ms: Longest run of the submit, counted from now.
         size_bytes: Bytes for its kernel's buffers and code.
     """
@@ -147,11 +148,12 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process was reaped; also the answer to a `KillWorker` without a process.
+    """The worker's process was reaped. Also the answer to a `KillWorker` for which there is no process.
 
     Attributes:
-        is_by_daemon: A `KillWorker` ended the process. Only logs distinguish the cases; the table does not.
-        is_busy: The worker was never started for lack of a resource that may soon be free again, such as a descriptor.
+        is_by_daemon: Whether a `KillWorker` ended the process. This matters only for logs, not for the table.
+        is_busy: Whether the worker was never started, for lack of a resource that may soon be free again, such as a
+          descriptor.
     """
 
     worker_id: int
@@ -186,7 +188,7 @@ class FreeRequested:
 
 @dataclass(frozen=True, slots=True)
 class RevokeRequested:
-    """An operator revokes a lease or region, or a lease's tenant one of its regions; the tenant sees `reason`.
+    """An operator revokes a lease or region, or a lease's tenant one of its regions. The tenant is shown `reason`.
 
     Attributes:
         tenant: The tenant that asks, if it is not an operator.
@@ -204,7 +206,10 @@ class RevokeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionFaulted:
-    """The session lost its context. Its worker lives and reports the fault to the client, and the lease continues."""
+    """The session has lost its context.
+
+    Its worker still runs and reports the fault to the client; the lease continues.
+    """
 
     worker_id: int
     reason: str
@@ -212,7 +217,7 @@ class SessionFaulted:
 
 @dataclass(frozen=True, slots=True)
 class SessionCondemned:
-    """A monitor ends a session: OVER_SLICE, UNMEASURED, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT is the cause."""
+    """A monitor ends a session. The cause: OVER_SLICE, UNMEASURED, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
 
     worker_id: int
     cause: Cause
@@ -221,24 +226,24 @@ class SessionCondemned:
 
 @dataclass(frozen=True, slots=True)
 class GuestAttached:
-    """A client other than the lease's proven tenant entered its session, or is allowed to end it."""
+    """A client other than the lease's proven tenant has attached to its session, or may end it."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerScrubbed:
-    """Answer to `ScrubWorker`: nothing of the lease is left, and the card shows its memory as free.
+    """Answer to `ScrubWorker`: whether nothing of the lease is left and the card shows its memory as free.
 
     Attributes:
-        doubt: Why that is false or unknown; "" if it is proved.
+        doubt: Why that is not proved; "" if it is.
     """
 
     lease_id: int
     doubt: str = ""
 
 
-# --- events: timers. The table checks each against its own times, so late, early and repeated ones do no harm ---
+# --- events: timers. The table checks each against its own times, so late, early and repeated ones are harmless ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +274,7 @@ class ParkTimerFired:
 
 @dataclass(frozen=True, slots=True)
 class PoolTimerFired:
-    """The daemon has started, or the pause before the next warm context is over. Additional ones are harmless."""
+    """The daemon has started, or the pause before the next warm context is over. Repeated timers are harmless."""
 
 
 # --- events: proofs, polls of the cards, and fences ---
@@ -284,7 +289,7 @@ class ReclaimProved:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUnlisted:
-    """The card does not list the process of a reaped worker.
+    """The card no longer lists the process of a reaped worker.
 
     Sent on each poll until the table has its proof.
 
@@ -337,7 +342,7 @@ class FenceClearRequested:
     card_uuid: str | None
 
 
-# --- events: what an earlier daemon left, before all others ---
+# --- events: what an earlier daemon has left. They come before all other events ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +352,8 @@ class LeaseRestored:
     Attributes:
         kept: The persisted lease, corrected by its control page: the later deadline and the higher generation count,
           and a flipped revocation word makes it DRAINING.
-        has_worker: The worker lives. If not, its parent process has reaped it or will reap it.
-        has_session: A client may have attached to the session, according to the control page.
+        has_worker: Whether the worker runs. If not, its parent process has reaped it or will reap it.
+        has_session: Whether a client may have attached to the session, according to the control page.
         horizon: Time until which a claimed lease may be served, according to the control page; None if it has none.
     """
 
@@ -370,12 +375,12 @@ class WorkerFound:
     """A worker of an earlier daemon, alive or dead, that belongs to no persisted lease.
 
     Sent before all other events, once for each worker. The table kills it and holds its bytes until they are proved
-    back. No record of it remains.
+    free. The journal has no record of it.
 
     Attributes:
-        worker_id: The id of its lease or warm context, or one drawn for it.
-        beside_lease_id: Lease that has this worker in addition to its own, for a submit or a second session; 0 if none.
-          Its `worker_id` is then drawn and belongs to no lease.
+        worker_id: The id of its lease or warm context, or a random one.
+        beside_lease_id: The lease that has this worker in addition to its own, for a submit or a second session; 0 if
+          there is none. Otherwise `worker_id` is random and belongs to no lease.
     """
 
     worker_id: int
@@ -414,7 +419,7 @@ class DrainCancelled:
 
 @dataclass(frozen=True, slots=True)
 class DrainTimerFired:
-    """The deadline of a drain is due, the node's or a card's. Late, early and repeated timers do no harm."""
+    """The deadline of a drain has come, the node's or a card's. Late, early and repeated timers are harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +435,7 @@ class TenantRulesChanged:
     renamed: frozenset[str] = frozenset()
 
 
-# --- events: regions and resizes. Only the worker's own lease may report them ---
+# --- events: regions and resizes. The answers must come from the lease's own worker ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +471,7 @@ class RegionOpened:
 
 @dataclass(frozen=True, slots=True)
 class RegionRefused:
-    """Answer to `OpenRegion` or `EndRegion`: the session has nothing of the region.
+    """Answer to `OpenRegion` or `EndRegion`: the session does not have the region.
 
     Attributes:
         reason: A sentence for the tenant that says why it could not be mapped.
@@ -481,9 +486,9 @@ class RegionEnded:
     """Answer to `EndRegion`: nothing in the session can reach the region's memory any more.
 
     Attributes:
-        freed_bytes: Bytes that went back to the card.
+        freed_bytes: Bytes that were returned to the card.
         kept_bytes: Bytes that stay in the region's place until `RegionReleased`.
-        is_shown: The driver's free figure grew by at least `freed_bytes`.
+        is_shown: Whether the driver's free memory grew by at least `freed_bytes`.
     """
 
     region_id: int
@@ -500,7 +505,7 @@ class RegionStuck:
         region_id: The region.
         reason: What prevents it.
         cause: KERNEL_TIMEOUT if the worker reports it, for example because a launch that named the region still runs;
-            UNRESPONSIVE if the worker did not get the order or its answer can't be true.
+            UNRESPONSIVE if the worker did not receive the order, or if its answer can't be true.
     """
 
     region_id: int
@@ -510,7 +515,7 @@ class RegionStuck:
 
 @dataclass(frozen=True, slots=True)
 class RegionProved:
-    """Answer to `ProveRegion`: the card showed no more bytes for the worker than that allowed.
+    """Answer to `ProveRegion`: the card showed no more bytes for the worker than `ProveRegion` allowed.
 
     Attributes:
         region_id: The region, or the lease that was resized.
@@ -521,14 +526,14 @@ class RegionProved:
 
 @dataclass(frozen=True, slots=True)
 class RegionReleased:
-    """The session let go of an ended region's address; the bytes kept in its place are back."""
+    """The session has released an ended region's address; the bytes kept in its place are back on the card."""
 
     region_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RegionCancelRequested:
-    """A region's tenant, its lease's tenant or an operator has launches in the region refused or accepted again."""
+    """A region's tenant, its lease's tenant or an operator asks to refuse launches in it, or to accept them again."""
 
     request: int
     region_id: int
@@ -553,7 +558,7 @@ class SliceResized:
     """Answer to each `ResizeSlice`: the size that the session has now.
 
     Attributes:
-        doubt: Why it is not the size asked for; "" if it is.
+        doubt: Why it is not the requested size; "" if it is.
     """
 
     lease_id: int
@@ -561,7 +566,7 @@ class SliceResized:
     doubt: str = ""
 
 
-# --- events: parking. Only the worker's own lease may report it, and only with the number of the last order ---
+# --- events: parking. The answers must come from the lease's own worker, with the number of the last order ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,11 +596,11 @@ class SessionParked:
 
 @dataclass(frozen=True, slots=True)
 class SessionParkRefused:
-    """Answer to `ParkSession`: the session stays on the card, whole.
+    """Answer to `ParkSession`: the session stays on the card, unchanged.
 
     Attributes:
         reason: Why, as a clause.
-        lacks_memory: The worker has no host memory, or too little.
+        lacks_memory: Whether the worker has too little host memory, or none.
     """
 
     lease_id: int
@@ -614,7 +619,7 @@ class ReturnWanted:
 
 @dataclass(frozen=True, slots=True)
 class SessionReturned:
-    """Answer to `ReturnSession`: the session is on the card, whole; nothing was moved if it was not parked."""
+    """Answer to `ReturnSession`: the session is on the card. If it was not parked, nothing was moved."""
 
     lease_id: int
     number: int
@@ -626,7 +631,7 @@ class SessionReturnFailed:
     """Answer to `ReturnSession` or `AdoptSession`: the session is parked as before, and holds nothing of the card.
 
     Attributes:
-        is_mismatch: It would not be what it was in the worker that was to adopt it: it can't continue anywhere.
+        is_mismatch: Whether the worker that was to adopt it could not restore it exactly.
     """
 
     lease_id: int
@@ -637,7 +642,7 @@ class SessionReturnFailed:
 
 @dataclass(frozen=True, slots=True)
 class SessionImaged:
-    """Answer to `LeaveSession`: the broker has the session's image, and its worker serves nothing any more."""
+    """Answer to `LeaveSession`: the broker has the session's image, and the worker no longer serves the session."""
 
     lease_id: int
     number: int
@@ -646,10 +651,10 @@ class SessionImaged:
 
 @dataclass(frozen=True, slots=True)
 class SessionStays:
-    """Answer to `LeaveSession`: the session can't leave its process, and is parked as before.
+    """Answer to `LeaveSession`: the session can't leave its process, and stays parked there.
 
     Attributes:
-        is_lasting: It is so because of what the session has, and not because it is busy.
+        is_lasting: Whether the reason is something that the session has, and not that it is busy.
     """
 
     lease_id: int
@@ -665,8 +670,8 @@ class MoveRequested:
     Attributes:
         card: The card's uuid (with or without "GPU-") or its index in decimals; None if the session is to leave its
             process and stay in the host's memory.
-        from_version: The version of the session's worker, if it does not run the code of this daemon; else "". Such a
-            session may be moved to its own card, which gives it another worker.
+        from_version: The version of the session's worker if that runs other code than this daemon's, else "". Such a
+            session may be moved to its own card, which gives it a new worker.
     """
 
     request: int
@@ -686,7 +691,7 @@ class SessionsUsed:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequested:
-    """The daemon stops: it grants no acquire, and every lease ends."""
+    """The daemon is stopping: it grants no acquire, and every lease ends."""
 
 
 WorkerEvent = (
@@ -791,9 +796,9 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class RenameWorker:
-    """Use another id for a worker from now on, dead or alive, in every event and effect.
+    """From now on use another id for a worker, running or not, in every event and effect.
 
-    A lease takes over a warm context this way before its `SpawnWorker`, or returns one. A submit takes one over and
+    This is how a lease takes over a warm context, before its `SpawnWorker`, or returns one. A submit takes one over and
     never returns it.
     """
 
@@ -803,7 +808,7 @@ class RenameWorker:
 
 @dataclass(frozen=True, slots=True)
 class WarmEnded:
-    """For logs and metrics, once for each warm context that no lease took: it is gone, or fenced."""
+    """For logs and metrics, once for each warm context that no lease has taken over: it has ended, or is fenced."""
 
     warm_id: int
     card_uuid: str
@@ -815,7 +820,7 @@ class WarmEnded:
 class SpawnSubmit:
     """Start a second worker for a lease under the submit's id; the answers are those of `SpawnWorker`.
 
-    With `is_warm`, a `RenameWorker` before this effect gave a warm context the id.
+    If `is_warm`, an earlier `RenameWorker` has given a warm context this id.
     """
 
     submit_id: int
@@ -837,7 +842,7 @@ class RefuseSubmit:
 
 @dataclass(frozen=True, slots=True)
 class SubmitFenced:
-    """For logs: a submit could not be proved gone. Its lease continues and holds its bytes."""
+    """For logs: a submit's bytes could not be proved free. Its lease continues and holds them."""
 
     submit_id: int
     lease_id: int
@@ -846,14 +851,14 @@ class SubmitFenced:
 
 @dataclass(frozen=True, slots=True)
 class SubmitEnded:
-    """Forget a submit, once: its bytes are proved back, or belong to its lease's fence."""
+    """Forget a submit, once: its bytes are proved free, or belong to its lease's fence."""
 
     submit_id: int
     lease_id: int
     reason: str
 
 
-# --- effects: a worker's control page, its end, and the proof of its bytes ---
+# --- effects: a worker's control page, its end, and the proof that its bytes are free ---
 
 
 class SetDeadline(NamedTuple):
@@ -881,7 +886,7 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True)
 class ScrubWorker:
-    """Have the worker free and zero the lease's memory; the answer is `WorkerScrubbed`, or none at all."""
+    """Order the worker to free and zero the lease's memory. The answer is `WorkerScrubbed`, or may not come at all."""
 
     lease_id: int
 
@@ -910,7 +915,7 @@ class ProveReclaimed:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """For logs: others hold more or less of a card than before, so its capacity has changed."""
+    """For logs: others hold more or less of a card's memory than before, so its capacity has changed."""
 
     card: CardSnapshot
     is_less: bool
@@ -919,8 +924,8 @@ class CapacityChanged:
 class ArmTimer(NamedTuple):
     """Send `event` at `due_ns`.
 
-    Replaces an earlier timer for the same worker and kind, for the same request, or node-wide. The replaced timer may
-    fire all the same: the table checks every timer against its own times.
+    Replaces an earlier timer of the same kind, for the same worker, for the same request or for the node. The replaced
+    timer may still fire: the table checks every timer against its own times.
     """
 
     event: TimerEvent
@@ -931,7 +936,7 @@ class ArmTimer(NamedTuple):
 class Warned:
     """Notify subscribers of the phase of an active lease.
 
-    Sent when a drain begins, moves or is cancelled, and when a lease loses its last connection or has one again.
+    Sent when a drain begins, is moved or is cancelled, and when a lease loses its last connection or has one again.
     """
 
     lease_id: int
@@ -944,7 +949,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class OpenRegion:
-    """Have the lease's worker map a region; the answer is `RegionOpened` or `RegionRefused`, or none at all."""
+    """Order the lease's worker to map a region. The answer is `RegionOpened` or `RegionRefused`, or may not come."""
 
     lease_id: int
     region_id: int
@@ -970,9 +975,12 @@ class SetRegion:
 
 @dataclass(frozen=True, slots=True)
 class EndRegion:
-    """Have the worker remove an ended region's memory; the answer is `RegionEnded` or `RegionStuck`, or none at all.
+    """Order the worker to remove an ended region's memory.
 
-    If the worker has nothing of the region, the answer is `RegionRefused`. Sent again for a region of an earlier table.
+    The answer is `RegionEnded` or `RegionStuck`, or may not come.
+
+    If the worker does not have the region, the answer is `RegionRefused`. The order is repeated for a region of an
+    earlier table.
     """
 
     lease_id: int
@@ -985,7 +993,7 @@ class ProveRegion:
     """Poll the card until it shows at most `allowed_bytes` for the lease's worker; the answer is `RegionProved`.
 
     Attributes:
-        region_id: The region that gave its bytes back, or the lease itself after its slice was reduced.
+        region_id: The region whose bytes were released, or the lease itself after its slice was reduced.
     """
 
     lease_id: int
@@ -996,7 +1004,7 @@ class ProveRegion:
 
 @dataclass(frozen=True, slots=True)
 class ResizeSlice:
-    """Have the worker change the size of its session's slice; the answer is `SliceResized`, or none at all.
+    """Order the worker to change its session's slice. The answer is `SliceResized`, or may not come.
 
     Attributes:
         size_bytes: The session's own bytes, without those that the lease keeps for submits.
@@ -1011,11 +1019,11 @@ class ResizeSlice:
 
 @dataclass(frozen=True, slots=True)
 class ParkSession:
-    """Have the lease's worker park its session; the answer is `SessionParked` or `SessionParkRefused`.
+    """Order the lease's worker to park its session. The answer is `SessionParked` or `SessionParkRefused`.
 
     Attributes:
-        number: Number of the park, larger than all before it.
-        grace_ms: Time for what the session has launched to end.
+        number: The park's number, larger than all earlier ones.
+        grace_ms: Time within which the session's launched work must end.
     """
 
     lease_id: int
@@ -1025,7 +1033,7 @@ class ParkSession:
 
 @dataclass(frozen=True, slots=True)
 class ReturnSession:
-    """Have the lease's worker bring its session back; the answer is `SessionReturned` or `SessionReturnFailed`."""
+    """Order the lease's worker to bring its session back. The answer is `SessionReturned` or `SessionReturnFailed`."""
 
     lease_id: int
     number: int
@@ -1033,7 +1041,7 @@ class ReturnSession:
 
 @dataclass(frozen=True, slots=True)
 class RefuseWaitingOperations:
-    """Have the worker refuse, as BUSY, the operations that wait for its parked session; `reason` is a sentence."""
+    """Order the worker to refuse the operations that wait for its parked session, as BUSY. `reason` is a sentence."""
 
     lease_id: int
     number: int
@@ -1042,10 +1050,12 @@ class RefuseWaitingOperations:
 
 @dataclass(frozen=True, slots=True)
 class GiveParkMemory:
-    """Give the lease's worker host memory for its session, in place of what it has; it prepares it in the background.
+    """Give the lease's worker host memory for its session, in place of any earlier one.
+
+    It is prepared in the background.
 
     Attributes:
-        host_bytes: Bytes that are held for it: those of its slice, in whole granules.
+        host_bytes: Bytes that are held for it: those of its slice, rounded up to whole granules.
     """
 
     lease_id: int
@@ -1054,18 +1064,18 @@ class GiveParkMemory:
 
 @dataclass(frozen=True, slots=True)
 class DropParkMemory:
-    """Have the worker of a resident session give up the host memory that it keeps for its next park."""
+    """Order the worker of a resident session to release the host memory that it keeps for its next park."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveSession:
-    """Have the worker of a parked session send its image; the answer is `SessionImaged` or `SessionStays`.
+    """Order the worker of a parked session to send its image. The answer is `SessionImaged` or `SessionStays`.
 
     Attributes:
-        carries: It returns at once, so operations that wait for that do not keep it there.
-        is_upgrade: Its worker is kept until the next one has the session whole.
+        carries: Whether the session returns at once in its next worker, so that it may leave while operations wait.
+        is_upgrade: Whether its worker is kept until the next one has restored the whole session.
     """
 
     lease_id: int
@@ -1076,7 +1086,7 @@ class LeaveSession:
 
 @dataclass(frozen=True, slots=True)
 class StaySession:
-    """Discard the image of a session, and have its worker serve it again."""
+    """Discard the image of a session, and order its worker to serve it again."""
 
     lease_id: int
     number: int
@@ -1094,7 +1104,7 @@ class RestartWorker:
 
 @dataclass(frozen=True, slots=True)
 class AdoptSession:
-    """Have a lease's new worker adopt its session from the image that the broker keeps.
+    """Order a lease's new worker to adopt its session from the image that the broker keeps.
 
     The answer is `SessionReturned` or `SessionReturnFailed`.
 
@@ -1109,14 +1119,14 @@ class AdoptSession:
 
 @dataclass(frozen=True, slots=True)
 class WatchClients:
-    """Watch the clients of a cold session again: one of them may wait."""
+    """Watch the clients of a cold session again, as one of them may be waiting."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLeft:
-    """A session has left its process: the broker keeps its image from here on. Also for logs, metrics and the journal.
+    """A session has left its process. From now on the broker keeps its image. Also for logs, metrics and the journal.
 
     Attributes:
         took_ns: Time from the order to the image.
@@ -1145,7 +1155,7 @@ class LeaseMoved:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReplaced:
-    """For logs and metrics: a session has left a worker of another version for one of this version, on its card.
+    """For logs and metrics: a session has moved from a worker of another version to one of this version, on its card.
 
     Attributes:
         from_version: The version of the worker that it left.
@@ -1190,11 +1200,11 @@ class LeaseReturned:
 
 @dataclass(frozen=True, slots=True)
 class ParkFailed:
-    """For logs and metrics: a session was not parked, or could not return, and is where it was.
+    """For logs and metrics: a session could not be parked or could not return. It stays where it was.
 
     Attributes:
         cause: Why it was to be parked; None for a return.
-        is_mismatch: Its image did not fit another worker, and its lease ends.
+        is_mismatch: Whether no other worker could restore its image, so that its lease ends.
     """
 
     lease: LeaseSnapshot
@@ -1224,7 +1234,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class FreeDone:
-    """Reply to a free: the lease is torn down and its bytes are proved back."""
+    """Reply to a free: the lease is torn down and its bytes are proved free."""
 
     request: int
     lease: LeaseSnapshot
@@ -1255,7 +1265,7 @@ class DrainSet:
     Attributes:
         deadline_ns: Time at which the drain ends the remaining leases; None if there is no drain.
         active_leases: Number of active leases of the node, or of the card.
-        card_uuid: The card whose drain it is; "" for the node's.
+        card_uuid: The drained card; "" for the node.
     """
 
     request: int
@@ -1284,7 +1294,7 @@ class RequestDenied:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """For logs and metrics, once per lease: torn down or fenced, as `lease.state` says."""
+    """For logs and metrics, once per lease: it is torn down or fenced; `lease.state` says which."""
 
     lease: LeaseSnapshot
     cause: Cause
@@ -1320,7 +1330,7 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class SessionParkDone:
-    """Reply to a park: the session's bytes are off its card, and proved free."""
+    """Reply to a park: the session's bytes have left its card and are proved free."""
 
     request: int
     lease: LeaseSnapshot
@@ -1329,7 +1339,7 @@ class SessionParkDone:
 
 @dataclass(frozen=True, slots=True)
 class SessionMoved:
-    """Reply to a move: the session is on the other card, or in the host's memory alone.
+    """Reply to a move: the session is on the other card, or only in the host's memory.
 
     Attributes:
         moved_bytes: Bytes of its pages.

@@ -2,10 +2,10 @@
 
 A lease is claimed if it has a name, or counts against its tenant's quota in the fleet.
 
-1. The node's fleet process moves the deadline forward with each heartbeat that the fleet's store acknowledges. Without
-   heartbeats, some time after the deadline, another node may serve the names and use the bytes of the quotas.
-2. A claimed lease is granted only before the membership deadline. It ends at its own deadline, or with ISOLATED at the
-   membership deadline, whichever comes first. Kernels in flight get no grace then.
+1. The node's fleet process moves the deadline forward with each heartbeat that the fleet's store acknowledges. Some
+   time after the deadline has passed, another node may serve the names and use the bytes of the quotas.
+2. A claimed lease is granted only before the membership deadline. It ends at its own deadline or at the membership
+   deadline, whichever comes first. At the latter it ends with ISOLATED, and running kernels get no grace.
 3. Each claimed lease has the membership deadline on its control page, on the clock that keeps running while the host
    sleeps. So the worker and the zygote end the lease even without the broker. A lease that a restarted broker takes
    over keeps the deadline on its page.
@@ -47,7 +47,7 @@ class Horizons:
 
     def on_claims_lost(self, event: ClaimsLost, now_ns: int, out: list[Effect]) -> None:
         """End every claimed lease, and refuse the queued acquires that have a claim."""
-        # Without a deadline, `may_grant` refuses all further claims until a heartbeat sets a new one.
+        # Without a deadline, `may_grant` refuses all claims until a heartbeat sets a new deadline.
         self._store.horizon = None
         for waiter in self._store.queue:
             if waiter.acquire.terms.is_claimed:

@@ -1,6 +1,6 @@
 """Invariants of the lease table, recomputed from the leases, regions, submits and contexts alone.
 
-Nothing here trusts a running sum: each check derives the figure again and compares.
+No check trusts a running sum: each computes the figure again and compares.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ def validate(store: LeaseStore) -> None:
     Raises:
         InvariantBroken: A rule does not hold.
     """
-    # Each lease on its own first, then the cards that they share, then what spans cards.
+    # Check each lease by itself, then each card, then the rules that span cards.
     by_card: dict[str, list[Lease]] = {account.card.uuid: [] for account in store.accounts}
     for lease in store.live.values():
         _require(lease.card_uuid in by_card, f"{_name(lease)} is on card {lease.card_uuid}, which is not here.")
@@ -62,7 +62,7 @@ def validate(store: LeaseStore) -> None:
 
 
 class Charges(NamedTuple):
-    """What leases hold, by lease id, and what contexts hold that no lease can have, by card."""
+    """The bytes that leases hold, by lease id, and the bytes of contexts that no lease can have, by card."""
 
     leases: Mapping[int, int]
     stuck: Mapping[str, int]
@@ -75,10 +75,10 @@ def charges_of(store: LeaseStore) -> Charges:
 
 
 def validate_charges(store: LeaseStore, before: Charges) -> None:
-    """Check that one event gave no lease more of a card that holds more than its present capacity.
+    """Check that an event gave no lease more bytes of a card that already holds more than its current capacity.
 
-    Others may shrink the capacity below what was granted. Leases then keep their bytes, and none gets more. A session
-    that goes back to its former worker takes over what that worker holds.
+    Others may reduce the capacity below the granted bytes. Then leases keep their bytes, but none gets more, except a
+    session that returns to its former worker, which takes over that worker's bytes.
     """
     for lease in store.live.values():
         account = store.account_by_uuid[lease.card_uuid]
@@ -113,14 +113,14 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     _require(state is not LeaseState.ACTIVE or lease.deadline_ns is not None, f"{name} has no deadline.")
     _require(state is not LeaseState.ACTIVE or not lease.is_worker_gone, f"{name} has no worker.")
     _require(has_ended or not (lease.is_kill_sent or lease.revoke_requests), f"{name} is half torn down.")
-    # Bytes: either all of the lease's own bytes are still awaited or none are. A lease on a warm context has paid for
-    # the context already, so its own bytes exclude the overhead.
+    # Bytes: either all of the lease's own bytes are still awaited, or none. If the lease took over a warm context, its
+    # overhead is charged already and is not awaited.
     is_awaiting = lease.awaited_bytes > 0
     own_bytes = lease.charge_bytes
     if lease.warm_id:
         own_bytes -= store.account_by_uuid[lease.card_uuid].card.overhead_bytes
     park = lease.park
-    # A session that returns waits for what it left; an end may come before it has that.
+    # A session that returns waits for the bytes that it had left; its lease may end before it has them.
     is_returning = park is not None and park.phase is ParkPhase.RETURNING
     returned_bytes = lease.terms.size_bytes - park.kept_bytes if park is not None and is_returning else 0
     _require(lease.awaited_bytes in (0, own_bytes, returned_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
@@ -151,7 +151,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     if park is None:
         _require(waiter is None, f"{name} waits to return and is not parkable.")
         return
-    # Only a parked session has given its bytes back, also while it gets a worker that refuses what waits for it.
+    # Only a parked session has released its bytes, also while it gets a worker that refuses its waiting operations.
     is_off = park.off_bytes > 0
     may_be_off = park.phase is ParkPhase.PARKED or (park.phase is ParkPhase.RETURNING and park.refusal != "")
     _require(not is_off or may_be_off, f"{name} is {park.phase.value} and its bytes are gone.")
@@ -160,7 +160,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     most_bytes = store.account_by_uuid[lease.card_uuid].charge_bytes(lease.terms)
     is_bounded = 0 <= park.off_bytes <= (most_bytes if is_cold else lease.terms.size_bytes)
     _require(is_bounded, f"{name} has given {park.off_bytes} bytes back.")
-    # A cold session has no worker, so it holds nothing, unless it is charged already for its return.
+    # A cold session has no worker, so it holds nothing unless it is already charged for its return.
     is_charged = lease.charge_bytes > lease.awaited_bytes
     _require(not (is_cold and is_charged), f"{name} is cold, and charged {lease.charge_bytes} bytes.")
     if lease.state is LeaseState.ACTIVE:
@@ -172,7 +172,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     if lease.state is not LeaseState.ACTIVE:
         _require(waiter is None and not park.requests, f"{name} has ended, and somebody waits for its parking.")
         return
-    # An active lease that is off the card has host memory; one that waits in the queue is parked and awaited.
+    # An active lease whose bytes are off the card has host memory. If it waits in the queue, it is parked and awaited.
     has_host = park.host_bytes >= lease.terms.size_bytes or lease.is_restored
     _require(park.phase is ParkPhase.RESIDENT or has_host, f"{name} is {park.phase.value} without host memory.")
     is_waiting = park.phase is ParkPhase.PARKED and park.is_awaited
@@ -195,8 +195,8 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
     _require(len(set(renewed)) == len(renewed), f"{name} used a generation twice.")
     ends = sum(entry.finish is LeaseState.DRAINING for entry in history)
     _require(ends <= 1, f"{name} was torn down {ends} times.")
-    # Only a restored lease may have no bytes: it may stand for a worker of an earlier daemon.
-    # A parked session has given bytes of its slice back; a restored one that was ending may have, too.
+    # Only a restored lease may have no bytes: it may represent a worker of an earlier daemon. A parked session has
+    # given bytes of its slice back; a restored one that was ending may have, too.
     off_bytes = 0 if lease.park is None else lease.park.off_bytes
     is_whole = lease.charge_bytes + off_bytes >= lease.terms.size_bytes or (
         lease.is_restored and lease.park is not None
@@ -209,7 +209,7 @@ def _validate_host(store: LeaseStore) -> None:
     held = sum(lease.park.host_bytes for lease in store.parkable.values() if lease.park is not None)
     _require(store.parked_host_bytes == held, f"{store.parked_host_bytes} bytes of the host are counted, not {held}.")
     _require(store.parkable.keys() <= store.live.keys(), "There are parkable leases that no longer live.")
-    # What an earlier daemon parked may exceed a bound that was lowered meanwhile.
+    # Sessions that an earlier daemon parked may exceed a bound that has been lowered since.
     is_bound = not any(lease.is_restored for lease in store.parkable.values())
     most = store.limits.park_memory_bytes
     _require(held <= most or not is_bound, f"Parked sessions hold {held} of {most} bytes of the host.")
@@ -223,8 +223,8 @@ def _validate_claims(store: LeaseStore) -> None:
     _require(store.claimed == named, "The table misfiles leases with names.")
     capped = {lease.lease_id: lease for lease in store.live.values() if lease.terms.is_claimed}
     _require(store.capped == capped, "The table misfiles claimed leases.")
-    # A claimed lease is never ACTIVE without a membership deadline, because another node may take its name over after
-    # that.
+    # A claimed lease is never ACTIVE without a membership deadline, because after that time another node may take its
+    # name over.
     for lease in store.live.values():
         name, claim = _name(lease), lease.terms
         _require(bool(claim.name) == (claim.epoch > 0), f"{name} has the name {claim.name!r} and epoch {claim.epoch}.")
@@ -236,7 +236,7 @@ def _validate_claims(store: LeaseStore) -> None:
         is_known = claim.epoch <= store.epochs.of(claim.name) or lease.is_restored
         _require(not claim.name or is_known, f"{name} has an epoch above the highest.")
     _require(len(store.epochs) <= MAX_NAMES, f"{len(store.epochs)} names are kept with their epochs.")
-    # The index by which a client that repeats its request finds its lease.
+    # The index with which a client that repeats its request is given its lease.
     for (tenant, request_id), lease in store.by_request.items():
         is_its_own = store.live.get(lease.lease_id) is lease and lease.tenant == tenant
         _require(is_its_own and lease.terms.request_id == request_id, f"{_name(lease)} is misfiled by its request.")
@@ -251,8 +251,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
-    # Restored leases may exceed the card, or share it with one that must be alone, because the limits or the card
-    # changed meanwhile. Nothing new was granted next to them; a cold session that waits for room there has none of it.
+    # Restored leases may exceed the card, or share it with one that must be alone, because the limits or the card have
+    # changed since. No new lease was granted next to them. A cold session that waits for room there holds no bytes.
     is_all_restored = all(lease.is_restored for lease in leases if lease.charge_bytes)
     parkable = sum(lease.terms.size_bytes for lease in leases if lease.terms.is_parkable)
     parked = sum(lease.park.off_bytes for lease in leases if lease.park is not None)
@@ -267,7 +267,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         not alone or len(leases) == 1 or is_all_restored,
         f"{name} has a lease that must be alone, and {len(leases)} in all.",
     )
-    # Each lease is charged what its terms cost on this card.
+    # Each lease is charged the bytes that its terms cost on this card.
     for lease in leases:
         charge_bytes = account.charge_bytes(lease.terms) + lease.extra_bytes
         charge_bytes -= 0 if lease.park is None else lease.park.off_bytes
@@ -278,12 +278,12 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
 
 
 def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
-    # Grants remain valid when others take memory of the card; but then nothing more is granted.
+    # Grants remain valid when others take memory of the card, but no new ones are made then.
     name, capacity, now = f"Card {account.card.uuid}", account.card.capacity_bytes, account.capacity_bytes
     contexts = list(account.warm.values())
     for context in contexts:
         _validate_warm(store, account, context)
-    # Four kinds of bytes: contexts, those that can give way, those that are stuck, and those of leases.
+    # Sum up four kinds of bytes: all contexts, contexts that can be dropped, stuck contexts, and leases.
     warm = sum(context.charge_bytes for context in contexts)
     yielding = sum(context.charge_bytes for context in contexts if context.state in YIELDING)
     lasting = (WarmState.FENCED, WarmState.HELD)
@@ -297,7 +297,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     _require(account.awaited_bytes == awaited, f"{name} counts {account.awaited_bytes} bytes awaited, not {awaited}.")
     knows = set(account.awaiting) == {lease.lease_id for lease in waiting}
     _require(knows, f"{name} does not know who waits for warm contexts to leave.")
-    # Bytes in use now must fit the measured capacity, unless everything comes from an earlier table.
+    # Bytes in use now must fit the measured capacity, unless all leases come from an earlier table.
     used = held - awaited + warm
     is_new_in = any(lease.charge_bytes > lease.awaited_bytes and not lease.is_restored for lease in leases)
     is_new_in = is_new_in or not all(context.is_restored for context in contexts)
@@ -310,7 +310,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     )
     is_fitting = promised <= now or not (waiting or yielding)
     _require(is_fitting, f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
-    # The first lease in line must really lack room, or it would wait for nothing.
+    # The first lease in the queue must really lack room; otherwise it would wait in vain.
     first = next(iter(account.awaiting.values()), None)
     _require(first is None or used + first.awaited_bytes > now, f"{name} has room for a lease that waits for it.")
     _validate_pool_size(store, account, leases)
@@ -322,8 +322,8 @@ def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Le
     _require(
         account.pending_leases == pending, f"{name} counts {account.pending_leases} pending leases, not {pending}."
     )
-    # The pool makes one context at a time and never more than wanted. Contexts on their way out count, so that a driver
-    # that loses each context can't fill the card with fences.
+    # The pool makes one context at a time and never more than wanted. Contexts being dropped count as well, so that a
+    # driver that loses every context can't fill the card with fences.
     making = sum(context.state is WarmState.WARMING for context in contexts)
     _require(making <= 1, f"{name} has {making} warm contexts made at a time.")
     kept = sum(context.state in YIELDING and context.tenant is None for context in contexts)
@@ -420,7 +420,7 @@ def _validate_regions(store: LeaseStore) -> None:
         _validate_region(store, of_leases[region_id], region)
     for lease in store.live.values():
         _validate_slice(lease)
-    # An ended region is remembered only once its memory is back.
+    # An ended region is in this index only once its memory is returned.
     for region_id, ended in store.ended_regions.items():
         found = store.regions.get(region_id)
         is_over = found is None or found.state is RegionState.RETURNED
@@ -446,7 +446,8 @@ def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> No
     _require(is_reported == (region.ended_ns is not None), f"{name} ended at {region.ended_ns}.")
     _require(not region.is_given_up or state in LASTING, f"{name} was given up.")
     _require(state is not RegionState.RETURNED or region.kept_bytes > 0, f"{name} keeps nothing and is remembered.")
-    # A region is awaited until its end was reported; while its lease is active a timer must bound that wait.
+    # Until the end of a region is reported, an answer is awaited. While its lease is active, a timer must bound that
+    # wait.
     _require(not goes_on or not (region.free_request or region.revoke_requests), f"{name} is half ended.")
     is_awaited = lease.state is LeaseState.ACTIVE and not goes_on and not is_reported
     _require(is_awaited == (region.end_due_ns is not None), f"{name} has no timer to end it, or one too many.")
@@ -462,7 +463,7 @@ def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> No
 
 def _validate_slice(lease: Lease) -> None:
     name, regions = _name(lease), lease.regions.values()
-    # A slot belongs to one region at a time; a number is never used twice in a lease, so an old set can't name a new
+    # A slot belongs to one region at a time. A number is never used twice in a lease, so an old set can't name a new
     # region.
     going = {region.slot: region for region in regions if region.state is not RegionState.RETURNED}
     _require(going == lease.slots and all(0 <= slot < MAX_REGIONS for slot in going), f"{name} miscounts its slots.")
@@ -504,7 +505,7 @@ def _validate_counts(store: LeaseStore) -> None:
     pending = sum(lease.state is LeaseState.PENDING for lease in store.live.values())
     _require(len(store.pending) == pending, f"{len(store.pending)} acquires wait for {pending} pending leases.")
     _require(len(store.ended) <= limits.max_tombstones, f"{len(store.ended)} ended leases are remembered.")
-    # Remembered leases are over: their memory is back and they have a cause.
+    # Leases in `ended` are over: their memory is returned, and they have a cause.
     for lease_id, snapshot in store.ended.items():
         _require(lease_id not in store.live, f"Lease {lease_id:032x} is both live and ended.")
         is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None

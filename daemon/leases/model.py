@@ -6,7 +6,7 @@
 3. No transition leads back: no state before DRAINING is entered again, and only an operator releases a FENCED lease.
 4. A step that is missing in `TRANSITIONS` or `REGION_TRANSITIONS` raises `InvalidTransition` with the recorded history.
 
-States, causes and triggers are hashed by identity, because Enum's own hash is a Python call for each step.
+States, causes and triggers are hashed by identity, because Enum's own hash function costs a Python call for each step.
 """
 
 from collections import Counter
@@ -31,8 +31,8 @@ FIRST_WARM_ID: Final = 1 << 128
 """Ids of warm contexts begin here, above every lease id, which is a u128."""
 
 FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
-"""Ids of the leftovers of an earlier daemon's leases, which are held as warm contexts, begin here: above the ids that
-the earlier daemon's own warm contexts can have."""
+"""Workers that an earlier daemon's leases left behind are held as warm contexts. Their ids begin here, above the ids
+that the earlier daemon's own warm contexts can have."""
 
 FIRST_SUBMIT_ID: Final = 1 << 129
 """Ids of submits begin here, above those of warm contexts."""
@@ -71,9 +71,10 @@ class LeaseState(Enum):
 class RegionState(Enum):
     """States of a region.
 
-    OPENING until the worker has mapped it, ACTIVE until the first cause that ends it. Then REVOKED, EXPIRED or FREED
-    until nothing in the session can reach its memory, FENCED until that memory is proved free, and RETURNED. So FENCED
-    is a step of every region's end; a fence that lasts, as a lease's does, is `TableRegion.is_given_up`.
+    A region is OPENING until the worker has mapped it, and ACTIVE until the first cause that ends it. Then it is
+    REVOKED, EXPIRED or FREED until no work of the session can reach its memory, FENCED until that memory is proved
+    free, and finally RETURNED. So every region that ends is FENCED for a time; a fence that lasts, like a lease's, is
+    `TableRegion.is_given_up`.
     """
 
     __hash__ = object.__hash__
@@ -88,18 +89,18 @@ class RegionState(Enum):
 
 
 class CauseRow(NamedTuple):
-    """What the daemon does at an end for a cause.
+    """What the daemon does when a lease or region ends for a cause.
 
     Attributes:
         ends_pending: Whether it can end a lease that is not granted yet.
         ends_active: Whether it can end a lease that is granted.
-        region: The state that a region enters. Most causes of a region's end are those of its lease.
+        region: The state that a region enters. Most regions end for the cause that ends their lease.
         grace_ms: How long kernels in flight may run after new work is refused, unless a setting says otherwise: 0 if
             the tenant has finished, or nothing is left that could finish. None if no setting can change that, because
             another node may soon serve the name.
         is_warned: Whether the log reports the end as a warning: the daemon ended a session that still ran, and no
             earlier line has warned of that.
-        is_time_limit: Whether a submit that ends for it took too much time.
+        is_time_limit: Whether a submit that ends for this cause took too much time.
     """
 
     ends_pending: bool = False
@@ -124,7 +125,7 @@ class Cause(Enum):
     _value_: str
     row: CauseRow
 
-    # The default lets a checker see that `Cause(name)` looks a member up.
+    # The default shows type checkers that `Cause(name)` looks up a member.
     def __new__(cls, name: str, row: CauseRow = _FROM_ACTIVE) -> "Cause":
         member = object.__new__(cls)
         member._value_, member.row = name, row
@@ -153,7 +154,10 @@ if unsaid := {cause.value for cause in Cause} ^ LEASE_ENDS.keys():
 
 
 class Trigger(Enum):
-    """Steps of a lease that do not end it. RENEWED is recorded in the history and does not change the state."""
+    """Steps of a lease or region other than causes.
+
+    RENEWED is recorded in the history and does not change the state.
+    """
 
     __hash__ = object.__hash__
 
@@ -174,7 +178,7 @@ TRANSITIONS: Final[Mapping[tuple[LeaseState, Trigger | Cause], LeaseState]] = Ma
         # ACTIVE: a renewal, or any of the ends.
         (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
         **{(LeaseState.ACTIVE, cause): LeaseState.DRAINING for cause in Cause if cause.row.ends_active},
-        # DRAINING: the proof of its bytes, or the lack of one. Only an operator leads out of FENCED.
+        # DRAINING: its bytes are proved free, or not. Only an operator can release a FENCED lease.
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
         (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,
@@ -187,12 +191,13 @@ ENDED_REGIONS: Final = frozenset(cause.row.region for cause in Cause)
 
 REGION_TRANSITIONS: Final[Mapping[tuple[RegionState, Trigger | Cause], RegionState]] = MappingProxyType(
     {
-        # A region that is still opening may end for any cause, an active one for those that concern an open region.
+        # A region that is still opening may end for any cause; an active one only for those that concern an open
+        # region.
         (RegionState.OPENING, Trigger.REGION_OPENED): RegionState.ACTIVE,
         **{(RegionState.OPENING, cause): cause.row.region for cause in Cause},
         (RegionState.ACTIVE, Trigger.RENEWED): RegionState.ACTIVE,
         **{(RegionState.ACTIVE, cause): cause.row.region for cause in Cause if cause.row.ends_active},
-        # Nothing in the session reaches its memory any more; what is missing is the card's proof.
+        # No work of the session can reach its memory any more; only the card's proof is missing.
         (RegionState.REVOKED, Trigger.REGION_TAKEN): RegionState.FENCED,
         (RegionState.EXPIRED, Trigger.REGION_TAKEN): RegionState.FENCED,
         (RegionState.FREED, Trigger.REGION_TAKEN): RegionState.FENCED,
@@ -219,7 +224,7 @@ class TransitionRecord(NamedTuple):
 
 
 class InvalidTransition(Exception):
-    """A step that the transitions do not have: a bug in the core or in its shell.
+    """A step that is missing in the transitions, which is a bug in the core or in its shell.
 
     Attributes:
         lease_id: The lease or region.
@@ -269,14 +274,14 @@ def _follow(
     lease_id = subject.lease_id if isinstance(subject, Lease) else subject.region_id
     if finish is None:
         raise InvalidTransition(lease_id, state, trigger, tuple(history))
-    # The history is bounded: a lease that is renewed every second must not grow without end. The oldest entry goes.
+    # Bound the history, so that a lease that is renewed every second does not grow without end: drop the oldest entry.
     if len(history) >= subject.max_story_entries:
         del history[0]
     history.append(TransitionRecord(now_ns, state, trigger, finish, subject.generation))
     return finish
 
 
-# The two classes that exclude every other lease from the card or the partition.
+# The two classes whose leases have a card or a partition to themselves.
 ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
 
 
@@ -288,10 +293,11 @@ class LeaseTerms(LeaseOptions):
     default for an `orphan_ms` of None.
 
     Attributes:
-        size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
-        ttl_ms: Time to live last asked for, counted from the moment the worker is ready, or from the renewal.
+        size_bytes: Bytes that the tenant may allocate. Each context's overhead is charged in addition.
+        ttl_ms: The time to live that was requested last. It counts from the moment the worker is ready, or from the
+          renewal.
         epoch: Number of the name's claim; 0 without a name.
-        fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0: it counts against no quota.
+        fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0 if it counts against no quota.
     """
 
     size_bytes: int
@@ -306,17 +312,17 @@ class LeaseTerms(LeaseOptions):
 
     @property
     def contexts(self) -> int:
-        """Number of contexts charged to the lease: the session's, and the submits' if memory is kept for them."""
+        """Number of contexts charged to the lease: 2 if memory is reserved for submits, otherwise 1."""
         return 2 if self.submit_bytes else 1
 
     @property
     def is_parkable(self) -> bool:
-        """Return whether the session's bytes may leave the card while it is not used."""
+        """Return whether the session's bytes may leave the card while the session is idle."""
         return self.park_idle_ms is not None
 
     @property
     def session_bytes(self) -> int:
-        """Bytes of the session, without those kept for submits."""
+        """Bytes of the session, without those reserved for submits."""
         return self.size_bytes - self.submit_bytes
 
 
@@ -326,18 +332,18 @@ class LeaseSnapshot(NamedTuple):
     A tuple rather than a dataclass, because each event makes several.
 
     Attributes:
-        cause: Why it ended; None while it has not.
-        reason: The cause in words; "" while there is none.
+        cause: Why it ended; None before its end.
+        reason: A description of the cause; "" without a cause.
         fault: Message of the worker that lost its context; "" if none did.
-        deadline_ns: Expiry; None until the worker was ready.
+        deadline_ns: Time at which it expires; None until the worker is ready.
         ended_ns: Time at which the lease was torn down or fenced.
         ttl_ms: Time to live last asked for.
         parent_id: For a region, the lease that contains it; 0 for a lease of a card.
         name: Name that exists once in the fleet; "" without one.
         epoch: Number of the name's claim; 0 without a name.
         fleet_bytes: Bytes claimed for it from the tenant's quota in the fleet; 0: none.
-        weight: Its weight when the time of its card is shared.
-        latency: The card's other sessions hold back for it.
+        weight: Its weight when the card's time is shared.
+        latency: Whether the card's other sessions hold back for it.
     """
 
     lease_id: int
@@ -366,7 +372,7 @@ class Horizon(NamedTuple):
     """The membership deadline: until when a node may serve claimed leases, on two clocks.
 
     Attributes:
-        at_ns: The time on the monotonic clock, which the table's timers use. It is too late once the host has slept.
+        at_ns: The time on the monotonic clock, which the table's timers use. After the host has slept, it is too late.
         boot_ns: The time on CLOCK_BOOTTIME, which keeps running while the host sleeps.
     """
 
@@ -394,42 +400,45 @@ class Lease:
 
     Attributes:
         terms: Terms of the acquire; a renewal changes the time to live.
-        charge_bytes: Bytes held on the card: the size and the overhead of each context.
-        request: Number of the acquire that waits for the worker; meaningless once answered.
+        charge_bytes: Bytes held on the card: the size plus the overhead of each context.
+        request: Number of the acquire that waits for the worker; meaningless once it is answered.
         warm_id: Id of the warm context that the lease took over; 0 if none.
         served: Number of earlier leases of the same tenant that this context served.
-        is_in_doubt: Another client than the tenant used the session, or some of its memory was not proved free.
-        is_scrubbing: The tenant freed the lease, and the worker may still return to the pool.
-        awaited_bytes: Part of the charge that warm contexts must free first; 0 once the worker was ordered to use it.
+        is_in_doubt: Whether another client than the tenant has used the session, or some of its memory was not proved
+          free.
+        is_scrubbing: Whether the tenant has freed the lease and the worker may still return to the pool.
+        awaited_bytes: The part of the charge that warm contexts must free first; 0 once the worker was ordered to use
+          it.
         grace_due_ns: Time at which the worker is killed; None without a grace.
         reclaim_due_ns: Time at which the slice is fenced unless proved free; None before the reclaim.
         is_kill_sent: The kill was ordered; it is not ordered again.
         is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
         free_request: Free request to answer when the teardown is over.
         revoke_requests: Revoke requests to answer when the teardown is over.
-        is_restored: The lease comes from an earlier table, or holds the bytes of an earlier daemon's worker.
-        unconnected_ns: Start of the wait for a connection: the loss of the last one, or a later renewal. A daemon that
-          took the lease over may set a later time. None while connected.
-        has_session: A client may have attached to the session, so its memory stays until the lease ends.
+        is_restored: Whether the lease comes from an earlier table, or holds the bytes of an earlier daemon's worker.
+        unconnected_ns: Time since which the lease waits for a connection: the loss of the last one, or a later renewal.
+          A daemon that took over the lease may set a later time. None while connected.
+        has_session: Whether a client may have attached to the session, so that its memory stays until the lease ends.
         own_submit_bytes: Part of the charge held by a submit that runs in place of the session; 0 without one.
         extra_bytes: Part of the charge for this submit's context, lent by the card while the submit exists.
-        submit_id: Submit that is not yet proved gone; 0 if none.
-        next_submit: Request that waits for that submit's bytes.
-        last_submit: Last submit that is proved gone, so that its client can learn how it ended.
-        is_proved: The lease's own worker is proved gone; its submit is not yet.
+        submit_id: The submit whose bytes are not yet proved free; 0 if there is none.
+        next_submit: The request that waits for that submit's bytes.
+        last_submit: The last submit whose bytes are proved free, so that its client can ask how it ended.
+        is_proved: Whether the bytes of the lease's own worker are proved free, while its submit's are not yet.
         regions: Its regions by id: those not yet returned, and those that still keep bytes in their place.
         slots: The regions that are not yet returned, by slot.
         region_bytes: Bytes of the session's slice that regions hold.
         region_number: Number of the last region opened; it is never used again.
         resize: The change of size in progress; None without one.
-        is_reshaped: A region was opened in it, or its slice was resized, so its context serves no other lease.
-        park: Parking of its session; None if it is not parkable.
+        is_reshaped: Whether a region was opened in it or its slice was resized, so that its context serves no other
+          lease.
+        park: The parking state of its session; None if it is not parkable.
         wait_ms: Longest wait of its acquire for room, and of its session for room to return.
-        horizon: Membership deadline, at which a claimed lease ends unless it moves; None without a claim, or before the
-          grant.
+        horizon: The membership deadline, at which a claimed lease ends unless the deadline is moved; None without a
+          claim, or before the grant.
     """
 
-    # What the acquire requested, and where it was placed.
+    # The acquire's request, and the place of the lease.
     lease_id: int
     tenant: str
     card_uuid: str
@@ -495,16 +504,16 @@ class Lease:
 
     @property
     def submit_charge_bytes(self) -> int:
-        """Bytes of the card that a submit of this lease may hold, its context included; 0 if the lease keeps none."""
+        """Bytes of the card that a submit of this lease may hold, including its context; 0 if none are reserved."""
         if self.own_submit_bytes:
             return self.own_submit_bytes
-        # Two contexts of equal cost: the session's and the submit's.
+        # The lease is charged for two contexts of equal cost: the session's and the submit's.
         contexts_bytes = self.charge_bytes - self.terms.size_bytes
         return self.terms.submit_bytes + contexts_bytes // 2 if self.terms.submit_bytes else 0
 
     @property
     def region_room_bytes(self) -> int:
-        """Bytes of the slice that all regions together may hold; during a resize, those of the smaller slice."""
+        """Bytes of the slice that all regions together may hold. During a resize, the smaller slice counts."""
         size_bytes = self.terms.size_bytes if self.resize is None else self.resize.least_bytes
         return size_bytes - self.terms.submit_bytes
 
@@ -538,7 +547,7 @@ class Lease:
 
     def snapshot(self) -> LeaseSnapshot:
         terms = self.terms
-        # In the order of the fields: each event makes several, and arguments by name take twice as long.
+        # Pass the arguments by position: each event makes several snapshots, and arguments by name take twice as long.
         return LeaseSnapshot(
             self.lease_id,
             self.tenant,
@@ -568,15 +577,17 @@ class Lease:
 
 @dataclass(slots=True)
 class Resize:
-    """A change of a lease's size. The lease is charged for the larger of both sizes until the smaller one is proved.
+    """A change of a lease's size.
+
+    The lease is charged for the larger of both sizes until the card proves the smaller one.
 
     Attributes:
         request: Request to answer; None once answered.
-        size_bytes: Size asked for.
-        least_bytes: Smaller of both sizes; once the worker has answered, the size that it gave the lease.
+        size_bytes: The requested size.
+        least_bytes: The smaller of both sizes; once the worker has answered, the size that it set.
         due_ns: Time at which the request is answered in any case.
-        is_answered: The worker has answered, and the card is being polled.
-        doubt: Why the size is not the one asked for; "" if it is.
+        is_answered: Whether the worker has answered, so that the card is being polled.
+        doubt: Why the size is not the requested one; "" if it is.
     """
 
     request: int | None
@@ -602,19 +613,19 @@ class TableRegion:
         lease_id: The lease that contains it.
         card_uuid: That lease's card.
         exclusivity: That lease's class.
-        slot: Place of its word on the regions page.
+        slot: Index of its word on the regions page.
         number: Distinguishes it from every other region of the lease.
         request: Request that waits for it to open; meaningless once answered.
         open_due_ns: Time at which an OPENING region is abandoned.
         address: Device address; 0 until it is open.
-        end_due_ns: Time at which its session is condemned unless its memory has been removed, or at which its fence
-          becomes lasting unless that is proved; None while nothing is awaited.
-        kept_bytes: Bytes that stay in its place after its end; meaningless before.
-        is_cancelled: Launches that name it are refused until an operator or tenant lifts that.
-        is_given_up: Its memory was not proved free in time, so its fence is lasting.
+        end_due_ns: Time by which its memory must be removed, or its session is condemned; after the removal, time by
+          which that must be proved, or its fence becomes lasting. None while neither is awaited.
+        kept_bytes: Bytes that stay mapped in its place after its end; meaningless before.
+        is_cancelled: Whether launches that name it are refused until an operator or tenant lifts that.
+        is_given_up: Whether its memory was not proved free in time, so that its fence is lasting.
         free_request: Free request to answer when it is returned.
         revoke_requests: Revoke requests to answer when it is returned.
-        is_restored: It comes from an earlier table.
+        is_restored: Whether it comes from an earlier table.
     """
 
     region_id: int
@@ -657,12 +668,12 @@ class TableRegion:
     @property
     def charge_bytes(self) -> int:
         """Bytes of the session's slice that the region holds."""
-        # Until the end is proved the region holds all of its bytes, whatever was unmapped.
+        # Until the end is proved, the region holds all of its bytes, even if they are unmapped.
         return self.kept_bytes if self.state is RegionState.RETURNED else self.size_bytes
 
     @property
     def word(self) -> RegionWord:
-        # In the order of what is final: an end stays, an opening region has no word yet, a cancellation can be lifted.
+        # Check what is final first: an end stays, an opening region has no word yet, a cancellation can be lifted.
         if self.cause is not None:
             return _REGION_WORDS[self.cause.row.region]
         if self.state is RegionState.OPENING:
@@ -671,9 +682,9 @@ class TableRegion:
 
     @property
     def lease_state(self) -> LeaseState:
-        """The state of a lease that means the same.
+        """The lease state that corresponds to the region's state.
 
-        A fence is shown as such only once it is lasting; before that the region counts as DRAINING.
+        A fence is shown as FENCED only once it is lasting; before that, the region counts as DRAINING.
         """
         match self.state:
             case RegionState.OPENING:
@@ -752,10 +763,10 @@ class Submit:
         reclaim_due_ns: Time at which the submit is fenced unless proved gone; None before the reclaim.
         is_kill_sent: The kill was ordered; it is not ordered again.
         is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
-        is_timed_out: The submit, its kernel or its image took too long.
-        is_warm: The submit took over a warm context.
-        is_replaced: The warm context was lost before the submit was ready. A new worker starts once its bytes are
-          proved free.
+        is_timed_out: Whether the submit, its kernel or its image took too long.
+        is_warm: Whether the submit took over a warm context.
+        is_replaced: Whether the warm context was lost before the submit was ready. A new worker starts once the lost
+          context's bytes are proved free.
     """
 
     submit_id: int
@@ -792,7 +803,7 @@ class WarmState(Enum):
     DROPPING = "dropping"
     FENCED = "fenced"
     HELD = "held"
-    """A session is leaving this worker, and returns to it if the next worker can't continue the session."""
+    """A session is leaving this worker, and comes back to it if the next worker can't continue the session."""
 
 
 # Contexts that the pool drops when a lease needs their room.
@@ -801,7 +812,7 @@ YIELDING: Final = frozenset({WarmState.WARMING, WarmState.READY})
 
 @dataclass(frozen=True, slots=True)
 class WarmSnapshot:
-    """State of one warm context at one moment; `is_recycled`: it waits for the tenant that it served."""
+    """State of one warm context at one moment. `is_recycled`: whether it waits for the tenant that it served."""
 
     warm_id: int
     card_uuid: str
@@ -819,7 +830,7 @@ class WarmContext:
           context that waits for a tenant is dropped.
         is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
         reason: Why it was dropped; "" before.
-        is_restored: An earlier daemon made it.
+        is_restored: Whether an earlier daemon made it.
         tenant: The only tenant it may serve, because it served one before; None if it served none.
         leases: Number of leases it served.
     """
@@ -846,11 +857,11 @@ class WarmContext:
 
 @dataclass(frozen=True, slots=True)
 class Recycling:
-    """Bounds of recycling: a warm context may serve its tenant's next lease too.
+    """Bounds of recycling, in which a context serves the next lease of its tenant.
 
     When a tenant frees a lease and nothing is in doubt, its context is scrubbed instead of killed. Once the scrub is
-    proved, the slice is free. The context waits in the pool for that tenant alone, within these bounds. In all other
-    cases, and when a step takes too long, the worker is killed.
+    proved, the slice is free. The context waits in the pool for that tenant only, within these bounds. In all other
+    cases, and if a step takes too long, the worker is killed.
 
     Raises:
         ValueError: A bound is below 1.
@@ -858,7 +869,7 @@ class Recycling:
 
     # Stops an idle context from holding memory and a process for long.
     idle_s: int = 10
-    # Whatever a scrub misses, such as leaks in the driver, ends with the process.
+    # What a scrub misses, such as leaks in the driver, lasts no longer than the process.
     max_leases: int = 1000
     # Stops a tenant that frees many leases at once from leaving a process for each.
     max_idle: int = 16
@@ -871,11 +882,11 @@ class Recycling:
 
 
 def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
-    """Choose the waiting contexts of a card to drop for one more of `tenant`'s; None if it may not wait there.
+    """Choose the waiting contexts of a card to drop for one more context of `tenant`. None if that may not wait there.
 
-    While there is room, none is dropped. Otherwise the tenant with the most contexts loses its oldest, provided it
-    keeps at least as many as `tenant` then has. So a tenant gains nothing by leaving as many contexts as possible, and
-    two tenants with equal numbers take nothing from each other.
+    While there is room, none is dropped. Otherwise the tenant with the most contexts loses its oldest one, provided
+    that it keeps at least as many as `tenant` then has. So a tenant gains nothing by leaving as many contexts as
+    possible, and two tenants with equal numbers take nothing from each other.
 
     Args:
         waiting: Contexts of one card that wait for a tenant, oldest first.
@@ -890,5 +901,5 @@ def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int)
     # with fewer, so it needs at least two more than `tenant` has.
     if most < counts[tenant] + 2:
         return None
-    # Its oldest: the contexts are in that order.
+    # Drop its oldest context, which is its first one.
     return [next(context for context in waiting if counts[context.tenant] == most)]

@@ -1,9 +1,10 @@
-"""Moves by need: which idle sessions leave a card for others of the host, so that an acquire fits.
+"""Moves by need: which idle sessions of a card are moved to other cards of the host so that an acquire fits.
 
 An acquire that fits on no card may fit after sessions have gone from one card to others that have room. A plan names
-sessions of one card and a card for each, and moves few bytes: the smallest session that suffices, or else the largest
-first. What is in progress already counts, so that a second plan is not made for the same need. A session that is moved
-for others is not moved again for `MOVED_STAY_NS`, so that two needs can't send it to and fro.
+sessions of one card and a target card for each. It moves few bytes: the smallest session that suffices, or else the
+largest ones first. Moves in progress are taken into account, so that no second plan is made for the same need. A
+session that was moved for others is not moved again for `MOVED_STAY_NS`, so that two needs can't move it back and
+forth.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from gpulease.daemon.leases.model import Lease
 from gpulease.protocol.time_units import NS_PER_S
 
 MOVED_STAY_NS: Final = 60 * NS_PER_S
-"""Time for which a session that was moved for another lease's need is not moved for one again, in nanoseconds."""
+"""Time in nanoseconds for which a session that was moved for another lease's need is not moved for need again."""
 
 
 Moves = tuple[tuple[Lease, str], ...]
@@ -49,7 +50,7 @@ def plan_moves(
     rest = sorted(movable, key=lambda lease: (lease.terms.size_bytes, lease.lease_id))
     moves: list[tuple[Lease, str]] = []
     while missing_bytes > 0:
-        # The smallest that suffices alone, then ever smaller ones.
+        # Take the smallest session that suffices alone; if there is none, take the largest ones first.
         enough = [lease for lease in rest if lease.terms.size_bytes >= missing_bytes]
         for lease in [*enough, *reversed(rest[: len(rest) - len(enough)])]:
             rest.remove(lease)

@@ -1,4 +1,4 @@
-"""Where the session of a parkable lease is: the state that `Parking` keeps with the lease."""
+"""The state of a parkable lease's session (where its bytes are), which `Parking` keeps with the lease."""
 
 from dataclasses import field
 from enum import Enum
@@ -26,9 +26,9 @@ class ParkPhase(Enum):
 class ParkDepth(Enum):
     """How much of a parked session has left its card. The values are in reports.
 
-    WARM: its worker keeps its context; also that of every session that is not parked. LEAVING while the worker sends
-    its image; COLD: it has no worker, and nothing on any card. ARRIVING while a new worker starts for it, ADOPTING
-    from then until that worker has made it whole.
+    WARM: its worker keeps its context; sessions that are not parked have this value, too. LEAVING: its worker is
+    sending the image. COLD: it has no worker, and no bytes on any card. ARRIVING: a new worker starts for it. ADOPTING:
+    that worker is restoring it.
     """
 
     __hash__ = object.__hash__
@@ -41,7 +41,7 @@ class ParkDepth(Enum):
 
 
 class SessionMove(NamedTuple):
-    """A request to move a session, to have it leave its process, or to give it a worker of this version.
+    """A request to move a session to another card, out of its process, or to a worker of this version.
 
     Attributes:
         request: The request to answer; None if another lease needs its room.
@@ -49,7 +49,7 @@ class SessionMove(NamedTuple):
         from_uuid: The card that it was on.
         since_ns: When it was requested.
         from_version: The version of its worker, if that is to be replaced on the same card; else "".
-        was_parked: It was parked before, so it is parked again after.
+        was_parked: Whether it was parked before, so that it is parked again afterwards.
     """
 
     request: int | None
@@ -73,18 +73,18 @@ class ParkCause(Enum):
 
 
 class ParkSnapshot(NamedTuple):
-    """Parking of one lease at one moment; times are monotonic nanoseconds.
+    """The parking state of one lease at one moment. Times are monotonic nanoseconds.
 
     Attributes:
         parked_ns: Time since which its bytes are off the card; 0 while they are on it.
-        off_bytes: Bytes of its charge that the card has back.
+        off_bytes: Bytes of its charge that are released to the card.
         host_bytes: Host memory that is held for it.
         moved_bytes: Bytes that the last park copied to the host.
-        is_awaited: An operation of its tenant waits for its return.
+        is_awaited: Whether an operation of its tenant waits for its return.
         parks: Number of times that it was parked under this daemon.
-        idle_ms: Time without use after which it is parked; 0: not by idleness.
+        idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
         stays_here: Why it can't leave its process; "" if it can, or before the first attempt.
-        is_moving: It is being moved to another card.
+        is_moving: Whether it is being moved to another card.
     """
 
     phase: ParkPhase
@@ -103,30 +103,34 @@ class ParkSnapshot(NamedTuple):
 
 @dataclass(slots=True)
 class ParkState:
-    """Parking of a live parkable lease; only `Parking` changes it. Times are monotonic nanoseconds.
+    """The parking state of a live parkable lease. Only `Parking` changes it. Times are monotonic nanoseconds.
 
     Attributes:
         number: Number of the last order to the worker; answers to an earlier one are ignored.
         ordered_ns: Time of that order.
         due_ns: Time until which requests for the park wait for its end; None while nothing is awaited.
-        used_ns: Time at which the session was last seen in use. Others' need parks those used least recently first.
+        used_ns: Time at which the session was last seen in use. To make room for others, the least recently used is
+          parked first.
         idle_retry_ns: Time before which idleness does not park it, because its last park was refused.
-        stays_until_ns: Time before which others' need does not park it, because it came to its card or was refused.
-        off_bytes: Bytes of the lease's charge that the card has back: more than 0 only while PARKED, or while RETURNING
-            for lack of room. The whole charge if it is COLD.
+        stays_until_ns: Time before which it is not parked for others' need, because it has just come to its card or
+          refused a park.
+        off_bytes: Bytes of the lease's charge that are released to the card: more than 0 only while PARKED, or while
+            RETURNING for lack of room. If it is COLD, the whole charge.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         requests: Park requests to answer once it is parked.
-        is_repeated: It is parked again for requests whose first park ended because an operation needed the session.
+        is_repeated: Whether it is parked again for requests whose first park ended early because an operation needed
+          the session.
         depth: How much of it has left the card.
         stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.
-        need_move_ns: Time before which others' need does not move it again.
-        is_on_warm: The worker that was ordered for its return had been made ahead.
-        misfit: The same of the worker that it did not fit in this return; None without one.
-        misfit_reason: Why it did not fit that.
-        held_id: The warm context that is its former worker, while it may return to that; 0 without one.
+        need_move_ns: Time before which it is not moved again for others' need.
+        is_on_warm: Whether the worker that was ordered for its return is a warm context.
+        misfit: `is_on_warm` of the worker that it did not fit in this return; None without such a worker.
+        misfit_reason: Why it did not fit that worker.
+        held_id: The id of its former worker, held as a warm context, while it may go back to that; 0 without one.
         code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
-        refusal: Why the operations that wait are refused once its next worker has it, parked; "" if it returns.
+        refusal: Why waiting operations are refused once its next worker has adopted it in its parked state; "" if it
+          returns.
     """
 
     phase: ParkPhase = ParkPhase.RESIDENT
@@ -164,14 +168,14 @@ class ParkState:
 
     @property
     def is_shown_off(self) -> bool:
-        """Return whether the card has shown that it has nothing of the slice but what the worker keeps."""
+        """Return whether the card has shown that it holds only the part of the slice that the worker keeps."""
         return self.phase is ParkPhase.PARKED
 
     @property
     def is_cold(self) -> bool:
-        """Return whether the session has no worker, or one that may not have all of it yet.
+        """Return whether the session has no worker, or one that may not have restored it completely yet.
 
-        It has one as long as its former worker is held, and no other adopts its image.
+        A former worker that is held counts as its worker until another one adopts its image.
         """
         if self.held_id and self.depth is not ParkDepth.ADOPTING:
             return False
@@ -180,15 +184,15 @@ class ParkState:
     def recorded_card(self, card_uuid: str) -> str:
         """Return the card for the record of a lease that is on `card_uuid`.
 
-        Until the next worker of a session that is moved has been ordered, it is the card that the last one has left:
-        that worker may still end there, and a restarted daemon ends the lease.
+        While a session is being moved and its next worker has not been ordered, this is the former card: the former
+        worker may still be ending there, and a restarted daemon ends the lease.
         """
         is_on_its_way = self.depth is ParkDepth.COLD and self.move is not None and bool(self.move.card_uuid)
         return self.move.from_uuid if self.move is not None and is_on_its_way else card_uuid
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the card will have the session's bytes back soon."""
+        """Return whether the session's bytes will soon be released to the card."""
         return self.phase in (ParkPhase.PARKING, ParkPhase.PROVING)
 
     def snapshot(self, idle_ms: int) -> ParkSnapshot:

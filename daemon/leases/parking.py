@@ -1,26 +1,27 @@
-"""Parking: the bytes of an idle session leave the card for the host's memory, and come back before its next operation.
+"""Parking: the bytes of an idle session are moved from the card to host memory, and back before its next operation.
 
-1. A session is parked because its tenant or an operator asks, because it was not used for its lease's idle time, or
-   because an acquire or a returning session finds no room on the card; then the sessions that were used least recently
-   are parked first. Only parkable leases are: slices of others stay on their cards.
-2. The card has the bytes back once it shows that the worker holds no more than what remains. Until then, also after a
-   refusal, the lease is charged for all of them. The context stays on the card, and so does what the worker reports to
-   keep, such as code.
-3. The worker asks for the return when an operation waits. The card is charged first, then the worker ordered. Without
-   room the session waits in the queue of acquires, first come, first served, for as long as its acquire was ready to
-   wait. After that the operation fails as BUSY, and the session stays parked.
-4. Host memory is held for the whole slice: from the grant on if there is some, and from the order to park on at the
-   latest. A session on the card keeps it until another one needs it for its park. All of it goes back with the worker's
-   process.
-5. Thrash is damped: a session that returned, or that is in use, is not parked for others' need for `park_stay_ms`; a
-   card has at most `parks_per_minute`. With `moves_for_need`, an acquire's need moves sessions to cards that have room
-   for them, and parks them only if there are none.
-6. Regions are parked with their session. One that ends meanwhile is wiped in the host's memory, and its bytes need no
-   other proof than the park's. While a region opens or ends, or its fence lasts, nothing is parked.
-7. A lease with a submit or a resize in progress is not parked. Neither is one whose kernels do not end within
-   PARK_GRACE_MS: it stays where it is, and its worker reports it.
-8. An earlier table's session may be parked, parking or returning. It is charged in full, and its worker is ordered to
-   do what the record says: an order that was carried out before is answered again.
+1. A session is parked because its tenant or an operator asks for it, because it was idle for its lease's idle time, or
+   because an acquire or a returning session lacks room on the card. In the last case the sessions that were used least
+   recently are parked first. Only parkable leases are parked; the slices of others stay on their cards.
+2. The bytes are released once the card shows that the worker holds only the rest. Until then, also after a refusal, the
+   lease is charged for all of them. The context stays on the card, and so do the bytes that the worker reports to keep,
+   such as code.
+3. When an operation waits, the worker asks for the return. The card is charged first, then the worker receives the
+   order. Without room, the session waits in the queue of acquires, first come, first served, for the time that its
+   acquire was willing to wait. After that time the operation fails as BUSY, and the session stays parked.
+4. Host memory is held for the whole slice: from the grant on if enough is free, otherwise from the order to park on. A
+   session on the card keeps its host memory until another one needs it for a park. All of it is returned when the
+   worker's process ends.
+5. Thrashing is limited: a session that has returned, or that is in use, is not parked for others' need for
+   `park_stay_ms`, and a card has at most `parks_per_minute`. With `moves_for_need`, sessions are moved to cards that
+   have room for them, and parked only if there are none.
+6. Regions are parked with their session. If one ends while the session is parked, its bytes are wiped in host memory,
+   and need no other proof than the park's. While a region is being opened or ended, or is fenced, its session is not
+   parked.
+7. A lease with a submit or a resize in progress is not parked. If kernels do not end within PARK_GRACE_MS, the session
+   stays on its card, and the worker reports that.
+8. A session of an earlier table may be parked, parking or returning. It is charged in full, and its worker is ordered
+   to do what the record says. A worker that has already done that answers again.
 """
 
 from collections.abc import Collection, Iterator
@@ -65,14 +66,14 @@ from gpulease.protocol.sizes import size_text
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 
 PARK_GRACE_MS: Final = 1000
-"""Time for what a session has launched to end before it is parked, in milliseconds; after that it stays. Until then its
-tenant's next operations wait."""
+"""Time in milliseconds within which launched work must end before a park; otherwise the session is not parked. During
+this time its tenant's next operations wait."""
 
 PARK_GRANULE_BYTES: Final = 2 << 20
 """Granule of a parkable session's pages: host memory is held in multiples of it."""
 
 PARK_BURST: Final = 32
-"""Parks of one card that may come at once, before `parks_per_minute` spaces them."""
+"""Number of parks that one card may have at once, before `parks_per_minute` spaces them out."""
 
 
 class ParkingViews:
@@ -82,21 +83,21 @@ class ParkingViews:
         self._store = store
 
     def of(self, lease_id: int) -> ParkSnapshot | None:
-        """Return the parking of a live lease; None if it is not parkable, or unknown."""
+        """Return the parking state of a live lease; None if it is not parkable, or unknown."""
         lease = self._store.parkable.get(lease_id)
         return None if lease is None or lease.park is None else lease.park.snapshot(lease.terms.park_idle_ms or 0)
 
     def snapshots(self) -> dict[int, ParkSnapshot]:
-        """Return the parking of each live parkable lease, by id."""
+        """Return the parking state of each live parkable lease, by id."""
         found = {lease_id: self.of(lease_id) for lease_id in self._store.parkable}
         return {lease_id: park for lease_id, park in found.items() if park is not None}
 
     def host_bytes(self) -> tuple[int, int]:
-        """Return the host memory that is held for sessions, and the most that may be."""
+        """Return the host memory that is held for sessions, and its maximum."""
         return self._store.parked_host_bytes, self._store.limits.park_memory_bytes
 
     def watched(self) -> tuple[int, ...]:
-        """Return the leases whose sessions are on the card and may leave it: their use must be observed."""
+        """Return the leases with sessions that are on a card and may leave it, so that their use must be observed."""
         return tuple(lease.lease_id for lease in self._store.parkable.values() if _is_resident(lease))
 
 
@@ -106,13 +107,13 @@ class Parking(ParkingViews):
     def __init__(self, store: LeaseStore, condemn: Condemn) -> None:
         super().__init__(store)
         self._condemn = condemn
-        # Of parks, by card.
+        # The rate of parks, by card.
         self._paces = Rates()
         # Time for which the node's timer is armed; None if it is not.
         self._armed_ns: int | None = None
 
     def use_pool(self, pool: ContextPool) -> None:
-        """Set the pool, which takes workers that sessions have left, and gives others."""
+        """Set the pool, which takes over the workers that sessions have left, and provides others."""
         self.cold = ColdParking(self._store, pool, self._await_return, self._park_for_operator, self._condemn)
 
     # --- requests ---
@@ -123,7 +124,7 @@ class Parking(ParkingViews):
         if isinstance(found, Denial):
             out.append(RequestDenied(event.request, found))
             return
-        # A session that is parked already, or is being parked, answers this request too.
+        # If the session is parked already, or is being parked, that answers this request as well.
         lease, state = found
         if state.phase is ParkPhase.PARKED and not state.is_awaited:
             out.append(SessionParkDone(event.request, lease.snapshot(), state.moved_bytes))
@@ -131,7 +132,8 @@ class Parking(ParkingViews):
         if state.phase is ParkPhase.PARKED:
             out.append(RequestDenied(event.request, denials.is_returning(lease.lease_id)))
             return
-        # The tenant may know of its return before this table does: the worker answers both at the same time.
+        # The tenant may learn of its session's return before this table does, because the worker answers both at the
+        # same time.
         cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
         if state.phase is ParkPhase.RESIDENT:
             if (denial := self._check_park(lease, now_ns)) is not None:
@@ -164,15 +166,15 @@ class Parking(ParkingViews):
         return self._check_host(lease, others) or self._check_pace(lease, len(others) + 1, now_ns)
 
     def _check_host(self, lease: Lease, others: Collection[Lease]) -> Denial | None:
-        """Return the denial for a session that the host's memory, or its tenant's part of it, can't take with others.
+        """Return the denial if the host memory, or its tenant's part of it, can't hold a session together with others.
 
-        Every park that this table begins passes this check; nothing else compares with these bounds.
+        Every park that this table begins must pass this check; these bounds are checked nowhere else.
         """
         most_bytes = self._store.limits.park_memory_bytes
         if not most_bytes:
             return denials.parking_off(lease.lease_id)
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
-        # What sessions on the card keep for their next park gives way.
+        # Leave out the memory that sessions on a card keep for their next park: it can be taken from them.
         held_bytes = self._fixed_host_bytes() + sum(host_bytes_of(one.terms.size_bytes) for one in others)
         if held_bytes + needed_bytes > most_bytes:
             return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - held_bytes)
@@ -195,7 +197,7 @@ class Parking(ParkingViews):
 
     def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int) -> int:
         """Return the time until a card may have so many parks together; 0 if it may have them now."""
-        # More than may ever come together are allowed once the card has had none for long enough.
+        # More parks than PARK_BURST are allowed once the card could have that many.
         most = min(parks, PARK_BURST)
         return self._paces.early_ns(card_uuid, self._park_interval_ns, PARK_BURST, now_ns, most)
 
@@ -206,7 +208,7 @@ class Parking(ParkingViews):
     # --- parking ---
 
     def _park(self, lease: Lease, cause: ParkCause, now_ns: int, out: list[Effect]) -> None:
-        """Order a worker to park its session, which `_check_park` allowed."""
+        """Order a worker to park its session, which `_check_park` has allowed."""
         state = lease.park
         if state is None:
             return
@@ -216,13 +218,16 @@ class Parking(ParkingViews):
         self._order(lease, state, now_ns, out)
 
     def _hold_host(self, lease: Lease, out: list[Effect]) -> None:
-        """Hold host memory for a session, and take it from sessions on the card that only keep it."""
+        """Hold host memory for a session.
+
+        If necessary, take it from sessions on a card that keep some for their next park.
+        """
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         more_bytes = needed_bytes - (lease.park.host_bytes if lease.park is not None else 0)
         if more_bytes <= 0:
             return
         keepers = [one for one in self._store.parkable.values() if one is not lease and _is_resident(one)]
-        # The one that was used least recently has the longest way to its next park.
+        # Begin with the session that was used least recently.
         for other in sorted(keepers, key=_used_ns):
             if self._store.parked_host_bytes + more_bytes <= self._store.limits.park_memory_bytes:
                 break
@@ -237,7 +242,7 @@ class Parking(ParkingViews):
 
     def _prepare_host(self, lease: Lease, out: list[Effect]) -> None:
         """Give a session on the card host memory ahead of its park, if some is free."""
-        # Fresh memory takes ten times as long as the copy, so a park is fast only into memory that was prepared.
+        # Fresh memory takes ten times as long as the copy, so a park is fast only if the memory was prepared.
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         if self._store.parked_host_bytes + needed_bytes <= self._store.limits.park_memory_bytes:
             self._give_host(lease, needed_bytes, out)
@@ -249,7 +254,7 @@ class Parking(ParkingViews):
         arm_park_timer(lease, state.due_ns, out)
 
     def on_parked(self, event: events.SessionParked, now_ns: int, out: list[Effect]) -> None:
-        """Process the worker's answer, and have the card polled before any byte is granted to others."""
+        """Process the worker's answer: have the card polled before any of the bytes is granted to others."""
         if self._repeat_return(event.lease_id, event.number, out):
             return
         lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
@@ -262,7 +267,7 @@ class Parking(ParkingViews):
         self._prove(lease, state, out)
 
     def _prove(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
-        """Have the card show that the worker holds no more than what it keeps of its slice, and what is beyond it."""
+        """Have the card polled until it shows that the worker holds only the bytes that it keeps."""
         allowed_bytes = self._store.charge_bytes(lease.lease_id) - lease.terms.size_bytes + state.kept_bytes
         out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
 
@@ -275,8 +280,8 @@ class Parking(ParkingViews):
         state.off_bytes = lease.terms.size_bytes - state.kept_bytes
         self._store.account_by_uuid[lease.card_uuid].free_parked(lease, state.off_bytes)
         self._store.has_freed_room = True
-        # Once the bytes are the card's, the answers: whoever learns of the park may acquire at once. A session that
-        # could not return, or that an earlier daemon parked, is recorded as parked already.
+        # Answer the requests after the bytes are released, because a client that receives the answer may acquire at
+        # once. A session that could not return, or that an earlier daemon parked, is recorded as parked already.
         if not state.parked_ns:
             state.parked_ns = now_ns
             state.parks += 1
@@ -285,7 +290,7 @@ class Parking(ParkingViews):
         for request in state.requests:
             out.append(SessionParkDone(request, lease.snapshot(), state.moved_bytes))
         state.requests.clear()
-        # An operation came while the bytes were on their way.
+        # An operation came while the bytes were being moved.
         if state.is_awaited:
             self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
             self._await_return(lease, state, now_ns, out)
@@ -303,17 +308,18 @@ class Parking(ParkingViews):
         refuse_parks(lease.park, denial, out)
         self.cold.refuse_move(lease, denial, now_ns, out)
         if event.lacks_memory:
-            # It could not be given any, or an earlier daemon gave less: the next park begins with other memory.
+            # The worker could not be given any memory, or an earlier daemon gave it less: give it other memory for the
+            # next park.
             self._store.hold_host(lease, 0)
             out.append(DropParkMemory(lease.lease_id))
-        # An earlier daemon recorded its park, and the session had returned by the time this one ordered it again.
+        # An earlier daemon recorded the park, but the session had returned before this daemon repeated the order.
         _record_return(lease, lease.park, 0, now_ns, out)
-        # A kernel that still runs is reported as a use; any other refusal is none.
+        # A kernel that still runs is reported as use of the session; other refusals are not.
         _postpone_idle(lease, lease.park, now_ns)
         self._settle(lease, lease.park, now_ns, out)
 
     def _settle(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        """Enter RESIDENT: the session is whole and on its card."""
+        """Enter RESIDENT: the whole session is on its card."""
         state.phase, state.cause, state.due_ns = ParkPhase.RESIDENT, None, None
         state.parked_ns = state.kept_bytes = 0
         state.is_awaited = False
@@ -323,29 +329,30 @@ class Parking(ParkingViews):
     # --- returning ---
 
     def on_return_wanted(self, event: events.ReturnWanted, now_ns: int, out: list[Effect]) -> None:
-        """Bring back a session that its tenant waits for, now or when it fits. Repeated reports do no harm."""
+        """Bring back a session for which its tenant waits, now or once it fits. Repeated reports are harmless."""
         if self._repeat_return(event.lease_id, event.number, out):
             return
         lease = self._store.parkable.get(event.lease_id)
         state = None if lease is None else lease.park
         if lease is None or state is None or lease.state is not LeaseState.ACTIVE or event.number != state.number:
             return
-        # One that is leaving its process answers first: then it asks again, or the broker does for its clients.
+        # A session that is leaving its process must answer first. Then it asks again, or the broker does for its
+        # clients.
         if state.depth is ParkDepth.LEAVING:
             return
         is_known = state.is_awaited and state.phase is ParkPhase.PARKED
         if is_known or state.phase not in (ParkPhase.PARKED, ParkPhase.PROVING):
             return
-        # It returns by itself, on another card, and its worker passes on what waits here.
+        # A session that is being moved returns anyway, on the other card, and the waiting requests move with it.
         if state.phase is ParkPhase.PROVING and state.move is not None and state.move.card_uuid:
             return
         state.is_awaited = True
-        # Its bytes are not the card's yet, so they need no room.
+        # The lease is still charged for its bytes, so the return needs no room.
         if state.phase is ParkPhase.PROVING:
-            # But an earlier table may have given them away: then the proof comes first, and the wait for room.
+            # But an earlier table may have granted them to others. Then the proof and the wait for room come first.
             if self._store.account_by_uuid[lease.card_uuid].free_bytes < 0:
                 return
-            # A second operation: the tenant uses its session, and each park would only delay it.
+            # This is the second operation: the tenant uses the session, and another park would only delay it.
             if state.is_repeated:
                 refuse_parks(state, denials.is_returning(lease.lease_id), out)
             self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
@@ -356,7 +363,7 @@ class Parking(ParkingViews):
     def _repeat_return(self, lease_id: int, number: int, out: list[Effect]) -> bool:
         """Order the return again from a worker in a park that an earlier daemon ordered; return False for any other.
 
-        That daemon was killed before the park was on record, so this one gave the return another number.
+        That daemon was killed before the park was recorded, so this daemon gave the return another number.
         """
         lease = self._store.parkable.get(lease_id)
         state = None if lease is None else lease.park
@@ -369,7 +376,7 @@ class Parking(ParkingViews):
         return True
 
     def _await_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
-        """Return a parked session if it fits and the queue is empty; else let it join the queue."""
+        """Bring back a parked session if it fits and the queue is empty; otherwise add it to the queue."""
         account = self._store.account_by_uuid[lease.card_uuid]
         is_held = lease.card_uuid in self._store.queue.held_cards()
         if not is_held and state.off_bytes <= account.free_bytes:
@@ -385,7 +392,7 @@ class Parking(ParkingViews):
             out.append(ArmTimer(events.HoldTimerFired(), hold_end_ns))
 
     def give_room(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Charge the card for a parked session; it is ordered to return once warm contexts have given way."""
+        """Charge the card for a parked session. The return is ordered once warm contexts have left."""
         state = lease.park
         if state is None:
             return
@@ -394,7 +401,7 @@ class Parking(ParkingViews):
         self._store.account_by_uuid[lease.card_uuid].take_parked(lease, off_bytes)
 
     def start_return(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Order the return of a session that has its room; called by the pool."""
+        """Order the return of a session that has room. The pool calls this."""
         if lease.park is not None and lease.park.depth is ParkDepth.COLD:
             self.cold.start_return(lease, lease.park, now_ns, out)
         elif lease.park is not None:
@@ -406,7 +413,7 @@ class Parking(ParkingViews):
         out.append(ReturnSession(lease.lease_id, state.number))
 
     def refuse_return(self, waiter: Waiter, now_ns: int, out: list[Effect]) -> None:
-        """Refuse the operations that wait for a session, which stays parked, after its wait for room."""
+        """Refuse the operations that wait for a session after its wait for room is over. The session stays parked."""
         lease = waiter.returning
         if lease is None or lease.park is None:
             return
@@ -419,7 +426,7 @@ class Parking(ParkingViews):
         self.cold.on_return_refused(lease, lease.park, reason, now_ns, out)
 
     def take_room_back(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Let a session wait again that was not ordered to return yet, because its card has less room now."""
+        """Make a session that was not ordered to return yet wait again, because its card has less room now."""
         state, account = lease.park, self._store.account_by_uuid[lease.card_uuid]
         if state is None:
             return
@@ -432,25 +439,26 @@ class Parking(ParkingViews):
         self._await_return(lease, state, now_ns, out)
 
     def on_returned(self, event: events.SessionReturned, now_ns: int, out: list[Effect]) -> None:
-        """Process the worker's answer: the session is whole."""
+        """Process the worker's answer: the session is complete."""
         lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
         state = lease.park
-        # It was ordered to leave the session parked: the card is not charged for its bytes.
+        # The worker was ordered to leave the session parked, so the card is not charged for its bytes.
         if state.refusal:
             return
         _record_return(lease, state, event.moved_bytes, now_ns, out)
         if not state.host_bytes:
-            # What an earlier daemon gave the worker is unknown: it gets other memory, or none.
+            # The memory that an earlier daemon gave the worker is unknown, so replace it or drop it.
             out.append(DropParkMemory(lease.lease_id))
             self._prepare_host(lease, out)
-        # An operation waited for it.
+        # An operation was waiting, so the session counts as used now.
         state.used_ns = max(state.used_ns, now_ns)
         cause = state.cause or ParkCause.TENANT
         self._settle(lease, state, now_ns, out)
         self.cold.on_returned(lease, state, now_ns, out)
-        # The operation had been sent before the park was asked for, or has come during it; it is over, or will be soon.
+        # The operation was sent before the park was requested, or during it. It is over, or will be soon, so park
+        # again.
         if state.requests and (denial := self._check_park(lease, now_ns)) is not None:
             refuse_parks(state, denial, out)
         elif state.requests:
@@ -458,7 +466,7 @@ class Parking(ParkingViews):
             state.is_repeated = True
 
     def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> None:
-        """Have the card show again that it has nothing of a session that could not return."""
+        """Have the card polled again after a failed return: the session's bytes must not be on it."""
         lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
@@ -468,7 +476,7 @@ class Parking(ParkingViews):
             self.cold.on_refused_in_worker(lease, lease.park, now_ns, out)
             return
         out.append(ParkFailed(lease.snapshot(), None, event.reason))
-        # The worker still has its image and would ask again at once; the operations that wait are refused instead.
+        # The worker still has the image and would ask again at once. Refuse the waiting operations instead.
         refuse_parks(lease.park, denials.park_refused(lease.lease_id, event.reason), out)
         reason = denials.return_failed(lease.lease_id, event.reason)
         out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
@@ -483,7 +491,7 @@ class Parking(ParkingViews):
         for lease_id in event.lease_ids:
             lease = self._store.parkable.get(lease_id)
             if lease is not None and lease.park is not None:
-                # Timers that fire too early are armed again for the later time.
+                # Timers are not moved here: one that fires too early is armed again for the later time.
                 lease.park.used_ns = max(lease.park.used_ns, now_ns)
 
     def on_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
@@ -495,13 +503,14 @@ class Parking(ParkingViews):
             if self._check_park(lease, now_ns) is None:
                 self._park(lease, ParkCause.IDLE, now_ns, out)
             else:
-                # Full host, a region that moves, the pace: try again after another idle time.
+                # The host's memory is full, a region is being moved, or the pace is exceeded: try again after another
+                # idle time.
                 _postpone_idle(lease, state, now_ns)
                 self._arm_idle(lease, out)
             return
         if self.cold.on_timer(lease, state, now_ns, out):
             return
-        # Only the requests are answered: the worker, or the card's proof, may still come.
+        # Answer only the requests: the worker's answer, or the card's proof, may still come.
         state.due_ns = None
         what = "show the bytes free" if state.phase is ParkPhase.PROVING else "park its session"
         waited_s = self._store.limits.session_timeout_s
@@ -509,17 +518,18 @@ class Parking(ParkingViews):
 
     @property
     def patience_ns(self) -> int:
-        """Time for others to be parked, which also those wait who wanted no wait for room."""
+        """Time for which an acquire waits while others are parked for it, even if it asked not to wait for room."""
         return self._store.limits.session_timeout_s * NS_PER_S
 
     def may_make_room(self, candidates: tuple[CardAccount, ...], terms: LeaseTerms, now_ns: int) -> bool:
         """Return whether parks, in progress or possible now, could make room for an acquire."""
-        # A card that a lease must have alone is never emptied by parks: parked leases keep their contexts there.
+        # Parks can't empty a card for a lease that must be alone there, because parked leases keep their contexts on
+        # it.
         if terms.exclusivity in ALONE or not self._store.parkable:
             return False
         able = [account for account in candidates if account.has_parkable_room(terms) and not account.exclusive_leases]
         able = [account for account in able if account.drain_ns is None]
-        # What can be moved can be parked, too.
+        # A session that can be moved can also be parked.
         return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
 
     def update(self, now_ns: int, out: list[Effect]) -> None:
@@ -547,15 +557,15 @@ class Parking(ParkingViews):
                     continue
                 for lease in victims:
                     self._park(lease, ParkCause.NEED, now_ns, out)
-                # One card is enough for it.
+                # One card is enough for this waiter.
                 break
-        # What can't be parked yet may be later, without any other event.
+        # A session that can't be parked yet may be parkable later without any other event, so arm a timer.
         if again_ns and (self._armed_ns is None or self._armed_ns <= now_ns or min(again_ns) < self._armed_ns):
             self._armed_ns = min(again_ns)
             out.append(ArmTimer(ParkTimerFired(), self._armed_ns))
 
     def on_park_timer(self) -> None:
-        """Note that the node's timer fired; `update` looks again after every event, this one included."""
+        """Record that the node's timer has fired. `update`, which is called after every event, then checks again."""
         self._armed_ns = None
 
     def _plan(self, account: CardAccount, needed_bytes: int, now_ns: int) -> list[Lease] | None:
@@ -566,25 +576,25 @@ class Parking(ParkingViews):
         )
         missing_bytes = needed_bytes - account.free_bytes - coming_bytes
         if missing_bytes <= 0:
-            # Nothing to do if it is the queue's order that it waits for, and not room.
+            # No bytes are missing: either enough are on their way, or the waiter waits for its turn and not for room.
             return [] if coming_bytes else None
         victims: list[Lease] = []
         resident = sorted((lease for lease in on_card if _is_resident(lease)), key=_used_ns)
         for lease in resident:
-            # Together with those found so far: they are parked at the same time.
+            # Check it together with the sessions found so far, because they are parked at the same time.
             if self._free_ns(lease) > now_ns or self._check_park(lease, now_ns, victims) is not None:
                 continue
             victims.append(lease)
             missing_bytes -= lease.terms.size_bytes
             if missing_bytes <= 0:
-                # The card's pace spaces the rest.
+                # The card's pace delays the rest.
                 return victims[:PARK_BURST]
         return None
 
     def _plan_moves(self, waiter: Waiter, served: set[str], now_ns: int) -> NeedMoves | None:
         """Return the moves with the fewest bytes that make room for an acquire on one of its cards; None without any.
 
-        The card is served then. There are no moves if it waits for sessions that leave it already.
+        The card is served then. There are no moves if that card waits for sessions that are leaving it already.
         """
         terms = waiter.acquire.terms
         if not self._store.limits.moves_for_need or waiter.returning is not None or terms.exclusivity in ALONE:
@@ -608,7 +618,7 @@ class Parking(ParkingViews):
             targets = [one for one in self._store.accounts if one is not account]
             moves = plan_moves(movable, missing_bytes, targets, arriving)
             leases = [] if moves is None else [lease for lease, _ in moves]
-            # Together they must keep to the host's memory and the card's pace.
+            # Together they must not exceed the host's memory or the card's pace.
             is_allowed = all(self._check_park(one, now_ns, leases[:at]) is None for at, one in enumerate(leases))
             if moves is not None and is_allowed and len(leases) <= PARK_BURST:
                 plans.append(NeedMoves(uuid, moves))
@@ -653,11 +663,11 @@ class Parking(ParkingViews):
         if (due_ns := park_due_ns(lease)) is not None:
             arm_park_timer(lease, due_ns, out)
         if lease.park is not None and lease.park.held_id and lease.deadline_ns is not None:
-            # Its former worker may have to continue the session.
+            # The session's former worker may have to continue it, so it needs the deadline as well.
             out.append(SetDeadline(lease.park.held_id, lease.generation, lease.deadline_ns))
 
     def on_restored(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Have the worker of an earlier table's lease do what the record says; the lease is charged in full."""
+        """Order the worker of an earlier table's lease to do what the record says. The lease is charged in full."""
         state = lease.park
         if state is None:
             return
@@ -671,7 +681,7 @@ class Parking(ParkingViews):
             self._order_return(lease, state, now_ns, out)
 
     def end_with_lease(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Answer what waits for the parking of a lease that was ended; its bytes come back with its worker's."""
+        """Answer the requests that wait for the parking of an ended lease. Its bytes are released with its worker's."""
         state = lease.park
         if state is None:
             return
@@ -679,7 +689,7 @@ class Parking(ParkingViews):
         if (waiter := self._store.queue.get(-lease.lease_id)) is not None:
             self._store.queue.leave(waiter)
             self._store.has_freed_room = True
-        # It no longer waits for warm contexts to leave; what it was charged goes back with its teardown.
+        # It no longer waits for warm contexts to leave. Its charge is released by its teardown.
         self._store.account_by_uuid[lease.card_uuid].awaiting.pop(lease.lease_id, None)
         state.is_awaited, state.due_ns = False, None
         self.cold.end_with_lease(lease, state, now_ns, out)
@@ -687,14 +697,14 @@ class Parking(ParkingViews):
     # --- shared steps ---
 
     def _awaited(self, lease_id: int, number: int, phase: ParkPhase) -> Lease | None:
-        """Return the active lease of an answer that it awaits; None for an answer that is late."""
+        """Return the active lease that awaits this answer; None if the answer is late."""
         lease = self._store.parkable.get(lease_id)
         if lease is None or lease.park is None or lease.state is not LeaseState.ACTIVE:
             return None
         return lease if lease.park.phase is phase and lease.park.number == number else None
 
     def _off_leases(self) -> Iterator[Lease]:
-        """Yield the leases whose bytes are, or may be, in the host's memory."""
+        """Yield the leases with bytes that are, or may be, in the host's memory."""
         return (lease for lease in self._store.parkable.values() if lease.park is not None and lease.park.is_off)
 
     def _parked_bytes(self, tenant: str) -> int:
@@ -702,7 +712,7 @@ class Parking(ParkingViews):
         return sum(one.terms.size_bytes for one in self._off_leases() if one.tenant == tenant)
 
     def _fixed_host_bytes(self) -> int:
-        """Return the host memory that can't be taken from its sessions: all but what resident ones keep."""
+        """Return the host memory that can't be taken from its sessions: all except what resident sessions keep."""
         resident = (lease.park for lease in self._store.parkable.values() if _is_resident(lease))
         return self._store.parked_host_bytes - sum(state.host_bytes for state in resident if state is not None)
 
@@ -713,7 +723,7 @@ class Parking(ParkingViews):
 
 def _check_regions(lease: Lease) -> Denial | None:
     """Return the denial for a park of a lease, if the bytes of one of its regions are in doubt; else None."""
-    # The proof of a park is about the whole slice, so no other proof may be awaited on the card meanwhile.
+    # A park's proof covers the whole slice, so no proof of a region may be awaited at the same time.
     states = {region.state for region in lease.slots.values()} - {RegionState.ACTIVE}
     if not states:
         return None
@@ -722,7 +732,7 @@ def _check_regions(lease: Lease) -> Denial | None:
 
 
 def check_parkable(terms: LeaseTerms) -> Denial | None:
-    """Return the denial for a parkable acquire whose other terms rule that out; None if it can be parkable."""
+    """Return the denial for an acquire with terms that rule out parking; None if the lease can be parkable."""
     if terms.submit_bytes:
         return denials.invalid(
             "A parkable lease can't keep memory for submits.", "Ask for one of the two, or for two leases."
@@ -736,7 +746,7 @@ def check_parkable(terms: LeaseTerms) -> Denial | None:
 
 
 def park_due_ns(lease: Lease) -> int | None:
-    """Return the time at which a lease's parking timer must act; None if it need not."""
+    """Return the time at which a lease's parking timer is due; None if it is not needed."""
     state = lease.park
     if state is None or lease.state is not LeaseState.ACTIVE:
         return None
@@ -747,12 +757,12 @@ def park_due_ns(lease: Lease) -> int | None:
 
 
 def _postpone_idle(lease: Lease, state: ParkState, now_ns: int) -> None:
-    """Have idleness wait for another idle time after a refused park; need may park the session meanwhile."""
+    """After a refused park, wait for another idle time before idleness parks the session. Need may park it earlier."""
     state.idle_retry_ns = now_ns + (lease.terms.park_idle_ms or 0) * NS_PER_MS
 
 
 def _record_return(lease: Lease, state: ParkState, moved_bytes: int, now_ns: int, out: list[Effect]) -> None:
-    # Without a record of its park there is none of its return: it was wanted before the card showed its bytes free.
+    # Record the return only if the park was recorded: it may have been requested before the card showed the bytes free.
     if state.parked_ns:
         parked_for_ns, took_ns = now_ns - state.parked_ns, now_ns - state.ordered_ns
         out.append(LeaseReturned(lease.snapshot(), moved_bytes, parked_for_ns, took_ns))

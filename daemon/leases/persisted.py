@@ -1,4 +1,4 @@
-"""The parts of the lease table that outlive its process: records that a journal keeps and a new table starts from.
+"""The parts of the lease table that outlive its process: records that the journal keeps, and a new table starts from.
 
 Times are monotonic nanoseconds (CLOCK_MONOTONIC), which all processes of one boot of the host share.
 """
@@ -32,14 +32,14 @@ class LeaseRow(NamedTuple):
         state: ACTIVE, DRAINING or FENCED.
         cause: Why it ended; None while ACTIVE.
         fault: Message of the worker that lost its context; "" if none did.
-        deadline_ns: Expiry; None if it is fenced and was never granted.
+        deadline_ns: Time at which it expires; None if it is fenced and was never granted.
         ended_ns: Time at which it was fenced.
         worker_pid: Process id of its worker; 0 if unknown.
-        region_number: Number of the last region opened in it: a set that names an earlier region must not match a later
-          one.
+        region_number: Number of the last region that was opened in it. Numbers are not reused, so that a set that names
+          an earlier region can't match a later one.
         parked_ns: Time since which its session's bytes are off the card; 0 if they are on it.
         wait_ms: Longest wait of a parkable lease's session for room to return.
-        is_cold: Its session has no worker, or one that may not have all of it yet.
+        is_cold: Whether its session has no worker, or one that may not have restored it completely yet.
     """
 
     lease_id: int
@@ -63,11 +63,11 @@ class LeaseRow(NamedTuple):
 
 
 class RegionRow(NamedTuple):
-    """A region that its lease's worker knows, until nothing of it is left.
+    """A region that its lease's worker knows, until its last bytes are released.
 
     Attributes:
         kept_bytes: Bytes that stay in the place of a FENCED or RETURNED region.
-        is_given_up: Its memory was not proved free in time, and its end has been reported.
+        is_given_up: Whether its memory was not proved free in time, and its end has been reported.
     """
 
     region_id: int
@@ -92,7 +92,7 @@ class RegionRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WarmRow:
-    """A warm context that could not be proved gone: its bytes are fenced."""
+    """A warm context whose bytes could not be proved free: they are fenced."""
 
     warm_id: int
     card_uuid: str
@@ -141,14 +141,15 @@ class RecoveredState:
 
 def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
     """Return the row of a live lease; None while PENDING, because no grant has been reported yet."""
-    # A restart forgets it: its client has lost the connection by then, and acquires again.
+    # A restarted daemon does not know a pending lease: its client loses the connection, and acquires again.
     if lease.state is LeaseState.PENDING:
         return None
-    # A context lent for a submit goes back with the submit, unless it is part of a fence.
+    # A context that the card lends for a submit ends with the submit, unless it is part of a fence.
     extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
-    # The next table charges a parked lease in full until its worker's state is proved, so the record does too.
+    # Record the full charge of a parked lease, because the next table charges it in full until its worker's state is
+    # proved.
     off_bytes = 0 if lease.park is None or lease.state is not LeaseState.ACTIVE else lease.park.off_bytes
-    # In the order of the fields: a tuple is built in a fraction of the time that a dataclass takes.
+    # Pass the arguments by position, which is fast: each change to a lease makes a row.
     return LeaseRow(
         lease.lease_id,
         lease.tenant,
@@ -173,7 +174,7 @@ def lease_row(lease: Lease, worker_pid: int) -> LeaseRow | None:
 
 def region_row(region: TableRegion) -> RegionRow:
     """Return the row of a region. An OPENING one has a row too, because its worker may have mapped it."""
-    # Positional for the same reason as in `lease_row`: it is built at every change of the region.
+    # Pass the arguments by position, as in `lease_row`: each change of the region makes a row.
     return RegionRow(
         region.region_id,
         region.lease_id,
@@ -208,7 +209,7 @@ def revive_region(kept: RegionRow, lease: Lease) -> TableRegion:
         ttl_ms=kept.ttl_ms,
         slot=kept.slot,
         number=kept.number,
-        # Its request was answered by the earlier daemon, or its client has gone with it.
+        # The earlier daemon has answered its request, or the client's connection ended with that daemon.
         request=0,
         created_ns=kept.created_ns,
         open_due_ns=0,
@@ -251,7 +252,8 @@ def revive(kept: LeaseRow, max_story_entries: int, *, has_session: bool, horizon
         is_restored=True,
         horizon=horizon,
         has_session=has_session,
-        # The earlier daemon may have ordered regions and lost their rows: the session knows their numbers.
+        # The earlier daemon may have ordered regions whose rows were lost, and the session knows their numbers: skip
+        # these.
         region_number=min(MAX_NUMBER, kept.region_number + MAX_REGIONS),
         park=ParkState(parked_ns=kept.parked_ns) if kept.terms.is_parkable else None,
         wait_ms=kept.wait_ms,

@@ -1,8 +1,8 @@
 """Bounds of the node and of each tenant, and the phases of a lease.
 
-Each bound is listed with the mistake or attack that it stops. A phase says what a tenant still has time for. WARNING:
-finish and free the lease, or renew it where that helps. GRACE: work in flight may finish, nothing new starts. TEARDOWN:
-everything has ended but the proof that its memory is free.
+Each bound is listed with the mistake or attack that it stops. A phase shows what a tenant still has time for. WARNING:
+finish and free the lease, or renew it if that helps. GRACE: work in flight may finish, but no new work starts.
+TEARDOWN: only the proof that the memory is free is outstanding.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from gpulease.protocol.settings_reader import (
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 
 MAX_RATES: Final = 65_536
-"""Most tenants with a remembered rate at a time: as many as a host has ordinary users."""
+"""Most tenants whose rates are kept at one time: as many as a host has ordinary users."""
 
 
 def _read_devices(value: Any) -> tuple[str, ...]:
@@ -184,15 +184,15 @@ class TenantRules:
 class Rates:
     """Rates of events by a key: token buckets, each stored as the time at which it will be full again.
 
-    An event moves that time forward by one interval. It is in time while that is less than a burst of intervals ahead.
-    This is the generic cell rate algorithm (ITU-T I.371) as a virtual schedule.
+    An event moves that time forward by one interval. The event is allowed if the new time is at most a burst of
+    intervals ahead. This is the generic cell rate algorithm (ITU-T I.371) as a virtual schedule.
     """
 
     def __init__(self) -> None:
         self.full_at_ns: dict[str, int] = {}
 
     def early_ns(self, key: str, interval_ns: int, burst: int, now_ns: int, events: int = 1) -> int:
-        """Return by how much so many events now would be too early; 0 if they would not."""
+        """Return by how much this number of events now would be too early; 0 if they are allowed."""
         # The bucket may be at most a burst of intervals away from full.
         full_at_ns = max(self.full_at_ns.get(key, 0), now_ns)
         return max(0, full_at_ns + events * interval_ns - (now_ns + burst * interval_ns))
@@ -205,14 +205,17 @@ class AcquireRates(Rates):
     """Each tenant's rate of acquires: a bucket of `acquire_burst`, refilled `acquires_per_minute`."""
 
     def wait_ns(self, tenant: str, limits: TenantLimits, now_ns: int) -> int:
-        """Return how long the tenant must wait before asking; 0 if it may ask now, and then count the request."""
+        """Return how long the tenant must wait before its request.
+
+        If it may ask now, count the request and return 0.
+        """
         if limits.acquires_per_minute is None:
             return 0
         interval_ns = NS_PER_MINUTE // limits.acquires_per_minute
         if early_ns := self.early_ns(tenant, interval_ns, limits.acquire_burst, now_ns):
             return early_ns
-        # The table is full: forget tenants with a full bucket, who lose nothing by it. If none has one, refuse the
-        # newcomer for one interval rather than let it displace another tenant's count.
+        # If the table is full, forget the tenants with a full bucket, who lose nothing by that. If no tenant has a full
+        # bucket, refuse the new tenant for one interval rather than lose another tenant's count.
         if tenant not in self.full_at_ns and len(self.full_at_ns) >= MAX_RATES:
             self.full_at_ns = {name: due_ns for name, due_ns in self.full_at_ns.items() if due_ns > now_ns}
             if len(self.full_at_ns) >= MAX_RATES:
@@ -221,7 +224,7 @@ class AcquireRates(Rates):
         return 0
 
     def denial(self, tenant: str, limits: TenantLimits, now_ns: int) -> Denial | None:
-        """Return the denial for a tenant that asks too often; None if it may ask, and then count the request."""
+        """Return the denial for a tenant that asks too often. If it may ask, count the request and return None."""
         wait_ns = self.wait_ns(tenant, limits, now_ns)
         if not wait_ns or limits.acquires_per_minute is None:
             return None
@@ -232,8 +235,8 @@ DEFAULT_GRACE_MS: Final = MappingProxyType({cause: cause.row.grace_ms for cause 
 
 
 MAX_GRACE_MS: Final = 10_000
-"""Longest grace of an ended lease, during which its kernels run and its memory stays unavailable. A larger number is a
-mistake in the unit. A daemon that stops does not wait for longer either."""
+"""Longest grace of an ended lease, during which its kernels run and its memory stays unavailable. A larger number is
+probably a mistake in the unit. It is also the longest time that a stopping daemon waits."""
 
 
 GRACES: Final = MappingProxyType(
@@ -282,13 +285,14 @@ class CoreLimits:
     max_leases_per_tenant: Annotated[
         int, Setting("Maximum number of active leases of a tenant whose table does not set max_leases.", least=1)
     ] = 256
-    # Each return of bytes walks the queue once. Bounds that walk, and the queue's memory.
+    # Each release of bytes walks the queue once. Bounds that walk, and the queue's memory.
     max_waiting: Annotated[int, Setting("Maximum number of requests that wait for room.", least=1)] = 256
     # Stops one tenant from filling the queue for all others.
     max_waiting_per_tenant: Annotated[
         int, Setting("Maximum number of requests of one tenant that wait for room.", least=1)
     ] = 64
-    # A tenant that waits for a whole card, and queues again after each refusal, would keep others off free bytes.
+    # Stops a tenant that waits for a whole card, and queues again after each refusal, from keeping others off free
+    # bytes.
     max_hold_back_s: Annotated[
         int,
         Setting(
@@ -297,11 +301,11 @@ class CoreLimits:
             least=1,
         ),
     ] = 10
-    # A wait without end keeps a connection and a place in the queue for a client that may have forgotten both.
+    # Stops an endless wait from keeping a connection and a place in the queue for a client that no longer needs them.
     max_wait_s: Annotated[int, Setting("Longest time in seconds that a request may wait for room.", least=1)] = 3600
     # Bounds that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
-    # A killed client would hold its slice to the end of its time.
+    # Stops a killed client from holding its slice until its time ends.
     orphan_s: Annotated[
         int,
         Setting(
@@ -310,25 +314,27 @@ class CoreLimits:
             least=0,
         ),
     ] = 0
-    # Ended leases are remembered so that a late call learns why. Stops a tenant that cycles leases from filling memory.
+    # Ended leases are kept so that a late call is answered with the reason. Stops a tenant in a loop of leases from
+    # filling memory.
     max_tombstones: Annotated[int, Setting("How many ended leases the daemon remembers.", least=0)] = 65_536
-    # A lease renewed every second for a day would otherwise carry 86,400 history entries.
+    # Otherwise a lease that is renewed every second for a day would have 86,400 history entries.
     max_story_entries: Annotated[int, Setting("How many events of each lease the daemon remembers.", least=1)] = 64
     # Stops a driver that hangs in cuInit from keeping its bytes and its requester for ever.
     spawn_timeout_s: Annotated[int, Setting("Seconds in which a new worker must be ready.", least=1)] = 60
-    # Longest time a hung warm context holds up the lease that takes it; the lease then gets a new one.
+    # Longest time for which a hung warm context delays the lease that takes it over. Then the lease gets a new one.
     adopt_timeout_s: Annotated[
         int, Setting("Seconds in which a pre-created context must take over its lease.", least=1)
     ] = 2
-    # A process that can't be reaped, or bytes that do not come back, then become visible as a fence.
+    # After this time a process that can't be reaped, or bytes that are not released, become visible as a fence.
     reclaim_timeout_s: Annotated[
         int, Setting("Seconds in which a lease's memory must be proved free; after that it is fenced.", least=1)
     ] = 30
-    # Stops a session that never answers from keeping whoever asked it for a region or for another size.
+    # Stops a session that never answers from blocking the requests for a region or for another size.
     session_timeout_s: Annotated[
         int, Setting("Seconds in which a session must open a region or resize its lease.", least=1, is_later=True)
     ] = 10
-    # Then the whole session ends, so it is longer than a lease's: the other regions' tenants would lose theirs.
+    # After this time the whole session ends, and the other tenants lose their regions. So it is longer than a lease's
+    # grace.
     region_grace_ms: Annotated[
         int,
         Setting(
@@ -338,7 +344,7 @@ class CoreLimits:
             is_later=True,
         ),
     ] = 1000
-    # A tenant with many leases would get many parts of a card's time.
+    # Otherwise a tenant with many leases would get many shares of a card's time.
     shares_time: Annotated[
         bool,
         Setting(
@@ -347,7 +353,7 @@ class CoreLimits:
             is_later=True,
         ),
     ] = False
-    # Host memory is the tenants' of the whole host, so nothing of it is taken unless the operator says how much.
+    # The whole host shares its memory, so none is used unless the operator sets how much.
     park_memory_bytes: Annotated[
         int,
         Setting(
@@ -370,7 +376,7 @@ class CoreLimits:
             is_later=True,
         ),
     ] = 1.0
-    # A session that returned would leave again before its tenant has done anything.
+    # Otherwise a session that has returned could be parked again before its tenant has used it.
     park_stay_ms: Annotated[
         int,
         Setting(
@@ -380,7 +386,7 @@ class CoreLimits:
             is_later=True,
         ),
     ] = 1000
-    # A parked session without its context costs the card nothing, and its return some 0.3 s more.
+    # A parked session without a context takes no memory of the card, but its return takes some 0.3 s longer.
     cold_park_s: Annotated[
         int,
         Setting(
@@ -399,7 +405,7 @@ class CoreLimits:
             is_later=True,
         ),
     ] = 240
-    # Moving costs a park and a return at once; parking alone returns only sessions that are used.
+    # A move costs a park and a return at once. A park costs a return only if the session is used again.
     moves_for_need: Annotated[
         bool,
         Setting(
@@ -438,7 +444,7 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
     """Return the denial for a time to live that exceeds the node's or the tenant's bound; None if it is allowed."""
     if ttl_ms < 1:
         return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
-    # The node's bound before the tenant's: the sentence names the limit that would remain.
+    # Check the node's bound before the tenant's, so that the denial names the limit that would remain.
     if ttl_ms > limits.max_ttl_s * 1000:
         return denials.over_limit(
             "max_ttl_s",
@@ -459,8 +465,8 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 
 
 RENEWAL_SLACK_MS: Final = 1000
-"""Most by which a renewed deadline may exceed the drain's. The drain ends the lease and reports it. A worker that the
-drain's end does not reach still stops by itself, at its deadline."""
+"""Most by which a renewed deadline may exceed the drain's. Normally the drain ends the lease and reports that. If the
+drain's end does not reach the worker, the worker still stops by itself at this deadline."""
 
 
 def renewed_until(now_ns: int, ttl_ms: int, drain_ns: int | None) -> int:
@@ -470,7 +476,7 @@ def renewed_until(now_ns: int, ttl_ms: int, drain_ns: int | None) -> int:
 
 
 WARNING_PART: Final = 10
-"""The last tenth of a lease's time is its warning; a tenant that keeps the lease renews it before."""
+"""The last tenth of a lease's time is its warning. A tenant that wants to keep the lease renews it earlier."""
 
 MAX_WARNING_S: Final = 30
 """Longest warning before a lease's deadline."""
@@ -494,8 +500,8 @@ class LeasePhase:
 
     Attributes:
         until_ns: Latest beginning of the next phase; None if unknown, or if there is none.
-        look_again_ns: Time at which the phase changes without an event; None if it never does.
-        reason: Reason as a clause; "" while there is none.
+        look_again_ns: Time at which the phase changes without an event; None if it does not.
+        reason: The reason as a clause; "" without one.
     """
 
     phase: Phase
@@ -511,7 +517,7 @@ class LeasePhase:
 
     @property
     def key(self) -> tuple[Phase, str, int | None]:
-        """The part of the phase that is notified when it changes; the time left of an active lease is not in it."""
+        """The part of the phase whose changes are notified. It does not include the time left of an active lease."""
         return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, CARD_DRAINS, UNCONNECTED) else None
 
 
@@ -531,7 +537,7 @@ def phase_of(lease: Lease, drain: Drain | None, now_ns: int) -> LeasePhase:
         return LeasePhase(phase, until_ns, None, cause, lease.reason, generation)
     if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
         return ended_phase(lease.snapshot())
-    # The wait for a connection ends the lease first, so warn about that rather than about the deadline.
+    # If the wait for a connection would end the lease first, warn about that rather than about the deadline.
     orphan_ns = lease.orphan_due_ns
     if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, None if drain is None else drain.due_ns):
         return LeasePhase(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
@@ -556,11 +562,11 @@ def region_phase_of(region: TableRegion, lease: Lease, drain: Drain | None, now_
 
 def _phase_until(deadline_ns: int, ttl_ms: int, drain: Drain | None, now_ns: int, generation: int) -> LeasePhase:
     """Return the phase of a lease or region that lasts until its deadline, or the drain's."""
-    # A drain warns of itself: no renewal helps against it.
+    # During a drain the lease is in its warning anyway, because no renewal helps.
     if drain is not None:
         reason = CARD_DRAINS if drain.is_of_card else DRAINS
         return LeasePhase(Phase.WARNING, drain.due_ns, None, "", reason, generation)
-    # A tenth of the time, so that short leases are not in their warning all the time.
+    # Use a tenth of the time, so that short leases are not in their warning all the time.
     warning_ns = min(ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
     due_ns = deadline_ns - warning_ns
     if now_ns >= due_ns:

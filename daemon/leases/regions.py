@@ -1,18 +1,18 @@
 """Regions: leases inside the session of another lease, from the request until their memory is proved free.
 
-1. A lease's tenant or an operator opens a region; its bytes are part of the lease's slice. The region's own tenant (or
-   an operator) renews and frees it. The tenant of the surrounding lease can also renew it, and revoke it as operators
-   do.
+1. A lease's tenant or an operator opens a region, whose bytes are part of the lease's slice. The region's own tenant
+   (or an operator) renews and frees it. The tenant of the surrounding lease can also renew it, and can revoke it like
+   an operator.
 2. An end first changes the region's word, so that no launch that names it starts. Then the worker removes the memory,
-   and the bytes go back to the slice once that is proved. What is not proved in time stays fenced and charged until the
-   lease ends or an operator vouches for it.
-3. If the worker can't remove the memory, the lease ends with KERNEL_TIMEOUT: a launch kept it. If the worker does not
-   answer, the lease ends with UNRESPONSIVE.
+   and the bytes are returned to the slice once that is proved. Bytes that are not proved free in time stay fenced and
+   charged until the lease ends or an operator vouches for them.
+3. If the worker can't remove the memory because a launch still uses it, the lease ends with KERNEL_TIMEOUT. If the
+   worker does not answer, the lease ends with UNRESPONSIVE.
 4. The lease's end ends all its regions, with its cause. Their bytes are proved free, or fenced, with the lease's own.
 5. The bytes kept in an ended region's place stay charged until the session releases the address.
 6. A slot is used again once its region is returned, with a number that no region of the lease had before.
-7. Regions are parked with their lease's session, and move with it. The worker of a parked session wipes the host's copy
-   of one that ends; if the session has no worker, the broker does.
+7. Regions are parked and moved with their lease's session. If a region ends in a parked session, the worker wipes the
+   host's copy of it; if the session has no worker, the broker does.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ class RegionViews:
         return () if lease is None else tuple(lease.slots[slot].snapshot() for slot in sorted(lease.slots))
 
     def get(self, region_id: int) -> RegionRow | None:
-        """Return the record of a region, for the journal and the worker; None once nothing of it is left."""
+        """Return the record of a region, for the journal and the worker; None once its last bytes are released."""
         region = self._store.regions.get(region_id)
         return None if region is None else region_row(region)
 
@@ -108,7 +108,7 @@ class RegionViews:
         lease = self._store.live.get(lease_id)
         if lease is None:
             return 0
-        # The worker has removed their memory; what the card still shows of it is what the proof waits for.
+        # The worker has removed the memory of these regions. The proof waits until the card no longer shows it.
         fenced = (region for region in lease.slots.values() if region.state is RegionState.FENCED)
         gone_bytes = sum(region.size_bytes - region.kept_bytes for region in fenced if not region.is_given_up)
         return self._store.charge_bytes(lease_id) - gone_bytes
@@ -142,7 +142,7 @@ class Regions(RegionViews):
         if denial is not None or lease is None:
             out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
-        # Enter it before the worker answers: its bytes and its slot are taken from now on.
+        # Record the region before the worker answers: its bytes and its slot are taken from now on.
         region = TableRegion(
             region_id=event.region_id,
             lease_id=lease.lease_id,
@@ -166,14 +166,14 @@ class Regions(RegionViews):
 
     def _check_request(self, lease: Lease | None, event: events.RegionRequested, now_ns: int) -> Denial | None:
         denial = self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
-        # From the caller to the room: who asks, the lease's state, the driver, the id, the size, the drain, the time.
+        # Check in this order: who asks, the lease's state, the driver, the id, the size, the drain, the time.
         denial = denial or self._store.denial_for(event.lease_id, now_ns)
         if denial is not None or lease is None:
             # A region can't contain regions.
             return denial or denials.no_regions(event.lease_id)
         if event.granule_bytes < 1:
             return denials.no_regions(lease.lease_id)
-        # Its worker sends its image, or it has none: an order to open a region would be lost.
+        # The session's worker is sending the image, or there is no worker: an order to open a region would be lost.
         if lease.park is not None and lease.park.depth is not ParkDepth.WARM:
             return denials.is_parked(lease.lease_id)
         if not 0 < event.region_id < FIRST_WARM_ID or self._store.is_used(event.region_id):
@@ -189,7 +189,7 @@ class Regions(RegionViews):
 
         A renewal never shortens the time that was granted before.
         """
-        # As for leases: an overdue region can't be renewed, though its timer may be late.
+        # As for leases: an overdue region can't be renewed, even if its timer is late.
         self._expire_if_due(region, now_ns, out)
         denial = self._store.denial_without_access(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
@@ -248,7 +248,7 @@ class Regions(RegionViews):
 
     def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         """End the region of a client that disconnected; return False if the request was not for a region."""
-        # No client will ever learn the region's id, so it would hold its bytes to the end of its time.
+        # No client has the region's id, so it would hold its bytes until its time ends.
         region = self._store.regions.get(self._store.region_requests.pop(request, 0))
         if region is None:
             return False
@@ -258,7 +258,7 @@ class Regions(RegionViews):
     # --- life ---
 
     def on_opened(self, event: events.RegionOpened, now_ns: int, out: list[Effect]) -> None:
-        """Grant a region now that its memory is mapped. Its time to live counts from here."""
+        """Grant a region now that its memory is mapped. Its time to live counts from now."""
         region = self._store.regions.get(event.region_id)
         # The region may have ended while the worker mapped it; the order to remove it is already on its way.
         if region is None or region.state is not RegionState.OPENING:
@@ -272,7 +272,7 @@ class Regions(RegionViews):
         )
 
     def on_refused(self, event: events.RegionRefused, now_ns: int, out: list[Effect]) -> None:
-        """Process the answer that the worker has nothing of a region."""
+        """Process the answer that the worker does not have a region."""
         found = self._find(event.region_id)
         if found is None or found[1].state not in (RegionState.OPENING, *ENDED_REGIONS):
             return
@@ -305,7 +305,7 @@ class Regions(RegionViews):
         # Its memory was removed, but the card never showed it free.
         elif region.state is RegionState.FENCED:
             self._give_up(region, f"its memory was not shown free within {limits.reclaim_timeout_s} s", now_ns, out)
-        # The worker has not removed the memory in time. Only the end of the whole session still can.
+        # The worker has not removed the memory in time, so end the whole session.
         else:
             self._on_stuck(region, Cause.UNRESPONSIVE, "the session did not answer", now_ns, out)
 
@@ -331,7 +331,7 @@ class Regions(RegionViews):
         self._await(region, now_ns + grace_ms * NS_PER_MS, out)
 
     def _await(self, region: TableRegion, since_ns: int, out: list[Effect]) -> None:
-        # One timer for each of the two waits: for the worker's answer, and then for the proof.
+        # Arm a timer for the current wait: first for the worker's answer, later for the proof.
         region.end_due_ns = since_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
         out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.RECLAIM), region.end_due_ns))
 
@@ -425,13 +425,13 @@ class Regions(RegionViews):
 
     def _give_up(self, region: TableRegion, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Make a fence lasting: until the lease ends, or an operator vouches for the memory."""
-        # Everyone who waits for the end gets an answer now; the bytes stay charged to the lease.
+        # Answer everyone who waits for the end now. The bytes stay charged to the lease.
         region.is_given_up, region.ended_ns, region.end_due_ns = True, now_ns, None
         region.reason = f"{region.reason.rstrip('.')}; {reason}" if region.reason else reason
         if region.free_request is not None:
             out.append(RequestDenied(region.free_request, denials.lease_ended(region.snapshot())))
         self._report(region, RevokeOutcome.FENCED, out)
-        # Answered for good: clearing the fence later sends no second answer.
+        # These requests are answered: to clear the fence later must send no second answer.
         region.free_request, region.revoke_requests = None, []
 
     def _report(self, region: TableRegion, outcome: RevokeOutcome, out: list[Effect]) -> None:
@@ -498,7 +498,7 @@ class Regions(RegionViews):
     # --- an earlier table's ---
 
     def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
-        """Enter a region of an earlier table; it continues if its lease does."""
+        """Add a region of an earlier table. It continues if its lease does."""
         kept, lease = event.kept, self._store.live.get(event.kept.lease_id)
         # A returned region that keeps bytes in its place is also remembered as ended.
         is_known = self._store.get(kept.region_id) is not None
@@ -529,7 +529,7 @@ class Regions(RegionViews):
         elif region.state is RegionState.ACTIVE and region.deadline_ns is not None:
             self._set_deadline(region, region.deadline_ns, out)
         else:
-            # It had ended. Write its word again in case the page lacks it, and continue its end where it stood.
+            # The region had ended. Write its word again in case the page lacks it, and continue its end where it was.
             out.append(_word(region))
             if region.state in ENDED_REGIONS:
                 self._order_end(region, now_ns, out)
@@ -537,10 +537,10 @@ class Regions(RegionViews):
                 self._prove(lease, region, now_ns, out)
 
     def _bury(self, kept: RegionRow, now_ns: int, out: list[Effect]) -> None:
-        """Remember a region of a lease that is already over, and report its end unless that was reported."""
+        """Record a region of a lease that is already over as ended, and report its end unless that was reported."""
         cause = kept.cause or Cause.WORKER_DIED
         was_reported = kept.is_given_up or kept.state is RegionState.RETURNED
-        # Without a record of its lease, nothing is known of the tenant either.
+        # Without a record of its lease, the tenant is not known either.
         if lease := self._store.get(kept.lease_id):
             ended = lease._replace(
                 lease_id=kept.region_id,
@@ -567,7 +567,7 @@ class Regions(RegionViews):
 
 
 def _rounded(event: events.RegionRequested) -> int:
-    """Return the size asked for, rounded up to a multiple of the session's granularity."""
+    """Return the requested size, rounded up to a multiple of the session's granularity."""
     return -(-event.size_bytes // event.granule_bytes) * event.granule_bytes
 
 
@@ -579,7 +579,7 @@ def _is_shown_off(lease: Lease) -> bool:
 def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
     """Return the denial for a region for which an active lease has no room; None if it has."""
     room_bytes = lease.region_room_bytes
-    # Each refusal names the bound that a tenant can do something about, from the session to the bytes.
+    # Name the bound that the tenant can do something about: check from the session down to the bytes.
     if lease.own_submit_bytes:
         return denials.session_taken(lease.lease_id)
     if len(lease.slots) >= MAX_REGIONS:
@@ -595,13 +595,13 @@ def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
 
 
 def _word(region: TableRegion) -> SetRegion:
-    """Return the order to write a region's word and deadline in their present state."""
+    """Return the order to write a region's current word and deadline."""
     deadline_ns = region.deadline_ns or 0
     return SetRegion(region.lease_id, region.region_id, region.slot, region.number, region.word, deadline_ns)
 
 
 def _due_ns(region: TableRegion, kind: TimerKind) -> int | None:
-    """Return the time at which a region's timer of that kind must act; None if it no longer has to."""
+    """Return the time at which a region's timer of that kind is due; None if it is no longer needed."""
     match (region.state, kind):
         case (RegionState.OPENING, TimerKind.SPAWN):
             return region.open_due_ns

@@ -1,11 +1,11 @@
 """Resizes: a running lease's slice becomes larger or smaller, within the rules of admission.
 
 1. A larger slice is charged to the card before the worker is ordered to grow. It gets only bytes that no lease holds or
-   waits for; warm contexts do not give way to it.
+   waits for; warm contexts are not dropped for it.
 2. A smaller slice must still hold the lease's regions. The worker is ordered first, and refuses to give up what the
    session uses.
-3. Bytes go back to the card once it shows that the worker holds no more than the new charge. Until then, also after a
-   refusal, the lease is charged for the larger of both sizes.
+3. Bytes are released to the card once it shows that the worker holds no more than the new charge. Until then, also
+   after a refusal, the lease is charged for the larger of both sizes.
 4. A lease has one resize at a time. If the worker or the proof takes too long, only the request is answered. The resize
    stays open, because a late answer must not be mistaken for the answer to another one.
 """
@@ -32,7 +32,7 @@ from gpulease.protocol.time_units import NS_PER_S
 class Resizes:
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
-        # Lease of each request that is not answered yet.
+        # The lease of each request that is not answered yet.
         self._asked: dict[int, int] = {}
 
     def on_requested(self, event: events.ResizeRequested, now_ns: int, out: list[Effect]) -> None:
@@ -42,25 +42,25 @@ class Resizes:
         if denial is not None or lease is None:
             out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
-        # A restored lease's worker may have another size than the journal says, if the earlier daemon was killed before
-        # it wrote the new one. So even a resize to the recorded size is carried out.
+        # If the earlier daemon was killed before it wrote a new size to the journal, a restored lease's worker has
+        # another size than the journal. So carry out even a resize to the recorded size.
         if event.size_bytes == lease.terms.size_bytes and not lease.is_restored:
             out.append(Resized(event.request, lease.snapshot()))
             return
-        # The smaller of both sizes counts for new regions until the resize is over.
+        # Until the resize is over, the smaller of both sizes limits new regions.
         due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         least_bytes = min(event.size_bytes, lease.terms.size_bytes)
         lease.resize = Resize(event.request, event.size_bytes, least_bytes, due_ns)
         lease.is_reshaped = True
         self._asked[event.request] = lease.lease_id
-        # Growing: charge the card first, so that no other lease gets these bytes while the worker grows.
+        # To grow, charge the card first, so that no other lease gets these bytes while the worker grows.
         if event.size_bytes > lease.terms.size_bytes:
             self._store.change_size(lease, event.size_bytes)
         out.append(ResizeSlice(lease.lease_id, event.size_bytes - lease.terms.submit_bytes))
         out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
 
     def _check_request(self, lease: Lease | None, event: events.ResizeRequested, now_ns: int) -> Denial | None:
-        # The checks in order: who asks, what state the lease is in, the least size, and last the room.
+        # Check in this order: who asks, the lease's state, the least size, the room.
         store = self._store
         denial = store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator) or store.denial_for(
             event.lease_id, now_ns
@@ -86,8 +86,8 @@ class Resizes:
         return self._check_growth(lease, more_bytes) if more_bytes > 0 else None
 
     def _check_growth(self, lease: Lease, more_bytes: int) -> Denial | None:
-        # Growing has to pass what an acquire would: the fleet's claim, the drain, the tenant's bytes, the waiters, the
-        # room.
+        # Growing must pass the same checks as an acquire: the fleet's claim, the drain, the tenant's bytes, the
+        # waiters, the room.
         terms = lease.terms
         if terms.fleet_bytes and terms.size_bytes + more_bytes > terms.fleet_bytes:
             return denials.over_fleet_bytes(lease.lease_id, lease.tenant, terms.fleet_bytes)
@@ -105,7 +105,7 @@ class Resizes:
         )
 
     def on_resized(self, event: events.SliceResized, now_ns: int, out: list[Effect]) -> None:
-        """Process the worker's answer, and have the card polled before any byte goes back."""
+        """Process the worker's answer, and have the card polled before any byte is released."""
         lease = self._store.live.get(event.lease_id)
         if lease is None or lease.resize is None or lease.resize.is_answered:
             return
@@ -113,14 +113,14 @@ class Resizes:
         resize.is_answered = True
         if size_bytes != resize.size_bytes:
             resize.doubt = event.doubt or "the session gave no reason"
-        # The new slice is what the worker reports, but never more than the lease is charged for.
+        # The worker reports the new slice, which never exceeds what the lease is charged for.
         resize.least_bytes = min(max(size_bytes, resize.least_bytes), lease.terms.size_bytes)
         less_bytes = lease.terms.size_bytes - resize.least_bytes
-        # The worker of a restored lease may have grown before, by an order whose row was lost.
+        # A restored lease's worker may have grown before, by an order that the journal does not have.
         if not less_bytes and not lease.is_restored:
             self._finish(lease, resize, out)
             return
-        # The worker's own report does not prove that the card has the bytes back. Poll until it shows them.
+        # The worker's report does not prove that the bytes are back on the card. Poll until the card shows it.
         allowed_bytes = self._store.charge_bytes(lease.lease_id) - less_bytes
         out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
 
@@ -137,7 +137,7 @@ class Resizes:
         self._answer(lease, resize, denial, out)
 
     def _answer(self, lease: Lease, resize: Resize, denial: Denial | None, out: list[Effect]) -> None:
-        # At most one answer: the timer may have given it already.
+        # Answer at most once: the timer may have answered already.
         request, resize.request = resize.request, None
         if request is None:
             return
@@ -159,7 +159,7 @@ class Resizes:
         return True
 
     def end_with_lease(self, lease: Lease, out: list[Effect]) -> None:
-        """End the resize of a lease that was ended; its bytes come back with the lease's."""
+        """End the resize of an ended lease. Its bytes are released with the lease's."""
         resize, lease.resize = lease.resize, None
         if resize is not None:
             self._answer(lease, resize, denials.lease_ended(lease.snapshot()), out)

@@ -2,18 +2,19 @@
 
 1. An ACTIVE lease with a live worker continues with its deadline and generation. If its time is over, it expires.
 2. A lease without its worker, or that was DRAINING, ends as if that happened now. It keeps its earlier cause.
-3. A FENCED slice stays fenced. For a card that is missing nothing is held: its fences wait in the journal.
-4. An unknown worker is killed, and its bytes are held until they are proved free. The same applies to a worker left by
-   an ended lease, which does not end a second time, and to an additional worker of any lease, which continues without
-   it.
+3. A FENCED slice stays fenced. If its card is missing, no bytes are held, and the fence waits in the journal.
+4. An unknown worker is killed, and its bytes are held until they are proved free. The same applies to a worker that an
+   ended lease left (the lease does not end a second time), and to an additional worker of a lease (the lease continues
+   without it).
 5. A drained node stays drained, with the same deadline. The first `DrainTimerFired` ends the remaining leases; the
    shell sends it when everything is restored.
 6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease.
 7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, and
-   so is one without a reported grant. Otherwise it ends with its lease (`Regions.on_restored`).
+   so is one whose grant was not reported. If its lease does not continue, a region ends with it
+   (`Regions.on_restored`).
 8. A claimed lease keeps the membership deadline on its page. No claim is granted until that deadline moves.
 9. A parkable lease is charged in full until its worker has shown where its session is (`Parking.on_restored`).
-10. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is
+10. Restored leases may exceed the card's capacity, or bounds that have been lowered since. Then no new lease is
    granted.
 """
 
@@ -45,7 +46,7 @@ class Restoration:
         self._pool = pool
 
     def recover(self, recovered: RecoveredState) -> None:
-        """Remember ended leases, hold fenced bytes, and restore drains."""
+        """Record ended leases, hold fenced bytes, and restore drains."""
         self._store.revoked, self._store.cleared = RevokedIds(recovered.revoked), RevokedIds(recovered.cleared)
         self._store.drain_ns = recovered.drain_ns
         # The drain of a card that this host no longer has waits in the journal until the card returns.
@@ -77,7 +78,7 @@ class Restoration:
         if lease.state is LeaseState.DRAINING:
             self._teardown.resume(lease, now_ns, out)
         elif lease.state is LeaseState.ACTIVE and event.kept.is_cold:
-            # Its image was in the daemon that has ended. A worker that was to adopt it is killed.
+            # The session's image was lost with the earlier daemon. A worker that was to adopt it is killed.
             reason = "its session was parked without a worker when the daemon ended"
             self._teardown.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
@@ -88,11 +89,11 @@ class Restoration:
     def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
         """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved free.
 
-        Such a worker was made ahead of a lease, or its grant was never reported. Or its lease has ended, but the daemon
-        was killed before its zygote could forget the worker.
+        Such a worker was started in advance, or its lease's grant was never reported, or its lease has ended but the
+        daemon was killed before its zygote could forget the worker.
         """
         kind = kind_of(event.worker_id)
-        # A submit's worker comes as `SubmitFound`, or under an id drawn for it.
+        # A submit's worker is reported as `SubmitFound`, or under a random id.
         if kind is WorkerKind.SUBMIT or event.worker_id in self._store.live or event.worker_id in self._store.warm:
             return
         if event.card_uuid not in self._store.account_by_uuid:
@@ -123,12 +124,12 @@ class Restoration:
             self._teardown.resume(lease, now_ns, out)
 
     def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
-        """Enter a submit of a restored lease; it continues if the lease does, and is killed otherwise."""
+        """Add a submit of a restored lease. If the lease continues, so does the submit; otherwise it is killed."""
         if not self._teardown.submits.restore(event, now_ns, out):
             out += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
 
     def _go_on(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        # Expire it first: its time ran on while no broker served it.
+        # Expire it first, because its time continued while no broker served it.
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
             # Write the page and arm the timers again. The earlier broker's timers died with it.

@@ -1,14 +1,14 @@
 """Submits: a lease's second worker, from the request until its bytes are proved free.
 
-1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged for a second context. A
-   submit then uses only memory that the lease holds, and always has room. Without `submit_bytes`, a submit runs in
-   place of a session that was never opened and gets the whole slice. Its context is charged to the card if there is
-   room, otherwise to the slice. Until that submit is proved gone, no client may attach to the session; the session's
+1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged for a second context.
+   Such a submit uses only memory that the lease holds, so it always has room. Without `submit_bytes`, a submit runs in
+   place of a session that was never opened, and gets the whole slice. Its context is charged to the card if there is
+   room, otherwise to the slice. Until that submit's bytes are proved free, no client may attach to the session, whose
    worker holds only its context.
 2. A lease has one submit at a time. One more may wait for its bytes, for `MAX_WAIT_S`; others are refused.
 3. A submit ends with its connection, its own time, its lease, or any rule that it breaks. Its lease continues.
-4. A submit's bytes belong to its lease. No lease is torn down before its submit is proved gone. A submit that can't be
-   proved gone bars the lease from further submits, and fences the lease when it ends.
+4. A submit's bytes belong to its lease. No lease is torn down before its submit's bytes are proved free. If that fails,
+   the lease gets no further submits, and is fenced when it ends.
 5. A submit takes over a warm context if there is one; otherwise it gets a new context. If the warm context is lost
    before the submit is ready, a new one replaces it. The new one waits until the lost one's bytes are proved free,
    because the lease has bytes for only one.
@@ -51,8 +51,8 @@ from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 GRACE_MS: Final = 20
-"""Time in which an ended submit can report the reason to its client. Stops a kernel that never ends from outliving its
-call by more."""
+"""Time within which an ended submit can report the reason to its client. A kernel that never ends outlives its submit
+by this time at most."""
 
 
 MAX_WAIT_S: Final = 30
@@ -171,7 +171,7 @@ class Submits(SubmitViews):
         submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
-        # Both clients get the lease's end as the reason: the one that runs or starts, and the one that waits.
+        # Report the lease's end as the reason to both clients: that of the current submit, and that of the waiting one.
         denial = denials.lease_ended(lease.snapshot())
         self._refuse_next(lease, denial, out)
         if submit is not None:
@@ -207,7 +207,7 @@ class Submits(SubmitViews):
         return len(cleared)
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
-        """Enter a submit of an earlier daemon after its lease was restored.
+        """Add a submit of an earlier daemon after its lease was restored.
 
         Returns False if the lease can't have it, and the caller then kills the worker.
         """
@@ -228,7 +228,7 @@ class Submits(SubmitViews):
         submit = self._enter(lease, event.submit_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
             self._run(submit, lease, now_ns, out)
-        # Its client never got a reply from the earlier daemon, or the submit was ending: no client waits for it.
+        # The client never got a reply from the earlier daemon, or the submit was ending. So no client waits for it.
         else:
             self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, out)
         return True
@@ -242,7 +242,7 @@ class Submits(SubmitViews):
         if denial is not None or lease is None:
             out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
-        # Noted for a submit that starts at once too: a client that disconnects is found by its request.
+        # Record the request even if the submit starts at once: a client that disconnects is found by its request.
         due_ns = now_ns + MAX_WAIT_S * NS_PER_S
         self._asked[event.request] = lease.lease_id, due_ns
         if lease.submit_id:
@@ -256,7 +256,7 @@ class Submits(SubmitViews):
         lease = self._store.live.get(self._asked.pop(request, (0, 0))[0])
         if lease is None:
             return False
-        # The one that waits has no worker; the one that runs is ended.
+        # A waiting submit has no worker, so it is just dropped. A running one is ended.
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
@@ -272,7 +272,7 @@ class Submits(SubmitViews):
         lease = self._store.live.get(lease_id)
         if lease is None:
             return False
-        # It has started meanwhile, so the wait is over.
+        # The submit has started, so the wait is over.
         if lease.next_submit is None or lease.next_submit.request != request:
             return True
         if now_ns < due_ns:
@@ -284,7 +284,7 @@ class Submits(SubmitViews):
     # --- life ---
 
     def _take_session_place(self, lease: Lease, account: CardAccount, *, is_lent: bool) -> None:
-        """Let a lease's submit hold everything but the session's context.
+        """Let a lease's submit hold all of the lease's bytes except the session's context.
 
         With `is_lent`, the card has room for the submit's context and lends it to the lease.
         """
@@ -313,7 +313,7 @@ class Submits(SubmitViews):
     def _enter(self, lease: Lease, submit_id: int, request: int, timeout_ms: int, now_ns: int) -> Submit:
         due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
         charge_bytes = lease.submit_charge_bytes
-        # With reserved bytes the kernel gets those; in the session's place it gets the slice without one context.
+        # The kernel gets the reserved bytes or, in the session's place, the slice less one context.
         overhead_bytes = self._store.account_by_uuid[lease.card_uuid].card.overhead_bytes
         size_bytes = lease.terms.submit_bytes or charge_bytes - overhead_bytes
         submit = Submit(
@@ -333,7 +333,7 @@ class Submits(SubmitViews):
         *,
         may_be_warm: bool = True,
     ) -> None:
-        # Decide about the warm context before the room: a warm one brings its own bytes.
+        # Decide about the warm context before making room, because a warm context brings its own bytes.
         is_warm = may_be_warm and self._pool is not None and self._pool.has_ready(lease.card_uuid)
         if not self._has_place(lease, is_warm=is_warm):
             del self._asked[request]
@@ -342,7 +342,7 @@ class Submits(SubmitViews):
         self._last_id += 1
         submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
         if is_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
-            # A warm context answers within moments, so a shorter timeout uncovers one that hangs.
+            # A warm context answers quickly, so use a shorter timeout, which detects one that hangs.
             submit.is_warm = True
             submit.spawn_due_ns = now_ns + self._store.limits.adopt_timeout_s * NS_PER_S
         out.append(
@@ -359,7 +359,7 @@ class Submits(SubmitViews):
         out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.SPAWN), submit.spawn_due_ns))
 
     def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        # The submit's own time starts when its context is there, not when it was requested.
+        # The submit's own time starts when its context is ready, not when it was requested.
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
         # Set both deadlines before the submit is reported ready: the worker obeys whichever comes first.
@@ -400,7 +400,7 @@ class Submits(SubmitViews):
         if submit.state is SubmitState.ENDING:
             return
         denial = denials.not_started(submit.lease_id, event.reason)
-        # Only these two are a submit's own fault, which its client sees as a timeout.
+        # Only these two causes are the submit's own fault. They are reported to its client as a timeout.
         if submit.state is SubmitState.RUNNING:
             submit.is_timed_out = event.cause.row.is_time_limit
         self._end(submit, event.cause, event.reason, denial, now_ns, out)
@@ -438,7 +438,7 @@ class Submits(SubmitViews):
     def _end(
         self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]
     ) -> None:
-        """End a submit that has not ended; `denial` is the reply to its client, if it still waits."""
+        """End a submit that has not ended. `denial` is the reply to its client if that still waits."""
         self._refuse(submit, denial, out)
         if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             self._stop(submit, cause, reason, now_ns, out)
@@ -456,7 +456,7 @@ class Submits(SubmitViews):
         out.append(RefuseSubmit(submit.submit_id, cause))
         if submit.is_worker_gone:
             self._prove(submit, now_ns, out)
-        # A running submit gets a moment to report its end to the client. One that never ran has nothing to report.
+        # Give a running submit a moment to report its end to the client. One that never ran has nothing to report.
         elif was is SubmitState.RUNNING:
             submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
             out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))
@@ -485,8 +485,8 @@ class Submits(SubmitViews):
         lease = self._store.live[submit.lease_id]
         self._forget(submit, lease, out, is_proved=True)
         following = lease.next_submit
-        # The bytes are free: end the lease that waited for them, or replace the lost warm context, or start the submit
-        # that waits. A replacement takes no warm context again, so that a pool of dead contexts can't loop.
+        # The bytes are free: end the lease that waited for them, replace the lost warm context, or start the waiting
+        # submit. A replacement does not take a warm context, so that a pool of dead contexts can't cause a loop.
         if lease.state is LeaseState.DRAINING:
             self._on_freed(lease, now_ns, out)
         elif submit.is_replaced:
@@ -501,7 +501,7 @@ class Submits(SubmitViews):
 
     def _fence(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
         lease = self._store.live[submit.lease_id]
-        # From now on the lease itself is in doubt: no submit follows, and its context serves no other lease.
+        # From now on the lease itself is in doubt: it gets no further submit, and its context serves no other lease.
         submit.state, lease.is_in_doubt = SubmitState.FENCED, True
         submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
         out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
@@ -526,7 +526,7 @@ class Submits(SubmitViews):
         """Forget a submit: its bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""
         del self._store.submits[submit.submit_id]
         lease.submit_id = lease.own_submit_bytes = 0
-        # The lent context's bytes go back to the card only when they are free. In a fence they stay with the lease.
+        # Return the lent context's bytes to the card only if they are free. In a fence they stay with the lease.
         if is_proved and lease.extra_bytes:
             self._store.account_by_uuid[lease.card_uuid].take_context_back(lease)
             self._store.has_freed_room = True
@@ -539,7 +539,7 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
 
     An admitted submit counts as an acquire towards its tenant's rate, so the rate is checked last.
     """
-    # From the lease's state to the tenant's rate, which is counted last because it is used up by asking.
+    # Check from the lease's state to the tenant's rate. The rate is last, because the check itself counts the request.
     if lease is None or lease.tenant != event.tenant:
         return denials.not_found(event.lease_id)
     if lease.state is LeaseState.PENDING:
@@ -566,7 +566,7 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
 
 
 def _due_ns(submit: Submit, kind: TimerKind) -> int | None:
-    """Return the time at which a submit's timer of that kind must act; None if it no longer has to."""
+    """Return the time at which a submit's timer of that kind is due; None if it is no longer needed."""
     match (submit.state, kind):
         case (SubmitState.STARTING, TimerKind.SPAWN):
             return submit.spawn_due_ns

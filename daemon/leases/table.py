@@ -1,8 +1,8 @@
 """The lease table: takes one event and the time, and returns effects in the order in which to execute them.
 
-All state changes go through `LeaseTable.handle`. The same events always give the same effects. Work per event does not
-grow with the number of leases. An acquire, and bytes that come back, cost time in the length of the queue, which is
-bounded.
+All state changes go through `LeaseTable.handle`. The same events always give the same effects. The work per event does
+not grow with the number of leases. The work for an acquire, or for released bytes, grows with the length of the queue,
+which is bounded.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -84,8 +84,7 @@ class LeaseTable:
     ) -> None:
         self._limits = limits or CoreLimits()
         self._store = LeaseStore(cards, self._limits, warm_contexts, recycling, order)
-        # The modules share the store. Each one changes only its own part of it, and the teardown is the base of all
-        # others.
+        # The modules share the store, and each changes only its own part of it. All others use the teardown.
         self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
         self.regions = self._teardown.regions
@@ -96,7 +95,7 @@ class LeaseTable:
         self._admission = Admission(self._store, self._pool, self.parking)
         self._horizons = Horizons(self._store, self._teardown)
         self._restoration = Restoration(self._store, self._teardown, self._pool)
-        # Before any event: ids that were revoked, fences and a drain apply from the first request on.
+        # Do this before any event: revoked ids, fences and drains apply from the first request on.
         self._restoration.recover(recovered or RecoveredState())
         self._drain = Drains(self._store, self._teardown, self._admission)
         self._handlers = self._event_handlers()
@@ -186,28 +185,28 @@ class LeaseTable:
             InvalidTransition: A bug in the core. The event is half handled and the table must no longer be used.
         """
         out: list[Effect] = []
-        # Step 1: the event itself.
+        # Step 1: handle the event.
         self._handlers[type(event)](event, now_ns, out)
         while True:
-            # Step 2: bytes that came back go to the queue before anything else can take them.
+            # Step 2: offer released bytes to the queue before anything else can take them.
             if self._store.has_freed_room:
                 self._admission.serve_queue(now_ns, out)
-            # Step 3: those that still wait may get room from idle sessions.
+            # Step 3: park idle sessions to make room for requests that still wait.
             if self._store.parkable:
                 self.parking.update(now_ns, out)
-            # Step 4: the pool gets what is left, so that it never competes with leases.
+            # Step 4: let the pool use the rest, so that it never competes with leases.
             self._pool.update(now_ns, out)
-            # A session that no worker could continue has given its room back in step 4: that goes to the queue, too.
+            # If step 4 released the room of a session that no worker could continue, offer that to the queue as well.
             if not self._store.has_freed_room:
                 return out
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
-        """Return a live lease or region, or an ended one that is still remembered; None otherwise."""
+        """Return a live lease or region, or an ended one that is still recorded; else None."""
         return self._store.get(lease_id)
 
     @property
     def limits(self) -> CoreLimits:
-        """The bounds of the node and its tenants, as they are now."""
+        """The current bounds of the node and its tenants."""
         return self._store.limits
 
     def charge_bytes(self, lease_id: int) -> int:
@@ -392,7 +391,7 @@ class LeaseTable:
     # --- requests ---
 
     def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, out: list[Effect]) -> None:
-        # A request number that is open twice would get two answers, so this is a bug of the shell and not a denial.
+        # Two open requests with one number would get two answers. That is a bug of the shell, so it is not a denial.
         if event.request in self._store.pending or self._store.queue.get(event.request) is not None:
             raise ValueError(f"Request {event.request} is still open; an acquire needs a number of its own.")
         self._admission.acquire(event, now_ns, out)
@@ -431,7 +430,7 @@ class LeaseTable:
         # The new generation invalidates the timers of the old deadline, and the tokens of the old generation.
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
-        # Most renewals ask for the time that the last request asked for.
+        # Most renewals ask for the same time as before, and then the terms stay the same.
         if event.ttl_ms != lease.terms.ttl_ms:
             lease.terms = fast_dataclass.replace(lease.terms, ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which had the same maximum.
@@ -454,13 +453,13 @@ class LeaseTable:
             lease.unconnected_ns = None
         else:
             self._await_connection(lease, now_ns, out, event.least_wait_ms)
-        # Subscribers are warned of the orphan's deadline, or that it is lifted.
+        # Warn subscribers of the deadline for a connection, or that it no longer applies.
         phase = phase_of(lease, self._store.drain_of(lease.card_uuid), now_ns)
         out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
 
     def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:
         """Start the wait after which the lease ends unless it gets a connection."""
-        # A daemon that took the lease over gives its clients more time to reconnect than the tenant's own bound.
+        # A daemon that took over the lease gives its clients more time to reconnect than the tenant's bound.
         more_ms = max(0, least_wait_ms - lease.orphan_ms)
         # An earlier, longer wait remains valid.
         lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
@@ -484,7 +483,7 @@ class LeaseTable:
             by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
             self._teardown.begin(lease, Cause.FREED, f"freed by {by_whom}", now_ns, out)
             return
-        # Neither pending nor active: it has ended, or it is not known. Say which.
+        # The lease is neither pending nor active: it has ended, or it is unknown. Report which.
         denial = self._store.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
         out.append(RequestDenied(event.request, denial))
 
@@ -498,7 +497,7 @@ class LeaseTable:
             self.regions.on_revoke(region, event, now_ns, out)
             return
         lease = self._store.live.get(event.lease_id)
-        # An ended lease gets the answer that its first revoke got, so that a repeated request is harmless.
+        # For an ended lease, repeat the answer to its first revoke, so that a repeated request is harmless.
         if lease is None:
             out.append(RevokeDone(event.request, self._past_outcome(event.lease_id)))
             return
@@ -522,7 +521,7 @@ class LeaseTable:
         lease = self._store.get(event.lease_id)
         if lease is None:
             return self._store.unknown(event.lease_id)
-        # Regions may be revoked by the tenant that lent the memory, the one of the surrounding lease.
+        # The tenant of the surrounding lease, whose memory it is, may revoke a region.
         parent = self._store.get(lease.parent_id) if lease.parent_id else None
         if parent is not None and parent.tenant == event.tenant:
             return None
@@ -535,7 +534,7 @@ class LeaseTable:
             cards = [account.card for account in self._store.accounts]
             out.append(RequestDenied(event.request, denials.unknown_card(event.card_uuid, cards)))
             return
-        # Leases first, with their regions; then lasting fences of regions in live leases; then warm contexts and
+        # Release leases with their regions, then lasting fences of regions in live leases, then warm contexts and
         # submits.
         uuids = {account.card.uuid for account in selected}
         cleared = [lease for lease in self._store.fenced.values() if lease.card_uuid in uuids]
@@ -553,7 +552,7 @@ class LeaseTable:
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
         self._store.is_shutting_down = True
-        # The queue first, so that no waiter gets the bytes of a lease that ends now.
+        # Close the queue first, so that no waiter gets the bytes of a lease that ends now.
         self._admission.close_queue(denials.shutting_down(), out)
         for lease in self._store.live.values():
             self._teardown.expire_if_due(lease, now_ns, out)
@@ -585,13 +584,14 @@ class LeaseTable:
     def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if lease.park is not None and self._cold.on_worker_ready(lease, lease.park, now_ns, out):
             return
-        # A late answer for a lease that has ended, or one of a worker that was ordered before the lease had room.
+        # Ignore a late answer for a lease that has ended, and one of a worker that was ordered before the lease had
+        # room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
-        # May end the lease: a claim that is past the membership deadline is never granted.
+        # `may_grant` may end the lease: a claim is never granted after the membership deadline.
         if lease.terms.is_claimed and not self._horizons.may_grant(lease, now_ns, out):
             return
-        # The time to live counts from here. The deadline is on the page before the tenant learns of the grant.
+        # The time to live counts from now. Write the deadline to the page before the grant is reported to the tenant.
         lease.move(Trigger.WORKER_READY, now_ns)
         self._store.leave_pending(lease)
         self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
@@ -605,10 +605,10 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
 
     def _on_worker_exited(self, lease: Lease, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
-        # A warm context that died is replaced, as if there had been no pool.
+        # Replace a warm context that died by a new worker.
         if lease.state is LeaseState.PENDING and lease.warm_id:
             self._pool.replace_worker(lease, event.reason, now_ns, out, is_gone=True)
-        # A new worker that never got ready ends the lease. Its client learns whether a retry is of use.
+        # If a new worker exits before it is ready, end the lease. The denial shows the client whether a retry may help.
         elif lease.state is LeaseState.PENDING:
             lease.is_worker_gone = True
             denial = denials.no_worker_now(event.reason) if event.is_busy else None
@@ -655,7 +655,7 @@ class LeaseTable:
     # --- timers ---
 
     def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
-        # The request waits for a submit, a resize or room; each says whether it was its own.
+        # The request waits for a submit, a resize or room. Ask each of them in turn.
         is_theirs = self.submits.on_wait_timer(event.request, now_ns, out)
         if not (is_theirs or self._resizes.on_wait_timer(event.request, now_ns, out)):
             self._admission.on_wait_timer(event.request, now_ns, out)

@@ -47,16 +47,16 @@ class LeaseStore:
         ended: The leases torn down last, oldest first.
         regions: Regions of live leases, by id.
         region_requests: The region of each request for one that is not answered yet.
-        ended_regions: The regions returned last, oldest first. Kept apart, so that a tenant that cycles regions
-          displaces no lease.
+        ended_regions: The regions returned last, oldest first. They are kept apart from `ended`, so that a tenant in a
+          loop of regions displaces no lease.
         revoked: Every lease ever revoked, also after its tombstone was dropped.
-        cleared: Every lease with a fence that an operator cleared, also after its tombstone was dropped: its memory was
-          never proved free.
+        cleared: Every lease whose fence an operator cleared, also after its tombstone was dropped. Its memory was never
+          proved free.
         warm: Contexts of the pool, by id.
-        renamed: Tenant names that may have belonged to other people: no lease may reuse the contexts that they leave.
+        renamed: Tenant names that may have belonged to other people. No lease may reuse the contexts that these left.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         order: The order in which leases prefer cards.
-        submits: Submits not yet proved gone, by id.
+        submits: Submits whose bytes are not yet proved free, by id.
         parkable: Live parkable leases, by id.
         parked_host_bytes: Host memory that is held for them.
         rates: Each tenant's rate of acquires.
@@ -69,7 +69,7 @@ class LeaseStore:
         drain_ns: Time at which the node's drain ends the remaining leases; None while there is none. A card's own is in
             its account.
         under_earlier_rules: Tenants that had or awaited a lease when their bounds last changed; they keep those leases.
-        has_freed_room: Bytes came back, or the queue became shorter, since the queue was last served.
+        has_freed_room: Whether bytes were released, or the queue became shorter, since the queue was last served.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LeaseStore:
         recycling: Recycling | None = None,
         order: PlacementOrder = PlacementOrder.SPREAD,
     ) -> None:
-        # Bounds and cards, which only a reload and other programs' memory change.
+        # Bounds and cards. Only a reload and other programs' memory change these.
         self.limits = limits
         self.recycling = recycling
         self.order = order

@@ -1,8 +1,8 @@
 """The teardown of a lease, from its end until its bytes are proved free or its slice is fenced.
 
 The order is: refuse new work, grant a grace to work in flight, kill, wait for the reap, wait for the proof. Each step
-is taken once, even if events come twice, late or out of order. No step waits for the tenant. A context that may be
-recycled is scrubbed during the grace instead, and killed at its end if the scrub is not proved.
+is taken once, even if events come twice, late or out of order. No step waits for the tenant. A worker that may be
+recycled is scrubbed during the grace instead, and killed at the grace's end if the scrub is not proved.
 """
 
 from gpulease.daemon.leases import denials
@@ -32,11 +32,11 @@ from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 
 def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
-    """Return the time at which a lease's timer of that kind must act; None if it no longer has to.
+    """Return the time at which a lease's timer of that kind is due; None if it is no longer needed.
 
     A timer that fires early is armed again for that time.
     """
-    # Each kind belongs to one state: in any other the timer is outdated.
+    # Each kind of timer belongs to one state; in any other state it is outdated.
     match kind:
         case TimerKind.SPAWN:
             return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
@@ -62,13 +62,13 @@ class Teardown:
         submits: The leases' submits, which end with them.
         regions: Their regions, which end with them too.
         resizes: The changes of their sizes.
-        parking: Their sessions in the host's memory.
+        parking: The parking of their sessions.
     """
 
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
         self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
-        # The submits get two callbacks: a lease's teardown waits for its submit's.
+        # The submits call back, because a lease's teardown waits for its submit's.
         self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
         self.regions = Regions(store, self.condemn)
         self.resizes = Resizes(store)
@@ -91,9 +91,9 @@ class Teardown:
             reason: The cause in words.
             now_ns: Monotonic time.
             out: Receives the effects.
-            denial: Reply to the acquire; None for one that says how the lease ended.
+            denial: Reply to the acquire; None for a reply that says how the lease ended.
         """
-        # Step 1: record the end. A revoked id is remembered for ever.
+        # Step 1: record the end. A revoked id is kept forever.
         was_pending = lease.state is LeaseState.PENDING
         lease.move(cause, now_ns)
         lease.cause = cause
@@ -103,17 +103,17 @@ class Teardown:
         # Step 2: refuse new work. The revocation word is flipped before any other effect, so that no launch starts
         # after it.
         out.append(RefuseWork(lease.lease_id, cause))
-        # Step 3: end what lives inside the lease, with the lease's cause.
+        # Step 3: end everything inside the lease, with the lease's cause.
         self.regions.end_with_lease(lease, now_ns, out)
         self.resizes.end_with_lease(lease, out)
         self.parking.end_with_lease(lease, now_ns, out)
         self.submits.end_with_lease(lease, cause, now_ns, out)
-        # Step 4: answer the acquire that still waits. The client of an abandoned one has disconnected.
+        # Step 4: answer the acquire that still waits, unless its client has disconnected.
         if was_pending:
             self._store.leave_pending(lease)
             if cause is not Cause.ABANDONED:
                 out.append(RequestDenied(lease.request, denial or denials.lease_ended(lease.snapshot())))
-        # Step 5: a dead worker needs no kill, only the proof of its bytes.
+        # Step 5: if the worker is already dead, skip the kill and order the proof of its bytes.
         if lease.is_worker_gone:
             self._prove(lease, now_ns, out)
             return
@@ -223,14 +223,14 @@ class Teardown:
         if self.submits.is_stuck(lease):
             self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, out)
             return
-        # With a submit still ending, its own proof continues this (`_on_submit_freed`).
+        # If a submit is still ending, its proof continues the teardown (`_on_submit_freed`).
         lease.is_proved = True
         if not lease.submit_id:
             self._let_go(lease, now_ns, out)
 
     def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self.regions.return_with(lease, Trigger.RECLAIM_PROVED, now_ns, out)
-        # First the bytes, then the answers: a client that learns of the end may acquire at once.
+        # Release the bytes before the answers are sent, because a client may acquire at once when it has its answer.
         ended = self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         if lease.free_request is not None:
             out.append(FreeDone(lease.free_request, ended))
@@ -249,7 +249,7 @@ class Teardown:
             self.on_reclaim_proved(lease, now_ns, out)
 
     def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Fence the slice. The lease keeps the cause that ended it, and its reason says why it is fenced."""
+        """Fence the slice. The lease keeps the cause that ended it; its reason then says why it is fenced."""
         if lease.state is not LeaseState.DRAINING:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
@@ -263,7 +263,7 @@ class Teardown:
         self._report(lease, fenced, RevokeOutcome.FENCED, out)
 
     def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        # A scrub that is in progress is over with the process.
+        # The kill also ends a scrub that is in progress.
         lease.is_kill_sent = True
         lease.is_scrubbing = False
         out.append(KillWorker(lease.lease_id))
@@ -274,7 +274,7 @@ class Teardown:
         self._start_reclaim_clock(lease, now_ns, out)
 
     def _start_reclaim_clock(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        # One clock runs from the kill to the proof: a worker that dies late does not get a second one.
+        # One time limit runs from the kill to the proof, so that a worker that dies late does not get a second one.
         if lease.reclaim_due_ns is None:
             lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns))

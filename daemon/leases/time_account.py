@@ -1,18 +1,18 @@
-"""The account of one card's time: busy times of its sessions in, GPU time of each out. Pure: the clock is an argument.
+"""The account of one card's time: it computes each session's GPU time from all sessions' busy times. It reads no clock.
 
-A session is busy while it has work outstanding. The driver gives each of k busy contexts a k-th of the card (its round
-robin). So the GPU time of a session is the integral of 1/k over the time in which it was busy, and the GPU times of all
-sessions together are the wall time in which any of them was.
+A session is busy while it has work outstanding. The driver serves busy contexts in round robin, so each of k busy
+contexts gets a k-th of the card. So the GPU time of a session is the integral of 1/k over the time in which it was
+busy, and the GPU times of all sessions add up to the wall time in which any of them was busy.
 
-A sample has each session's busy time so far, and the begin and end of its latest busy interval. Within the time between
-two samples, the place of that interval is known; the rest of the session's busy time is taken to be spread evenly, and
-independent of the others; but while others hold back for a latency session, they are taken to be busy when it is not.
-So the account is exact for sessions that were busy throughout, for any number of them next to one that was not, and for
-sessions with one interval in each sample. Of a tenant whose sessions may hide how they overlap (`RoundTimes.may_hide`),
-several samples are taken in each round of shares.
+A sample has each session's busy time so far, and the beginning and end of its latest busy interval. So between two
+samples, the position of that interval is known. The rest of the session's busy time is assumed to be spread evenly and
+to be independent of other sessions. But while others hold back for a latency session, they are assumed to be busy when
+it is not. So the account is exact if all sessions were busy throughout, if all but one were, or if each session had one
+interval per sample. If a tenant's sessions may hide how they overlap (`RoundTimes.may_hide`), several samples are taken
+in each round of shares.
 
-What a worker says of itself may be a lie. Its busy time never goes back and never grows faster than the clock. A worker
-that claims too much pays for it, and claims at most a share of the time of the others' intervals.
+A worker's figures may be lies. The account accepts no busy time that goes back or grows faster than the clock. A worker
+that claims too much busy time is charged for it, and takes at most a share of the time of the others' intervals.
 """
 
 from collections import Counter
@@ -24,8 +24,8 @@ from gpulease.daemon.contract.control_page import TimeClaims
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_CLAIM_NS: Final = 1 << 62
-"""Longest time that a claim is taken for, 146 years. A hostile worker may claim any u64, and what is computed from it
-must fit the control page."""
+"""Larger claims are cut to this time, 146 years. A hostile worker may claim any u64, and the results must fit the
+control page."""
 
 Span = tuple[float, float, float]
 """A piece of time: its begin and end in monotonic nanoseconds, and the part of it in which a session was busy."""
@@ -33,10 +33,10 @@ Span = tuple[float, float, float]
 
 @dataclass(slots=True)
 class LeaseTimeUse:
-    """What a lease has used of its card's time, its submits included; in nanoseconds.
+    """The card's time that a lease has used, including its submits, in nanoseconds.
 
     Attributes:
-        gpu_ns: GPU time: its part of the time in which it was busy.
+        gpu_ns: GPU time: its share of the time in which it was busy.
         busy_ns: Time in which it had work outstanding.
         held_ns: Time in which its work was held back for others, or by its tenant's cap.
     """
@@ -57,13 +57,13 @@ class SessionTime:
 
     Attributes:
         gpu_ns: Its GPU time.
-        busy_ns: Its busy time, by its worker; never goes back.
-        held_ns: Time in which a launch of it was held back.
+        busy_ns: Its busy time, as its worker reports it; never decreases.
+        held_ns: Time in which one of its launches was held back.
         more_gpu_ns: Its GPU time between the last two samples.
         more_busy_ns: Its busy time between them.
         more_held_ns: Its time held back between them.
-        is_busy: Work was outstanding at the last sample.
-        is_held: A launch was held back at the last sample.
+        is_busy: Whether work was outstanding at the last sample.
+        is_held: Whether a launch was held back at the last sample.
     """
 
     gpu_ns: float = 0.0
@@ -85,8 +85,8 @@ class TimeAccount:
         busy_ns: Wall time in which any session was busy.
         more_ns: Wall time between the last two samples.
         more_busy_ns: The part of it in which any session was busy.
-        partly_busy: Number of sessions that were busy in a part of it only. With two or more the account is an
-            estimate, which shorter times between samples improve.
+        partly_busy: Number of sessions that were busy only in a part of it. With two or more, the account is an
+            estimate, which more frequent samples improve.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,10 @@ class TimeAccount:
         self._sampled_ns = 0
 
     def resume(self, session: int, busy_ns: int, held_ns: int, sampled_ns: int) -> None:
-        """Continue the account of a session that an earlier broker sampled last at `sampled_ns`, before a sample."""
+        """Continue the account of a session that an earlier broker sampled last at `sampled_ns`.
+
+        Call this before `sample`.
+        """
         self.sessions[session] = SessionTime(busy_ns=busy_ns, held_ns=held_ns)
         self._sampled_ns = max(self._sampled_ns, sampled_ns)
 
@@ -109,11 +112,11 @@ class TimeAccount:
         self.active = tuple(one for one in self.active if one != session)
 
     def sample(self, now_ns: int, claims: Mapping[int, TimeClaims], first: Collection[int] = ()) -> None:
-        """Take the claims of the sessions of the card at one moment.
+        """Process the claims of the card's sessions at one moment.
 
         Args:
             now_ns: The moment, on the monotonic clock.
-            claims: The claims by session. Sessions that are not in it are idle, and were since the last sample.
+            claims: The claims by session. Sessions without one have been idle since the last sample.
             first: The sessions for which all others have held back since the last sample.
         """
         before_ns = self._sampled_ns or now_ns
@@ -124,15 +127,15 @@ class TimeAccount:
                 idle.more_busy_ns = idle.more_held_ns = 0
                 idle.more_gpu_ns, idle.is_busy, idle.is_held = 0.0, False, False
         self.active = tuple(claims)
-        # Step 1: by how much each session's busy time has grown, and where that time lies.
+        # Step 1: compute by how much each session's busy time has grown, and where that time lies.
         pieces: dict[int, list[Span]] = {}
         self.partly_busy = 0
         for session, claim in claims.items():
             busy_ns = min(claim.busy_until(now_ns), MAX_CLAIM_NS)
             held_ns = min(claim.held_back_until(now_ns), MAX_CLAIM_NS)
             if (time := self.sessions.get(session)) is None:
-                # Seen for the first time: what it had before was another daemon's to count, or nothing. Of an interval
-                # that has begun since the last sample, all counts.
+                # The session is new: any earlier busy time was counted by another daemon. An interval that has begun
+                # since the last sample counts in full.
                 begun_ns = now_ns - max(claim.busy_since_ns, before_ns) if claim.busy_since_ns else 0
                 time = self.sessions[session] = SessionTime(busy_ns=busy_ns - max(0, begun_ns), held_ns=held_ns)
             time.more_busy_ns = min(max(0, busy_ns - time.busy_ns), self.more_ns)
@@ -143,7 +146,7 @@ class TimeAccount:
             if time.more_busy_ns:
                 self.partly_busy += time.more_busy_ns < self.more_ns
                 pieces[session] = list(_pieces(claim, time.more_busy_ns, before_ns, now_ns))
-        # Step 2: share each stretch of time among those who were busy in it.
+        # Step 2: divide each stretch of time among the sessions that were busy in it.
         self.more_busy_ns = 0.0
         for session, gpu_ns in _shared(pieces, first):
             self.sessions[session].more_gpu_ns += gpu_ns
@@ -156,7 +159,7 @@ class RoundTimes:
     """The sums of the samples of one round.
 
     Attributes:
-        sessions: Each session that was not idle in one of them: its account so far, and what it has got in the round.
+        sessions: For each session that was busy in one of them: its account so far, and its GPU time in the round.
         more_ns: Wall time of the round.
         more_busy_ns: The part of it in which any session was busy.
     """
@@ -173,7 +176,7 @@ class RoundTimes:
         for session in account.active:
             self.sessions.setdefault(session, SessionTime())
         for session, total in self.sessions.items():
-            # It may have ended during the round.
+            # The session may have ended during the round.
             if (time := account.sessions.get(session)) is None:
                 continue
             total.gpu_ns, total.busy_ns, total.held_ns = time.gpu_ns, time.busy_ns, time.held_ns
@@ -183,11 +186,11 @@ class RoundTimes:
             total.more_held_ns += time.more_held_ns
 
     def may_hide(self, tenants: Mapping[int, str]) -> bool:
-        """Return whether a tenant's sessions may overlap more or less than the account takes them to.
+        """Return whether a tenant's sessions may overlap more or less than the account assumes.
 
-        That is where two or more of them were busy in parts of the round, next to another tenant's: if they take care
-        to be busy one after the other, they are accounted up to a quarter less than they get, and if they always begin
-        together, up to twice as much. Several samples in a round show how they overlap.
+        This is possible if two or more of them were busy in parts of the round, as well as another tenant's session. If
+        they are always busy one after the other, the account charges them up to a quarter less than they get; if they
+        always begin together, up to twice as much. Several samples in a round show how they overlap.
 
         Args:
             tenants: The tenant of each session.
@@ -202,12 +205,12 @@ class RoundTimes:
 
 
 def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Iterator[Span]:
-    """Yield where `busy_ns` of busy time lie between two samples, latest first."""
+    """Yield the spans in which `busy_ns` of busy time lie between two samples, the latest first."""
     if busy_ns >= until_ns - from_ns:
         yield from_ns, until_ns, 1.0
         return
-    # The two intervals with a known place: the present one, and the one before. A worker may lie about both, so each
-    # is cut to the time that is left.
+    # Two intervals have a known position: the current one and the one before. A worker may lie about both, so cut each
+    # to the busy time that is left.
     end_ns, rest_ns = until_ns, busy_ns
     known = ((claim.busy_since_ns, until_ns), (claim.last_busy_from_ns, claim.last_busy_until_ns))
     for begin_ns, finish_ns in known:
@@ -218,10 +221,10 @@ def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Ite
         if begin_ns < finish_ns:
             yield begin_ns, finish_ns, 1.0
             end_ns, rest_ns = begin_ns, rest_ns - (finish_ns - begin_ns)
-    # The rest is somewhere before these.
+    # The rest of the busy time is somewhere before these.
     if rest_ns:
         if end_ns - from_ns < rest_ns:
-            # Its intervals contradict its busy time: the time that it claims counts.
+            # The intervals contradict the busy time: count the busy time that the worker claims.
             yield from_ns, until_ns, rest_ns / (until_ns - from_ns)
         else:
             yield from_ns, end_ns, rest_ns / (end_ns - from_ns)
@@ -241,8 +244,8 @@ def _shared(pieces: Mapping[int, list[Span]], first: Collection[int]) -> Iterato
         if not (ahead and others):
             yield from shares_of(ahead or others, wall_ns).items()
             continue
-        # The others hold back while one of `first` is busy: they have what is left of the time, and of that part only
-        # what does not fit there.
+        # The others hold back while one of `first` is busy. So their busy time lies in the remaining time, and only the
+        # excess lies in the time of `first`.
         idle = 1.0
         for part in ahead.values():
             idle *= 1.0 - part
@@ -267,7 +270,7 @@ _NODES: Final = tuple(
 
 
 def shares_of(busy: Mapping[int, float], wall_ns: float) -> dict[int, float]:
-    """Share a stretch of time among sessions that were busy in parts of it, each independent of the others.
+    """Divide a stretch of time among sessions that were busy in parts of it, independently of one another.
 
     A session's share is p * E[1 / (1 + B)], where B is how many of the others are busy. With F(x) = product of
     (1 - p + p x) over all sessions, that is the integral of p * F(x) / (1 - p + p x) over x from 0 to 1, and the sum
@@ -282,7 +285,7 @@ def shares_of(busy: Mapping[int, float], wall_ns: float) -> dict[int, float]:
             product *= 1.0 - part + part * node
         for one, part in busy.items():
             found[one] += product * part / (1.0 - part + part * node)
-    # Beyond 16 sessions the integral is an approximation, so its sum is made to agree.
+    # For more than 16 sessions the integral is an approximation, so scale the shares to the exact sum.
     nobody = 1.0
     for part in busy.values():
         nobody *= 1.0 - part

@@ -1,26 +1,29 @@
-"""How much of a card's time each session may use next. Pure: use so far in, limits for the pages out.
+"""How much of a card's time each session may use next: computes the pages' limits from the use so far. Does no I/O.
 
-A card is shared where somebody asked for it: a lease with a weight, a tenant with `max_share`, a lease of the latency
-class, or `[limits] shares_time` for all. Elsewhere nothing is limited. The rules, in every round:
+A card's time is shared if a lease has a weight, a tenant has `max_share`, a lease is of the latency class, or `[limits]
+shares_time` is set. Otherwise nothing is limited. The rules, in every round:
 
-1. A tenant's demand is the time in which its sessions were busy in the last round, and a little more; all of the card
-   while one of them is held back by its allowance. The card is filled up by weights: who wants less than its part gets
-   what it wants, and the rest is for the others. What is idle all the same, because somebody pauses, is given away too.
-   So no tenant is limited while the card is idle, caps apart, and every tenant that wants the card gets its part.
-2. Weights are the tenant's: the largest of its leases on the card. Its sessions share the tenant's part by their own
-   weights. More leases, streams or launches get no more.
-3. What a tenant used beyond its part is taken from its next rounds, within MAX_DEBT_NS; what it got too little is
-   added, within MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are not cut. Time in
-   which the card was idle although a tenant was limited is owed to no tenant: it reduces every debt. Sessions of one
-   tenant settle among those that were held back: one that pauses had what it wanted, so no sibling owes it anything.
+1. A tenant's demand is the time in which its sessions were busy in the last round plus a little more, or the whole card
+   while one of them is held back by its allowance. The card's time is divided by weights. A tenant whose demand is
+   smaller than its part gets its demand, and the rest goes to the others. Time that is still idle, because sessions
+   pause, is given away as well. So, apart from caps, no tenant is limited while the card is idle, and every tenant that
+   demands its part gets it.
+2. A tenant's weight is the largest of its leases on the card. Its sessions share the tenant's part by their own
+   weights. So a tenant does not get more by having more leases, streams or launches.
+3. Time that a tenant used beyond its part is subtracted in its next rounds, up to MAX_DEBT_NS. Time by which it fell
+   short of its part is added, up to MAX_CREDIT_NS. So the shares converge, although estimates are rough and kernels are
+   not interrupted. If the card was idle while a tenant was limited, no other tenant wanted that time, so it reduces
+   every debt. Within a tenant, debts and credits are kept only among sessions that were held back: a session that
+   paused got its demand, so the tenant's other sessions owe it nothing.
 4. Sessions that saturate the card take turns (time_turns.py), each as long as its part.
-   A part is GPU time; a worker counts busy time. Sessions that are busy together share the card equally, so one of the
-   others with a part g is busy until it has got g. The session that is the last to finish needs no limit.
+   A part is GPU time, but a worker counts busy time. Sessions that are busy at the same time share the card equally, so
+   a session that takes no turns is busy until its share of that time has reached its part. The session that finishes
+   last needs no limit.
 5. While a latency session has work outstanding, others hold back. It is obeyed as long as its tenant stays within its
-   part by weights; beyond that it is an ordinary session until it is within it again.
+   part by weights. While the tenant exceeds its part, the session is treated as an ordinary one.
 
-A worker's claims may be lies. Claiming more busy time than is true costs the tenant its own part. Claiming to be held
-back counts only while the busy time has reached the allowance.
+A worker's claims may be lies. If it claims too much busy time, that is taken from its tenant's own part. A claim to be
+held back counts only if the busy time has reached the allowance.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,56 +41,61 @@ AnyKey = TypeVar("AnyKey", bound=Key)
 
 FINE_NS: Final = 2 * NS_PER_MS
 """Mean time between two samples of a round in which a tenant's sessions may hide how they overlap
-(`RoundTimes.may_hide`). Each takes a random time, from a half of that to three halves, which no tenant can foresee."""
+(`RoundTimes.may_hide`). Each pause is random, from half of this to three halves, so that no tenant can predict it."""
 
 LAPSE_NS: Final = 10 * ROUND_NS
-"""How long limits hold without another round. A broker that hangs or restarts must not leave sessions held back."""
+"""How long limits stay valid without another round. A broker that hangs or restarts must not leave sessions held
+back."""
 
 LATENCY_QUEUE_NS: Final = 30 * NS_PER_US
-"""Work that other sessions may have outstanding on a card with an open latency session when they begin more: two to
-three kernels of 20 us, or one of 100 us and the next shortly before its end. A latency session waits for this at least.
+"""Longest queue of outstanding work with which another session may still begin more work, on a card with an open
+latency session: two to three kernels of 20 us, or one of 100 us and the next shortly before its end. A latency session
+may have to wait for this work.
 """
 
 LATENCY_PATIENCE_NS: Final = 20 * NS_PER_MS
-"""Longest time for which others hold back for one piece of a latency session's work. A worker that died with its word
-set holds the others up no longer than that, until the broker takes its word away."""
+"""Longest time for which others hold back for one piece of a latency session's work. If a worker dies with its word
+set, it delays the others by at most this time, until the broker removes the word."""
 
 MAX_DEBT_NS: Final = NS_PER_S
-"""Most GPU time beyond its part that a tenant pays back. A longer kernel is `max_kernel`'s business."""
+"""Most GPU time beyond its part that a tenant pays back. Longer kernels are the task of `max_kernel`."""
 
 MAX_CREDIT_NS: Final = 50 * NS_PER_MS
-"""Most GPU time that a tenant can be owed: a burst of that length at most."""
+"""Most GPU time that a tenant can be owed, which bounds the length of its bursts."""
 
 _MAX_CAP_CREDIT_NS: Final = 3 * NS_PER_MS
-"""Most GPU time that a tenant is owed that may use only a part of the card: what a late round costs it, and no burst
-beyond its cap."""
+"""Most GPU time that a tenant with a cap can be owed: enough to make up for a late round, too little for a burst beyond
+the cap."""
 
 _HEADROOM: Final = 1.1
 _LEAST_DEMAND_NS: Final = NS_PER_MS // 5
-"""How far above its last use a session's demand is: it can grow by a tenth, or begin, without a limit."""
+"""A session's demand is its last use times the first value plus the second: it can grow by a tenth, or begin, without
+being limited."""
 
 _CORRECTION_ROUNDS: Final = 10
-"""Rounds over which a debt or credit is evened out. Fewer would follow the noise of single rounds."""
+"""Number of rounds over which a debt or credit is paid back. With fewer, shares would follow the noise of single
+rounds."""
 
 _LATE: Final = 0.98
-"""A session that would finish its part this late in a round is not limited: it could not take more."""
+"""A session that would finish its part after this fraction of the round is not limited: it could hardly take more."""
 
 _ALL: Final = 0.999
-"""A part that is this much of what was wanted is all of it; the rest is rounding."""
+"""A part of at least this fraction of the demand counts as all of it; the rest is rounding."""
 
 _IDLE_PART: Final = 0.01
-"""Part of a round that may be idle: kernels begin and end within a round, and no tenant can fill the gaps."""
+"""Fraction of a round that is allowed to be idle: between kernels there are gaps that no tenant can fill."""
 
 MAX_SLACK_ROUNDS: Final = 2
 _SLACK_KEPT: Final = 0.97
-"""How many rounds can be given away in addition, and how much of that remains after a round without idle time. Less
-would make rounds with idle time and rounds without it alternate; more would give away for long what is wanted again."""
+"""The most extra time that can be given away, in rounds, and the fraction of it that remains after a round without idle
+time. With a smaller fraction, rounds with and without idle time would alternate. With a larger one, time would be given
+away long after it is wanted again."""
 
 _TAKERS: Final = -1
-"""Number for all sessions together that take turns, which no session has."""
+"""A number that no session has, for all sessions that take turns together."""
 
 _OVERDRAWN_NS: Final = -20 * NS_PER_MS
-"""A latency session is not obeyed from here on, until its tenant owes nothing."""
+"""At this balance or below, a tenant's latency sessions are no longer obeyed until the tenant owes nothing."""
 
 
 class SharedSession(NamedTuple):
@@ -111,23 +119,24 @@ class SharedSession(NamedTuple):
 class TimeShares:
     """The shares of one card.
 
-    Balances are in GPU nanoseconds: what somebody is owed, negative for a debt.
+    Balances are in GPU nanoseconds: positive for what a tenant or session is owed, negative for a debt.
     """
 
     def __init__(self) -> None:
-        # Of tenants by their names, of sessions by their numbers.
+        # The balances of tenants, by name, and of sessions, by number.
         self._owed: dict[Key, float] = {}
-        # The parts of the last round, of those who got less than they wanted, or who have a cap.
+        # The parts in the last round of those that got less than their demand, or that have a cap.
         self._parts: dict[Key, float] = {}
-        # The part of each session of the next round, before what is owed.
+        # Each session's part of the next round, before debts and credits.
         self._shares: dict[int, float] = {}
         self._at_cap: set[str] = set()
-        # Whether somebody got less than it wanted for others' sake, and what more can be given because they pause.
+        # Whether a tenant got less than its demand because of others, and the extra time to give away because sessions
+        # pause.
         self._is_short = False
         self._slack_ns = 0.0
         self._allowances: dict[int, int] = {}
         self._turns = Turns()
-        # Of tenants with latency sessions.
+        # The balances of tenants with latency sessions, which decide whether these are obeyed.
         self._latency_owed: dict[str, float] = {}
         self._obeyed: set[str] = set()
         self._mask = 0
@@ -135,7 +144,7 @@ class TimeShares:
 
     @property
     def obeyed(self) -> frozenset[str]:
-        """The tenants with latency sessions that all others have yielded to since the last round."""
+        """The tenants for whose latency sessions all others have held back since the last round."""
         return frozenset(self._obeyed)
 
     @property
@@ -144,7 +153,7 @@ class TimeShares:
         return self._turns.bars
 
     def next_round_ns(self, now_ns: int) -> int:
-        """Return when the limits are to be renewed after a round at `now_ns`."""
+        """Return when the next round is due after a round at `now_ns`."""
         return self._turns.next_round_ns(now_ns)
 
     def limits(
@@ -168,19 +177,19 @@ class TimeShares:
             weights: The weight of each tenant: the largest of its sessions on the card, idle ones included.
             caps: The largest part of the card, above 0 and at most 1, of each tenant that has one.
             used_ns: Time since the last round in which the card was used.
-            shares: Whether the card's time is shared by weights; False: caps and the latency class alone.
+            shares: Whether the card's time is shared by weights; False if only caps and the latency class apply.
         """
         by_tenant: dict[str, list[SharedSession]] = {}
         for one in sessions:
             by_tenant.setdefault(one.tenant, []).append(one)
-        # Step 1: what everyone wants, and what everyone owes after the last round. A round that was late is followed by
-        # another that is as late.
+        # Step 1: compute each session's demand, and the balances after the last round. Expect the next round to be as
+        # late as the last one.
         round_ns = min(max(more_ns, ROUND_NS), LAPSE_NS)
         demands = {one.session: self._demand_ns(one, more_ns, round_ns) for one in sessions}
         wanted = {tenant: sum(demands[one.session] for one in own) for tenant, own in by_tenant.items()}
         self._settle(more_ns, by_tenant, caps)
         self._settle_latency(more_ns, by_tenant, weights, wanted)
-        # Step 2: the parts of the next round. Without weights, everyone may have all that its cap allows.
+        # Step 2: compute the parts of the next round. Without weights, each tenant may have all that its cap allows.
         bounds = {
             tenant: min(wanted[tenant], round_ns * caps[tenant]) if tenant in caps else wanted[tenant]
             for tenant in by_tenant
@@ -191,18 +200,19 @@ class TimeShares:
         targets: dict[int, float] = {}
         for tenant, own in by_tenant.items():
             targets |= self._targets(own, parts[tenant], bounds[tenant], demands, caps.get(tenant), round_ns)
-        # Step 3: turns for those that saturate the card; without weights only next to one that gets too much otherwise.
+        # Step 3: give turns to the sessions that saturate the card; without weights, only if a capped one would get too
+        # much otherwise.
         if shares or self._at_cap:
             self._share_turns(now_ns, more_ns, round_ns, sessions, targets, demands, shares=shares)
         else:
             self._turns.clear()
-        # Step 4: from GPU time to busy time, for the others. Who is not limited shares the card as it likes. Those that
-        # take turns are busy one at a time, so they share it as one.
+        # Step 4: for the others, convert GPU time to busy time. Sessions that are not limited take part with their
+        # demand. Those that take turns are busy one at a time, so they count as one session.
         due = {one.session: targets.get(one.session, demands[one.session]) for one in sessions if demands[one.session]}
         in_turns = [due.pop(session) for session in list(due) if session in self._turns]
         busy = busy_times(due | {_TAKERS: sum(in_turns)} if in_turns else due)
         allowances = {
-            # 0 would be no limit.
+            # 0 would mean no limit.
             one.session: max(1, one.time.busy_ns + int(busy.get(one.session, targets[one.session])))
             for one in sessions
             if one.session in targets
@@ -210,7 +220,7 @@ class TimeShares:
             and busy.get(one.session, targets[one.session]) < round_ns * _LATE
         }
         self._allowances = allowances
-        # Step 5: the pages' fields.
+        # Step 5: make the pages' fields.
         words = {one.session: 1 << one.latency_word for one in sessions if one.latency_word is not None}
         mask = sum(words[one.session] for one in sessions if one.session in words and one.tenant in self._obeyed)
         self._mask, self._is_bounded = mask, bool(words)
@@ -246,7 +256,7 @@ class TimeShares:
         *,
         shares: bool,
     ) -> None:
-        """Decide who takes turns; a latency session that is obeyed works when it likes."""
+        """Decide which sessions take turns. A latency session that is obeyed takes none: it works at any time."""
         takers = {
             one.session: Taker(
                 one.time,
@@ -269,9 +279,9 @@ class TimeShares:
         cap: float | None,
         round_ns: int,
     ) -> dict[int, float]:
-        """Return the GPU time until the next round of those sessions of a tenant that are limited."""
+        """Return the GPU time until the next round for each of a tenant's sessions that is limited."""
         tenant = own[0].tenant
-        # The tenant gets less than it wants, or may never have more than its cap, or all that it wants.
+        # Three cases: the tenant gets less than its demand, it has a cap, or it gets its whole demand.
         if part_ns < bound_ns * _ALL:
             self._parts[tenant] = part_ns
             self._is_short = True
@@ -279,9 +289,9 @@ class TimeShares:
             self._parts[tenant] = part_ns = round_ns * cap
             self._at_cap.add(tenant)
         else:
-            # Others that want the card have what they want, so what it took from them earlier is forgiven in time.
+            # The others get their demands, so what this tenant took from them earlier is gradually forgiven.
             self._owed[tenant] = min(0.0, self._owed.get(tenant, 0.0) + round_ns)
-        # Its sessions share that by their own weights, with what is owed to it and without.
+        # Its sessions share that by their own weights, once with the tenant's balance and once without.
         wanted, weights = {one.session: demands[one.session] for one in own}, _weights(own)
         self._shares |= fill(part_ns, wanted, weights)
         is_limited = tenant in self._parts
@@ -292,7 +302,8 @@ class TimeShares:
         for one in own:
             share_ns, demand_ns = shares[one.session], demands[one.session]
             if not demand_ns:
-                # It may wake up during the round. What it uses then is the tenant's, and paid back.
+                # An idle session may wake up during the round. The time it uses then is charged to the tenant, and paid
+                # back.
                 if is_limited:
                     targets[one.session] = part_ns
             elif share_ns < demand_ns * _ALL:
@@ -302,7 +313,7 @@ class TimeShares:
                 targets[one.session] = max(0.0, share_ns + owed_ns / _CORRECTION_ROUNDS)
             elif cap is not None:
                 targets[one.session] = part_ns
-        # What siblings owe to each other is theirs to settle within what the tenant may use.
+        # Debts and credits among the tenant's sessions are settled within the time that the tenant may use.
         total_ns = sum(targets[one.session] for one in own if one.session in targets and demands[one.session])
         if is_limited and len(own) > 1 and total_ns > part_ns:
             for one in own:
@@ -315,7 +326,7 @@ class TimeShares:
         time = one.time
         if one.session in self._turns:
             return round_ns
-        # Held back: by its allowance, if that is used up; by a latency session, if one is obeyed.
+        # It was held back by its allowance if that is used up, by its turns, or by a latency session if one is obeyed.
         if (time.is_held or time.more_held_ns) and (self._is_spent(one) or one.session in self._turns or self._obeyed):
             return round_ns
         if not time.more_busy_ns or not more_ns:
@@ -323,7 +334,7 @@ class TimeShares:
         return min(round_ns, _HEADROOM * time.more_busy_ns * round_ns / more_ns + _LEAST_DEMAND_NS)
 
     def _is_spent(self, one: SharedSession) -> bool:
-        """Return whether a session has used its allowance up, but for what a kernel's estimate may be wrong."""
+        """Return whether a session has used up its allowance, within the error of a kernel's estimate."""
         allowance_ns = self._allowances.get(one.session)
         return allowance_ns is not None and one.time.busy_ns >= allowance_ns - NS_PER_MS
 
@@ -331,12 +342,12 @@ class TimeShares:
         return bool(one.time.is_held or one.time.more_held_ns or one.session in self._turns)
 
     def _find_slack(self, more_ns: int, used_ns: float) -> None:
-        """Give more away while the card is idle although somebody waits: those with demand pause between launches."""
+        """Give away more time while the card is idle although a session waits: others pause between their launches."""
         idle_ns = more_ns * (1.0 - _IDLE_PART) - used_ns
-        # Between turns the card is idle for a moment, which no other tenant could use.
+        # Ignore the idle moments between turns, which no other tenant could use.
         if idle_ns > 0.0 and self._is_short and not self._turns:
             self._slack_ns = min(self._slack_ns + idle_ns / 2, MAX_SLACK_ROUNDS * more_ns)
-            # Holding debtors back left the card idle, so no other tenant wanted what they owe.
+            # The card was idle while debtors were held back, so no other tenant wanted the time that they owe.
             for one, owed_ns in self._owed.items():
                 if owed_ns < 0.0:
                     self._owed[one] = min(0.0, owed_ns + idle_ns)
@@ -346,10 +357,11 @@ class TimeShares:
     def _settle(
         self, more_ns: int, by_tenant: Mapping[str, Sequence[SharedSession]], caps: Mapping[str, float]
     ) -> None:
-        """Add to each balance what its part of the last round was, less what was used of the card."""
+        """Add to each balance its part of the last round less the time that was used."""
         spent = {one.session: self._spent_ns(one, more_ns) for own in by_tenant.values() for one in own}
         used = {tenant: sum((spent[one.session] for one in own), 0.0) for tenant, own in by_tenant.items()}
-        # A tenant that was limited by its cap gets that part of the clock's time. The others share what was used.
+        # The part of a tenant that was limited by its cap is counted in wall time. The others' parts are of the used
+        # time.
         owed: dict[Key, float] = {}
         for tenant in by_tenant:
             owed[tenant] = self._owed.get(tenant, 0.0)
@@ -361,23 +373,24 @@ class TimeShares:
         for own in by_tenant.values():
             for one in own:
                 owed[one.session] = self._owed.get(one.session, 0.0)
-            # Who was not held back had what it wanted, whatever its part: it is owed nothing for this round.
+            # A session that was not held back got its demand, whatever its part was. So it is owed nothing for this
+            # round.
             waiting = [one for one in own if one.session in self._parts and self._has_waited(one)]
             self._even_out(owed, {one.session: spent[one.session] for one in waiting})
             _forgive(owed, [one.session for one in waiting])
-        # Only those of this round are remembered.
+        # Keep only the balances of this round.
         self._owed = owed
 
     def _spent_ns(self, one: SharedSession, more_ns: int) -> float:
-        """Return the GPU time that a session is charged for the last round: without what its turns take to begin."""
+        """Return the GPU time charged to a session for the last round, without the time in which its turns begin."""
         if one.session not in self._turns:
             return one.time.more_gpu_ns
         return max(0.0, one.time.more_gpu_ns - SWITCH_NS * more_ns / self._turns[one.session].period_ns)
 
     def _even_out(self, owed: dict[Key, float], used: Mapping[Key, float]) -> None:
-        """Settle between some: their parts of what they used together, less what each used."""
+        """Settle among several: add to each its part of the time that all used together, less the time that it used."""
         if len(used) == 1:
-            # The others have what they want: neither a debt to them nor a credit from them is of use for long.
+            # The others got their demands, so neither a debt to them nor a credit from them should last.
             (one,) = used
             owed[one] = min(0.0, owed[one] + ROUND_NS)
             return
@@ -399,26 +412,26 @@ class TimeShares:
         for tenant, own in by_tenant.items():
             if all(one.latency_word is None for one in own):
                 continue
-            # Its part by weights among those who want the card, all of it if it is the only one.
+            # Compute its part by weights among the tenants with demand; if there is no other, that is the whole card.
             others = sum(weights[other] for other in by_tenant if other != tenant and wanted[other])
             due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
             owed_ns = before.get(tenant, 0.0) + due_ns - sum(one.time.more_gpu_ns for one in own)
             self._latency_owed[tenant] = owed_ns = min(max(owed_ns, -MAX_CREDIT_NS), MAX_CREDIT_NS)
-            # Two bounds, so that the class does not change with every round. One that is new is obeyed.
+            # Use two bounds, so that this does not change in every round. A new tenant is obeyed.
             if owed_ns >= (_OVERDRAWN_NS if tenant in self._obeyed or tenant not in before else 0.0):
                 obeyed.add(tenant)
         self._obeyed = obeyed
 
 
 def _forgive(owed: dict[Key, float], some: Sequence[Key]) -> None:
-    """Reduce the debts that all of some have: they owe them to others, who have what they want."""
+    """Reduce debts that all of `some` have in common: they owe them to others, who got their demands."""
     if some and (least_ns := max(owed[one] for one in some)) < 0.0:
         for one in some:
             owed[one] += min(-least_ns, ROUND_NS)
 
 
 def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:
-    """Return the limits of a session that takes turns with others: a short queue, and work only in its turn."""
+    """Return the limits of a session that takes turns: a short queue, and work only in its own turn."""
     return limits._replace(
         queue_bound_ns=min(limits.queue_bound_ns or TURN_QUEUE_NS, TURN_QUEUE_NS),
         until_ns=now_ns + LAPSE_NS,
@@ -433,10 +446,10 @@ def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
 
 
 def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKey, int]) -> dict[AnyKey, float]:
-    """Share a total by weights, up to each one's bound; what one does not take is shared among the others."""
+    """Divide a total by weights, up to each one's bound. What one does not take is divided among the others."""
     parts: dict[AnyKey, float] = {}
     rest_ns, rest_weight = total_ns, sum(weights[one] for one in bounds)
-    # In the order in which they are full, were each to get the same for each unit of weight.
+    # Go in the order in which they would reach their bounds if all got the same per unit of weight.
     for one in sorted(bounds, key=lambda one: bounds[one] / weights[one]):
         parts[one] = min(bounds[one], rest_ns * weights[one] / rest_weight)
         rest_ns -= parts[one]
@@ -445,7 +458,7 @@ def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKe
 
 
 def busy_times(parts: Mapping[int, float]) -> dict[int, float]:
-    """Return for how long sessions are busy until each has its part, if all begin now and share the card equally."""
+    """Return how long each session is busy until it has its part, if all begin now and share the card equally."""
     found: dict[int, float] = {}
     elapsed_ns = done_ns = 0.0
     for number, (session, part_ns) in enumerate(sorted(parts.items(), key=lambda item: item[1])):

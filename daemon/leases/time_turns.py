@@ -1,14 +1,15 @@
-"""Turns on a card: when each of the sessions that saturate it begins work. Pure: the clock is an argument.
+"""Turns on a card: when each of the sessions that saturate it may begin work. Does no I/O, and reads no clock.
 
-What the driver gives to each of two busy sessions is near a half only while both always have work queued. One that is
-held back for some milliseconds gets up to two thirds of the time after that, and no worker can measure it. So sessions
-that want all of the card and may not have it are not held back after a while, but take turns: each begins work only in
-its own turn, and no more of it than ends there. Then a session's GPU time is its turn's length,
-whatever the driver does.
+The driver gives each of two busy sessions about half of the time only while both always have work queued. After a
+session was held back for some milliseconds, it gets up to two thirds of the time, and no worker can measure that. So
+sessions that want all of the card but may not have it take turns, instead of being held back when they have used up
+their part. Each begins work only in its own turn, and only as much as ends in it. Then a session's GPU time is its
+turn's length, whatever the driver does.
 
-Turns come again after a period, without the broker. It changes their lengths between two periods only, because a
-balance within a period only shows which session was on. A session that leaves much of its turns idle gets no more
-turns for a while: its pauses would be everyone's. A short gap, or a turn that its worker saw late, costs it nothing.
+Turns repeat after a period, without the broker. The broker changes their lengths only between two periods, because a
+balance within a period shows only which session had its turn. A session that leaves much of its turns idle gets no
+turns for a while, because its pauses would cost all sessions time. A short gap, or a turn that its worker noticed late,
+has no consequence.
 """
 
 from collections.abc import Mapping
@@ -20,54 +21,57 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
 
 ROUND_NS: Final = 10 * NS_PER_MS
-"""Time between two rounds: long against the driver's slice of 1.35 ms, short against a person's patience."""
+"""Time between two rounds: long compared with the driver's time slice of 1.35 ms, and too short for a person to
+notice."""
 
 MIN_PERIOD_NS: Final = 20 * NS_PER_MS
 MAX_PERIOD_NS: Final = 100 * NS_PER_MS
-"""Bounds of the time from a session's turn to its next: how long the others' work waits, apart from what is queued."""
+"""Bounds of the time from a session's turn to its next one, for which the others' work waits, in addition to queued
+work."""
 
 MIN_TURN_NS: Final = 5 * NS_PER_MS
-"""Length of the shortest turn, as long as periods can be longer."""
+"""Shortest length of a turn, as long as the period can still be made longer."""
 
 SWITCH_NS: Final = 180 * NS_PER_US
-"""What each turn is longer than its session's part: the card takes so much from one session's work to another's.
-Measured on an H200 (driver 580.159) with kernels of 20 us: turns of 5 and 15 ms lost 0.20 and 0.17 ms each."""
+"""Time by which each turn exceeds its session's part, because the card needs it to switch from one session's work to
+another's. Measured on an H200 (driver 580.159) with kernels of 20 us: turns of 5 and 15 ms lost 0.20 and 0.17 ms
+each."""
 
 TURN_QUEUE_NS: Final = 200 * NS_PER_US
-"""Work that a session may have outstanding in its turn: enough that the card is never idle between two launches."""
+"""Work that a session may have outstanding in its turn: enough to keep the card busy between two launches."""
 
 _SATURATES: Final = 0.95
-"""A session that works or waits in this part of the time saturates the card."""
+"""A session that works or waits for at least this fraction of the time saturates the card."""
 
 _MOST_IDLE: Final = 0.15
-"""The part of its turns in which a session may neither work nor wait, in the long run, if it is to get more of them. A
-client that waits for its work before it launches more leaves some 1 ms idle each time."""
+"""Fraction of its turns that a session may leave idle (neither working nor waiting) in the long run without losing its
+turns. A client that waits for its work before it launches more leaves some 1 ms idle each time."""
 
 _MOST_LATE: Final = 0.5
-"""The part of its turns that it may leave unused while it waits: for a latency session, or because its worker saw the
-turn's begin late, or because a long kernel does not fit into what is left of the turn."""
+"""Fraction of its turns that it may leave unused while it waits: for a latency session, because its worker noticed the
+beginning late, or because a long kernel does not fit into the rest of the turn."""
 
 _PATIENCE_NS: Final = 15 * NS_PER_MS
-"""How much more than these a session may leave unused at once: some turns in which its worker wakes late, or a gap of
-its client. With less, sessions that saturate the card lose their turns by chance."""
+"""Time beyond these fractions that a session may leave unused before it loses its turns: some turns in which its worker
+wakes late, or a gap of its client. With less, sessions that saturate the card would lose their turns by chance."""
 
 _MIN_BAR_NS: Final = 200 * NS_PER_MS
 _MAX_BAR_NS: Final = 2 * NS_PER_S
-"""How long a session gets no turns after it left too much of them unused. The first time, it is the first; each
-further time it is doubled, up to the second; once all of its patience is back, it is the first again. Without turns,
-what a session gets is only as exact as the account."""
+"""How long a session gets no turns after it has left too much of them unused. It begins with the first value and is
+doubled each further time, up to the second value; once the session's patience is full again, it is reset. Without
+turns, a session's time is only as exact as the account."""
 
 _FORGET_NS: Final = 2 * _MAX_BAR_NS
-"""How long after its last turn a session's use of its turns is forgotten."""
+"""Time after its last turn at which the record of a session's use is dropped."""
 
 
 class Turn(NamedTuple):
     """When a session has its turns.
 
     Attributes:
-        begin_ns: When one of them begins, on the monotonic clock.
-        length_ns: How long each of them is.
-        period_ns: The time from the begin of one to that of the next.
+        begin_ns: Time at which one of them begins, on the monotonic clock.
+        length_ns: Length of each turn.
+        period_ns: Time from the beginning of a turn to that of the next.
     """
 
     begin_ns: int
@@ -75,7 +79,7 @@ class Turn(NamedTuple):
     period_ns: int
 
     def time_between(self, from_ns: int, until_ns: int) -> int:
-        """Return how much of its turns lies between two times."""
+        """Return how much time of its turns lies between two times."""
         return self._time_until(until_ns) - self._time_until(from_ns)
 
     def _time_until(self, time_ns: int) -> int:
@@ -88,10 +92,10 @@ class _TurnUse:
     """How a session has used its turns.
 
     Attributes:
-        patience_ns: How much more of its turns it may leave unused before it gets none.
-        next_bar_ns: How long it gets none then.
-        barred_until_ns: Until when it gets none.
-        seen_ns: When it had a turn last.
+        patience_ns: Time of its turns that it may still leave unused before it loses them.
+        next_bar_ns: How long it then gets no turns.
+        barred_until_ns: Time until which it gets no turns.
+        seen_ns: Time at which it last had a turn.
     """
 
     patience_ns: float = float(_PATIENCE_NS)
@@ -105,10 +109,10 @@ class Bar(NamedTuple):
 
     Attributes:
         session: Its number.
-        bar_ns: For how long.
-        due_ns: The length of its turns since they were renewed.
-        busy_ns: For how long it worked since then.
-        held_ns: For how long its work was held back since then.
+        bar_ns: How long it gets none.
+        due_ns: The total length of its turns since the turns last changed.
+        busy_ns: Time for which it has worked since then.
+        held_ns: Time for which its work has been held back since then.
     """
 
     session: int
@@ -124,9 +128,9 @@ class Taker(NamedTuple):
     Attributes:
         time: Its account.
         share_ns: Its share of the GPU time until the next round, before debts and credits.
-        target_ns: The GPU time that it is to get until then.
-        is_capped: It gets no more than that, even if the rest stays unused.
-        is_limited: It was held back in the last round only because it had used up what it may use.
+        target_ns: The GPU time that it should get until then.
+        is_capped: Whether it gets no more than that, even if the rest stays unused.
+        is_limited: Whether it was held back in the last round only because it had used up its allowance.
     """
 
     time: SessionTime
@@ -137,7 +141,7 @@ class Taker(NamedTuple):
 
 
 class Turns:
-    """The turns of one card's sessions: what each may use of a period, and when the period ends.
+    """The turns of one card's sessions: each session's turn within the period, and the end of the period.
 
     Attributes:
         bars: The sessions that lost their turns in the last update.
@@ -145,7 +149,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._turns: dict[int, Turn] = {}
-        # When the present period began and ends; since when the turns are as they are, and each session's account then.
+        # Beginning and end of the current period; the time since which the turns are unchanged, and each session's
+        # account at that time.
         self._began_ns = self._until_ns = self._since_ns = 0
         self._before: dict[int, tuple[int, int]] = {}
         self._uses: dict[int, _TurnUse] = {}
@@ -165,7 +170,10 @@ class Turns:
         self.bars = []
 
     def next_round_ns(self, now_ns: int) -> int:
-        """Return when the next round is due: some round ends with the period, where balances show no part of a turn."""
+        """Return when the next round is due.
+
+        A round also ends with each period, because balances are complete only there.
+        """
         left_ns = self._until_ns - now_ns
         if not self._turns or left_ns <= 0:
             return now_ns + ROUND_NS
@@ -180,15 +188,15 @@ class Turns:
         *,
         only_for_caps: bool = False,
     ) -> None:
-        """Decide who takes turns, and how long they are, once a period is over or a session has gone.
+        """Decide which sessions take turns, and how long these are, once a period is over or a session has ended.
 
         Args:
             now_ns: The present time.
             more_ns: Time since the last round.
             round_ns: Time until the next round.
             takers: The sessions that may take turns, in any order.
-            only_for_caps: There are turns only if all capped sessions would get too much without them, and all sessions
-                that are busy take turns.
+            only_for_caps: Whether to give turns only if all capped sessions would get too much without them, and if all
+                busy sessions take turns.
         """
         self.bars = []
         if self._turns and all(session in takers for session in self._turns) and now_ns < self._until_ns:
@@ -199,20 +207,20 @@ class Turns:
         if len(chosen) < 2:
             return
         capped = [one for one in chosen.values() if one.is_capped]
-        # The driver gives each of them the same: a cap of more than that is not a right to more.
+        # Without turns the driver gives each session the same. If a cap allows more than that, no turns are needed.
         if only_for_caps and not (capped and all(one.target_ns * len(chosen) < round_ns for one in capped)):
             return
-        # One without turns would take what all the others' turns leave to each of them.
+        # A busy session without turns would take time in all the others' turns.
         if only_for_caps and any(one.time.more_busy_ns for session, one in takers.items() if session not in chosen):
             return
         parts = _parts(chosen, round_ns)
         least = min((part for part in parts.values() if part), default=1.0)
         period_ns = int(min(max(MIN_PERIOD_NS, MIN_TURN_NS / least), MAX_PERIOD_NS))
-        # Each period begins where the one before ended, so turns move little from one to the next. If a session has
-        # gone, the others' turns change in the midst of the period: if it began again, the first in line would gain.
+        # Each period begins where the last one ended, so turns move little from one to the next. If a session has
+        # ended, the others' turns change within the period. A new period would favor the first session.
         began_ns = self._began_ns if now_ns < self._until_ns else self._until_ns
         began_ns += (now_ns - began_ns) // period_ns * period_ns
-        # One that has nothing to get begins nothing: even in a moment it could begin a long kernel each time.
+        # A session whose part is 0 gets no turn: even in a short one it could begin a long kernel each time.
         switches_ns = sum(bool(part) for part in parts.values()) * SWITCH_NS
         edges = [0.0]
         for part in parts.values():
@@ -224,7 +232,7 @@ class Turns:
         self._before = {session: (one.time.busy_ns, one.time.held_ns) for session, one in chosen.items()}
 
     def _takes_turns(self, session: int, one: Taker, now_ns: int, more_ns: int) -> bool:
-        """Return whether a session gets turns; note how it used those that it had."""
+        """Return whether a session gets turns, and record how it used its last ones."""
         if (turn := self._turns.get(session)) is not None:
             return self._keeps_turns(session, one, turn, now_ns)
         if session in self._uses and now_ns < self._uses[session].barred_until_ns:
@@ -234,14 +242,14 @@ class Turns:
         return bool(busy_ns) and wanted_ns >= more_ns * _SATURATES
 
     def _keeps_turns(self, session: int, one: Taker, turn: Turn, now_ns: int) -> bool:
-        """Charge a session for what it left unused of its turns, and return whether it gets more of them."""
+        """Charge a session for the unused time of its turns, and return whether it keeps getting turns."""
         use = self._uses.setdefault(session, _TurnUse())
         use.seen_ns = now_ns
         busy_ns, held_ns = self._before[session]
         busy_ns, held_ns = one.time.busy_ns - busy_ns, one.time.held_ns - held_ns
         due_ns = turn.time_between(self._since_ns, now_ns)
-        # What it leaves idle next to its turns is nobody's loss. It may be held back and work at once: so this is the
-        # least that it can have been idle.
+        # Only idle time within its turns matters. A session may work while one of its launches is held back, so this is
+        # the least time for which it can have been idle.
         unused_ns = max(0, due_ns - busy_ns)
         idle_ns = min(unused_ns, max(0, now_ns - self._since_ns - busy_ns - held_ns))
         earned_ns = min(due_ns * _MOST_IDLE - idle_ns, due_ns * _MOST_LATE - unused_ns)
@@ -257,17 +265,17 @@ class Turns:
 
 
 def _parts(takers: Mapping[int, Taker], round_ns: int) -> dict[int, float]:
-    """Return the part of a period that each session's turn is, in the order of the sessions' numbers."""
+    """Return the fraction of a period that each session's turn takes, in the order of the sessions' numbers."""
     capped = {session: one.target_ns / round_ns for session, one in takers.items() if one.is_capped}
     rest = 1.0 - sum(capped.values())
-    # The others share the rest. Debts that all of them have are to sessions that take no turns: shorter turns for all
-    # would pay nothing back.
+    # The others share the rest. Ignore debts that all of them have in common: they owe them to sessions that take no
+    # turns, and shorter turns for all would not pay them back.
     free = {session: one for session, one in takers.items() if not one.is_capped and one.share_ns}
     relief = max(0.0, min((1.0 - one.target_ns / one.share_ns for one in free.values()), default=0.0))
     dues = {session: one.target_ns + one.share_ns * relief for session, one in free.items()}
     due_ns = sum(dues.values())
     if rest < 0.0 or not due_ns:
-        # Caps of more than the card together are as good as weights.
+        # If the caps add up to more than the card, they act as weights.
         scale = 1.0 / max(1.0, sum(capped.values()))
         return {session: capped.get(session, 0.0) * scale for session in sorted(takers)}
     return {

@@ -1,19 +1,20 @@
-"""The pool of warm contexts: how many there are, which lease gets one, and when they give way.
+"""The pool of warm contexts: how many there are, which lease gets one, and when they are dropped.
 
-1. Each card has as many contexts as the operator wants. They are made one at a time, a pause after a lease took over
-   the last one, and never while an acquire of that card is in progress. Each loss delays the next one further.
-2. A context is charged to its card like a lease's, so a lease that takes it over adds only its slice.
-3. The pool gives way: admission counts its bytes as free, and contexts that occupy a placed lease's room are killed.
-   The lease starts once their bytes are proved free, never before.
+1. Each card has as many contexts as the operator wants. They are made one at a time, after a pause since a lease last
+   took one over, and never while an acquire of that card is in progress. Each loss makes the pause before the next one
+   longer.
+2. A context is charged to its card like that of a lease, so a lease that takes it over adds only its slice.
+3. Leases have priority: admission counts the pool's bytes as free, and contexts that occupy a placed lease's room are
+   killed. The lease starts only once their bytes are proved free.
 4. A card that one lease has to itself keeps no contexts, and neither does a drained node. A lease's fence leaves the
    rest of the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so
-   does a dropped one until it is proved gone. So a driver that loses every context fences no more than are wanted. A
-   fenced context that served a tenant does not count, because that tenant may have caused the fence.
+   does a dropped one until its bytes are proved free. So a driver that loses every context fences no more than are
+   wanted. A fenced context that served a tenant does not count, because that tenant may have caused the fence.
 5. A lease that loses its warm context before it is ready gets a new one, as if there were no pool.
 6. Submits take over contexts like leases, but only those that served no tenant. Their lease already holds the bytes of
    a second context, so the pool's bytes for it become free.
-7. A scrubbed context (`model.Recycling`) waits for its tenant alone, in addition to those wanted, and gives way too.
-   Its loss delays no other, because its tenant may have caused it.
+7. A scrubbed context (`model.Recycling`) waits only for its tenant, in addition to the wanted number, and is dropped
+   for leases as well. Its loss does not delay other contexts, because its tenant may have caused it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -118,7 +119,8 @@ class WarmPool:
         self._teardown = teardown
         self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
         self._spawn_timeout_ns = store.limits.spawn_timeout_s * NS_PER_S
-        # Ids are counted upwards and never used twice, in two ranges: the pool's own, and what leases left.
+        # Ids are counted upwards and never used twice, in two ranges: those of the pool's own contexts, and those of
+        # workers that leases left.
         self._last_id = FIRST_WARM_ID - 1
         self._last_left_id = FIRST_LEFT_ID - 1
         self._refills = {account.card.uuid: Refill() for account in store.accounts}
@@ -139,7 +141,7 @@ class WarmPool:
     # --- leases ---
 
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Start a lease that was just entered in the store, on a warm context if there is one, once it has room."""
+        """Start a lease that was just added to the store once it has room, on a warm context if there is one."""
         account = self._account(lease.card_uuid)
         # Step 1: take over a context. Its bytes are charged already, so the lease awaits only the rest.
         context = _choose(account.warm.values(), lease.tenant)
@@ -150,11 +152,11 @@ class WarmPool:
             out.append(RenameWorker(context.warm_id, lease.lease_id))
             if context.tenant is None:
                 self._refills[lease.card_uuid].was_taken(now_ns)
-        # Step 2: kill contexts that occupy the lease's room. Their bytes come back later, with their proof.
+        # Step 2: kill contexts that occupy the lease's room. Their bytes become free later, with their proof.
         self._make_room(account, now_ns, out)
         # Step 3: start every lease that has room now; the order of their arrival is kept.
         self._start_leases(account, now_ns, out)
-        # This one must wait for room. Bound the wait, in case the contexts are never proved gone.
+        # This lease must wait for room. Bound the wait, in case the contexts' bytes are never proved free.
         if lease.awaited_bytes:
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
@@ -183,7 +185,7 @@ class WarmPool:
     def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, out: list[Effect]) -> None:
         """Recycle a lease's worker if the scrub is proved and nothing else is in doubt; otherwise kill it."""
         lease, recycling = self._store.live.get(event.lease_id), self._store.recycling
-        # The event may be late or repeated: the worker is already dead, or was never to be scrubbed.
+        # Ignore a late or repeated event: the worker is already dead, or was not to be scrubbed.
         if lease is None or recycling is None or not lease.is_scrubbing or lease.is_worker_gone:
             return
         # Check again: the scrub took time, in which the tenant, the card or the node may have changed.
@@ -206,7 +208,7 @@ class WarmPool:
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
     def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
-        """Drop contexts that wait for a tenant, if the tenant's name may belong to another person by now."""
+        """Drop contexts that wait for a tenant if the tenant's name may now belong to another person."""
         for account in self._store.accounts:
             for context in account.yielding():
                 if context.tenant in self._store.renamed:
@@ -219,7 +221,7 @@ class WarmPool:
         return _choose(self._account(card_uuid).warm.values()) is not None
 
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
-        """Give a starting submit a context, for good; return False if none is ready."""
+        """Give a starting submit a context, which it never returns. Returns False if none is ready."""
         account = self._account(submit.card_uuid)
         context = _choose(account.warm.values())
         if context is None:
@@ -238,9 +240,11 @@ class WarmPool:
     def drop_behind(
         self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
     ) -> None:
-        """Drop the worker of a lease that lives on without it; the worker holds these bytes until they are proved free.
+        """Drop the worker of a lease that continues without it.
 
-        `is_gone`: Its process was reaped.
+        The worker holds these bytes until they are proved free.
+
+        `is_gone`: Whether its process was reaped.
         """
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
@@ -259,20 +263,20 @@ class WarmPool:
         return context is not None
 
     def hold(self, lease: Lease, charge_bytes: int, out: list[Effect]) -> int:
-        """Set the worker of a lease aside, which holds these bytes; return its id as a context.
+        """Set aside the worker of a lease, which holds these bytes. Returns its id as a context.
 
-        The lease has no worker then. `take_held` or `drop_held` ends this.
+        Then the lease has no worker. `take_held` or `drop_held` ends this.
         """
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
         context.state = WarmState.HELD
-        # Unlike a dropped context's bytes, these do not come back soon: no acquire may wait for them.
+        # Unlike a dropped context's bytes, these are not released soon, so no acquire may wait for them.
         self._account(lease.card_uuid).stuck_bytes += charge_bytes
         out.append(RenameWorker(lease.lease_id, context.warm_id))
         return context.warm_id
 
     def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int | None:
-        """Give a lease the worker back that was set aside; return the bytes it holds, None if it has ended."""
+        """Give the worker that was set aside back to its lease. Returns the bytes it holds; None if it has ended."""
         context = self._store.warm.get(warm_id)
         if context is None or context.state is not WarmState.HELD:
             return None
@@ -296,7 +300,7 @@ class WarmPool:
         # This runs after every event, so a card with nothing to do must cost next to nothing.
         for account in self._store.accounts:
             if account.awaiting:
-                # A session that returns waits for room without having been placed.
+                # A session that returns waits for room although it was not placed.
                 if any(lease.state is LeaseState.ACTIVE for lease in account.awaiting.values()):
                     self._make_room(account, now_ns, out)
                 self._start_leases(account, now_ns, out)
@@ -308,7 +312,7 @@ class WarmPool:
                 self._refill(account, now_ns, out)
 
     def on_pool_timer(self) -> None:
-        """Allow contexts to be made; `update` makes them. Also called once an earlier table's state is entered."""
+        """Allow contexts to be made; `update` makes them. Also called once an earlier table's state is restored."""
         self._is_begun = True
         self._timer_ns = None
 
@@ -331,7 +335,7 @@ class WarmPool:
     def on_card_polled(self, event: events.CardPolled, now_ns: int, out: list[Effect]) -> None:
         """Book the memory of the card that others hold, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
-        # The capacity changes only if what is booked does; most polls change nothing.
+        # The capacity changes only if the booked bytes do; most polls change nothing.
         before_bytes = account.others.booked_bytes
         if account.others.poll(event.unowned_bytes, event.outside_bytes, event.polled_ns):
             self._change_capacity(account, before_bytes, now_ns, out)
@@ -371,7 +375,8 @@ class WarmPool:
     def drop_left(self, left: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
         """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved free.
 
-        The lease itself was proved gone before, or an operator cleared its fence. A new id holds the bytes.
+        The lease's own bytes were proved free before, or an operator cleared its fence. The bytes are held under a new
+        id.
         """
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, left.card_uuid, left.charge_bytes, "")
@@ -380,7 +385,7 @@ class WarmPool:
         self._drop(context, f"lease {left.beside_lease_id or left.worker_id:032x} has left it", now_ns, out)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
-        # The worker keeps this id in the zygote too, so no other worker may get it.
+        # The worker has this id in the zygote as well, so no other worker may get it.
         if warm_id < FIRST_LEFT_ID:
             self._last_id = max(self._last_id, warm_id)
         else:
@@ -397,7 +402,7 @@ class WarmPool:
             account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
         )
         for context in in_the_way:
-            # Stop as soon as what is promised fits: every context that can stay saves a later lease half a second.
+            # Stop as soon as the promised bytes fit: every context that can stay saves a later lease half a second.
             kept_bytes = account.stuck_bytes + account.yielding_bytes
             if account.promised_bytes + kept_bytes <= account.capacity_bytes:
                 return
@@ -405,16 +410,16 @@ class WarmPool:
 
     def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         """Start leases that wait for room, in the order of their arrival."""
-        # One that can't return to a new worker waits again, for less, to return to its former one.
+        # A session that can't return to a new worker waits again, for fewer bytes, to return to its former one.
         while account.awaiting:
             lease = next(iter(account.awaiting.values()))
             # Stop at the first that lacks room. A smaller lease behind it must not take the bytes it waits for.
             if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
-            # From here on the bytes count as used, and the clock of the start runs.
+            # From now on the bytes count as used, and the time limit of the start runs.
             account.await_bytes(lease, 0)
             if lease.state is LeaseState.ACTIVE:
-                # Its worker runs: it was parked, and returns.
+                # Its worker is running: the session was parked, and returns.
                 self._teardown.parking.start_return(lease, now_ns, out)
                 continue
             wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s
@@ -432,8 +437,8 @@ class WarmPool:
     # --- refilling ---
 
     def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        # Make one more only if all of this holds: the card is not busy with an acquire or another context, some are
-        # missing, there is room in addition to all promises, and the card may have contexts at all.
+        # Make one more only if the card is not busy with an acquire or another context, contexts are missing, there is
+        # room in addition to all promises, and the card may have contexts at all.
         if account.pending_leases:
             return
         kept = [context for context in account.yielding() if context.tenant is None]
@@ -463,7 +468,7 @@ class WarmPool:
     # --- ends ---
 
     def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
-        # It may have been dropped while it started; then its kill is on the way.
+        # If it was dropped while it started, its kill is already ordered.
         if context.state is WarmState.WARMING:
             context.state = WarmState.READY
             self._refills[context.card_uuid].was_made()
@@ -502,7 +507,7 @@ class WarmPool:
             self._fence(context, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
 
     def _on_proved(self, context: WarmContext, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
-        # A proof from before the reap proves nothing: the process could still hold memory.
+        # A proof from before the reap is not valid: the process could still hold memory.
         if context.state is WarmState.DROPPING and context.is_worker_gone:
             self._store.remove_warm(context)
             out.append(WarmEnded(context.warm_id, context.card_uuid, context.reason, is_fenced=False))
@@ -513,7 +518,7 @@ class WarmPool:
 
     def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Drop a context that was lost, and postpone the next one."""
-        # A context that served a tenant delays no other: that tenant may have caused the loss.
+        # The loss of a context that served a tenant does not delay others, because that tenant may have caused it.
         if context.tenant is None:
             self._refills[context.card_uuid].was_lost(now_ns)
         self._drop(context, reason, now_ns, out)
@@ -530,10 +535,10 @@ class WarmPool:
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
 
     def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Fence a context's bytes, and end leases that were to have them, the latest first."""
+        """Fence a context's bytes, and end leases that were to get them, the latest first."""
         account = self._account(context.card_uuid)
         context.state = WarmState.FENCED
-        # Stuck bytes are lost for leases, so those that waited for them are ended.
+        # No lease can get stuck bytes, so end those that waited for them.
         account.stuck_bytes += context.charge_bytes
         account.fenced_bytes += context.charge_bytes
         full_reason = f"{context.reason}; {reason}" if context.reason else reason
@@ -555,7 +560,7 @@ class WarmPool:
 
 
 def _choose(contexts: Iterable[WarmContext], tenant: str | None = None) -> WarmContext | None:
-    """Choose a context for a lease: the last one that its tenant used, otherwise the oldest that served no tenant.
+    """Choose a context for a lease: the one that its tenant used last, otherwise the oldest that served no tenant.
 
     Without a tenant, only the latter.
     """

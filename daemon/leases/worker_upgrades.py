@@ -1,14 +1,14 @@
-"""Worker upgrades: a session leaves the worker that another version of the daemon started, for one of this version.
+"""Worker upgrades: a session moves from a worker of another version of the daemon to one of this version.
 
 1. An upgrade is a move to the session's own card. The session is parked, its worker sends its image, and another worker
    adopts the image.
-2. Unlike for other moves, the former worker is set aside and not ended, until the new one has the session whole. It
-   takes the session back if that does not fit the new version, if the image can't be read, if no worker can be started,
-   or if there is no room for both contexts in time. So an upgrade that fails costs its tenant a pause.
-3. Meanwhile the card is charged for both workers.
+2. Unlike in other moves, the former worker does not end: it is set aside until the new one has restored the whole
+   session. It takes the session back if that does not fit the new version, if the image can't be read, if no worker can
+   be started, or if there is no room for both contexts in time. So an upgrade that fails costs its tenant only a pause.
+3. During the upgrade the card is charged for both workers.
 4. A session that was parked is parked again.
 5. A table that restores a lease in the middle of its upgrade continues with the former worker, unless the new one may
-   have served the session by then: then the lease ends, as that of a cold session.
+   have served the session already: then the lease ends, like that of a cold session.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,20 @@ from gpulease.daemon.leases.table_state import LeaseStore
 
 
 class HeldWorkers(Protocol):
-    """The part of the warm pool that keeps workers aside."""
+    """The part of the warm pool that keeps workers that were set aside."""
 
     def hold(self, lease: Lease, charge_bytes: int, out: list[Effect]) -> int:
-        """Set the worker of a lease aside, which holds these bytes; return its id as a context."""
+        """Set aside the worker of a lease, which holds these bytes. Returns its id as a context."""
 
     def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int | None:
-        """Give a lease the worker back that was set aside; return the bytes it holds, None if it has ended."""
+        """Give the worker that was set aside back to its lease. Returns the bytes it holds; None if it has ended."""
 
     def drop_held(self, warm_id: int, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Drop a worker that was set aside, unless it has ended."""
 
 
 class WorkerUpgrades:
-    """Sets former workers aside, and has them continue what can't be upgraded.
+    """Sets former workers aside, and gives them back the sessions that can't be upgraded.
 
     Args:
         store: The table's state.
@@ -58,9 +58,9 @@ class WorkerUpgrades:
         self._park = park
 
     def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, out: list[Effect]) -> bool:
-        """Set the worker aside that a session has left for its upgrade; return False if it leaves for another reason.
+        """Set aside the worker that a session has left for its upgrade. Returns False if it left for another reason.
 
-        `held_bytes`: What the worker holds, which the lease is not charged for any more.
+        `held_bytes`: The bytes that the worker holds and that the lease is no longer charged for.
         """
         if state.move is None or not state.move.from_version:
             return False
@@ -68,38 +68,38 @@ class WorkerUpgrades:
         return True
 
     def take_back(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> bool:
-        """Give a cold session its former worker back, and return it there; False if there is none.
+        """Return a cold session to its former worker. Returns False if there is none.
 
-        `reason`: Why no other worker continues it.
+        `reason`: Why no other worker can continue it.
         """
         held_id, state.held_id = state.held_id, 0
         if not held_id or (held_bytes := self._held.take_held(lease, held_id, out)) is None:
             return False
-        # Step 1: the lease is charged for what the worker kept, and the session is parked warm, as it was.
+        # Step 1: charge the lease for the bytes that the worker kept. The session is parked warm again.
         account = self._store.account_by_uuid[lease.card_uuid]
         account.take_parked(lease, held_bytes)
         account.await_bytes(lease, 0)
         state.off_bytes -= held_bytes
         state.kept_bytes = lease.terms.size_bytes - state.off_bytes
         state.depth, state.misfit, state.stays_here = ParkDepth.WARM, None, reason
-        # Step 2: the worker learns of renewals that it has missed, and serves its connections again.
+        # Step 2: give the worker the deadline, which may have been renewed, and make it serve its connections again.
         if lease.deadline_ns is not None:
             out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
         if lease.horizon is not None:
             out.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
         out.append(StaySession(lease.lease_id, state.number))
-        # Step 3: to the card, where it was.
+        # Step 3: bring the session back to the card.
         state.is_awaited = True
         self._await_return(lease, state, now_ns, out)
         return True
 
     def on_done(self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, out: list[Effect]) -> None:
-        """End the former worker of a session that is whole in the new one."""
+        """End the former worker of a session that the new worker has restored completely."""
         took_ns = now_ns - move.since_ns
         out.append(WorkerReplaced(lease.snapshot(), move.from_version, state.moved_bytes, took_ns))
         self.drop(state, f"the session of lease {lease.lease_id:032x} has left it", now_ns, out)
         if move.was_parked and not state.requests:
-            # If it can't be parked now, idleness or another's need does it later.
+            # If it can't be parked now, it is parked later, by idleness or for another's need.
             self._park(lease, now_ns, out)
 
     def drop(self, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
