@@ -75,7 +75,7 @@ class RpcRig:
             answer.set_result(Answer(TIME_LEFT, repr(left_s).encode()))
         elif method_id == IN_TIME:
             late = CallError(CallErrorCode.TOO_LATE, "it was not begun in its time")
-            self._loop.call_later(left_s or 0, self._settle, answer, late)
+            self._loop.call_later(SLOW_S, self._settle, answer, late)
         elif method_id == HUGE:
             answer.set_result(Answer(HUGE, bytes(40_000)))
         elif method_id != NEVER:

@@ -176,6 +176,7 @@ class RpcClient:
 
     def _call(self, method_id: int, data: bytes, span: "_Span", *, is_idempotent: bool) -> Answer:
         failures = 0
+        cause: GpuLeaseError | None = None
         uncertain: GpuLeaseError | None = None
         while True:
             try:
@@ -183,7 +184,8 @@ class RpcClient:
             except _NotReceived as error:
                 # The server can't have received it, so a retry is safe. An earlier attempt that may have been executed
                 # matters more to the caller, so its error is raised.
-                cause = uncertain or error.cause
+                # One that ran out of time says less about the server than an attempt before it.
+                cause = uncertain or (cause if cause is not None and error.has_no_time else error.cause)
             # The reply may still come, so this connection can't be used for another call.
             except CallTimedOut:
                 self._hang_up()
@@ -265,11 +267,16 @@ def _too_late(why: str) -> CallFailed:
 
 
 class _NotReceived(Exception):
-    """A call that the server cannot have received."""
+    """A call that the server cannot have received.
 
-    def __init__(self, cause: GpuLeaseError) -> None:
+    Attributes:
+        cause: The error for the caller.
+        has_no_time: True if the call's time was over before the server answered the connect.
+    """
+
+    def __init__(self, cause: GpuLeaseError, *, has_no_time: bool = False) -> None:
         super().__init__(str(cause))
-        self.cause = cause
+        self.cause, self.has_no_time = cause, has_no_time
 
 
 class _Connection:
@@ -361,7 +368,7 @@ def _connected(path: str, until: float) -> _Connection:
     except (OSError, ValueError) as error:
         sock.close()
         cause = error if isinstance(error, OSError) else OSError(str(error))
-        raise _NotReceived(_gone(path, cause)) from None
+        raise _NotReceived(_gone(path, cause), has_no_time=isinstance(error, TimeoutError)) from None
     except BaseException:
         sock.close()
         raise

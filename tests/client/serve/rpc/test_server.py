@@ -19,7 +19,7 @@ from gpulease.client.serve.rpc.server import MAX_CALLERS, MAX_FALSE_BELLS
 from gpulease.protocol.rpc import MAX_PAYLOAD_BYTES, REPLY_AT, CallErrorCode, CallHeader, CallStatus
 from helpers.daemon import python_environment
 from helpers.rpc_rig import ECHO, NEVER, SLOW, RpcRig, raw_caller
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 CALLER = """
 import sys, time
@@ -46,7 +46,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RpcRig]:
 @pytest.fixture
 def neighbour(rig: RpcRig) -> Iterator[RpcClient]:
     """Another caller, with calls that must still be correct afterwards."""
-    with RpcClient(rig.address, timeout_s=10) as client:
+    with RpcClient(rig.address, timeout_s=PATIENCE_S) as client:
         assert client.call(ECHO, b"before").payload == b"before"
         yield client
         assert client.call(ECHO, b"behind").payload == b"behind"
@@ -140,7 +140,7 @@ def test_more_callers_than_there_may_be(neighbour: RpcClient, rig: RpcRig, monke
         RpcClient(rig.address) as third,
         pytest.raises(Disconnected, match="accepts no more"),
     ):
-        third.call(ECHO, b"", timeout_s=2)
+        third.call(ECHO, b"", timeout_s=1)
 
 
 def test_nobody_spins_while_all_are_idle(neighbour: RpcClient, rig: RpcRig) -> None:
