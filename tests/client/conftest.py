@@ -13,6 +13,12 @@ def peer(tmp_path: Path) -> Iterator[ScriptedPeer]:
         yield peer
 
 
+@pytest.fixture
+def renewed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease of a minute is renewed after some hundredths of a second, so that none ends however slow the host is."""
+    monkeypatch.setattr("gpulease.client.core.lease.RENEW_AT", 1e-3)
+
+
 @pytest.fixture(params=["blocking", "asyncio"])
 def run(request: pytest.FixtureRequest, peer: ScriptedPeer) -> Callable[[Scenario], None]:
     """Plays a scenario on one face; every test that takes this runs on both."""

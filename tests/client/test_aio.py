@@ -16,6 +16,7 @@ from gpulease import client
 from gpulease.client import Disconnected, GpuLeaseError, InvalidRequest, KernelArgs, Revoked, aio
 from gpulease.protocol import Opcode, Status
 from helpers.scripted_peer import ScriptedPeer, Silence
+from helpers.waiting import PATIENCE_S
 
 
 def builder(peer: ScriptedPeer, seconds: float = 60) -> aio.GpuBuilder:
@@ -23,7 +24,7 @@ def builder(peer: ScriptedPeer, seconds: float = 60) -> aio.GpuBuilder:
 
 
 async def heard(peer: ScriptedPeer, op: str, count: int = 1) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while peer.ops().count(op) < count:  # noqa: ASYNC110  # another thread hears it, which sets no event
             await asyncio.sleep(0.005)
 

@@ -27,6 +27,7 @@ from gpulease.client.sync.driver import ask
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Empty, Ping
 from helpers.scripted_peer import Refusal, ScriptedPeer, Silence
+from helpers.waiting import wait_until
 
 
 def lease_of(peer: ScriptedPeer, seconds: float = 60) -> GpuLease:
@@ -34,28 +35,25 @@ def lease_of(peer: ScriptedPeer, seconds: float = 60) -> GpuLease:
 
 
 def wait_for(peer: ScriptedPeer, op: str, count: int = 1) -> None:
-    deadline = time.monotonic() + 5
-    while peer.ops().count(op) < count:
-        assert time.monotonic() < deadline, f"no {op} among {peer.ops()}"
-        time.sleep(0.005)
+    wait_until(lambda: peer.ops().count(op) >= count, f"{op} is received", seen=peer.ops)
 
 
 def test_sessions_one_after_the_other_have_the_same_thread(peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
     looker = idle_frees._Looker()
     monkeypatch.setattr(idle_frees, "_looker", looker)
-    monkeypatch.setattr(idle_frees, "LINGER_S", 0.5)
+    # Longer than any host needs for the next session.
+    monkeypatch.setattr(idle_frees, "LINGER_S", 600.0)
     seen = set()
     with lease_of(peer) as lease:
         for _ in range(3):
             with GpuSession(lease):
                 seen.add(looker._thread)
-            time.sleep(0.15)
+            # Time for some looks.
+            time.sleep(0.05)
     assert len(seen) == 1
     assert seen != {0}
-    deadline = time.monotonic() + 10
-    while looker._thread and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not looker._thread
+    monkeypatch.setattr(idle_frees, "LINGER_S", 0.0)
+    wait_until(lambda: not looker._thread, "the thread ends")
 
 
 def test_threads_share_a_session(peer: ScriptedPeer) -> None:
@@ -215,17 +213,19 @@ def test_a_program_that_ends_gives_its_lease_back_once(peer: ScriptedPeer, what:
         assert peer.ops()[-3:] == ["SYNC", "LEASE_QUERY", "LEASE_FREE"], "the child's end changed nothing"
 
 
+@pytest.mark.usefixtures("renewed_soon")
 def test_keep_alive_renews_for_as_long_as_it_was_granted(peer: ScriptedPeer) -> None:
-    with lease_of(peer, 0.2) as lease:
+    with lease_of(peer) as lease:
         with lease.keep_alive() as keeper:
             wait_for(peer, "LEASE_RENEW", 3)
             assert lease.is_alive
         assert keeper.loss is None
         count = peer.ops().count("LEASE_RENEW")
-        time.sleep(0.3)
+        time.sleep(0.15)
         assert peer.ops().count("LEASE_RENEW") == count
 
 
+@pytest.mark.usefixtures("renewed_soon")
 def test_keep_alive_tries_again_and_then_tells_of_a_loss(peer: ScriptedPeer) -> None:
     answers = [Status.BUSY, Status.INTERNAL, Status.REVOKED]
 
@@ -240,7 +240,7 @@ def test_keep_alive_tries_again_and_then_tells_of_a_loss(peer: ScriptedPeer) -> 
         losses.append(error)
         told.set()
 
-    lease = lease_of(peer, 1)
+    lease = lease_of(peer)
     keeper = keep_alive(lease, on_loss, RenewalSchedule(lambda: 0.0))
     assert told.wait(60)
     keeper.stop()

@@ -8,13 +8,13 @@ import pytest
 
 from gpulease import client
 from gpulease.client import Disconnected, GpuLeaseError
-from gpulease.client.core.lease import end_reason_of
+from gpulease.client.core.lease import END_REASON_WAIT_S, end_reason_of
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Data, Handle
 from gpulease.protocol.opcodes import Flag
-from helpers.client_faces import Face, Scenario, any_operation
+from helpers.client_faces import Face, Scenario, any_operation, real
 from helpers.scripted_peer import LEASE_ID, HangUp, SayGoodbye, ScriptedPeer, SendRaw, Silence
 
 Run = Callable[[Scenario], None]
@@ -194,14 +194,18 @@ def test_a_goodbye_says_why_by_itself(run: Run, peer: ScriptedPeer) -> None:
 
 
 def test_eof_while_the_broker_knows_of_nothing(run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.core.lease.END_REASON_WAIT_S", 0.2)
     peer.on(Opcode.SYNC, HangUp())
 
     async def scenario(face: Face) -> None:
-        async with face.session() as session:
-            with pytest.raises(Disconnected, match="still active"):
-                await session.sync()
-            assert peer.ops().count("LEASE_QUERY") > 1
+        lease = await face.acquire()
+        session = await face.open(lease)
+        # By the client's clock, each query takes more than half of the time for which it asks.
+        took_s = END_REASON_WAIT_S * 0.6
+        monkeypatch.setattr(real(lease)._state, "clock", lambda: peer.ops().count("LEASE_QUERY") * took_s)
+        with pytest.raises(Disconnected, match="still active"):
+            await session.sync()
+        assert peer.ops().count("LEASE_QUERY") == 2
+        await session.close()
 
     run(scenario)
 
@@ -237,10 +241,8 @@ def test_a_forgotten_lease_past_its_end_is_expired(run: Run, peer: ScriptedPeer)
 def test_a_sync_that_never_ends_ends_with_the_lease(
     run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpulease.client.core.operations.EXPIRY_MARGIN_S", 0.1)
-    peer.ttl_ms = 100
     peer.on(Opcode.SYNC, Silence())
-    answers: list[dict[str, Any]] = [{"remaining_ms": 100}, {"cause": "expired", "remaining_ms": 0}]
+    answers: list[dict[str, Any]] = [{"remaining_ms": 60_100}, {"cause": "expired", "remaining_ms": 0}]
     query = peer._lease_query
 
     def advance(request: Any) -> Any:
@@ -250,9 +252,13 @@ def test_a_sync_that_never_ends_ends_with_the_lease(
     peer.script[Opcode.LEASE_QUERY] = advance
 
     async def scenario(face: Face) -> None:
-        async with face.session() as session:
-            with pytest.raises(client.LeaseExpired, match="sync: the lease expired"):
-                await session.sync()
+        lease = await face.acquire(face.builder().lease_secs(60))
+        session = await face.open(lease)
+        # The sync is all that the lease's end bounds: a slow host has a minute for the rest.
+        monkeypatch.setattr("gpulease.client.core.operations.EXPIRY_MARGIN_S", 0.1 - 60)
+        with pytest.raises(client.LeaseExpired, match="sync: the lease expired"):
+            await session.sync()
+        await session.close()
 
     run(scenario)
     assert peer.ops().count("LEASE_QUERY") >= 2, "first it was renewed elsewhere"

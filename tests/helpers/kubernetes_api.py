@@ -319,6 +319,8 @@ class KubernetesApi:
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Transfer-Encoding", "chunked")
+        # Said in advance: a client that keeps the connection may send its next request before it notices the end.
+        handler.send_header("Connection", "close")
         handler.end_headers()
         with self._changed:
             self.watches += 1

@@ -18,6 +18,7 @@ from gpulease.client import (
 from gpulease.protocol import Failure, Opcode, Status
 from helpers.client_faces import Face, Scenario
 from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer
+from helpers.waiting import PATIENCE_S
 
 Run = Callable[[Scenario], None]
 
@@ -38,7 +39,7 @@ def name_of(value: object) -> str:
 
 
 async def loss_of(keeper: Any) -> GpuLeaseError:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while keeper.loss is None:  # noqa: ASYNC110  # a thread sets it on one of the APIs
             await asyncio.sleep(0.005)
     loss: GpuLeaseError = keeper.loss
@@ -69,12 +70,12 @@ def test_a_renewal_that_is_refused_for_good_ends_the_lease(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("renewed_soon")
 @pytest.mark.parametrize(("outcome", "error"), ENDS, ids=name_of)
 def test_keep_alive_gives_up_at_the_first_answer_that_says_so(
     run: Run, peer: ScriptedPeer, outcome: BaseException, error: type[GpuLeaseError]
 ) -> None:
     peer.on(Opcode.LEASE_RENEW, outcome)
-    peer.ttl_ms = 1000
 
     async def scenario(face: Face) -> None:
         lease = await face.acquire()
@@ -105,8 +106,8 @@ def test_leaving_a_lease_that_is_over_is_no_error(
     run(scenario)
 
 
+@pytest.mark.usefixtures("renewed_soon")
 def test_keep_alive_tries_again_while_nothing_is_known(run: Run, peer: ScriptedPeer) -> None:
-    peer.ttl_ms = 1000
     outcomes: list[BaseException] = [HangUp(), HangUp(), Refusal(Failure(Status.BUSY, "too many"))]
     renew = peer._lease_renew
 
@@ -120,7 +121,7 @@ def test_keep_alive_tries_again_while_nothing_is_known(run: Run, peer: ScriptedP
     async def scenario(face: Face) -> None:
         lease = await face.acquire()
         keeper = lease.keep_alive()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while lease.generation == 1:  # noqa: ASYNC110  # a thread renews it on one of the APIs
                 await asyncio.sleep(0.005)
         assert keeper.loss is None

@@ -22,6 +22,7 @@ from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAud
 from gpulease.client.errors import Disconnected, InvalidRequest, LeaseFreed, Unsupported
 from gpulease.daemon.record.audit.records import canonical_bytes
 from gpulease.protocol.limits import MAX_NOTE_BYTES
+from helpers.waiting import PATIENCE_S
 
 BY = ComputedBy("tiny", "ab" * 32, "cd" * 32, packed=True)
 SERVER = "0f" * 8
@@ -66,7 +67,7 @@ def of(lease: MadeLease) -> Callable[[], GpuLease]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  # nobody tells
             await asyncio.sleep(0.001)
 
