@@ -21,7 +21,7 @@ from helpers.fleet_rig import claims, fleet
 from helpers.interrupt_points import InterruptPoints
 from helpers.kernels import TRANSFORM, scale_args
 from helpers.remote import Pki
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 SLICE_BYTES = 64 << 20
 REGION_BYTES = 2 << 20
@@ -495,7 +495,7 @@ def test_a_cancelled_await_at_any_wait_leaves_nothing(
 
             before = await left()
             async for _ in cancel.walk(lambda: made(scene), times):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(PATIENCE_S):
                     while await left() != before:  # noqa: ASYNC110  # the daemon tells by answers alone
                         await asyncio.sleep(0.01)
 
@@ -648,7 +648,7 @@ def test_an_idle_asyncio_session_frees_what_nobody_has(daemon: Daemon) -> None:
             empty = (await lease.query())["allocated_bytes"]
             buffer = await session.mem_alloc(1 << 20)
             del buffer
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while (await lease.query())["allocated_bytes"] != empty:  # noqa: ASYNC110  # as above
                     await asyncio.sleep(0.01)
 

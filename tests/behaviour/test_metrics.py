@@ -21,7 +21,7 @@ from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
 from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
-from helpers.submits import ROOM, check_scaled, endless, running, scaling
+from helpers.submits import ROOM, check_scaled, running, scaling, workers_of
 from helpers.waiting import wait_until
 
 TENANT = f"uid:{os.getuid()}"
@@ -78,10 +78,11 @@ def test_what_a_session_did_stays_when_its_lease_ends(daemon: Daemon) -> None:
 def test_what_submits_did_is_their_tenants_too(daemon: Daemon) -> None:
     before = Scrape(daemon)
     with daemon.builder().submits(ROOM).acquire() as lease:
-        with running(daemon, lease, endless(lease).timeout_secs(1)):
+        with running(daemon, lease):
             during = Scrape(daemon)
             assert during.of_tenant("launch")[0] == before.of_tenant("launch")[0] + 1
             assert 0 < during.value("gpu_session_mem_alloc_bytes") <= ROOM
+            os.kill(workers_of(daemon.processes)[0], signal.SIGKILL)
         check_scaled(scaling(lease).launch())
         wait_until(lambda: "submit" not in lease.query(), "both are gone")
         after = Scrape(daemon)

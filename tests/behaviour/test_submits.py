@@ -38,7 +38,19 @@ from gpulease.protocol.messages import Drain, Empty
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.kernels import FAULTS, TRANSFORM, Neighbour, numbers, start_stray_store
 from helpers.remote import Pki
-from helpers.submits import ROOM, Running, check_scaled, endless, is_launched, running, scaling, stray, workers_of
+from helpers.submits import (
+    ROOM,
+    Running,
+    check_scaled,
+    endless,
+    is_launched,
+    running,
+    scaling,
+    start_endless,
+    stray,
+    timed_out,
+    workers_of,
+)
 from helpers.waiting import wait_until
 
 A_HUNDRED = 100
@@ -109,14 +121,17 @@ def test_a_fault_in_a_submit_is_told_and_leaves_the_session_whole(gpu: GpuLease,
 
 
 def test_a_fault_in_the_session_leaves_a_submit_whole(daemon: Daemon, gpu: GpuLease) -> None:
-    with GpuSession(gpu) as session, running(daemon, gpu, endless(gpu).timeout_secs(1.5)) as work:
-        module, buffer = session.module_load(FAULTS), session.mem_alloc(4)
-        start_stray_store(session, module, buffer)
-        with pytest.raises(SyncFailed):
+    with GpuSession(gpu) as session:
+
+        def scene(work: Running) -> bool:
+            module, buffer = session.module_load(FAULTS), session.mem_alloc(4)
+            start_stray_store(session, module, buffer)
+            with pytest.raises(SyncFailed):
+                session.sync()
             session.sync()
-        assert not work.is_over
-        session.sync()
-    assert isinstance(work.error, TimedOut)
+            return not work.is_over
+
+        timed_out(daemon, gpu, scene)
     check_scaled(scaling(gpu).launch())
 
 
@@ -159,7 +174,7 @@ def test_a_lease_without_a_session_submits_in_its_own_slice(daemon: Daemon) -> N
 
 def test_a_session_is_not_opened_while_a_submit_has_its_memory(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.handlers.attach_requests:SUBMIT_WAIT_S": 0.1}))
-    with daemon.builder(ROOM).acquire() as lease, running(daemon, lease, endless(lease).timeout_secs(60)):
+    with daemon.builder(ROOM).acquire() as lease, running(daemon, lease):
         with pytest.raises(Busy, match="a submit runs in the lease's memory"):
             GpuSession(lease)
         lease.free()
@@ -244,10 +259,21 @@ def test_a_submit_ends_when_its_lease_expires(daemon: Daemon) -> None:
 
 @pytest.mark.exhaustive
 def test_a_renewal_keeps_a_submit_alive(daemon: Daemon) -> None:
-    with daemon.builder(seconds=1.5).submits(ROOM).acquire() as lease:
-        with running(daemon, lease, endless(lease).timeout_secs(3)) as work:
-            lease.renew(30)
-        assert isinstance(work.error, TimedOut), work.error
+    deadlines_s: list[float] = []
+
+    def renew(lease: GpuLease) -> Running:
+        deadlines_s.append(time.monotonic() + lease.remaining_s)
+        work = start_endless(daemon)(lease)
+        lease.renew(60)
+        return work
+
+    lease, work, _ = daemon.short_lease(renew, submit_bytes=ROOM)
+    with lease:
+        wait_until(lambda: time.monotonic() > deadlines_s[-1], "it would have ended")
+        assert is_launched(daemon, lease.lease_id)
+        assert not work.is_over
+        os.kill(workers_of(daemon.processes)[0], signal.SIGKILL)
+        work.wait()
         assert lease.is_alive
 
 
@@ -298,11 +324,17 @@ def test_a_submit_whose_program_is_killed_is_ended(daemon: Daemon) -> None:
 
 @pytest.mark.exhaustive
 def test_one_runs_one_waits_and_others_are_refused(daemon: Daemon, gpu: GpuLease) -> None:
-    with running(daemon, gpu, endless(gpu).timeout_secs(2)) as first:
-        others = [Running(scaling(gpu)) for _ in range(2)]
+    others: list[Running] = []
+
+    def scene(first: Running) -> bool:
+        others[:] = [Running(scaling(gpu)) for _ in range(2)]
+        wait_until(lambda: any(other.is_over for other in others), "one is refused")
+        ran = not first.is_over
         for other in others:
             other.wait()
-    assert isinstance(first.error, TimedOut)
+        return ran
+
+    timed_out(daemon, gpu, scene)
     (served,) = [other.outputs for other in others if other.error is None and other.outputs is not None]
     check_scaled(served)
     (refused,) = [other.error for other in others if other.error is not None]

@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuSession, TimedOut
+from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuLease, GpuSession
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running
-from helpers.submits import ROOM, WORKER, Running, check_scaled, endless, running, scaling, wait_until_warm
+from helpers.submits import (
+    ROOM,
+    WORKER,
+    Running,
+    check_scaled,
+    running,
+    scaling,
+    start_endless,
+    timed_out,
+    wait_until_warm,
+)
 from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.exhaustive
@@ -20,18 +30,24 @@ pytestmark = pytest.mark.exhaustive
 StartLasting = Callable[..., LastingDaemon]
 
 
+def is_running_known(daemon: Daemon, lease: GpuLease) -> bool:
+    """Whether a daemon knows that a kernel of a lease's submit runs."""
+    submit = daemon.query(lease.lease_id).get("submit", {})
+    return bool(submit.get("state") == "running")
+
+
 def test_a_submit_goes_on_without_its_broker_and_is_known_to_the_next(lasting: LastingDaemon) -> None:
     with lasting.now.builder().submits(ROOM).acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
-        with running(lasting.now, lease, endless(lease).timeout_secs(1.5)) as work:
+
+        def scene(work: Running) -> bool:
             lasting.kill()
             neighbour.check()
-            assert not work.is_over
             lasting.start()
             neighbour.check()
-            assert lasting.now.query(lease.lease_id)["submit"]["state"] == "running"
-        assert work.outputs is None
-        assert isinstance(work.error, TimedOut)
+            return is_running_known(lasting.now, lease)
+
+        timed_out(lasting.now, lease, scene)
         neighbour.check()
         check_scaled(scaling(lease).launch())
     lasting.check_idle()
@@ -50,12 +66,13 @@ def test_one_that_ends_without_a_broker_is_proved_gone_by_the_next(lasting: Last
     lasting.check_idle()
 
 
-def test_its_lease_ends_though_there_is_no_broker(lasting: LastingDaemon) -> None:
-    lease = lasting.now.builder(seconds=2).submits(ROOM).acquire()
-    with running(lasting.now, lease):
-        lasting.kill()
-        wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
-        lasting.start()
+def test_its_lease_ends_though_there_is_no_broker(start_lasting: StartLasting) -> None:
+    lasting = start_lasting()
+    lease, work, _ = lasting.now.short_lease(start_endless(lasting.now), submit_bytes=ROOM)
+    lasting.kill()
+    wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
+    lasting.start()
+    work.wait()
     lasting.check_idle()
     lasting.now.wait_for_end(lease.lease_id)
 
@@ -63,19 +80,22 @@ def test_its_lease_ends_though_there_is_no_broker(lasting: LastingDaemon) -> Non
 def test_who_is_killed_without_a_broker_is_told_by_its_lease(start_lasting: StartLasting) -> None:
     # The log is the one of the daemon that started the zygote.
     lasting = start_lasting()
-    lease = lasting.now.builder(seconds=2).submits(ROOM).acquire()
-    with running(lasting.now, lease):
-        killed = lasting.now
+
+    def stopped(lease: GpuLease) -> tuple[Running, int]:
+        work = start_endless(lasting.now)(lease)
         pid = lasting.workers()[WORKER]
         # One that hangs does not end by itself.
         os.kill(pid, signal.SIGSTOP)
-        lasting.kill()
-        wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
-        told = [
-            line for line in killed.log().splitlines() if "the zygote killed the worker" in line and f"={pid}" in line
-        ]
-        assert [f"lease_id={lease.lease_id:032x}" in line for line in told] == [True]
-        lasting.start()
+        return work, pid
+
+    lease, (work, pid), _ = lasting.now.short_lease(stopped, submit_bytes=ROOM)
+    killed = lasting.now
+    lasting.kill()
+    wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
+    told = [line for line in killed.log().splitlines() if "the zygote killed the worker" in line and f"={pid}" in line]
+    assert [f"lease_id={lease.lease_id:032x}" in line for line in told] == [True]
+    lasting.start()
+    work.wait()
     lasting.check_idle()
 
 
@@ -152,12 +172,17 @@ def test_one_that_had_not_begun_when_the_broker_died_was_not_run(lasting: Lastin
 def test_one_on_a_context_made_ahead_is_known_to_the_next_broker_by_its_zygote(start_lasting: StartLasting) -> None:
     lasting = start_lasting(config="warm_contexts = 1\n")
     with lasting.now.builder().submits(ROOM).acquire() as lease:
-        (made,) = wait_until_warm(lasting.now)
-        with running(lasting.now, lease, endless(lease).timeout_secs(1.5)) as work:
-            assert lasting.workers()[WORKER] == made
+        made = wait_until_warm(lasting.now)
+
+        def scene(work: Running) -> bool:
+            worker = lasting.workers().get(WORKER)
+            assert worker is None or worker in made
             lasting.restart()
-            assert lasting.now.query(lease.lease_id)["submit"]["state"] == "running"
-        assert isinstance(work.error, TimedOut)
+            ran = worker is not None and is_running_known(lasting.now, lease)
+            made.extend(wait_until_warm(lasting.now))
+            return ran
+
+        timed_out(lasting.now, lease, scene)
         wait_until_warm(lasting.now)
         check_scaled(scaling(lease).launch())
 

@@ -238,13 +238,16 @@ class Daemon:
         """Ask it for a small lease; the test says what is special."""
         return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds)
 
-    def short_lease(self, set_up: Callable[[GpuLease], T], size_bytes: int = 1 << 20) -> tuple[GpuLease, T, int]:
+    def short_lease(
+        self, set_up: Callable[[GpuLease], T], size_bytes: int = 1 << 20, submit_bytes: int = 0
+    ) -> tuple[GpuLease, T, int]:
         """A lease that ends by itself within moments, what `set_up` made in it, and its worker's process id.
 
         A busy host may take longer for that than the lease has: then it is tried again with a longer one.
         """
         for seconds in SHORT_LEASES_S:
-            lease = self.builder(size_bytes, seconds).acquire()
+            builder = self.builder(size_bytes, seconds)
+            lease = (builder.submits(submit_bytes) if submit_bytes else builder).acquire()
             try:
                 return lease, set_up(lease), self.worker_pid(lease.lease_id)
             except (LeaseExpired, KeyError):
@@ -264,10 +267,12 @@ class Daemon:
         return zygote
 
     def worker_pid(self, lease_id: int) -> int:
+        """The process id of a lease's worker. Raises KeyError if it has none."""
         # A worker that its session has left has the lease's name until it is gone.
         wait_until(lambda: len(self._worker_pids(lease_id)) < 2, "the lease has one worker")
-        (worker_pid,) = self._worker_pids(lease_id)
-        return worker_pid
+        for worker_pid in self._worker_pids(lease_id):
+            return worker_pid
+        raise KeyError(f"the lease {lease_id:x} has no worker")
 
     def _worker_pids(self, lease_id: int) -> list[int]:
         return [info.pid for info in self.processes() if info.name == worker_name(lease_id)]

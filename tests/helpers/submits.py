@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpulease.client import GpuLease, GpuLeaseError, KernelArgs, Submission
+from gpulease.client import GpuLease, GpuLeaseError, KernelArgs, Submission, TimedOut
 from gpulease.daemon.session.main import WARM_NAME
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers
@@ -18,6 +18,9 @@ ROOM: Final = 1 << 20
 """What leases of these tests keep for submits."""
 
 WORKER: Final = "gpul-submit"
+
+SHORT_S: Final = (1.0, 5.0, 25.0, 125.0)
+"""Times of submits whose time is to be over soon."""
 
 POOL_S: Final = 120.0
 """For a pool to be full again: on a card a context takes long, and after a loss the next one is made later."""
@@ -91,12 +94,48 @@ def wait_until_warm(daemon: Daemon, wanted: int = 1) -> list[int]:
 @contextmanager
 def running(daemon: Daemon, lease: GpuLease, submission: Submission | None = None) -> Iterator[Running]:
     """One that never ends, its kernel running; over, one way or another, behind the block."""
-    found = Running(submission or endless(lease).timeout_secs(30))
+    found = Running(submission or endless(lease).timeout_secs(60))
     try:
         wait_until(lambda: is_launched(daemon, lease.lease_id), "its kernel is launched")
         yield found
     finally:
         found.wait()
+
+
+def timed_out(daemon: Daemon, lease: GpuLease, scene: Callable[[Running], bool]) -> None:
+    """Play a scene while a kernel of a submit runs, whose time is over soon after it.
+
+    A busy host may take longer for the scene than the submit has: then it is played again with a longer one.
+
+    Args:
+        daemon: The daemon, until the scene begins.
+        lease: A lease that keeps memory for submits.
+        scene: Returns whether the submit ran throughout; fails a test if it ran and something was wrong.
+    """
+    for seconds in SHORT_S:
+        work = Running(endless(lease).timeout_secs(seconds))
+        try:
+            wait_until(lambda work=work: work.is_over or is_launched(daemon, lease.lease_id), "its kernel is launched")  # type: ignore[misc]
+            ran = not work.is_over and scene(work)
+        finally:
+            work.wait()
+        assert isinstance(work.error, TimedOut), work.error
+        if ran:
+            return
+    raise AssertionError(f"the scene takes longer than {SHORT_S[-1]:g} s")
+
+
+def start_endless(daemon: Daemon) -> Callable[[GpuLease], Running]:
+    """How `Daemon.short_lease` starts a submit that ends with its lease. Raises what ended it before its kernel ran."""
+
+    def start(lease: GpuLease) -> Running:
+        work = Running(endless(lease))
+        wait_until(lambda: work.is_over or is_launched(daemon, lease.lease_id), "its kernel is launched")
+        if work.error is not None:
+            raise work.error
+        return work
+
+    return start
 
 
 def is_launched(daemon: Daemon, lease_id: int) -> bool:

@@ -23,7 +23,8 @@ from helpers.processes import is_running, process_info
 from helpers.side_script import Die, Say, Talk
 from helpers.waiting import PATIENCE_S
 
-PATIENCE = replace(ordinary_timeouts(), restart_s=0.02, max_restart_s=0.1, beat_s=0.2, hung_after_s=2)
+PATIENCE = replace(ordinary_timeouts(), restart_s=0.02, max_restart_s=0.1, beat_s=0.2, hung_after_s=PATIENCE_S)
+HUNG_SOON = replace(PATIENCE, hung_after_s=2)
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +149,8 @@ def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_one_that_is_lost_is_replaced(way: str, event: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     is_odd = way in ("closes its channel", "makes no sense")
-    rig = Rig(way, "serves", patience=replace(PATIENCE, exit_s=0.05) if is_odd else PATIENCE)
+    patience = HUNG_SOON if way == "hangs" else PATIENCE
+    rig = Rig(way, "serves", patience=replace(patience, exit_s=0.05) if is_odd else patience)
 
     async def main() -> None:
         async with rig.running() as process:
@@ -218,13 +220,13 @@ def test_messages_that_can_t_be_read_or_handled_are_answered_and_logged_once(cap
 def stop_everything(pid: int) -> None:
     """It, and this process's loop, for longer than one may be silent."""
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(1.2 * PATIENCE.hung_after_s)
+    time.sleep(1.2 * HUNG_SOON.hung_after_s)
     os.kill(pid, signal.SIGCONT)
 
 
 def test_a_healthy_one_is_not_killed_for_the_brokers_own_stops(caplog: pytest.LogCaptureFixture) -> None:
     """As by a host that is suspended."""
-    rig = Rig("serves")
+    rig = Rig("serves", patience=HUNG_SOON)
 
     async def main() -> None:
         async with rig.running() as process:

@@ -227,7 +227,10 @@ def test_rounds_find_what_nobody_asked_to_look_at(monkeypatch: pytest.MonkeyPatc
     async def story() -> None:
         scene = Scene(MadeCards(SIZE + OVERHEAD + 1, reserve_bytes=reserve_bytes))
         scene.weigher.start()
-        await asyncio.sleep(0.2)
+        if reserve_bytes:
+            await asyncio.to_thread(wait_until, lambda: scene.posted, "it is found")
+        else:
+            await asyncio.sleep(0.1)
         await scene.weigher.stop()
         assert bool(scene.posted) is bool(reserve_bytes)
 

@@ -5,6 +5,7 @@ import pytest
 from gpulease.daemon.drivers.cuda import refused_memory
 from gpulease.daemon.drivers.cuda.refused_memory import SMALL_BYTES, MemoryRefused, take_if_shown, take_once_given
 from gpulease.daemon.drivers.interface import keep_waiting
+from helpers.waiting import PATIENCE_S
 
 SIZE = 100
 
@@ -20,7 +21,8 @@ class Taker:
         return "memory"
 
 
-def test_memory_that_the_card_shows_free_is_asked_for_until_it_is_given() -> None:
+def test_memory_that_the_card_shows_free_is_asked_for_until_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused_memory, "REFUSAL_WAIT_S", PATIENCE_S)
     take = Taker(5)
     assert take_once_given(take, SIZE, lambda: SIZE, keep_waiting) == "memory"
     assert take.calls == 6
@@ -34,12 +36,14 @@ def test_a_card_that_shows_no_room_for_a_while_is_believed(monkeypatch: pytest.M
 
 def test_a_large_refusal_says_the_free_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refused_memory, "SHORTAGE_S", 0.01)
-    said = rf"the card can't give {SMALL_BYTES + 1} bytes: it has 99 bytes free for 0\.\d s of retries"
+    said = rf"the card can't give {SMALL_BYTES + 1} bytes: it has 99 bytes free for \d+\.\d s of retries"
     with pytest.raises(MemoryRefused, match=f"^{said}$"):
         take_once_given(Taker(0), SMALL_BYTES + 1, lambda: 99, keep_waiting)
 
 
-def test_a_card_that_shows_no_room_for_a_moment_is_asked_again() -> None:
+def test_a_card_that_shows_no_room_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refused_memory, "SHORTAGE_S", PATIENCE_S)
+    monkeypatch.setattr(refused_memory, "REFUSAL_WAIT_S", PATIENCE_S)
     shown = iter([SIZE - 1, SIZE])
     assert take_once_given(Taker(2), SIZE, lambda: next(shown), keep_waiting) == "memory"
 
