@@ -46,7 +46,8 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     if config.audit_head is not None:
         _check_place("audit_head", config.audit_head, is_folder=False)
     boot = boot_id()
-    # The last records show which leases' ends are missing in the log. Read them before the log is opened for writing.
+    # The last records show for which leases the end is missing in the log. Read them before the log is opened for
+    # writing.
     recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_last_records, settings.folder, boot))
     writer = AuditWriter(
         lambda known: AuditLog(settings, boot, known), _start_record(config, driver, cards), recorder.on_change
@@ -72,7 +73,8 @@ def boot_id() -> str:
 def config_digest(config: Config) -> str:
     """Return the SHA-256 of all settings in canonical form, in hexadecimal. Their order does not change it.
 
-    A setting that is later than the first digests is left out while it has its default: an upgrade changes no digest.
+    A setting that was added after the first digests is left out while it has its default, so that an upgrade changes no
+    digest.
     """
     leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
     return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
@@ -100,9 +102,9 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
     """Refuse a place that is mistyped, or where the daemon may not write.
 
     Raises:
-        ConfigError: Waiting can't help, unlike with a full disk.
+        ConfigError: The place can't be used. Unlike with a full disk, waiting would not help.
     """
-    # In the order in which an operator would look: what is there, where it would be, and who may write.
+    # Check in the order in which an operator would look: the place itself, its folder, and the right to write there.
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(
             f"setting {setting}: {path} must be a {'folder, not a file' if is_folder else 'file, not a folder'}"
@@ -115,8 +117,8 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
 
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
-    """Yield each single setting after the names that lead to it. Canonical bytes nest less deeply than settings do."""
-    # Every container becomes names and values, so that one rule orders all of them.
+    """Yield each setting after the names that lead to it: canonical bytes nest less deeply than settings."""
+    # Turn every container into names and values, so that one rule orders all of them.
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
         for found in declared(type(value)).values():

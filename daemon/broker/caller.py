@@ -21,7 +21,7 @@ _OPERATORS: Final = having(Trait.OPERATORS)
 
 
 class ClientConnection(Protocol):
-    """A control connection, as far as the handlers of its requests use it. ATTACH and GPU_SUBMIT hand it over."""
+    """The part of a control connection that the handlers of its requests use. ATTACH and GPU_SUBMIT hand it over."""
 
     @property
     def peer(self) -> Peer: ...
@@ -50,11 +50,11 @@ class ClientConnection(Protocol):
         """Pass the socket to another process; see `ControlConnection.hand_over`."""
 
     def serve_next(self) -> None:
-        """Serve the requests that the peer sent after one that was refused."""
+        """Serve the requests that the peer sent after an ATTACH or GPU_SUBMIT that was refused."""
 
 
 ACQUIRED_STEP: Final = 256
-"""Number of leases noted for a connection after which those that the table has forgotten are dropped."""
+"""Number of recorded leases of a connection at which those that the table has forgotten are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Caller:
         self.connection.answer(request, result)
 
     def answer_denied(self, request: Request, answer: Result) -> None:
-        """Answer a request that the lease table denied, or that was refused on its way there."""
+        """Answer a request that the lease table denied, or that was refused before it reached the table."""
         if isinstance(answer, RequestDenied):
             self.answer(request, answer.denial.failure)
         elif isinstance(answer, Failure):
@@ -96,22 +96,22 @@ class Caller:
 
     def hold(self, lease_id: int) -> None:
         """Count the connection as one of the lease's until it closes."""
-        # A connection that closed meanwhile would keep the lease connected for ever.
+        # A connection that has closed by now would keep the lease connected forever.
         if self.connection.is_open:
             self.tracker.hold(lease_id, self.connection)
 
     def note_acquired(self, lease_id: int) -> None:
-        """Note a grant on this connection, if its peer may list only these: one without a proven identity."""
+        """Record a grant on this connection if its peer has no proven identity, and so may list only these."""
         if self.peer.is_known:
             return
-        # A client may acquire one lease after the other on a connection: drop what the table has forgotten.
+        # A client may acquire many leases in turn on one connection: drop those that the table has forgotten.
         if len(self.acquired) % ACQUIRED_STEP == 0:
             self.acquired.intersection_update([one for one in self.acquired if self.runtime.table.get(one)])
         self.acquired.add(lease_id)
 
     def check_peer(self, op: Opcode) -> None:
         """Raise Refused if the peer may not do `op`: a reader may only read, and some operations need an operator."""
-        # The web process is an operator by its rights, and may still change nothing.
+        # The web process has an operator's rights, but may change nothing.
         if self.peer.is_reader and op not in _READ_ONLY:
             raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may only read"))
         if op in _OPERATORS:
@@ -119,7 +119,7 @@ class Caller:
 
     def need_memory(self) -> None:
         """Raise Refused if the broker has no memory for new work."""
-        # Asked before anything is kept for the request.
+        # Check this before anything is stored for the request.
         if not self.runtime.memory_reserve.is_enough():
             hint = "Leases continue, and can be renewed and freed: try again later."
             raise Refused(Failure(Status.BUSY, "the daemon is out of memory", hint=hint))

@@ -1,7 +1,7 @@
 """Acquires with claims in the fleet: of a name, or of bytes of the tenant's quota.
 
 A claim costs all nodes of the fleet a write to the store. So the lease table checks such an acquire first, and denies
-what this node would deny anyway. Then the node asks the fleet for the claims, and the table places the lease. The
+one that this node would deny anyway. Then the node asks the fleet for the claims, and the table places the lease. The
 request keeps its number through all steps. An acquire without a claim has a single step and does not come here.
 """
 
@@ -24,7 +24,7 @@ from gpulease.protocol.time_units import NS_PER_MS
 
 
 class ClaimedAcquires:
-    """The node's acquires with claims, by the number of their request, until the lease table has decided them.
+    """The node's acquires with claims, by request number, until the lease table has decided them.
 
     Args:
         claims: Returns the node's claims; None if it is in no fleet.
@@ -49,8 +49,8 @@ class ClaimedAcquires:
         self.by_number: dict[int, _ClaimedAcquire] = {}
 
     def begin(self, event: AcquireRequested) -> None:
-        """Have an acquire checked, then claimed, then placed. Its answer comes like that of any other request."""
-        # Kept by its number: the check is answered by an effect, not by a call.
+        """Have an acquire checked, claimed and placed. It is answered like any other request."""
+        # Keep it by its number, because the check is answered by an effect, not by a call.
         acquire = _ClaimedAcquire(self._table, self._claims(), self._post, self._on_refused, event)
         self.by_number[event.request] = acquire
         acquire.check()
@@ -76,7 +76,7 @@ class ClaimedAcquires:
 
 
 class _ClaimedAcquire:
-    """One such acquire. Its event holds what is claimed so far."""
+    """One acquire with claims. The terms of its event contain the claims made so far."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class _ClaimedAcquire:
         self._refuse = refuse
         self._event = event
         self._began_ns = time.monotonic_ns()
-        # Answers so far, and the function that cancels the request for a claim that is on its way.
+        # Number of answers so far, and the function that cancels the claim request in progress.
         self._answers = 0
         self._cancel: Callable[[], None] | None = None
 
@@ -115,8 +115,8 @@ class _ClaimedAcquire:
         self._wait(lambda: claim(want, self._on_claim))
 
     def cancel(self) -> bool:
-        """Cancel the claim that is on its way. Returns False if none is."""
-        # Taken out first: cancelling twice must not cancel a later claim.
+        """Cancel the claim request in progress. Returns False if there is none."""
+        # Take the function out first: to cancel twice must not cancel a later claim.
         cancel, self._cancel = self._cancel, None
         if cancel is not None:
             cancel()
@@ -138,7 +138,7 @@ class _ClaimedAcquire:
             self._cancel = cancel
 
     def _on_claim(self, answer: NameAnswer) -> None:
-        # Counted, so that `_wait` notices an answer that came before it returned.
+        # Count the answer, so that `_wait` notices one that came before it returned.
         self._answers, self._cancel = self._answers + 1, None
         if isinstance(answer, Failure):
             self._refuse(self._event, answer)
@@ -153,7 +153,7 @@ class _ClaimedAcquire:
             self._place()
             return
         if self._claims is None:
-            # The settings define no quota in a fleet without a fleet; if they did, it would count as used up.
+            # The settings can't define a fleet quota without a fleet. If they did, the quota would count as used up.
             text = f"tenant {event.tenant!r} has a quota in the fleet, and this node is in no fleet"
             self._refuse(event, Failure(Status.DENIED, text, hint="The node's operator gives it a [fleet] table."))
             return
@@ -166,7 +166,7 @@ class _ClaimedAcquire:
         if isinstance(answer, Failure):
             self._refuse(self._event, answer)
             return
-        # From here on the lease's end, or a refusal, returns these bytes.
+        # From now on the lease's end, or a refusal, returns these bytes.
         terms = self._event.terms
         self._event = replace(self._event, terms=replace(terms, fleet_bytes=terms.size_bytes))
         self._place()

@@ -16,7 +16,7 @@ connections."""
 
 
 class LimitedConnection(Protocol):
-    """A control connection, as far as the limiter uses it."""
+    """The part of a control connection that the limiter uses."""
 
     @property
     def peer(self) -> Peer: ...
@@ -25,7 +25,7 @@ class LimitedConnection(Protocol):
         """Send the peer the reason as a GOODBYE, and close. Its open requests get no answer."""
 
     def turn_away(self, failure: Failure) -> None:
-        """Refuse what the peer waits for, send it the reason, and close."""
+        """Refuse the peer's open requests, send it the reason, and close."""
 
 
 class ConnectionLimiter:
@@ -49,7 +49,7 @@ class ConnectionLimiter:
     def admit(self, connection: LimitedConnection) -> Failure | None:
         """Admit a connection and count it, or return why it exceeds a limit."""
         peer = connection.peer
-        # From the node's limit to the tenant's: the message names the one that is reached.
+        # Check the node's limit, then the tenant's. The message names the one that is reached.
         limit = self._max_connections + (OPERATOR_CONNECTIONS if peer.is_operator else 0)
         if len(self._admitted) >= limit:
             return _busy(f"{len(self._admitted)} control connections are open, the most this daemon takes")
@@ -64,7 +64,7 @@ class ConnectionLimiter:
 
     def release(self, connection: LimitedConnection) -> None:
         """Stop counting a closed connection. One that was refused was never counted."""
-        # Refused connections had buffers too.
+        # Count refused connections as well, because they had buffers, too.
         self._trimmer.count_closed()
         if connection in self._admitted:
             self._admitted.discard(connection)
@@ -84,7 +84,7 @@ class ConnectionLimiter:
             await self._one_closed.wait()
 
     def turn_away_all(self, failure: Failure) -> None:
-        """Refuse what any peer waits for, send every peer the reason, and close."""
+        """Refuse all open requests, send every peer the reason, and close."""
         for connection in list(self._admitted):
             connection.turn_away(failure)
 

@@ -1,4 +1,4 @@
-"""Which leases are connected. The lease table ends a lease that has had no connection for too long.
+"""Tracks which leases are connected. The lease table ends a lease that has had no connection for too long.
 
 A lease counts as connected while one of these exists:
 
@@ -6,8 +6,8 @@ A lease counts as connected while one of these exists:
 - a connection of its session, a guest's included, or a connection on its way to the worker;
 - a submit of the lease that is starting or running.
 
-A worker counts its own connections on its control page, so the next broker knows them too. The next broker knows none
-of the control connections, and gives their clients time to connect again.
+A worker counts its own connections on its control page, so the next broker knows them as well. The next broker does not
+know the control connections, so it gives their clients time to connect again.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from gpulease.daemon.leases import ConnectionsChanged, Event, LeaseTable, Submit
 from gpulease.daemon.workers.registry import Workers
 
 TAKEOVER_WAIT_MS: Final = 60_000
-"""Shortest wait for a connection to a lease of an earlier broker. Its client may not need a connection and make a new
-one only for its next request. Stops an upgrade from ending its lease before that."""
+"""Shortest wait for a connection to a lease of an earlier broker. Its client may connect again only for its next
+request, and an upgrade must not end its lease before that."""
 
 _UNDER_WAY: Final = frozenset({SubmitState.STARTING, SubmitState.RUNNING})
 
@@ -39,7 +39,7 @@ class ConnectionTracker:
 
     def hold(self, lease_id: int, connection: object) -> None:
         """Count a control connection as one of the lease's, until `leave`."""
-        # Leases without such a bound are not tracked: the table ignores their connections.
+        # Do not track leases without a bound on the time without a connection: the table ignores their connections.
         if not self._table.orphan_ms(lease_id):
             return
         self._connections_of_lease.setdefault(lease_id, set()).add(connection)
@@ -69,7 +69,8 @@ class ConnectionTracker:
 
     def take_over(self) -> None:
         """Track an earlier broker's leases: the table starts the wait for those without a connection."""
-        # None of their control connections is here, so leases without a session's connection start their wait now.
+        # This broker has none of their control connections, so leases without a session's connection start their wait
+        # now.
         for lease in self._table.snapshots():
             self._of_earlier_broker.add(lease.lease_id)
             self.update(lease.lease_id)
@@ -85,7 +86,7 @@ class ConnectionTracker:
                 del self._leases_of_connection[connection]
 
     def _is_connected(self, lease_id: int) -> bool:
-        # From the cheapest to the most expensive check; any one of the three is enough.
+        # Do the cheapest check first; any one of the three is enough.
         if self._connections_of_lease.get(lease_id):
             return True
         submit = self._table.submits.of(lease_id)

@@ -1,7 +1,7 @@
 """A control connection of the broker: it turns bytes into requests for the dispatcher, and sends replies and events.
 
-The peer is bounded in time and memory. A connection is closed if its peer does not introduce itself, stops in the
-middle of a frame, or does not read its replies. ATTACH and GPU_SUBMIT end a connection here: a worker gets its socket.
+A peer's time and memory are bounded. A connection is closed if its peer does not send HELLO, stops in the middle of a
+frame, or does not read its replies. ATTACH and GPU_SUBMIT end a connection in this process: a worker gets its socket.
 """
 
 import asyncio
@@ -41,21 +41,22 @@ HELLO_TIMEOUT_S: Final = 10.0
 """Time from connect to HELLO. Stops peers that connect and send nothing from using up the connections."""
 
 STALL_TIMEOUT_S: Final = 10.0
-"""Time from the first byte of a frame to its last, and for a peer to read what was written. Stops a peer that sends or
-reads one byte a minute. No honest control request needs a second packet."""
+"""Longest time from the first byte of a frame to its last, and longest time for a peer to read its replies. Stops a
+peer that sends or reads one byte a minute. No honest control request needs a second packet."""
 
 WRITTEN_POLL_S: Final = 0.001
 """First pause before a hand-over checks again whether the peer has read all replies, which it nearly always has."""
 
 MAX_WRITTEN_POLL_S: Final = 0.1
-"""Longest pause between two such checks; each is twice the previous one, so that a peer that does not read costs
-nothing."""
+"""Longest pause between two such checks. Each pause is twice the previous one, so that a peer that does not read costs
+hardly any time."""
 
 LINGER_S: Final = 5.0
 """Time for a peer to read the final reply before the connection is cut."""
 
 REQUESTS_PER_QUANTUM: Final = 16
-"""Most requests of one connection that are served in a row. A buffer full of small requests would take 100 ms."""
+"""Most requests of one connection that are served in a row. To serve a buffer full of small requests would take 100
+ms."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which fits almost every control request. It grows for a larger request. Stops
@@ -65,8 +66,8 @@ WRITE_BUFFER_BYTES: Final = 256 << 10
 """Bytes of unread replies above which the broker reads nothing more from the peer."""
 
 EVENT_BUFFER_BYTES: Final = 32 << 10
-"""Bytes of unread replies and events above which events are dropped for the peer. A subscriber that never reads costs
-this much. It is not disconnected, because it did not request each single event."""
+"""Bytes of unread replies and events above which events for the peer are dropped. A subscriber that never reads costs
+this much memory. It is not disconnected, because it did not request each single event."""
 
 
 class ControlConnection(asyncio.BufferedProtocol):
@@ -94,7 +95,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         refusal: Failure | None = None,
         options: tuple[Tlv, ...] = (),
     ) -> None:
-        # A placeholder until the connection is made and the kernel names the peer.
+        # Use a placeholder until the connection is made and the kernel names the peer.
         self.peer = peer or Peer("", is_operator=False, is_known=False)
         self._is_identified = peer is not None
         self._runtime = runtime
@@ -103,8 +104,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._tenant_of_uid = tenant_of_uid
         self._refusal = refusal
         self._options = options
-        # The protocol's state machine. It reads into one small buffer, which is all the memory that a silent peer
-        # costs.
+        # The protocol's state machine. It reads into one small buffer, so a silent peer costs no other memory.
         self._connection = Connection(
             Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES, buffer_bytes=READ_BUFFER_BYTES
         )
@@ -118,13 +118,12 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Identify the peer, and admit or refuse it."""
-        # Stream servers give stream transports; uvloop's do not derive from asyncio's, so only a cast satisfies the
-        # types.
+        # A stream server always passes a stream transport. uvloop's do not derive from asyncio's, so a cast is needed.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if not self._is_identified:
             self.peer = identify(transport.get_extra_info("socket"), self._tenant_of_uid)
-        # The dispatcher exists before any refusal, because `connection_lost` closes it.
+        # Make the dispatcher before any refusal, because `connection_lost` closes it.
         self._dispatcher = RequestDispatcher(self._runtime, self, self._driver)
         refusal = self._refusal
         if refusal is None and self._limiter is not None:
@@ -145,7 +144,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._enqueue()
 
     def eof_received(self) -> bool:
-        """Close the connection: the peer sends no more, and the requests that it waits for are abandoned."""
+        """Close the connection, because the peer sends no more. Its open requests are abandoned."""
         self._connection.receive_eof()
         self._serve_requests()
         return False
@@ -168,7 +167,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._deadlines.start(AwaitedStep.READING, STALL_TIMEOUT_S, self._transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop the time limit of a peer that reads again, and read its requests again."""
+        """The peer reads again: stop its time limit, and read its requests again."""
         if self._transport is not None:
             self._deadlines.stop(AwaitedStep.READING)
             self._is_peer_slow = False
@@ -193,7 +192,8 @@ class ControlConnection(asyncio.BufferedProtocol):
             return
         try:
             self._transport.write(self._connection.send_reply(request, result))
-        # The reply violates the protocol: a bug of the daemon. The client must still get a reply, so report that.
+        # The reply violates the protocol, which is a bug of the daemon. The client must still get a reply, so report
+        # that.
         except LocalProtocolError:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
             failure = Failure(
@@ -218,8 +218,8 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._close()
 
     def turn_away(self, failure: Failure) -> None:
-        """Refuse what the peer waits for, send it the reason, and close. Its leases continue."""
-        # Answers first: each open request gets one before the connection ends.
+        """Refuse the peer's open requests, send it the reason, and close. Its leases continue."""
+        # Answer each open request before the connection ends.
         if self._dispatcher is not None:
             self._dispatcher.give_up(failure)
         self.close_with(failure)
@@ -232,7 +232,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     # --- requests ---
 
     def serve_next(self) -> None:
-        """Continue with the requests after one that did not take the connection away."""
+        """Continue with the requests after an ATTACH or GPU_SUBMIT that did not take the connection."""
         self._serve_requests()
 
     def _enqueue(self) -> None:
@@ -242,7 +242,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         # The fair queue serves the tenants in turn, so a busy connection can't delay those of others.
         self._runtime.fair_queue.enqueue(self.peer.tenant, self._serve_quantum)
         if self._is_queued and self._transport is not None:
-            # Still queued: leave what the peer sends meanwhile to the kernel, which then slows the peer down.
+            # While the connection is queued, leave further bytes in the kernel, which then slows the peer down.
             self._transport.pause_reading()
 
     def _serve_quantum(self) -> None:
@@ -252,12 +252,12 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _serve_requests(self) -> None:
         # Serve a bounded number of requests, then go to the back of the queue.
         for _ in range(REQUESTS_PER_QUANTUM):
-            # The rest of the bytes belongs to the worker that takes the connection over.
+            # The rest of the bytes belongs to the worker that takes over the connection.
             if self._connection.state is State.ATTACHING:
                 self._stop_reading_behind_attach()
                 return
             event = self._connection.next_event()
-            # No complete frame is left: read on, and bound the time for the rest of a frame.
+            # No complete frame is left: continue reading, and bound the time for the rest of a frame.
             if event is None:
                 self.resume_reading()
                 self._watch_for_stall()
@@ -268,14 +268,14 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._enqueue()
 
     def _on_event(self, event: Event) -> None:
-        # What the protocol's state machine makes of the bytes: a request, a bad one with its answer, or an end.
+        # The protocol's state machine turns the bytes into a request, a bad request with its answer, or an end.
         match event:
             case Request():
                 self._on_request(event)
             case Rejected() if not event.is_quiet and self._transport is not None and self.is_open:
                 self._transport.write(self._connection.send_failure(event, event.failure))
                 if event.op == Opcode.HELLO and self._connection.state is State.OPENING:
-                    # A peer with a malformed HELLO has no better one to send.
+                    # A peer that sends a malformed HELLO will not send a better one.
                     self._close()
             case StreamBroken():
                 self.close_with(event.failure)
@@ -295,7 +295,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._dispatcher.dispatch(request)
 
     def _watch_for_stall(self) -> None:
-        # Only a frame that has begun is bounded: a peer may be silent between two requests for as long as it likes.
+        # Bound only a frame that has begun: between two requests a peer may be silent for any time.
         if self._connection.reader.is_mid_frame and self._connection.state is State.CONTROL:
             failure = Failure(Status.INVALID_REQUEST, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
             self._deadlines.start(AwaitedStep.FRAME, STALL_TIMEOUT_S, self.close_with, failure)
@@ -303,7 +303,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._deadlines.stop(AwaitedStep.FRAME)
 
     def _stop_reading_behind_attach(self) -> None:
-        """Stop reading after a request that takes the connection away, if bytes after it have already arrived."""
+        """Stop reading after an ATTACH or GPU_SUBMIT if bytes after it have already arrived."""
         reader = self._connection.reader
         if self._transport is not None and not self._transport.is_closing() and reader.start != reader.end:
             self._transport.pause_reading()
@@ -328,7 +328,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             return
         # The worker must get the bytes after the request, so this process must not read them.
         self._transport.pause_reading()
-        # Replies are still in this process's buffer; the worker would not know them. Poll until they are out.
+        # This process's buffer still has replies, which the worker does not have. Poll until they are sent.
         if self._transport.get_write_buffer_size():
             self._deadlines.start(AwaitedStep.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
             pause_s = back_off_s(polls, WRITTEN_POLL_S, MAX_WRITTEN_POLL_S)
@@ -350,7 +350,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._transport is None:
             return False
         try:
-            # A duplicate, so that closing the transport later does not close the descriptor that travels.
+            # Pass a duplicate, so that closing the transport later does not close the passed descriptor.
             fd = os.dup(self._transport.get_extra_info("socket").fileno())
         except OSError:
             # No descriptor is left.
@@ -363,7 +363,7 @@ class ControlConnection(asyncio.BufferedProtocol):
                 return False
         finally:
             os.close(fd)
-        # This closes only this process's descriptor; the connection lives on in the worker.
+        # This closes only this process's descriptor; the connection continues in the worker.
         self._transport.abort()
         return True
 
@@ -386,7 +386,7 @@ class Deadlines:
 
     def start(self, step: AwaitedStep, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         """Call `action` in `delay_s` unless it is stopped. A timer that is already running is not restarted."""
-        # Not restarted: a peer that sends one byte at a time must not extend its limit.
+        # Do not restart it: a peer that sends one byte at a time must not extend its limit.
         if step not in self._handles:
             self._handles[step] = asyncio.get_running_loop().call_later(delay_s, action, *arguments)
 

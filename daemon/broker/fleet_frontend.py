@@ -86,32 +86,32 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 RECORD_S: Final = 1.0
-"""Time between two checks whether the node's record has changed. The next heartbeat carries it, not this check."""
+"""Time between two checks whether the node's record has changed. A changed record is sent with the next heartbeat."""
 
 CERTIFICATES_S: Final = 5.0
 """Time between two checks whether the certificates for etcd were renewed. They are renewed hours before the old ones
 expire."""
 
 ETCD_PART: Final = 15
-"""Part of the membership deadline's length that one request to etcd may take, so that several are tried before it."""
+"""One request to etcd may take this part of the membership deadline's length, so that several are tried before it."""
 
 STORE_PART: Final = 0.8
-"""Part of etcd's quota above which the operator is warned. A busy fleet that nothing compacts then has hours left."""
+"""Fraction of etcd's quota above which the operator is warned. Without compaction, a busy fleet then has hours left."""
 
 STOP_S: Final = 5.0
-"""Time for the process to delete the claims of a node that stops: thousands, at a thousand a second. Nodes that claim
-the names delete the rest after the membership deadline."""
+"""Time within which the process may delete the claims of a node that stops: there may be thousands, and it deletes a
+thousand a second. After the membership deadline, other nodes that claim the names delete the rest."""
 
 MAX_CLAIMS: Final = 1_024
 """Claims of names, and of quota bytes, that may wait at a node: as many of each as its process accepts."""
 
 MAX_CLAIMS_PER_TENANT: Final = 64
-"""Stops one tenant from occupying the node's requests to etcd with its names: a name that is taken is requested every
-second."""
+"""Most waiting claims of one tenant. Stops it from using up the node's requests to etcd: a name that is taken is
+requested every second."""
 
 MAX_UNSENT: Final = 4 * MAX_CLAIMS
-"""Messages that may wait for the process to read them before claims are refused. Stops tenants that request and
-disconnect again, while a process hangs, from filling the broker's memory."""
+"""Most messages that may wait until the process reads them; beyond that, claims are refused. While a process hangs,
+tenants that request and disconnect again must not fill the broker's memory."""
 
 
 class _PendingClaim(NamedTuple):
@@ -121,7 +121,7 @@ class _PendingClaim(NamedTuple):
         tenant: The tenant that claims.
         drop: The message that cancels it.
         results: Counts the results of such claims.
-        refusal: A clause that says what can't be done while the process is not available.
+        refusal: What can't be done while the process is not available, as a clause.
     """
 
     on_answer: Callable[[Any], None]
@@ -140,7 +140,7 @@ class FleetFrontend:
         table: The leases.
         cards: The node's cards.
         post: Posts an event to the lease table.
-        journal: What a restarted daemon will know: which member of the fleet the node was.
+        journal: The journal, which keeps the node's membership for a restarted daemon.
         addresses: Returns where tenants reach the node, unless the settings define it.
         tell_page: Sends the web process a message about the membership.
     """
@@ -157,7 +157,7 @@ class FleetFrontend:
         tell_page: Callable[[FleetMembership], None],
         timeouts: Timeouts | None = None,
     ) -> None:
-        # What the operator set, and the parts of the daemon that this one asks or informs.
+        # The operator's settings, and the parts of the daemon that this one uses or notifies.
         self._settings = settings
         self._table = table
         self._partitions = frozenset(card.uuid for card in cards if card.is_partition)
@@ -165,7 +165,7 @@ class FleetFrontend:
         self._addresses = addresses
         self._tell_page = tell_page
         self._journal = journal
-        # What the last process reported: the membership, its deadline, and troubles for the operator.
+        # The last process's reports: the membership, its deadline, and problems for the operator.
         self._membership = journal.membership or MembershipRow()
         self._horizon_boot_ns = 0
         self._is_lost = False
@@ -183,11 +183,11 @@ class FleetFrontend:
         self._store = StoreSize("", 0, settings.etcd_quota_bytes)
         self._placements: Counter[str] = Counter()
         self._quota_claims: Counter[str] = Counter()
-        # Claims that wait for an answer, by number, and how many each tenant has.
+        # Claims that wait for an answer, by number, and their count per tenant.
         self._numbers = 0
         self._waiting: dict[int, _PendingClaim] = {}
         self._waiting_of: Counter[str] = Counter()
-        # What the process was sent last, so that only changes are sent.
+        # The record that was sent to the process last, so that only changes are sent.
         self._told: RecordChanged | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
         self._told_files: tuple[Stamp, ...] = ()
@@ -201,7 +201,7 @@ class FleetFrontend:
 
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
-        # A node without an address still joins: it serves its own tenants, and the directory leads no others to it.
+        # A node without an address still joins: it serves its own tenants, but the directory sends it no others.
         if not self._reached_at():
             log_event(LogEvent.FLEET_NO_ADDRESS)
         await self._process.start()
@@ -216,10 +216,10 @@ class FleetFrontend:
         """
         await self._record_task.stop()
         await self._certificates_task.stop()
-        # Claims that wait are cancelled first, or their answers would be claims without a lease.
+        # Cancel waiting claims first; otherwise their answers would be claims without a lease.
         for number in list(self._waiting):
             self._drop(number)
-        # An etcd that has not answered before the membership deadline will not answer now.
+        # If etcd has not answered before the membership deadline, it will not answer now.
         if not self.is_isolated and self._tell(Stopping()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
@@ -248,8 +248,8 @@ class FleetFrontend:
         return self._isolated("no new lease is granted")
 
     def problem(self) -> str:
-        """Return what an operator should know about the fleet; "" if everything is in order."""
-        # The database's size matters only while etcd answers; before that there are worse troubles.
+        """Return a problem of the fleet that an operator should know about; "" if there is none."""
+        # The database's size matters only while etcd answers; otherwise there are worse problems.
         trouble = self._trouble() if self.is_isolated else self._store_warning()
         return "; ".join(filter(None, (trouble, self._unreadable, self._clock)))
 
@@ -266,14 +266,14 @@ class FleetFrontend:
 
     def _weigh(self, store: StoreSize) -> None:
         """Record the size of etcd's largest database; log it once when it approaches its quota."""
-        # Compared with the size before, so that one line is logged at each crossing.
+        # Compare with the previous size, so that one line is logged each time the threshold is crossed.
         warned = bool(self._store_warning())
         self._store = store._replace(quota_bytes=store.quota_bytes or self._settings.etcd_quota_bytes)
         if (warning := self._store_warning()) and not warned:
             log_event(LogEvent.FLEET_STORE_LARGE, reason=warning)
 
     def _trouble(self) -> str:
-        # From the inside out: the journal, the fleet's refusal, etcd's answers.
+        # Report the first of these: a problem of the journal, the fleet's refusal, a problem of etcd.
         if problem := self._journal.problem():
             return f"this node is cut off from its fleet: each beat is kept in the journal first, and {problem}"
         etcd = ", ".join(self._settings.etcd)
@@ -313,8 +313,8 @@ class FleetFrontend:
         return self._ask(waiting, lambda number: QuotaWanted(number, want.tenant, want.size_bytes, lease, until_ns))
 
     def _ask(self, waiting: _PendingClaim, request: Callable[[int], ClaimWanted | QuotaWanted]) -> Callable[[], None]:
-        # Refuse what exceeds the bounds without asking. Answer in the next turn, because callers expect no answer
-        # before this method returns.
+        # Refuse a claim beyond the bounds without asking. Answer in the loop's next turn, because callers expect no
+        # answer before this method returns.
         if (excess := self._excess(waiting.tenant)) is not None:
             waiting.results[Why.BUSY.value] += 1
             return asyncio.get_running_loop().call_soon(waiting.on_answer, excess).cancel
@@ -330,7 +330,7 @@ class FleetFrontend:
 
     def _excess(self, tenant: str) -> Failure | None:
         """Return why one more claim can't wait; None if it can."""
-        # The tenant's own bound first: its refusal says what the tenant can do.
+        # Check the tenant's own bound first, because its refusal says what the tenant can do.
         if self._waiting_of[tenant] >= MAX_CLAIMS_PER_TENANT:
             text = (
                 f"{MAX_CLAIMS_PER_TENANT} claims of tenant {tenant!r} wait at this node, as many as one tenant may have"
@@ -341,8 +341,8 @@ class FleetFrontend:
         return None
 
     def release(self, name: str, epoch: int) -> None:
-        """Report that the lease with that claim is gone and its memory proved free."""
-        # A process that is not available, or does not read, gets all claims when it starts.
+        """Report that the lease with that claim has ended and its memory is proved free."""
+        # If this can't be sent, the next process is sent all live claims when it starts.
         self._tell(ClaimEnded(name, epoch))
         self._tell_all_ended()
 
@@ -351,7 +351,7 @@ class FleetFrontend:
         self._tell_all_ended()
 
     def give_back(self, tenant: str, lease_id: int) -> None:
-        """Report that the lease with those bytes is gone and its memory proved free."""
+        """Report that the lease with those bytes has ended and its memory is proved free."""
         # As in `release`: the next process deletes every claim that is not among the live ones.
         self._tell(QuotaEnded(tenant, f"{lease_id:032x}"))
         self._tell_all_ended()
@@ -377,8 +377,8 @@ class FleetFrontend:
         try:
             waiting.on_answer(answer)
         except Exception:
-            # A bug of ours. Other claims must still be answered. This acquire gets no second answer, so refuse it,
-            # which also ends the claim that it did not use.
+            # This is a bug of ours. Other claims must still be answered. This acquire would get no other answer, so
+            # refuse it, which also ends its unused claim.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="handling the fleet's answer to a claim")
             if not isinstance(answer, Failure):
                 waiting.on_answer(_failure(Why.UNKNOWN, "the daemon failed at handling the fleet's answer"))
@@ -387,11 +387,11 @@ class FleetFrontend:
     # --- the process ---
 
     async def _begin(self) -> None:
-        # Step 1: what the process needs before it can connect: settings, the membership of the earlier process, and the
+        # Step 1: send what the process needs to connect: the settings, the earlier process's membership, and the
         # certificates as open files, because its sandbox can't open any.
         settings = self._settings
         member = self._membership
-        # The journal has an epoch as soon as it is granted, but the store's revision only from time to time.
+        # The journal records an epoch as soon as it is granted, but the store's revision only from time to time.
         revision = max(member.revision, self._table.highest_epoch - member.epoch_base)
         start = FleetStart(
             etcd=tuple(settings.etcd),
@@ -415,7 +415,7 @@ class FleetFrontend:
         finally:
             close_all(fds)
         self._has_begun = True
-        # Step 2: once it is ready, the node's record, and then the claims that are alive. It deletes the others.
+        # Step 2: once it is ready, send the node's record, then the live claims. It deletes all other claims.
         await self._process.expect(Ready)
         self._told = None
         await self._tell_record()
@@ -424,7 +424,7 @@ class FleetFrontend:
 
     def _on_end(self) -> None:
         # Answer every claim that waits: the next process does not know them.
-        # No message is sent from here on: the next process's first one must be its settings.
+        # Send no message from now on, because the first message to the next process must be its settings.
         self._has_begun = False
         self._unreadable_before += self._unreadable_count
         self._unreadable_count, self._unreadable, self._clock = 0, "", ""
@@ -433,12 +433,12 @@ class FleetFrontend:
             self._answer(number, failure, Why.UNKNOWN.value)
 
     def _tell(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
-        """Send a message; returns whether there is a process to read it.
+        """Send a message. Returns whether there is a process to read it.
 
-        A process that does not keep up is not ended for it: that would end the leases of all names with it.
+        A process that is slow to read is not ended, because that would end the leases of all names.
         """
         if not self._has_begun:
-            # Its first message must be its settings. It gets the live leases after them.
+            # The process has not begun: its first message must be its settings. It is sent the live leases after them.
             return False
         try:
             self._process.send_in_turn(message, tuple(fds))
@@ -462,7 +462,7 @@ class FleetFrontend:
             self._tell_live(LiveClaims())
 
     async def _tell_record(self) -> None:
-        # Sent only if it changed: each record makes the next heartbeat a write of its size.
+        # Send it only if it has changed, because each record makes the next heartbeat a write of its size.
         record = self._record()
         if record != self._told and self._tell(record):
             self._told = record
@@ -476,7 +476,7 @@ class FleetFrontend:
         except BadEtcdSettings:
             return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
-            # Remembered only if they were sent, so that the next round tries again.
+            # Record them only if they were sent, so that otherwise the next round tries again.
             if self._tell(CertificatesRenewed(tuple(self._files)), fds):
                 self._told_files = found
         finally:
@@ -487,8 +487,8 @@ class FleetFrontend:
         return list(self._settings.addresses or self._addresses())
 
     def _record(self) -> RecordChanged:
-        # What the directory needs in order to choose a node: free bytes by card, labels, addresses. A drained card has
-        # none free, and a node whose cards are all drained is drained.
+        # The directory chooses a node by free bytes per card, labels and addresses. A drained card counts as having
+        # none free. If all cards are drained, so is the node.
         cards = tuple(
             CardRecord(
                 card.uuid,
@@ -507,7 +507,7 @@ class FleetFrontend:
     # --- messages of the process ---
 
     def _on_unhandled(self, number: int) -> None:
-        """Refuse the acquire that waits for an answer which can't be read: it gets no other."""
+        """Refuse the acquire that waits for an answer that can't be read, because it would get no other."""
         failure = _failure(Why.UNKNOWN, "the answer of the node's fleet process can't be read")
         self._answer(number, failure, Why.UNKNOWN.value)
 
@@ -520,8 +520,8 @@ class FleetFrontend:
             case Remembered():
                 self._remember(_with_identity(self._membership, message.identity))
             case KeepMark():
-                # The beat goes to etcd once the journal has its mark: a restarted daemon must know every beat that etcd
-                # may have.
+                # The heartbeat is sent to etcd once the journal has its mark: a restarted daemon must know every
+                # heartbeat that etcd may have.
                 self._remember(_with_mark(self._membership, message.mark))
                 self._journal.once_kept(partial(self._on_mark_kept, message.mark.beat))
             case Stopped():
@@ -582,7 +582,7 @@ class FleetFrontend:
             log_event(LogEvent.FLEET_NOTED, what=note.value, reason=text, node=node, lease_name=name)
 
     def _take_unreadable(self, count: int, text: str) -> None:
-        # Only more of them are news; the count falls when somebody mends a value.
+        # Log only an increase; the count falls when somebody repairs a value.
         if count > self._unreadable_count and (suppressed := self._unreadable_lines.admit()) is not None:
             log_event(LogEvent.FLEET_UNREADABLE, reason=text, suppressed=suppressed or None)
         self._unreadable_count, self._unreadable = count, text
@@ -599,7 +599,7 @@ class FleetFrontend:
 
     def _stop(self, *, has_left: bool) -> None:
         if has_left:
-            # The next process joins at once, and need not find out that the node is not a member any more.
+            # The next process then joins at once, and need not find out first that the node is no longer a member.
             self._membership = replace(self._membership, incarnation=0)
             self._journal.remember_membership(self._membership)
         self._stopped.set()
@@ -614,12 +614,12 @@ class FleetFrontend:
     def _lose(self, reason: str) -> None:
         log_event(LogEvent.FLEET_FENCED, reason=reason)
         self._fenced += 1
-        # A process that starts before the last claimed lease has ended must not continue as that member.
+        # A process that starts before the last claimed lease has ended must not continue with this membership.
         self._remember(replace(self._membership, incarnation=0))
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
         self._tell_page(self.membership())
-        # An acquire that waits for bytes may already have a name, by one of the lost claims.
+        # An acquire that waits for bytes may already have its name, by one of the lost claims.
         failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop is QuotaDropped:
@@ -641,7 +641,7 @@ def _with_mark(membership: MembershipRow, mark: DaemonMark) -> MembershipRow:
 
 
 def _fields_of(part: FleetIdentity | DaemonMark) -> dict[str, Any]:
-    """Return a part of a membership by the names that `MembershipRow` has for it, which are the same."""
+    """Return the fields of a part of a membership by name. `MembershipRow` has the same names."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
@@ -659,7 +659,8 @@ _ADVICE: Final = {
     "certificate": "check ca, certificate and key of [fleet], and their expiry dates",
     "handshake": "check ca, certificate and key of [fleet], and their expiry dates",
 }
-"""What an operator does about words in an error of etcd, or of the way to it. An error about space says it itself."""
+"""What an operator can do about an error of etcd, or of the connection to it, by words in the error's text. An error
+about space already contains the advice."""
 
 
 def _advice(text: str) -> str:
@@ -681,7 +682,7 @@ _QUOTA_HINTS: Final = {
     Why.TOO_LARGE: "Ask for less; the fleet's operator raises the quota by `gpulease fleet quota`.",
     Why.NO_QUOTA: "The fleet's operator sets it by `gpulease fleet quota`.",
 }
-"""What a tenant does when its quota is used up, where no other node would answer differently."""
+"""What a tenant can do when its quota is used up, as every other node would answer the same."""
 
 
 def _failure(why: Why, text: str, retry_after_ms: int = 0) -> Failure:

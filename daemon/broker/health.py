@@ -19,7 +19,7 @@ class HealthCheck:
     Attributes:
         name: The check's name for programs, on the wire and in a metric's label.
         is_met: Whether the condition holds.
-        detail: What is wrong; for a condition that holds, what an operator should still attend to.
+        detail: What is wrong; for a condition that holds, what still needs an operator's attention.
     """
 
     name: str
@@ -28,7 +28,7 @@ class HealthCheck:
 
 
 class Health:
-    """Evaluates the checks on demand, from what is in memory.
+    """Evaluates the checks on demand, without I/O.
 
     Attributes:
         is_listening: Whether the daemon listens. The service sets it.
@@ -56,7 +56,7 @@ class Health:
         self._memory_reserve = memory_reserve
 
     def checks(self) -> tuple[HealthCheck, ...]:
-        """Evaluate all checks, always in the same order: each is a gauge, and a line of the report."""
+        """Evaluate all checks, always in the same order. Each is a gauge and a line of the report."""
         return tuple(self._checks())
 
     def report(self) -> dict[str, Any]:
@@ -84,7 +84,8 @@ class Health:
         # Unless the operator requires the audit log, leases are granted without it.
         yield HealthCheck("audit", self._recorder.denial() is None, self._recorder.problem())
         if self.fleet is not None:
-            # Leases with a name are refused meanwhile; whether others are is the operator's choice.
+            # While this is not met, leases with a name are refused. Whether others are refused is the operator's
+            # choice.
             yield HealthCheck("fleet", self.fleet.refusal() is None, self.fleet.problem())
 
     def _earlier_versions(self) -> str:
@@ -98,7 +99,7 @@ class Health:
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()
-        # Two ways in which no lease will ever fit, unlike cards that are full now.
+        # In these two cases no lease will ever fit, unlike on cards that are only full now.
         if not any(card.capacity_bytes for card in cards):
             return "no card has memory to lease"
         if all(card.fenced_bytes >= card.capacity_bytes for card in cards):

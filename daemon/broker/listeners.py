@@ -2,8 +2,8 @@
 
 TCP is bound to loopback only, because it is neither encrypted nor authenticated. `tls_frontend` listens for TLS.
 
-After `Listeners`: the folder of a Unix socket, and the sentences that explain to an operator why the daemon can't
-listen on an address.
+After `Listeners` follow the folder of a Unix socket, and the sentences that explain why the daemon can't listen on an
+address.
 """
 
 import asyncio
@@ -120,7 +120,8 @@ class Listeners:
 
     async def _serve_unix(self, sock: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
-        # From Python 3.13 on, asyncio removes the file when the server is closed. Only the place knows whether it may.
+        # From Python 3.13 on, asyncio removes the file when the server is closed. Prevent that: the caller decides
+        # whether it may be removed.
         takes = inspect.signature(loop.create_unix_server).parameters
         options: dict[str, Any] = {"cleanup_socket": False} if "cleanup_socket" in takes else {}
         return await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG, **options)
@@ -165,7 +166,7 @@ def bound_at(family: int, where: tuple[Any, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Otherwise the socket would take IPv4 too, and the IPv4 address could not be bound.
+        # Otherwise the socket would accept IPv4 as well, and the IPv4 address could not be bound.
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setblocking(False)
@@ -189,7 +190,7 @@ def _check_loopback(address: TcpAddress, host: str) -> None:
 
 OWN_FOLDER: Final = Path(DEFAULT_ADDRESS.removeprefix("unix:")).parent
 """The only folder that the daemon creates, because /run is empty after a reboot. Any other missing folder may be a
-typing error, where tenants would never find the socket."""
+typing error, and tenants would not find the socket there."""
 
 _WRITABLE: Final = "a drop-in (systemctl edit gpuleased) with ReadWritePaths="
 
@@ -199,7 +200,7 @@ def prepare_place(address: UnixAddress, socket_mode: int) -> None:
 
     Users who may write to the socket may enter a folder made here; no others may.
     """
-    # Every problem is found before the socket is made, so that the operator gets a sentence instead of an errno.
+    # Find every problem before the socket is made, so that the operator gets a sentence instead of an errno.
     path = Path(address.path)
     if path.parent == OWN_FOLDER:
         _make_own_folder(path.parent, socket_mode, address)
@@ -223,7 +224,7 @@ def _make_own_folder(folder: Path, socket_mode: int, address: UnixAddress) -> No
         ) from None
     # Users who may write to the socket must be able to enter the folder (execute) and list it (read).
     mode = sum(5 << shift for shift in (3, 0) if socket_mode >> shift & 2) | 0o700
-    # Not by mkdir(2), where the umask reduces the mode. A service manager sets the umask to 077.
+    # Set the mode here and not in mkdir(2), where the umask reduces it: a service manager sets the umask to 077.
     folder.chmod(mode)
     log_event(LogEvent.DAEMON_MADE_FOLDER, path=str(folder), mode=f"{mode:04o}")
 
@@ -231,7 +232,7 @@ def _make_own_folder(folder: Path, socket_mode: int, address: UnixAddress) -> No
 def _place_problem(path: Path) -> str:
     folder = path.parent
     if not folder.exists():
-        # The topmost folder that is missing: it is probably the one that is mistyped.
+        # Name the topmost missing folder, which is probably the mistyped one.
         missing = next(one for one in (folder, *folder.parents) if one.parent.exists())
         return f"the folder {missing} does not exist: correct the path if it is mistyped, or create the folder first"
     if not folder.is_dir():
@@ -275,9 +276,9 @@ def _lasting_problem(error: OSError, unit: str) -> str:
     """Return what someone has to change; "" for a problem that may disappear by itself."""
     without = f"no socket unit hands it over, and {{}}: enable {unit}, or make {_NETWORK}"
     if isinstance(error, socket.gaierror):
-        # Its errno is not the kernel's. A name server may be available again in a moment.
+        # This error's errno is not the kernel's. A name server may be available again in a moment.
         return "" if _may_make(socket.AF_INET) else without.format("the daemon may not look names up in a network")
-    # Each case names the setting of the service or the host that stands in the way.
+    # Each case names the setting of the service or the host that prevents it.
     match error.errno:
         case errno.EAFNOSUPPORT if _may_make(socket.AF_INET):
             return "this host, or RestrictAddressFamilies= of the service, does without IPv6; name an IPv4 address"
@@ -299,7 +300,7 @@ def _lasting_problem(error: OSError, unit: str) -> str:
 
 
 def _may_make(family: socket.AddressFamily) -> bool:
-    """Return whether the service manager and the host let this process make sockets of a family at all."""
+    """Return whether the service manager and the host allow this process to make sockets of a family."""
     try:
         socket.socket(family, socket.SOCK_STREAM).close()
     except OSError as error:

@@ -1,8 +1,8 @@
 """Memory that the broker reserves, so that leases can still end, be renewed and be proved free when memory runs out.
 
-A process notices the end of memory as a failed mmap(2) only under a limit of its own (RLIMIT_AS, RLIMIT_DATA), or on a
-host that does not overcommit. The failure can occur anywhere, so the broker checks for room beforehand. New work starts
-only where there is room for it; work in progress may use the reserve.
+A process sees a lack of memory as a failed mmap(2) only if it has a limit (RLIMIT_AS, RLIMIT_DATA), or if the host does
+not overcommit. The failure can occur anywhere, so the broker checks for room beforehand. New work starts only where
+there is room for it; work in progress may use the reserve.
 """
 
 import asyncio
@@ -17,20 +17,21 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 
 RESERVE_BYTES: Final = 32 << 20
-"""Size of the reserve: addresses without touched pages. Enough for the messages and timers of all live leases."""
+"""Size of the reserve, which has addresses but no touched pages. It is enough for the messages and timers of all live
+leases."""
 
 ROOM_BYTES: Final = 2 << 20
 """The most that one event may take: a message of 128 KiB, a worker's page, and an arena of Python's objects, 1 MiB."""
 
 CHECK_NS: Final = 1_000_000
-"""Shortest time between two checks while no new work starts. Events of one millisecond are served from one arena."""
+"""Shortest time between two checks while no new work starts. The events of one millisecond fit into one arena."""
 
 UNLIMITED_CHECK_NS: Final = 20 * CHECK_NS
 """Shortest time between two checks in a process without a limit.
 
-There, only too many mappings can make the next one fail (mmap(2), ENOMEM), and those come with new work. A check
-waits for any thread that is getting a page mapped at that moment: 0.1 ms on a busy host, longer if that thread is
-not scheduled."""
+There, the next mapping can fail only if there are too many (mmap(2), ENOMEM), and new work makes these. A check waits
+for any thread that is getting a page mapped at that moment: 0.1 ms on a busy host, longer if that thread is not
+scheduled."""
 
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 
@@ -53,7 +54,7 @@ class MemoryReserve:
     def secure(self) -> None:
         """Make sure that there is room for one more event, by releasing the reserve if necessary."""
         now_ns = time.monotonic_ns()
-        # A check is a system call, and this is called before every event.
+        # A check is a system call, and this method is called before every event, so check rarely.
         if now_ns - self._asked_ns < CHECK_NS:
             return
         self._asked_ns = now_ns
@@ -63,17 +64,18 @@ class MemoryReserve:
     def is_enough(self) -> bool:
         """Return whether new work may start. First restores the reserve if there is room for it again."""
         self._check()
-        # The reserve comes back only with room to spare, so that it is not taken and released in turns.
+        # Restore the reserve only if there is room to spare, so that it is not taken and released in turns.
         if self.is_short and _has_room(RESERVE_BYTES + ROOM_BYTES):
             self._keep_back()
         return not self.is_short
 
     def release(self) -> None:
         """Unmap the reserve, so that work in progress has room, and refuse new work. Logs the shortage once."""
-        # Not even at the start: the daemon then begins with a shortage, and grants nothing until it has the reserve.
+        # Without a reserve from the start, the daemon begins with a shortage and grants nothing until it has the
+        # reserve.
         if self._mapping is None:
             return
-        # Unmapped before it is reported: the log line needs memory too.
+        # Unmap it before the shortage is reported, because the log line needs memory as well.
         self.close()
         self.is_short = True
         log_event(LogEvent.MEMORY_SHORT)
@@ -99,14 +101,14 @@ class MemoryReserve:
             self._mapping = None
 
     def _check(self) -> None:
-        # The event of a request that was just checked needs no second check.
+        # The event of a request that was checked just before needs no second check.
         self._asked_ns = self._checked_ns = time.monotonic_ns()
         if not _has_room(ROOM_BYTES) and self._mapping is not None:
             self.release()
 
     def _keep_back(self) -> None:
         with contextlib.suppress(OSError):
-            # Only addresses: the pages cost memory when they are touched, which never happens.
+            # This takes only addresses: pages cost memory when they are touched, and these never are.
             self._mapping = _map(RESERVE_BYTES)
         if self._mapping is None:
             self.is_short = True

@@ -1,9 +1,9 @@
 """Claims in the fleet: one node at a time serves a lease with a name, and tenants stay within their quotas.
 
-A named LEASE_ALLOC is claimed first. The claim's epoch goes into the lease's terms, and the lease is granted only
-before the membership deadline. The claim ends once the lease's memory is proved free, or an operator vouches for that.
-Bytes of a quota are claimed in the same way, for tenants that have one according to the settings
-(`TenantLimits.fleet_quota`). `Runtime.claims` is the node's claims: None, unless the node is in a fleet.
+The name of a LEASE_ALLOC is claimed first. The claim's epoch becomes part of the lease's terms, and the lease is
+granted only before the membership deadline. The claim ends once the lease's memory is proved free, or an operator
+vouches for that. Bytes of a quota are claimed in the same way, for tenants that have one according to the settings
+(`TenantLimits.fleet_quota`). `Runtime.claims` has the node's claims; it is None if the node is in no fleet.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ class NameRequest(NamedTuple):
         name: The name.
         lease_id: The id that the lease will have.
         tenant: The tenant that will own the lease.
-        wait_ms: Longest wait for the name, if another lease has it; 0: no wait.
+        wait_ms: Longest wait for the name if another lease has it; 0 for no wait.
     """
 
     name: str
@@ -30,10 +30,10 @@ class NameRequest(NamedTuple):
 
 
 class NameGranted(NamedTuple):
-    """The claim belongs to this node, and the result is known.
+    """The claim belongs to this node.
 
     Attributes:
-        epoch: Number of the claim, above that of every earlier claim of the name.
+        epoch: Number of the claim, higher than that of every earlier claim of the name.
     """
 
     epoch: int
@@ -46,7 +46,7 @@ class QuotaRequest(NamedTuple):
         tenant: The tenant that owns the lease and the quota.
         lease_id: The id that the lease will have.
         size_bytes: Its size.
-        wait_ms: Longest wait for the bytes, if other leases have them; 0: no wait.
+        wait_ms: Longest wait for the bytes if other leases have them; 0 for no wait.
     """
 
     tenant: str
@@ -56,14 +56,14 @@ class QuotaRequest(NamedTuple):
 
 
 class QuotaGranted(NamedTuple):
-    """The bytes belong to the lease, and the result is known."""
+    """The requested bytes of the quota belong to the lease."""
 
 
 QuotaAnswer = QuotaGranted | Failure
-"""Bytes of a quota, or the failure for the tenant: DENIED if the quota is used up, otherwise as for a name."""
+"""Granted bytes of a quota, or the failure for the tenant: DENIED if the quota is used up, otherwise as for a name."""
 
 NameAnswer = NameGranted | Failure
-"""A claim, or the failure for the tenant: BUSY if another node or a later try may succeed, otherwise DENIED."""
+"""A granted claim, or the failure for the tenant: BUSY if another node or a later try may succeed, otherwise DENIED."""
 
 
 class FleetClaims(Protocol):
@@ -77,7 +77,7 @@ class FleetClaims(Protocol):
     def labels(self) -> Mapping[str, str]: ...
 
     def refusal(self) -> Failure | None:
-        """Return why no lease is granted now, not even one without a name; None if leases are granted."""
+        """Return why no lease at all is granted now, even without a name; None if leases are granted."""
 
     def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Request a name. Calls `on_answer` once, perhaps before this method returns.
@@ -88,26 +88,26 @@ class FleetClaims(Protocol):
         """
 
     def release(self, name: str, epoch: int) -> None:
-        """End a claim, because nothing of its lease is left. A missing claim, or a later one, is not affected."""
+        """End a claim, because its lease is over completely. A missing claim, or a later one, is not affected."""
 
     def on_fenced(self) -> None:
         """Record that a claimed lease has ended FENCED: its claims remain until an operator clears the fence."""
 
     def claim_quota(self, want: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
-        """Request bytes of a quota, in the way and with the result of `claim_name`."""
+        """Request bytes of a quota, like `claim_name`."""
 
     def give_back(self, tenant: str, lease_id: int) -> None:
-        """Return a lease's bytes to the quota, because nothing of the lease is left. Without any, nothing happens."""
+        """Return a lease's bytes to the quota, because the lease is over completely. Does nothing if it has none."""
 
 
 def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, held: LeaseTerms | LeaseSnapshot) -> None:
-    """End everything that a lease has claimed, because nothing of it is left or it was never granted.
+    """End all claims of a lease, because it is over completely or was never granted.
 
     A node that has left its fleet has no claims to end, even if its leases still carry some.
     """
     if claims is None:
         return
-    # An epoch means a claim of a name, fleet bytes a claim of a quota's bytes; a lease may have both.
+    # An epoch shows a claim of a name, and fleet bytes show a claim of a quota's bytes. A lease may have both.
     if held.epoch:
         claims.release(held.name, held.epoch)
     if held.fleet_bytes:

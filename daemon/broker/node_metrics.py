@@ -1,8 +1,8 @@
 """The broker's metrics: counters fed by events, gauges read at a scrape, and the text of both.
 
-Leases have priority on the event loop. Counting one event takes a microsecond or two. A scrape adds up a few hundred
+Leases have priority on the event loop. To count one event takes a microsecond or two. A scrape adds up WORKERS_AT_ONCE
 leases at a time, then makes its text one family at a time, and the loop runs in between. One text is made at a time,
-for any number of peers that ask.
+for all peers that ask.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ LAG_CHECK_S: Final = 1.0
 """Time between two measurements of the loop's lag."""
 
 LOOK_TIMEOUT_S: Final = 1.0
-"""Time for the cards to report stray memory. A driver that hangs costs the scrape one family, and is not polled again
-until it has answered."""
+"""Time within which the cards must report stray memory. If a driver hangs, the scrape lacks one family, and the driver
+is not polled again until it has answered."""
 
 LEASES_AT_ONCE: Final = 256
 WORKERS_AT_ONCE: Final = 64
@@ -71,7 +71,7 @@ class NodeMetrics:
         self._card_times = card_times
         self._cards = [card.uuid for card in table.cards()]
         self._counters = LeaseCounters(self._cards)
-        # A registry of its own: the library's global one has collectors that others register.
+        # Use a separate registry: the library's global one has collectors that others register.
         self._registry = CollectorRegistry()
         self._registry.register(NodeCollector(self._content))
         ProcessCollector(registry=self._registry)
@@ -84,7 +84,7 @@ class NodeMetrics:
         workers.set_end_listener(self._on_worker_end)
 
     def start(self) -> None:
-        """Schedule the next measurement of the loop's lag, and so all following ones."""
+        """Schedule the first measurement of the loop's lag, which schedules the next, and so on."""
         due_s = time.monotonic() + LAG_CHECK_S
         self._lag_check = asyncio.get_running_loop().call_later(LAG_CHECK_S, self._measure_lag, due_s)
 
@@ -120,7 +120,7 @@ class NodeMetrics:
             skip_counts(worker)
 
     def _on_worker_end(self, worker: Worker) -> None:
-        # Its page shows for the last time what it did, however it ended.
+        # Read its counters from its page for the last time, however it ended.
         self._card_times.on_worker_end(worker)
         lease = self._table.get(worker.spec.submit_of or worker.spec.lease_id)
         if lease is not None:
@@ -141,16 +141,16 @@ class NodeMetrics:
     async def _scrape_while_asked(self) -> None:
         try:
             while self._waiting:
-                # Poll the cards before the peers are counted: it may take a second, in which more of them come.
+                # Poll the cards before the peers are counted: the poll may take a second, in which more peers may ask.
                 await self._update_stray_bytes()
-                # Peers that ask from here on get the next text.
+                # Peers that ask from now on get the next text.
                 asked, self._waiting = self._waiting, []
                 result = await self._text()
                 for on_text in asked:
                     try:
                         on_text(result)
                     except Exception:
-                        # A bug of ours; the other peers must still be answered.
+                        # This is a bug of ours; the other peers must still be answered.
                         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering with the metrics")
         finally:
             self._scraping = None
@@ -163,14 +163,14 @@ class NodeMetrics:
                 parts.append(chunk)
                 await asyncio.sleep(0)
         except Exception:
-            # A bug of ours; no lease depends on metrics.
+            # This is a bug of ours; no lease depends on metrics.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="making the metrics' text")
             return Failure(Status.INTERNAL, "the metrics can't be sent", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
 
     async def _update_stray_bytes(self) -> None:
         self._stray_bytes = {}
-        # A poll that hangs from an earlier scrape is not repeated; this scrape waits for it once more.
+        # If an earlier scrape's poll still hangs, do not repeat it; wait for it once more.
         if self._look is None or self._look.done():
             self._look = asyncio.get_running_loop().create_task(self._read_stray_bytes())
         done, _ = await asyncio.wait({self._look}, timeout=LOOK_TIMEOUT_S)
@@ -181,7 +181,7 @@ class NodeMetrics:
         """Poll the cards, in a thread, for the memory that no process accounts for, by uuid."""
         found: dict[str, int] = {}
         for uuid in self._cards:
-            # Without a thread or an answer, the family leaves out what is not known.
+            # Without a thread or an answer, leave out the unknown figures.
             with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
                 reading = await asyncio.to_thread(self._source.read, uuid)
                 found[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
@@ -189,7 +189,8 @@ class NodeMetrics:
 
     async def _add_up(self) -> TenantTotals:
         """Count what workers did since the last scrape, and sum up all leases and regions."""
-        # Step 1: what each lease's sessions hold. A lease's two workers together hold no more than it is charged.
+        # Step 1: add up the bytes that each lease's sessions hold. A lease's two workers together hold no more than its
+        # charge.
         allocated: dict[int, int] = {}
         for number, worker in enumerate(self._workers.serving(), 1):
             lease_id = worker.spec.submit_of or worker.spec.lease_id
@@ -201,7 +202,7 @@ class NodeMetrics:
                 allocated[lease_id] = held + held_bytes(worker, self._table.charge_bytes(lease_id) - held)
             if number % WORKERS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        # Step 2: the leases and regions themselves.
+        # Step 2: count the leases and regions.
         totals = TenantTotals()
         for number, lease_id in enumerate(self._table.live_ids(), 1):
             lease = self._table.get(lease_id)
@@ -214,7 +215,7 @@ class NodeMetrics:
     def _content(self) -> Content:
         for (card_uuid, tenant), use in self._card_times.take_uncounted().items():
             self._counters.used(card_uuid, tenant, use)
-        # All gauges of one scrape in one turn of the loop, so that they agree with each other.
+        # Read all gauges of one scrape in one turn of the loop, so that they agree with each other.
         facts = NodeFacts(
             now_ns=time.monotonic_ns(),
             tenants=self._tenants,

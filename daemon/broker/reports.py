@@ -25,15 +25,15 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_LISTED_REGIONS: Final = 1024
-"""Most regions that a list of leases describes; each lease names its own in any case. Stops tenants that fill their
-leases with small regions from delaying the broker's loop: 4,096 took half a second."""
+"""Most regions that a list of leases describes; each lease always names its own regions. Stops tenants that fill their
+leases with small regions from delaying the broker's loop: 4,096 regions took half a second."""
 
 
 def full_report(
     lease: LeaseSnapshot, table: LeaseTable, workers: Workers, use: LeaseTimeUse | None = None
 ) -> dict[str, Any]:
     """Report one lease with its connections and submits. `use`: what it used of its card's time, if that is known."""
-    # One moment for all times of the report.
+    # Use one moment for all times of the report.
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(
         lease, workers.page(lease_id), now_ns, table.phase(lease_id, now_ns), table.drain_ns_of(lease.card_uuid)
@@ -62,7 +62,7 @@ def lease_report(
     drain_ns: int | None = None,
 ) -> dict[str, Any]:
     """Report one lease. The counters are what the worker reports on its page."""
-    # Members that only some leases have are left out of the others' reports.
+    # Leave out members that this lease does not have.
     parent = {"parent": f"{lease.parent_id:032x}"} if lease.parent_id else {}
     claim: dict[str, Any] = {"name": lease.name, "epoch": lease.epoch} if lease.name else {}
     report: dict[str, Any] = (
@@ -90,7 +90,7 @@ def lease_report(
         report["phase"] = standing.phase.name.lower()
     if lease.ended_ns is not None and lease.deadline_ns is not None:
         report["ended_after_deadline_us"] = (lease.ended_ns - lease.deadline_ns) // 1000
-    # A live worker's counters. It reports them itself, so they are information and never a basis for decisions.
+    # The worker itself reports these counters, so they are only information and never a basis for decisions.
     if page is not None:
         report |= {
             "allocated_bytes": page.counter(Counter.ALLOCATED_BYTES),
@@ -159,7 +159,7 @@ def park_report(park: ParkSnapshot | None, now_ns: int) -> dict[str, Any] | None
 def submit_report(
     submit: SubmitSnapshot | None, last: SubmitSnapshot | None, page: BrokerPage | None
 ) -> dict[str, Any]:
-    """Report a lease's submits: the one that is not proved gone, and the last one that is."""
+    """Report a lease's submits: the current one, and the last one whose bytes are proved free."""
     report: dict[str, Any] = {}
     if submit is not None:
         launches = 0 if page is None else page.counter(Counter.LAUNCHES)
@@ -178,8 +178,8 @@ def inventory(
 ) -> Inventory:
     """Report all cards, in the public 36-byte form and as maps, with the sandbox of their workers.
 
-    A drained node can grant nothing, so it reports no available bytes, and so does a drained card. `park_memory`: the
-    host memory that is held for parked sessions, and the most that may be.
+    A drained node or card can grant nothing, so it reports no available bytes. `park_memory`: the host memory that is
+    held for parked sessions, and its maximum.
     """
     if drain_left_ms is not None:
         cards = [replace(card, available_bytes=0) for card in cards]
@@ -217,7 +217,7 @@ def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = 
 
 
 def _left_ms(deadline_ns: int, now_ns: int) -> int:
-    # Division that rounds up, for whole numbers.
+    # Integer division, rounded up.
     return -(-max(0, deadline_ns - now_ns) // NS_PER_MS)
 
 
@@ -226,7 +226,7 @@ def _submit(submit: SubmitSnapshot) -> dict[str, Any]:
 
 
 def _entry(card: CardSnapshot) -> InventoryEntry:
-    # Any fenced byte sets the flag: an operator has to act.
+    # Set the flag for any fenced byte, because an operator has to act.
     flags = InventoryFlag.FENCED if card.fenced_bytes else InventoryFlag(0)
     return InventoryEntry(
         _uuid_number(card.uuid), GPU_RESOURCE_TYPE, int(flags), card.capacity_bytes, card.available_bytes

@@ -1,8 +1,8 @@
 """The runtime around the lease table: events go in, effects come out and are executed here.
 
 The lease table decides, the runtime executes. `Runtime.post` gives the table one event, passes its effects to the
-journal, the audit log and the metrics, and then executes them in order. An event posted meanwhile waits in a queue, so
-the table is never entered twice.
+journal, the audit log and the metrics, and then executes them in order. An event that is posted during this waits in a
+queue, so the table never handles two events at once.
 
 An effect that answers a request goes to `PendingRequests`, which holds the answer until it is durable.
 """
@@ -120,13 +120,13 @@ USE_RECORDS_S: Final = 600.0
 crashes and no other one follows, the log may lack that much."""
 
 USE_RECORDS_AT_ONCE: Final = 64
-"""Records that are made before the event loop runs again: about a millisecond's."""
+"""Number of records that are made before the event loop runs again, which takes about a millisecond."""
 
 _NEW_SESSIONS: Final = frozenset({FactKind.GRANTED, FactKind.ADOPTED, FactKind.SUBMIT_READY})
-"""Facts after which another worker uses its card's time."""
+"""Facts after which a further worker uses its card's time."""
 
 Result = Outcome | Failure
-"""The answer to a request: the lease table's outcome, or why the request does not get one."""
+"""The answer to a request: the lease table's outcome, or the failure if there is none."""
 
 OnResult = Callable[[Result], None]
 
@@ -154,11 +154,11 @@ class Runtime:
     Args:
         source: Information about the node's cards.
         max_load_s: How long a worker may compile one image.
-        journal: What a restarted daemon will know; None to keep nothing.
+        journal: Keeps what a restarted daemon must know; None to keep nothing.
 
     Attributes:
         recorder: The log of leases, which passes everything on to the audit log.
-        connections: Which leases are connected.
+        connections: Tracks which leases are connected.
         fair_queue: Which control connection is served next.
         claimed_acquires: The acquires that are checked, claimed and placed one after the other.
         claims: The node's claims in its fleet. The service sets it before the first request if the node joins one.
@@ -174,7 +174,7 @@ class Runtime:
         max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
-        # What is read from outside first: the table, its tokens, its records.
+        # First the parts that others read: the table, its tokens, its records.
         self.table = table
         self.tokens = tokens
         self.workers = workers
@@ -240,13 +240,13 @@ class Runtime:
         tombstones = self.journal.recovered.tombstones
         for ends in ([one for one in tombstones if not one.parent_id], [one for one in tombstones if one.parent_id]):
             self.recorder.record_missing_ends(ends, time.monotonic_ns())
-        # Step 2: compare the journal with the workers that live, and post one event for each lease, region and worker.
+        # Step 2: compare the journal with the live workers, and post one event for each lease, region and worker.
         overheads = {card.uuid: card.overhead_bytes for card in cards}
-        # Orders about regions are held until all words are on the pages, so that no worker acts on half of them.
+        # Hold orders about regions until all words are on the pages, so that no worker acts on incomplete pages.
         self._regions.begin_adoption()
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post, self.journal.regions)
         self._regions.end_adoption()
-        # Step 3: what counts from now on, and a drain that continues.
+        # Step 3: begin to count, and continue a drain.
         self.metrics.take_over_workers()
         self.connections.take_over()
         if self.table.drain_ns is not None:
@@ -267,7 +267,7 @@ class Runtime:
 
     async def _record_uses(self) -> None:
         for number, (lease_id, use) in enumerate(self.card_times.take_unrecorded()):
-            # A lease that ended meanwhile has its use in the record of its end.
+            # For a lease that has ended by now, the record of its end contains its use.
             if (lease := self.table.get(lease_id)) is not None and lease.ended_ns is None:
                 self.recorder.used(lease, use)
             if number % USE_RECORDS_AT_ONCE == 0:
@@ -290,7 +290,7 @@ class Runtime:
             await self._one_settled.wait()
 
     async def stop(self) -> None:
-        # Timers first: nothing may post an event to a table that is given up.
+        # Stop the timers first: nothing may post an event to a table that is no longer used.
         self.timers.stop()
         self.publisher.stop()
         await self._use_records.stop()
@@ -317,7 +317,9 @@ class Runtime:
         return self._pending.add(on_result, key)
 
     def take_over(self, key: RequestKey, on_result: OnResult) -> int:
-        """Have `on_result` get the answer to the open request with that key; the one before it gets TAKEN_OVER.
+        """Make `on_result` the receiver of the answer to the open request with that key.
+
+        The earlier receiver gets TAKEN_OVER.
 
         Returns:
             The request's number; 0 if no request with that key is open.
@@ -331,7 +333,7 @@ class Runtime:
         """
         if not self._pending.remove(number):
             return
-        # It waits for the fleet's claims, or for the lease table.
+        # The request waits either for the fleet's claims or for the lease table.
         if not self.claimed_acquires.cancel(number):
             self.post(RequesterGone(number))
             self.timers.cancel((WaitTimerFired, number))
@@ -348,11 +350,11 @@ class Runtime:
     def post(self, event: Event) -> None:
         """Give the table an event and execute its effects, now or after the event that is being executed.
 
-        Raises what handling this event raises, which is a bug, after the events that were posted meanwhile. The caller
-        then answers the request that the event is, if any.
+        If handling this event raises an error, which is a bug, it is raised here after the events posted by then are
+        handled. The caller must then answer the event's request, if it has one.
         """
         self._events.append(event)
-        # An effect posted this event. The outer call handles it after the present effects, in order.
+        # An effect posted this event. The outer call handles it after the current effects, in order.
         if self._is_executing:
             return
         self._is_executing = True
@@ -370,8 +372,8 @@ class Runtime:
             try:
                 self._handle(event, time.monotonic_ns())
             except Exception as error:
-                # A bug of ours, or no memory is left. No caller of this event is left to catch it, so its request is
-                # answered here, and the events behind it are still handled.
+                # This is a bug of ours, or a lack of memory. There is no caller to catch the error, so answer the
+                # event's request here. The events behind it are still handled.
                 if isinstance(error, MemoryError):
                     self.memory_reserve.release()
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__}")
@@ -379,20 +381,21 @@ class Runtime:
 
     def _handle(self, event: Event, now_ns: int) -> None:
         effects = self.table.handle(event, now_ns)
-        # Journal and audit log come before the effects: a peer must not learn of an effect that they do not have yet.
+        # Write the journal and the audit log before the effects are executed: a peer must not see an effect that they
+        # lack.
         self.journal.on_event(event, effects)
         if facts := self.history.on_event(event, effects, now_ns):
             self.recorder.on_facts(facts)
-        # In order: a refusal comes before its kill, and a deadline before the grant that it is for.
+        # Execute in order: a refusal comes before its kill, and a deadline before its grant.
         executors = self._executors
         for effect in effects:
             try:
                 executors[type(effect)](effect)
             except Exception:
-                # A bug of ours. The remaining effects, perhaps another tenant's, must still be executed. The lease's
-                # timers end a lease that misses an effect.
+                # This is a bug of ours. The remaining effects, perhaps another tenant's, must still be executed. A
+                # lease that lacks an effect is ended by its timers.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
-        # Log and metrics after the effects, one of which may be a reply that a client waits for.
+        # Log and count after the effects, one of which may be a reply that a client waits for.
         if facts:
             self.recorder.log_facts()
             self.metrics.on_facts(facts)
@@ -402,14 +405,14 @@ class Runtime:
                     break
         if isinstance(event, TenantRulesChanged):
             self.card_times.members_changed()
-        # Subscribers last: what they are sent has happened.
+        # Notify subscribers last, when everything has happened.
         self._publish(effects)
 
     def _publish(self, effects: list[Effect]) -> None:
         try:
             self.publisher.on_effects(effects)
         except Exception:
-            # A bug of ours; no lease depends on subscriptions.
+            # This is a bug of ours; no lease depends on subscriptions.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"publishing {effects!r}")
 
     def _on_warning(self, lease_id: int, left_ms: int, reason: str) -> None:
@@ -440,7 +443,7 @@ class Runtime:
     # --- effects out ---
 
     def _executors_by_effect(self) -> dict[type[Any], Callable[[Any], None]]:
-        # Outcomes answer requests; some have a second use, below.
+        # All outcomes answer requests; some have a second use, below.
         executors: dict[type[Any], Callable[[Any], None]] = dict.fromkeys(get_args(Outcome), self._answer)
         executors |= {
             ArmTimer: self._arm_timer,
@@ -499,7 +502,7 @@ class Runtime:
         try:
             self._pending.resolve(outcome)
         except Exception:
-            # A bug of ours. The client must not wait for an answer that never comes.
+            # This is a bug of ours. The client must not wait for an answer that never comes.
             self._pending.refuse(outcome.request, FAULT)
             raise
 
@@ -526,7 +529,7 @@ class Runtime:
     # Workers.
 
     def _spawn_worker(self, effect: SpawnWorker | RestartWorker) -> None:
-        # The first worker starts the watch; later calls do nothing.
+        # The first worker starts the watchdog; later calls do nothing.
         self._watchdog.start()
         self._memory_monitor.start()
         if effect.terms.is_parkable:
@@ -539,7 +542,7 @@ class Runtime:
         self._polling.stay_awake()
 
     def _moved(self, effect: LeaseMoved | WorkerReplaced) -> None:
-        # What the session uses from now on is the other card's, or the other worker's.
+        # From now on the session's use counts for the other card, or for the other worker.
         self.card_times.members_changed()
 
     def _stay(self, effect: StaySession) -> None:
@@ -573,7 +576,7 @@ class Runtime:
         self.workers.refuse(lease_id, word_for(cause), self._end_reason(lease_id), cause.value)
 
     def _refuse_submit(self, effect: RefuseSubmit) -> None:
-        # Without a cause the submit alone ends, because its own time is over: its status says that.
+        # Without a cause only the submit ends, because its own time is over. Its status says that.
         lease_id = 0 if effect.cause is None else self.table.submits.lease_of(effect.submit_id)
         self.workers.refuse(effect.submit_id, submit_word_for(effect.cause), self._end_reason(lease_id))
 
@@ -602,7 +605,7 @@ class Runtime:
         if lease.state is LeaseState.FENCED:
             self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
         self._settle_worker(lease.lease_id)
-        # Proofs and orders inside the lease end with it.
+        # Proofs and orders for the lease's regions end with the lease.
         self._region_prover.give_up(lease.lease_id)
         self.workers.images.discard(lease.lease_id)
         self._regions.forget(lease.lease_id)
@@ -627,13 +630,14 @@ class Runtime:
         self._settle_worker(effect.warm_id)
 
     def _fence_submit(self, effect: SubmitFenced) -> None:
-        # The worker is not forgotten: the zygote keeps reporting it, so that a restart does not forget the fence.
+        # Keep the worker: the zygote continues to report it, so that a restarted daemon knows the fence.
         self._cancel_timers(effect.submit_id)
         self._reclaimer.give_up(effect.submit_id)
         self.connections.update(effect.lease_id)
 
     def _clear_fences(self, effect: SlicesCleared) -> None:
-        # The bytes are vouched for: their processes no longer count as the daemon's, and the claims of the names end.
+        # An operator vouches for the bytes: their processes no longer count as the daemon's, and the claims of the
+        # names end.
         self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
         for lease in filter(None, map(self.table.get, effect.lease_ids)):
             release_all(self.claims, lease.tenant, lease.lease_id, lease)
@@ -649,10 +653,11 @@ class Runtime:
 
 
 class PendingRequests:
-    """Requests that are not answered yet: who gets the answer of which.
+    """Requests that are not answered yet, each with the receiver of its answer.
 
-    An outcome of the lease table is answered only once the journal, and for a grant the audit log, hold it durably. If
-    they can't, they revoke the grant and replace the outcome by a denial (`Journal.answer`, `FactRecorder.answer`).
+    An outcome of the lease table is answered only once it is durable in the journal and, for a grant, in the audit log.
+    If that fails, the grant is revoked and the outcome is replaced by a denial (`Journal.answer`,
+    `FactRecorder.answer`).
 
     Args:
         on_answered: Called after each outcome's answer.
@@ -671,7 +676,7 @@ class PendingRequests:
         self._on_answered = on_answered
         self._last_number = 0
         self._answers: dict[int, OnResult] = {}
-        # Requests that the table has decided, while their outcome is held back.
+        # Requests that the table has decided and whose outcome is not durable yet.
         self._decided: set[int] = set()
         self._numbers: dict[RequestKey, int] = {}
         self._keys: dict[int, RequestKey] = {}
@@ -686,8 +691,8 @@ class PendingRequests:
         return self._last_number
 
     def take_over(self, key: RequestKey, on_result: OnResult) -> int:
-        """Replace who gets the answer of the request with that key. Returns its number; 0 if none is open."""
-        # The earlier client may still be connected, so it gets an answer too.
+        """Replace the receiver of the answer to the request with that key. Returns its number; 0 if none is open."""
+        # The earlier client may still be connected, so answer it as well.
         number = self._numbers.get(key, 0)
         if number:
             earlier, self._answers[number] = self._answers[number], on_result
@@ -696,16 +701,16 @@ class PendingRequests:
 
     def remove(self, number: int) -> bool:
         """Drop a request that the table has not decided. Returns False for any other, which keeps its answer."""
-        # A decided request stays: its outcome has happened, and is answered once it is durable.
+        # Keep a decided request: its outcome has happened, and is answered once it is durable.
         if number not in self._answers or number in self._decided:
             return False
         self._pop(number)
         return True
 
     def refuse(self, number: int, failure: Failure) -> None:
-        """Answer a request that the table does not decide, or that a fault keeps from its outcome."""
+        """Answer a request that the table does not decide, or that lacks its outcome because of a fault."""
         if number in self._answers:
-            # An outcome that was held back is not answered any more.
+            # An outcome that was not durable yet is no longer answered.
             self.unanswered -= number in self._decided
             self._decided.discard(number)
             self._pop(number)(failure)
@@ -718,7 +723,7 @@ class PendingRequests:
             self._journal.answer(outcome, partial(self._on_journal_done, outcome))
 
     def _on_journal_done(self, outcome: Outcome, answered: Outcome) -> None:
-        # A grant needs the audit log too. Other outcomes have happened already and are only reported.
+        # A grant must also be in the audit log. Other outcomes have happened already and are only reported.
         if isinstance(answered, (Granted, RegionGranted)):
             self._recorder.answer(answered, self._answer)
             return
@@ -745,7 +750,8 @@ class PendingRequests:
 def withheld_lease(outcome: Outcome) -> tuple[str, LeaseSnapshot] | None:
     """Return the operation and lease of an outcome that counts as refused if it can't be made durable.
 
-    These are grants and renewals. Any other outcome has happened; its denial only reports the state of the journal.
+    These are grants and renewals. Any other outcome has happened already; its denial only reports the state of the
+    journal.
     """
     match outcome:
         case Granted(lease=lease):

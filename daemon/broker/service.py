@@ -5,7 +5,7 @@
 1. the process: threads, descriptors, orphans;
 2. the state folder: the journal and the zygotes that an earlier daemon left (`open_state`);
 3. the cards (`_open_cards`) and the zygotes that fork workers (`_open_workers`);
-4. what each card's driver takes of its memory, measured once in a boot (`_measure`);
+4. the measurement of the memory that each card's driver takes, once per boot (`_measure`);
 5. the audit log (`open_recorder`);
 6. the lease table and its runtime, then the listeners (`Service`).
 """
@@ -66,10 +66,10 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.time_units import NS_PER_S
 
 SHUTDOWN_TIMEOUT_S: Final = 10.0
-"""Time for leases to be proved free when the daemon stops. Their workers die in any case."""
+"""Time within which leases should be proved free when the daemon stops. Their workers are killed in any case."""
 
 SETTLE_TIMEOUT_S: Final = 10.0
-"""Time for leases that are ending when a daemon stops and leaves the others to the next daemon. The next daemon
+"""Time that ending leases have when the daemon stops and leaves the other leases to the next daemon. The next daemon
 continues with those that take longer."""
 
 ZYGOTES: Final = "zygotes"
@@ -102,8 +102,8 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
           JournalBroken, BadHandover: The daemon can't start. Each message is a sentence for the operator.
         ConfigError: A setting does not fit this host.
     """
-    # Before anything is started: orphans of zygotes come to this process, and threads and descriptors must suffice for
-    # all leases that it may ever have.
+    # Do this before anything is started: make this process the parent of zygotes' orphans, and check that threads and
+    # descriptors suffice for all leases that it may have.
     adopt_orphans()
     raise_descriptor_limit()
     asyncio.get_running_loop().set_default_executor(thread_pool())
@@ -138,10 +138,10 @@ class Service:
         runtime: The runtime around the lease table.
         addresses: The addresses it listens on, with the ports that the kernel chose.
         url: The web page's URL, "" if there is none.
-        stale: Sockets that an earlier daemon left for addresses that the settings no longer have.
-        on_new_sockets: Called with the addresses that have other sockets now, if it is set.
-        leaves_sessions: Whether a stop leaves sessions to the next daemon. Until it is asked to stop, the daemon leaves
-          them wherever they can outlive it: a failed start, or a fault, must not end sessions.
+        stale: Sockets that an earlier daemon left and whose addresses are no longer in the settings.
+        on_new_sockets: If set, called with the addresses that have got new sockets.
+        leaves_sessions: Whether a stop leaves sessions to the next daemon. Unless a stop was requested, this is True if
+          sessions can outlive the daemon: a failed start, or a fault, must not end sessions.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class Service:
         journal: Journal,
         given: Sequence[GivenSocket] = (),
     ) -> None:
-        # From the core outward: the table, the tokens about its leases, the runtime around both, and then the ways in.
+        # Make the parts from the core outward: the table, the tokens about its leases, the runtime around both, then
+        # the listeners.
         table = LeaseTable(
             cards, config.limits, config.warm_contexts, journal.recovered, config.recycling, config.placement
         )
@@ -171,7 +172,7 @@ class Service:
         self._driver = source.driver
         self._recorder = recorder
         self._given = given
-        # What HELLO reports to every client: whether leases survive a restart, and whether the cards are real.
+        # HELLO reports to every client whether leases survive a restart, and whether the cards are real.
         keeps = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
         warns = (Tlv(HelloOption.WARNING, source.warning.encode()),) if source.warning else ()
         self._hello_options = (*keeps, *warns)
@@ -216,8 +217,8 @@ class Service:
 
         Raises CannotListen or BadHandover.
         """
-        # First survive a lack of memory, then take over the leases, and only then let peers connect: a peer must never
-        # see a table without the leases that continue.
+        # First prepare for a lack of memory, then take over the leases, and only then let peers connect: a peer must
+        # never see a table without the leases that continue.
         self.runtime.memory_reserve.release_on_memory_error(asyncio.get_running_loop())
         self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
         await self.runtime.card_watch.start()
@@ -225,7 +226,7 @@ class Service:
             await self._tls.start()
         elif self._config.tls is not None:
             log_event(LogEvent.TLS_NOT_USED)
-        # The addresses, with the sockets that the service manager or the earlier daemon left for them.
+        # Assign to the addresses the sockets that the service manager or the earlier daemon left for them.
         assigned = await self._assign_given()
         for address in self._config.listen:
             self.addresses.append(await self._listen(address, assigned))
@@ -235,7 +236,7 @@ class Service:
             self._loads.start()
         if self._fleet is not None:
             await self._fleet.start()
-        # Warm contexts and metrics last: they must not delay the first client.
+        # Start warm contexts and metrics last, because they must not delay the first client.
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
         self._restoring.start()
@@ -251,7 +252,7 @@ class Service:
         self.stale = assigned.stale
         for one in assigned.stale:
             if one.was_kept:
-                # The service manager still has it open. Shut it down, so that no client takes it for one that is
+                # The service manager still has it open. Shut it down, so that no client waits on a socket that is not
                 # served.
                 one.sock.shutdown(socket.SHUT_RDWR)
             one.sock.close()
@@ -261,7 +262,7 @@ class Service:
         given = assigned.of(address)
         if not isinstance(address, TlsAddress):
             listening = await self._listeners.listen(address, given, set_mode=not assigned.is_units(address))
-            # A socket that was closed and replaced could never be reached.
+            # A given socket that was closed and replaced can no longer be reached, so it is stale.
             self.stale += [one for one in assigned.kept(address) if one.sock.fileno() < 0]
             return listening
         if self._tls is None:
@@ -274,9 +275,9 @@ class Service:
             await self.on_new_sockets(anew)
 
     def _fleet_addresses(self) -> list[str]:
-        """Return where tenants of other hosts reach the node; the host's name stands for all of its addresses.
+        """Return the addresses for tenants of other hosts; the host's name replaces the address of all interfaces.
 
-        A Unix socket's path, or loopback, would lead a tenant elsewhere to a daemon of its own host.
+        A Unix socket's path or a loopback address is left out: on another host it would lead to that host's daemon.
         """
         return [str(_named(address)) for address in self.addresses if isinstance(address, TlsAddress)]
 
@@ -306,18 +307,21 @@ class Service:
     # --- a new configuration ---
 
     def take_settings(self, config: Config, token_digest: bytes) -> None:
-        """Apply the settings that can change while the daemon runs; see `lifecycle.Reloader`. The others stay.
+        """Apply the settings that can change while the daemon runs; see `lifecycle.Reloader`.
+
+        The others stay unchanged.
 
         Args:
             config: The settings as their file has them now.
             token_digest: The digest of the web page's token as its file has it now; b"" if there is none.
 
         Raises:
-            ConfigError: A tenant's cards are not all here. Nothing has changed then.
+            ConfigError: One of a tenant's cards is missing on this host. Then nothing has changed.
         """
         # Check everything that can fail before anything changes.
         _check_devices(config, self._cards)
-        # A local user or a certificate that has another tenant name now must not get its predecessor's contexts.
+        # If a local user or a certificate has another tenant name now, nobody may get the contexts of that name's
+        # former owner.
         by_uid = (self._config.tenant_of_uid, config.tenant_of_uid)
         by_certificate = (self._config.tenant_of_certificate, config.tenant_of_certificate)
         self.runtime.post(TenantRulesChanged(config.limits.tenants, changed_hands(by_uid, by_certificate)))
@@ -361,8 +365,7 @@ class Service:
         """Stop listening, end sessions or leave them, and close all connections. Each step has a time limit."""
         self.runtime.health.is_listening = False
         await self._restoring.stop()
-        # Accept no new peers first, then serve the end of the sessions, and let open connections read their last
-        # replies.
+        # First stop accepting peers, then end or leave the sessions, then let open connections read their last replies.
         self._listeners.close()
         if self._loads is not None:
             await self._loads.stop()
@@ -374,7 +377,7 @@ class Service:
             await self._leave_sessions()
         else:
             await self._end_sessions()
-        # The fleet comes after the leases: claims are released only once the memory is proved free.
+        # Stop the fleet's process after the leases, because claims are released only once the memory is proved free.
         if self._fleet is not None:
             await self._fleet.stop()
         with contextlib.suppress(TimeoutError):
@@ -382,7 +385,7 @@ class Service:
                 await self._limiter.wait_until_empty()
 
     async def _end_sessions(self) -> None:
-        """Tear leases down and prove them free. Their processes end later in any case."""
+        """Tear leases down and wait for the proofs that their memory is free. Their processes end later in any case."""
         self.runtime.post(ShutdownRequested())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
@@ -432,7 +435,7 @@ async def open_state(config: Config) -> AsyncIterator[LastingState]:
     if config.state is None:
         yield LastingState(Journal(), None, [])
         return
-    # Checked first: a path that is too long would fail only when the first zygote is started.
+    # Check this first: otherwise a path that is too long would fail only when the first zygote is started.
     if len(bytes(config.state)) + _SOCKET_BYTES > MAX_PATH_BYTES:
         raise CannotAdopt(
             f"the path of state is longer than {MAX_PATH_BYTES - _SOCKET_BYTES} bytes, and sockets are to be in it",
@@ -464,8 +467,8 @@ async def _open_cards(config: Config) -> AsyncIterator[CardSource]:
 
 @contextlib.asynccontextmanager
 async def _open_workers(config: Config, source: CardSource, state: LastingState) -> AsyncIterator[Workers]:
-    # The sandbox and the heap's wiping apply to all workers of this daemon. Workers that an earlier one left keep
-    # theirs.
+    # The sandbox and the wiping of the heap apply to all workers of this daemon. Workers that an earlier daemon left
+    # keep theirs.
     workers = Workers(
         config.driver_of_workers(source.driver),
         config.of_sandbox,
@@ -487,7 +490,7 @@ async def _start_workers(workers: Workers, state: LastingState, source: CardSour
     try:
         await workers.start(state.take_zygotes())
     except ZygoteBroken:
-        # Zygotes preload the driver, which may be the very part that is broken.
+        # Zygotes preload the driver, which may be the part that is broken.
         driver_problem = await asyncio.to_thread(source.why_no_context)
         if driver_problem is not None:
             raise driver_problem from None
@@ -498,11 +501,11 @@ async def _start_workers(workers: Workers, state: LastingState, source: CardSour
 
 
 async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Workers, journal: Journal) -> list[Card]:
-    """Return the cards with what a context takes of each. Only cards that are unknown in this boot are measured."""
+    """Return the cards, each with the bytes that a context takes. Only cards that are new in this boot are measured."""
     if source.warning:
         log_event(LogEvent.CARDS_PRETENDED, source.warning, reason=source.warning)
     unknown = [fact for fact in facts if fact.uuid not in journal.cards]
-    # The bytes of a worker that was just reaped may not be back yet.
+    # The bytes of a worker that was reaped just before may not be free yet.
     is_beside_others = bool(workers.found())
     # Cards that were measured in this boot keep their figures: with leases on them they can't be measured.
     overheads = {uuid: known.overhead_bytes for uuid, known in journal.cards.items()}
@@ -521,7 +524,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
             capacity_bytes=fact.capacity_bytes,
             overhead_bytes=overhead,
         )
-    # Figures that were measured next to other contexts are not kept for the rest of the boot.
+    # Do not keep figures that were measured next to other contexts for the rest of the boot.
     if unknown and is_beside_others:
         log_event(LogEvent.CARD_CROWDED)
     elif unknown:

@@ -1,8 +1,8 @@
 """Subscriptions: events that report the state of leases to peers, sent without waiting for any peer.
 
 The lease table knows the state. `Publisher` decides when to query it, and remembers what each lease's subscribers were
-sent. A slow reader loses old events, never the latest, and learns how many it lost. Memory does not grow with unread
-events.
+sent. A slow reader loses old events, never the latest, and is notified how many it lost. Memory does not grow with
+unread events.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ EVERY_LEASE: Final = 0
 """The lease id of a subscription to every lease that its peer may see."""
 
 FLUSH_S: Final = 0.2
-"""Time until a slow reader's latest event is tried again."""
+"""Time after which a slow reader's latest event is sent again."""
 
 MAX_LEFT_MS: Final = 2**32 - 1
 
@@ -62,8 +62,9 @@ class PeerSubscription:
         may_see: Returns whether the peer may receive events of a lease now.
         sequence: Number of events so far.
         lost: Number of events before `latest` that were dropped.
-        latest: The latest event, while the connection has no room for it.
-        is_watch: It reports launches that were refused because of a region, or of any region of a lease.
+        latest: The latest event while the connection has no room for it, otherwise None.
+        is_watch: Whether it reports launches that were refused because of a region, or because of any region of a
+          lease.
     """
 
     number: int
@@ -78,16 +79,16 @@ class PeerSubscription:
 
     def send(self, event: LeaseEvent | RegionEvent) -> bool:
         """Send an event, or keep it in place of an earlier one that is still unsent. Returns whether it was sent."""
-        # Numbered even if it is not sent: the gap shows the peer how much it missed.
+        # Number the event even if it is not sent: the gap shows the peer how many it missed.
         self.sequence += 1
-        # A reader that is too slow gets the newest state; the ones between are counted.
+        # A reader that is too slow gets the newest state; count the skipped events.
         if self.latest is not None:
             self.lost += 1
         self.latest = replace(event, sequence=self.sequence, lost=self.lost)
         return self.flush()
 
     def flush(self) -> bool:
-        """Try to send the event that is kept. Returns whether none is left."""
+        """Try to send the kept event. Returns True if no event is left."""
         if self.latest is not None and self.write(self.number, self.latest):
             self.latest, self.lost = None, 0
         return self.latest is None
@@ -97,20 +98,20 @@ class Publisher:
     """Sends every subscriber the events of its leases.
 
     Args:
-        on_warning: Called with a lease, its milliseconds and the reason when subscribers are warned of its end.
+        on_warning: Called with a lease, the milliseconds left and the reason when subscribers are warned of its end.
     """
 
     def __init__(self, table: LeaseTable, on_warning: Callable[[int, int, str], None] = lambda *_: None) -> None:
         self._table = table
         self._on_warning = on_warning
-        # Subscriptions by lease, watches by lease or region, and how many each tenant has.
+        # Subscriptions by lease, watches by lease or region, and the number of each tenant's.
         self._by_lease: dict[int, list[PeerSubscription]] = {}
         self._watches: dict[int, list[PeerSubscription]] = {}
         self._by_tenant: Counter[str] = Counter()
-        # What each followed lease's subscribers were sent last.
+        # The state that was last sent to each lease's subscribers.
         self._sent: dict[int, Key] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        # Subscriptions with an event that their connection had no room for; a timer tries again.
+        # Subscriptions with an event for which their connection had no room. A timer sends it again.
         self._slow: set[PeerSubscription] = set()
         self._flush_timer: asyncio.TimerHandle | None = None
 
@@ -124,22 +125,22 @@ class Publisher:
                     hint="End those that are not needed, or subscribe to lease 0, which means all leases.",
                 )
             )
-        # Counted by tenant over all of its connections.
+        # Count per tenant, over all of its connections.
         self._by_tenant[subscription.tenant] += 1
         of_kind = self._watches if subscription.is_watch else self._by_lease
         of_kind.setdefault(subscription.lease_id, []).append(subscription)
 
     def begin(self, subscription: PeerSubscription) -> None:
-        """Send a new subscription, after the reply to its request, the state of its lease, and follow its leases."""
+        """Begin a subscription after the reply to its request: send the state of its lease, and follow its leases."""
         now_ns = time.monotonic_ns()
-        # One lease: its subscriber gets the state at once, so that it need not query it.
+        # For one lease, send the state at once, so that the subscriber need not query it.
         if subscription.lease_id != EVERY_LEASE:
             standing = self._table.phase(subscription.lease_id, now_ns)
             if standing is not None:
                 self._send((subscription,), subscription.lease_id, standing, now_ns)
                 self._follow(subscription.lease_id, standing)
             return
-        # Every lease: the subscriber gets no first events, only later changes.
+        # For every lease, send no first events, only later changes.
         for lease in (*self._table.snapshots(), *self._table.regions.snapshots()):
             standing = self._table.phase(lease.lease_id, now_ns)
             if standing is not None and lease.lease_id not in self._sent:
@@ -167,10 +168,10 @@ class Publisher:
 
     def on_effects(self, effects: Sequence[Effect]) -> None:
         """Send the changes that these effects made to leases. Called after the effects were executed."""
-        # Most daemons have no subscriber, so this costs nothing there.
+        # Return early, because most daemons have no subscriber.
         if not self._by_lease:
             return
-        # Which leases may have changed; each is queried once, however many effects concern it.
+        # Collect the leases that may have changed, so that each is queried once, however many effects concern it.
         changed: dict[int, None] = {}
         for effect in effects:
             match effect:
@@ -186,7 +187,7 @@ class Publisher:
             self._update(lease_id)
 
     def on_forward_revoked(self, lease_id: int, event: RegionEvent) -> None:
-        """Send the watches of a region, and those of its lease, a launch that was refused because of the region."""
+        """Report a launch that was refused because of a region to the watches of the region and of its lease."""
         self._send_to((*self._watches.get(event.lease_id, ()), *self._watches.get(lease_id, ())), event)
 
     def stop(self) -> None:
@@ -204,17 +205,17 @@ class Publisher:
         standing = self._table.phase(lease_id, now_ns)
         if standing is None:
             return
-        # A renewal moves the deadline and not the phase: subscribers are not sent each one.
+        # Send only changes of the phase: a renewal moves the deadline but does not change the phase.
         if self._sent.get(lease_id) != standing.key:
             subscribers = [*self._by_lease.get(lease_id, ()), *self._by_lease.get(EVERY_LEASE, ())]
             self._send(subscribers, lease_id, standing, now_ns)
         self._follow(lease_id, standing)
 
     def _follow(self, lease_id: int, standing: LeasePhase) -> None:
-        """Remember what was sent, and query again when the state changes by time alone."""
+        """Record what was sent, and query again when the state changes without an event."""
         # A new timer replaces the old one: renewals move the times at which the phase changes.
         self._unfollow(lease_id)
-        # Nothing changes any more.
+        # The lease has ended, so nothing changes any more.
         if standing.phase is Phase.ENDED:
             return
         self._sent[lease_id] = standing.key
@@ -229,7 +230,7 @@ class Publisher:
             handle.cancel()
 
     def _send(self, subscribers: Iterable[PeerSubscription], lease_id: int, standing: LeasePhase, now_ns: int) -> None:
-        # One event for all subscribers; each numbers its own copy.
+        # Make one event for all subscribers; each numbers its own copy.
         event = LeaseEvent(
             lease_id=lease_id,
             sequence=0,
@@ -246,7 +247,7 @@ class Publisher:
 
     def _send_to(self, subscribers: Iterable[PeerSubscription], event: LeaseEvent | RegionEvent) -> None:
         for subscription in subscribers:
-            # Checked at each event: a token may have expired, or the lease may belong to another tenant.
+            # Check this for each event: a token may have expired, or the lease may belong to another tenant.
             if subscription.may_see(event.lease_id) and not subscription.send(event):
                 self._slow.add(subscription)
                 self._schedule_flush()
@@ -274,7 +275,7 @@ class ConnectionSubscriptions:
     def subscribe(self, number: int, lease_id: int, may_see: Callable[[int], bool]) -> None:
         """Add a subscription. `begin` must follow once its request is answered. Raises Refused."""
         subscription = PeerSubscription(number, lease_id, self._tenant, may_see, self._write)
-        # Added to the publisher first: a subscription that it refuses must not stay here.
+        # Add it to the publisher first: a subscription that the publisher refuses must not stay here.
         self._publisher.add(subscription)
         self._own[number] = subscription
 

@@ -50,7 +50,7 @@ class Timers:
         self._handle_ns = 0
 
     def arm(self, key: Hashable, due_ns: int, event: Event) -> None:
-        """Post `event` at `due_ns`; replaces what was armed under this key."""
+        """Post `event` at `due_ns`. Replaces the timer with this key, if there is one."""
         self.cancel(key)
         # Near timers go to the heap, all others wait unsorted in their slot.
         timer = self._timers[key] = _Timer(due_ns, event)
@@ -63,17 +63,17 @@ class Timers:
             self._schedule()
 
     def cancel(self, key: Hashable) -> None:
-        """Drop what was armed under this key, if anything."""
+        """Drop the timer with this key, if there is one."""
         if (timer := self._timers.pop(key, None)) is None:
             return
-        # A heap can't drop an entry cheaply, so the entry stays without its event. A slot can.
+        # A heap can't drop an entry cheaply, so the entry stays there without its event. A slot can drop it.
         timer.event = None
         slot = timer.due_ns >> SLOT_BITS
         if (others := self._slots.get(slot)) is not None and others.pop(key, None) is not None and not others:
             del self._slots[slot]
 
     def cancel_each(self, keys: Iterable[Hashable]) -> None:
-        """Drop what was armed under these keys. Most of them have nothing."""
+        """Drop the timers with these keys. Most keys have none."""
         for key in keys:
             if key in self._timers:
                 self.cancel(key)
@@ -93,14 +93,14 @@ class Timers:
         return key in self._timers
 
     def _push(self, key: Hashable, timer: _Timer) -> None:
-        # The serial number decides between timers that are due at once: the one armed first, and never their keys.
+        # The serial number orders timers that are due at the same time, so that their keys are never compared.
         self._last_serial += 1
         heapq.heappush(self._heap, (timer.due_ns, self._last_serial, key, timer))
 
     def _begin_slots(self, now_ns: int) -> None:
         """Move the timers of all slots up to `now_ns` to the heap, which sorts them."""
         now_slot = now_ns >> SLOT_BITS
-        # After a pause many slots may have passed, of which few hold a timer. Walk the smaller set.
+        # After a pause many slots may have passed, but few of them have a timer. Walk the smaller set.
         passed = range(self._current_slot + 1, now_slot + 1)
         slots = passed if len(passed) <= len(self._slots) else [slot for slot in self._slots if slot <= now_slot]
         for slot in slots:
@@ -109,13 +109,13 @@ class Timers:
         self._current_slot = now_slot
 
     def _schedule(self) -> None:
-        """Schedule the next call for when the first timer is due, or the next slot begins."""
+        """Schedule the next call for the time when the first timer is due, or when the next slot begins."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
         if not self._timers:
             return
-        # The next slot's start, when its timers must be sorted, unless a timer is due before.
+        # That is the start of the next slot, when its timers must be sorted, unless a timer is due earlier.
         self._handle_ns = (self._current_slot + 1) << SLOT_BITS
         if self._heap:
             self._handle_ns = min(self._handle_ns, self._heap[0][0])
@@ -126,7 +126,7 @@ class Timers:
         self._handle = None
         try:
             self._secure()
-            # The loop's own clock is coarser, so this call may come early.
+            # The loop's clock is coarser, so this call may come early.
             now_ns = time.monotonic_ns()
             self._begin_slots(now_ns)
             while self._heap and self._heap[0][0] <= now_ns:

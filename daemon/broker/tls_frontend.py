@@ -103,8 +103,8 @@ class TlsFrontend:
 
     async def start(self) -> None:
         """Start the acceptor and wait until it has read its files. Raises CannotListen."""
-        # First, so that the relays of an earlier daemon count against their tenants' limits from the first connection
-        # on.
+        # Do this first, so that the relays of an earlier daemon count against their tenants' limits from the first
+        # connection on.
         self._take_over_relays()
         await self._acceptor.start()
 
@@ -124,7 +124,7 @@ class TlsFrontend:
         port = address.port
         try:
             found = await loop.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            # All addresses of a name get the same port, also where the kernel chooses it.
+            # All addresses of a name get the same port, even if the kernel chooses it.
             for family, where in sorted({(entry[0], entry[4]) for entry in found}):
                 listener = bound_at(family, (where[0], port, *where[2:]))
                 port = int(listener.getsockname()[1])
@@ -164,7 +164,10 @@ class TlsFrontend:
             self._acceptor.send(Listen(), (listener.fileno(),))
 
     async def _send_relay(self, pid: int) -> None:
-        """Make a new acceptor responsible for an earlier one's relay, which it ends once the certificate is revoked."""
+        """Make a new acceptor responsible for an earlier one's relay.
+
+        It ends the relay once the certificate is revoked.
+        """
         while (relay := self._relays.get(pid)) is not None and self._acceptor.is_running:
             try:
                 pidfd = os.pidfd_open(pid)
@@ -172,7 +175,7 @@ class TlsFrontend:
                 log_event(LogEvent.RELAY_NOT_WATCHED, relay_pid=pid, reason=error.strerror)
                 return
             try:
-                # If the relay was reaped meanwhile, its process id may belong to another process.
+                # If the relay has been reaped, its process id may belong to another process by now.
                 if started_ticks(pid) == relay.started_ticks:
                     self._acceptor.send(LeftOverRelay(relay.serial), (pidfd,))
                 return
@@ -182,10 +185,10 @@ class TlsFrontend:
                 os.close(pidfd)
 
     def _take_over_relays(self) -> None:
-        """Count the relays of an earlier daemon for their tenants, and end them with their certificates."""
+        """Count the relays of an earlier daemon for their tenants, and end each when its certificate ends."""
         relays, self._kept_relays = self._kept_relays, ()
         for kept in relays:
-            # The process id alone could belong to another process by now.
+            # Compare the start time as well, because the process id could belong to another process by now.
             if kept.started_ticks == started_ticks(kept.pid):
                 self._add(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
                 self._adopt(kept.pid)
@@ -202,7 +205,8 @@ class TlsFrontend:
             self._adopt(pid)
 
     def _adopt(self, pid: int) -> None:
-        # Only once, however many acceptors die while the relay lives, because each watch takes a descriptor.
+        # Watch each relay only once, even if several acceptors die during its life, because each watch takes a
+        # descriptor.
         if pid not in self._adopted:
             self._adopted.add(pid)
             reap_later(pid, self._on_relay_left)
@@ -215,15 +219,15 @@ class TlsFrontend:
                 if len(self._unidentified) < self._settings.max_connections:
                     self._unidentified.add(message.pid)
             case RelayArrived():
-                # No descriptor: this process had none left, and the relay ends with its socket.
+                # A missing descriptor means that this process had none left. Then the relay ends with its socket.
                 if len(fds) == 1 and message.pid not in self._relays:
-                    # The caller closes what is left in the list, also where this is not a socket.
+                    # The caller closes the descriptors that are left in the list, also if this is not a socket.
                     sock = socket.socket(fileno=fds[0])
                     fds.clear()
                     try:
                         self._on_relay_arrived(message, sock)
                     except BaseException:
-                        # The relay ends with its socket, and so its peer's connection: no other answer will come.
+                        # Close the socket, which ends the relay and its peer's connection: no other answer will come.
                         sock.close()
                         raise
             case RelayLeft():
@@ -232,11 +236,11 @@ class TlsFrontend:
                 assert_never(message)
 
     def _on_relay_arrived(self, arrival: RelayArrived, sock: socket.socket) -> None:
-        # A peer without a valid name is connected all the same: it gets the reason, and then the connection ends.
+        # Connect even a peer without a valid name: it is sent the reason, and then the connection ends.
         peer, refusal = self._identify(arrival.names)
         relay = _Relay(peer.tenant, arrival.serial, started_ticks(arrival.pid))
         self._add(arrival.pid, relay)
-        # The journal lets the next daemon count and end the relay too.
+        # Record the relay in the journal, so that the next daemon can count and end it as well.
         if refusal is None:
             self._journal.remember_relay(RelayRow(arrival.pid, relay.started_ticks, relay.tenant, relay.serial))
         log_event(
@@ -258,7 +262,7 @@ class TlsFrontend:
         is_operator = tenant in self._settings.operators
         most = self._settings.max_connections_per_tenant
         peer = Peer(tenant, is_operator=is_operator, is_known=True, is_relayed=True)
-        # Counted by tenant and not by address: a tenant's hosts share its limit.
+        # Count by tenant and not by address: all of a tenant's hosts share its limit.
         if self._by_tenant[tenant] >= most:
             why = f"tenant {tenant} has {counted(most, 'connection')} by TLS, the most one may have"
             return peer, Failure(Status.BUSY, why, hint="Close connections that are not needed, or try again later.")

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
 
 MAX_PRESENTED: Final = 64
-"""Leases for which one control connection can hold tokens. Stops a peer that presents tokens in a loop."""
+"""Most leases for which one control connection can hold tokens. Stops a peer that presents tokens in a loop."""
 
 MAX_NAMES: Final = 4096
-"""Tenants with an audience that is known by name, for the audit log. More than a host has users."""
+"""Most tenants whose audiences are known by name, for the audit log. This is more than a host has users."""
 
 KEY_FILE_NAME: Final = "token.key"
 
@@ -47,7 +47,8 @@ class TokenService:
         demands: The operations that require a token.
         key_file: The file with the keys, if the operator names one.
         state: The state folder, which holds the keys if the operator names no file.
-        spent: Tokens used under an earlier daemon: lease, nonce, and until when (monotonic ms) that is remembered.
+        spent: Tokens used under an earlier daemon: the lease, the nonce, and the time (monotonic ms) until which this
+          is kept.
         revoked: Tokens revoked under an earlier daemon, in the same form.
 
     Raises:
@@ -68,7 +69,8 @@ class TokenService:
         self._table = table
         self._key_file = key_file or (None if state is None else state / KEY_FILE_NAME)
         self._names: OrderedDict[bytes, str] = OrderedDict()
-        # What an earlier daemon used and revoked stays so: a token must not be used twice because of a restart.
+        # Keep the tokens that were used or revoked under an earlier daemon: a restart must not make a token usable
+        # twice.
         self._nonces, self._revoked = NonceStore(), NonceStore()
         for store, tokens in ((self._nonces, spent), (self._revoked, revoked)):
             for lease_id, nonce, expires_ms in tokens:
@@ -96,11 +98,11 @@ class TokenService:
         return self._table.get(lease_id)
 
     def audience_of(self, tenant: str) -> bytes:
-        """Return the tenant's audience on this node, and remember its tenant. Raises Refused."""
+        """Return the tenant's audience on this node, and record the tenant's name for it. Raises Refused."""
         audience = self.authority().audience_of(tenant)
         self._names[audience] = tenant
         self._names.move_to_end(audience)
-        # The tenant that asked least recently is forgotten; the audit log then has its audience without a name.
+        # Forget the tenant that asked least recently; the audit log then has its audience without a name.
         if len(self._names) > MAX_NAMES:
             self._names.popitem(last=False)
         return audience
@@ -110,22 +112,22 @@ class TokenService:
         return peer if audience == self.authority().audience_of(peer) else self._names.get(audience)
 
     def denial(self, lease_id: int, peer: Peer) -> Denial:
-        """Return why a peer can't issue tokens for a lease. Only owners and operators learn how the lease ended."""
+        """Return why a peer can't issue tokens for a lease. Only owners and operators are shown how the lease ended."""
         lease = self._table.get(lease_id)
         is_shown = lease is None or lease.tenant == peer.tenant or peer.is_operator
         denial = self._table.denial_for(lease_id, time.monotonic_ns()) if is_shown else None
         return denial or not_found(lease_id)
 
     def add_handed_over(self, claims: Claims) -> None:
-        """Remember the token of a guest's connection that is on its way to the worker."""
+        """Keep the token of a guest whose connection is being passed to the worker."""
         now_ms = time.monotonic_ns() // NS_PER_MS
-        # A worker that has ended never answers, so forget what has expired.
+        # A worker that has ended never answers, so drop expired tokens.
         self._handed_over = {key: one for key, one in self._handed_over.items() if one.expires_ms > now_ms}
         self._handed_over[claims.lease_id, mark_of(claims.nonce)] = claims
 
     def on_guest_answered(self, journal: Journal, lease_id: int, mark: int, is_let_in: bool) -> None:
         """Allow the token to be used again if the worker did not admit its guest."""
-        # The guest's connection opened nothing, so the token is as good as unused.
+        # The guest's connection did nothing, so the token counts as unused.
         claims = self._handed_over.pop((lease_id, mark), None)
         if claims is not None and not is_let_in:
             self.give_back(claims, journal)
@@ -227,7 +229,7 @@ class ConnectionTokens:
             )
 
     def check_attach_demand(self) -> None:
-        """Raise Refused if this daemon requires a token for attaching, which the peer tries without one."""
+        """Raise Refused if this daemon requires a token for attaching and the peer has presented none."""
         if Demand.ATTACH in self._service.demands and not self._peer.is_operator:
             raise Refused(
                 Failure(
@@ -239,7 +241,7 @@ class ConnectionTokens:
 
     def _permitting(self, lease_id: int, permission: Permission) -> Claims | None:
         claims = self._presented.get(lease_id)
-        # Checked at each use: the lease may have been renewed, or the token revoked, since it was presented.
+        # Check this at each use: since the token was presented, the lease may have been renewed, or the token revoked.
         if claims is not None and claims.permissions & permission and self._is_valid(claims):
             return claims
         return None
@@ -258,7 +260,7 @@ class ConnectionTokens:
         # A token of another lease is answered like an unknown lease.
         if claims.lease_id != lease_id:
             raise Refused(not_found(lease_id).failure)
-        # Noted here and used up in `spend`: between the two, the peer may still have replies to read.
+        # Keep the token here; `spend` uses it up. Between the two, the peer may still have replies to read.
         self._attaching = claims
         return Guest(claims.permissions, claims.expires_ns, claims.generation, mark_of(claims.nonce))
 
@@ -267,7 +269,7 @@ class ConnectionTokens:
 
         Args:
             journal: Where the use is recorded.
-            on_done: Called with whether a restarted daemon will know that the token is used.
+            on_done: Called with True if the use is durable, so that a restarted daemon will know it.
         """
         # The lease's own tenant attaches without a token, so nothing is used up.
         if self._attaching is None:

@@ -44,14 +44,14 @@ BY_PAGE: Final = "web page"
 """Name in logs for a person who acts by the web page. It has a space, which a tenant's name can't have."""
 
 MAX_WRONG_TOKENS: Final = 10
-"""Wrong tokens that are checked in a row. The web process forwards none, so only a compromised one sends any."""
+"""Most wrong tokens that are checked in a row. An honest web process forwards none."""
 
 WRONG_TOKEN_S: Final = 6.0
 """Time until one more token is checked. Stops a compromised web process from guessing, and from keeping the broker's
 loop busy with hashing."""
 
 MAX_PENDING: Final = 16
-"""Actions without an outcome yet. Stops even a holder of the token from filling the broker."""
+"""Most actions without an outcome yet. Stops even a holder of the token from filling the broker's memory."""
 
 Answer = Callable[[ActionOutcome], None]
 
@@ -91,7 +91,7 @@ class WebActionRunner:
         self._runtime.metrics.refused(operation, Status.DENIED)
 
     def _post(self, event_for: Callable[[int], Event], on_outcome: OnResult) -> None:
-        # Logged and recorded as the page's: a person with the token is behind it, and no tenant.
+        # Log and record the action as the page's: the person behind it has the token, and is not a tenant.
         number = self._runtime.expect(on_outcome)
         self._runtime.history.asked_by(number, BY_PAGE)
         self._runtime.post(event_for(number))
@@ -114,13 +114,12 @@ class WebActionHandler:
         self._token_digest = token_digest
 
     def handle(self, message: FromWeb, answer: Answer) -> None:
-        """Serve one request of the web process: `answer` is called once with its outcome.
+        """Serve one request of the web process. Calls `answer` once with its outcome.
 
         Raises what performing it raises; the caller must answer then.
         """
         number, action = message.request, self._action_of(message)
-        # The bound on guesses comes before the comparison, so that a right token is not checked either while it
-        # applies.
+        # Check the bound on guesses before the token: while the bound applies, not even a right token is checked.
         if not self._guesses.may_check():
             text = "Too many wrong tokens have come by the web page: wait a minute."
             answer(ActionRefused(number, WebRefusal.TOO_MANY, text))
@@ -156,10 +155,10 @@ class WebActionHandler:
         is_over = False
 
         def end() -> bool:
-            """Count the action as over; returns whether it was not yet."""
+            """Count the action as over. Returns False if it was over before."""
             nonlocal is_over
             was_over, is_over = is_over, True
-            # Counted down once, whether the outcome came, or the beginning failed, or both.
+            # Count down only once, whether the outcome came, the beginning failed, or both.
             self._pending -= not was_over
             return not was_over
 
@@ -169,13 +168,13 @@ class WebActionHandler:
             try:
                 reply = _answer_of(number, outcome)
             except Exception:
-                # Nothing else answers the page, which waits.
+                # The page waits, and nothing else answers it.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering the web page")
                 text = "The daemon does not know what became of this request: see its log."
                 reply = ActionRefused(number, WebRefusal.FAILED, text)
             answer(reply)
 
-        # Before the action begins: its outcome may come before `begin` returns.
+        # Count it before the action begins, because its outcome may come before `begin` returns.
         self._pending += 1
         try:
             action.begin(on_outcome)
@@ -187,7 +186,7 @@ class WebActionHandler:
         # Without a token in the settings, no action is possible at all.
         if not self._token_digest or len(token) > MAX_TOKEN_BYTES:
             return False
-        # Hashed and compared in constant time, so that the time of a refusal says nothing about the token.
+        # Hash the token and compare in constant time, so that the time of a refusal shows nothing about the token.
         return hmac.compare_digest(hashlib.sha256(token).digest(), self._token_digest)
 
 
@@ -196,7 +195,7 @@ class GuessLimiter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Full at the start: all guesses are free.
+        # At the start all guesses are free.
         self._free_s = clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S
 
     def may_check(self) -> bool:
@@ -204,7 +203,7 @@ class GuessLimiter:
         return self._clock() - self._free_s >= WRONG_TOKEN_S
 
     def count_wrong(self) -> None:
-        # A token bucket, as the time at which it was empty: each wrong token takes one, and time brings them back.
+        # A token bucket, stored as the time at which it was empty: each wrong token takes one, and time refills it.
         self._free_s = max(self._free_s, self._clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S) + WRONG_TOKEN_S
 
 

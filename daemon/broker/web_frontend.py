@@ -1,8 +1,7 @@
 """The broker's side of the web process: its socket, its start and end, and the messages between the two.
 
-The web process sees the leases by a connection of the protocol that may only read. Through the channel that it was
-started with, it forwards the actions that operators request, each with the operator's token; `web_actions` checks the
-token.
+The web process sees the leases through a control connection that may only read. Through the channel that it was started
+with, it forwards the actions that operators request, each with the operator's token; `web_actions` checks the token.
 
 The broker holds the listening socket, so that the socket outlives a web process that dies, but never reads from it.
 
@@ -44,7 +43,7 @@ from gpulease.daemon.workers.worker import held_bytes
 from gpulease.protocol.address import Address
 
 SECRET_BYTES: Final = 32
-"""Length of the key for pseudonyms: as long as the hash."""
+"""Length of the key for pseudonyms, which is the length of the hash."""
 
 READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_reader=True)
 """The web process as a peer: it sees every lease and may change nothing."""
@@ -60,7 +59,7 @@ class WebFrontend:
 
     Args:
         make_connection: Makes a control connection for the web process.
-        actions: Performs what operators request by the page.
+        actions: Performs the actions that operators request on the page.
         first: Returns the messages for a new process, such as those of `LoadHistory.messages`.
 
     Attributes:
@@ -85,7 +84,7 @@ class WebFrontend:
         self._make_connection = make_connection
         self._token_digest = token_digest_of(settings)
         self._action_handler = WebActionHandler(actions, self._token_digest)
-        # One key for all web processes of this broker, so that a tenant keeps its pseudonym.
+        # Use one key for all web processes of this broker, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
         # None until `listen`, and again after `stop`.
         self._listener: socket.socket | None = None
@@ -99,7 +98,7 @@ class WebFrontend:
         Args:
             given: A socket that listens there already, if there is one.
         """
-        # A reload or a restart of the web process keeps this socket, so that clients find it meanwhile.
+        # A reload or a restart of the web process keeps this socket, so that clients can connect at any time.
         self._listener = given[0] if given else self._bind()
         self._listener.setblocking(False)
         await self._process.start()
@@ -115,7 +114,8 @@ class WebFrontend:
         if digest == self._token_digest:
             return
         self._token_digest = digest
-        # Here first: from now on an action with the old token is refused, whatever the process still accepts.
+        # Change it here first: from now on an action with the old token is refused, even if the process still accepts
+        # it.
         self._action_handler.set_token(digest)
         try:
             self._process.send(TokenChanged(digest))
@@ -125,7 +125,10 @@ class WebFrontend:
             pass  # The next process gets the new token when it starts.
 
     def send(self, message: CardLoads | FleetMembership) -> None:
-        """Send a sample of a card or the node's membership. A process that does not read loses it and shows less."""
+        """Send a sample of a card or the node's membership.
+
+        A process that does not read loses it, and then shows less.
+        """
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._process.send(message)
 
@@ -137,7 +140,7 @@ class WebFrontend:
         except OSError as error:
             where = str(address).removeprefix("tcp:")
             raise cannot_listen(f"serve the web page at {where}", error, "gpulease-http.socket") from None
-        # Remembered: the service manager stores it for the next daemon (`supervisor.lifecycle`).
+        # Record it, because the service manager stores it for the next daemon (`supervisor.lifecycle`).
         self.bound.append((address, listener.fileno()))
         return listener
 
@@ -151,15 +154,15 @@ class WebFrontend:
         """Send a new process its settings, connect it, and send it the first messages."""
         if self._listener is None:
             raise CannotListen("the web page's socket is closed")
-        # A control connection like any other, but made here: no other process can connect as the page's reader.
+        # Make the control connection here, so that no other process can connect as the page's reader.
         ours, theirs = socket.socketpair()
         refuse_descriptors(ours)
         with contextlib.ExitStack() as unconnected:
             unconnected.callback(ours.close)
             with theirs:
                 host = self._settings.address.host
-                # Step 1: the settings, with the two sockets. Until the process has them, an error here must close our
-                # end.
+                # Step 1: send the settings with the two sockets. Until the process has them, an error here must close
+                # our end.
                 start = WebStart(
                     hosts=(f"[{host}]" if ":" in host else host, "localhost"),
                     others=tuple(sorted(self._settings.hosts)),
@@ -169,7 +172,7 @@ class WebFrontend:
                 )
                 self._process.send(start, (theirs.fileno(), self._listener.fileno()))
             await self._process.expect(HelperPrepared)
-            # Step 2: connect it only when it is prepared, because a connected peer must send HELLO soon.
+            # Step 2: connect it only when it is ready, because a connected peer must send HELLO soon.
             ready = self._process.expect(Ready)
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
@@ -180,8 +183,8 @@ class WebFrontend:
         await self._send_first()
 
     async def _send_first(self) -> None:
-        """Send all first messages, however little the channel holds. The start's timeout bounds this."""
-        # A copy: samples are added while this waits.
+        """Send all first messages, even if the channel has little room. The start's timeout bounds this."""
+        # Iterate over a copy, because samples are added while this waits.
         for message in list(self._first()):
             while True:
                 try:
@@ -261,11 +264,11 @@ class LoadHistory:
         return (CardLoads(uuid, tuple(samples)) for uuid, samples in self._samples.items() if samples)
 
     async def sample(self) -> None:
-        # A thread, because a driver may take milliseconds or hang.
+        # Poll in a thread, because a driver may take milliseconds or hang.
         loads = await asyncio.to_thread(self._ask_cards)
         now_ns = self._clock_ns()
         leased, allocated = self._leased_bytes(), self._allocated_bytes()
-        # One time for all cards, so that the page can draw them in one picture.
+        # Use one time for all cards, so that the page can draw them in one picture.
         for uuid, kept in self._samples.items():
             load = loads[uuid]
             used_bytes = allocated[uuid] if load.used_bytes is None else load.used_bytes
@@ -282,7 +285,7 @@ class LoadHistory:
         return leased
 
     def _allocated_bytes(self) -> Mapping[str, int]:
-        """Sum up what sessions count themselves, for cards with a driver that does not report used bytes."""
+        """Add up the bytes that sessions report, for cards with a driver that does not report used bytes."""
         allocated: defaultdict[str, int] = defaultdict(int)
         for lease in self._table.snapshots():
             if (worker := self._workers.worker(lease.lease_id)) is not None:
@@ -291,5 +294,5 @@ class LoadHistory:
 
 
 def _log_fault(error: Exception) -> None:
-    # No thread was left, or a bug of ours. No lease depends on samples.
+    # There was no thread, or this is a bug of ours. No lease depends on samples.
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="taking a sample of the cards")
