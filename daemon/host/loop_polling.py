@@ -5,12 +5,10 @@ for longer than that. A request that goes through several processes pays this at
 """
 
 import asyncio
-import os
 import time
 from typing import Final
 
-MIN_POLL_CORES: Final = 4
-"""Cores that this process must have to poll. With fewer, it would take the core of the process that it waits for."""
+from gpulease.daemon.host.processes import has_cores_to_poll
 
 POLL_NS: Final = 500_000
 """Time for which the loop polls after `stay_awake`, in nanoseconds: a worker maps a region's memory in 350 us."""
@@ -22,10 +20,8 @@ MAX_TURNS: Final = 2_000
 class LoopPolling:
     """Polls in the running event loop for `POLL_NS` at a time. Whatever arrives meanwhile is served as usual."""
 
-    def __init__(self, cores: int | None = None) -> None:
-        """Args: cores: The cores that this process has; None: as the kernel says."""
-        has_cores = (len(os.sched_getaffinity(0)) if cores is None else cores) >= MIN_POLL_CORES
-        self._poll_ns = POLL_NS if has_cores else 0
+    def __init__(self) -> None:
+        self._poll_ns = POLL_NS if has_cores_to_poll() else 0
         self._until_ns = 0
         self._turns_left = 0
 

@@ -124,6 +124,15 @@ def started_ticks(pid: int) -> int:
         return 0
 
 
+MIN_POLL_CORES: Final = 4
+"""Cores that a process must have to poll for what another process sends. With fewer, it would take the other's core."""
+
+
+def has_cores_to_poll() -> bool:
+    """Return whether this process may poll for a moment, instead of sleeping, until another process sends."""
+    return len(os.sched_getaffinity(0)) >= MIN_POLL_CORES
+
+
 _PF_EXITING: Final = 0x4
 """Flag of a process that is in exit(2), as in the kernel's include/linux/sched.h."""
 

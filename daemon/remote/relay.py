@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
 from gpulease.daemon.host.heap_wipe import stop_wiping
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
-from gpulease.daemon.host.processes import gain_no_privileges, never_dump, set_name
+from gpulease.daemon.host.processes import gain_no_privileges, has_cores_to_poll, never_dump, set_name
 from gpulease.daemon.remote.node_identity import Identity
 from gpulease.daemon.remote.remote_messages import (
     MAX_NAME_BYTES,
@@ -244,9 +244,6 @@ SPIN_NS: Final = 50_000
 """The time for which a relay with enough cores polls for the next bytes before it sleeps. A reply that comes in time
 saves two processes a wake-up."""
 
-MIN_CORES_TO_SPIN: Final = 4
-"""On fewer cores, a spinning relay takes the core from the process it waits for."""
-
 _HANG_UP: Final = select.POLLHUP | select.POLLERR
 _MAX_POLL_S: Final = 3600.0
 _NOTHING: Final = memoryview(b"")
@@ -292,7 +289,7 @@ class Pump:
         self._net_ended = self._inner_closed = self._inner_ended = self._net_closed = False
         self._poll = select.poll()
         self._masks = dict.fromkeys((net.fileno(), inner.fileno()), -1)
-        self._spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) >= MIN_CORES_TO_SPIN else 0
+        self._spin_ns = SPIN_NS if has_cores_to_poll() else 0
 
     def run(self) -> None:
         """Copy until both directions have ended, an end is gone, or the time is over."""

@@ -35,6 +35,7 @@ from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.session_image import RingState
 from gpulease.daemon.drivers.interface import Context, Ticket
+from gpulease.daemon.host.processes import has_cores_to_poll
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.holders import Holder
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
@@ -62,12 +63,6 @@ SPINS_PER_REPLY: Final = 2
 """Spins (each of SPIN_NS) after a reply. A tenant that only launches does not wait for replies: the worker sleeps while
 requests gather, and then takes many at once."""
 
-MIN_SPIN_CORES: Final = 4
-"""Cores that this process must have to spin while a tenant only launches, or does not read. With fewer, the worker
-would take the tenant's core."""
-
-_HAS_SPIN_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpinPolicy:
@@ -81,7 +76,7 @@ class WorkerSpinPolicy:
     """
 
     spins_per_reply: int = SPINS_PER_REPLY
-    spins_when_quiet: bool = _HAS_SPIN_CORES
+    spins_when_quiet: bool = has_cores_to_poll()
     spins_at_all: bool = True
     yields: bool = False
 

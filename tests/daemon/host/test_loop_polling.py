@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from gpulease.daemon.host import loop_polling
-from gpulease.daemon.host.loop_polling import MIN_POLL_CORES, LoopPolling
+from gpulease.daemon.host.loop_polling import LoopPolling
+from gpulease.daemon.host.processes import MIN_POLL_CORES
 
 
 class Clock:
@@ -21,7 +22,8 @@ class Clock:
 
 def turns(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int = 1) -> int:
     """After so many calls of `stay_awake`, return how many turns the loop takes without sleeping."""
-    polling = LoopPolling(cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
+    polling = LoopPolling()
     taken = 0
 
     async def main() -> None:
