@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Final
 
 from gpulease.client.console.exit_status import MissingPrerequisite, die_by_signal
-from gpulease.client.console.footprint import processes_of
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
@@ -108,7 +107,7 @@ class PrivateServer:
         """Kill the process and all its descendants, as the loss of its host would."""
         if self._process is not None:
             # Collect all descendants before killing any: after the broker's death they have another parent.
-            for pid in processes_of(self._process.pid):
+            for pid in _processes_of(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
@@ -278,3 +277,28 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def children_of(parent: int) -> list[tuple[int, str]]:
+    """A process's children, each with its name."""
+    # The kernel need not have a list of children (proc_tid_children(5)): look at every process's parent.
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                # The name is in parentheses and may contain anything, also parentheses (proc_pid_stat(5)).
+                name, _, rest = Path("/proc", entry, "stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:
+                continue  # The process ended meanwhile.
+            if int(rest.split()[1]) == parent:
+                found.append((int(entry), name))
+    return found
+
+
+def _processes_of(broker: int) -> list[int]:
+    """The process ids of a daemon: its broker's, and those of all descendants."""
+    # The list grows while it is walked, so all descendants are found, level by level.
+    found = [broker]
+    for pid in found:
+        found += [child for child, _ in children_of(pid)]
+    return found

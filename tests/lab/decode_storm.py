@@ -28,7 +28,6 @@ from typing import Any, Final
 import click
 
 from gpulease.client.bench.decode_service import checkpoint_named
-from gpulease.client.console.footprint import broker_pid, footprints_of, rss_kib
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.tables import table
 from gpulease.client.decode import (
@@ -46,6 +45,7 @@ from gpulease.client.decode.supervisor.decode_audit import DecodeAudit, TokenDig
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.json_text import indented_json
 
+from .footprint import broker_pid, footprints_of, rss_kib
 from .trend import trend_of
 
 TENANTS: Final = ("ann", "bob", "cid", "dot")

@@ -19,13 +19,13 @@ from typing import Any, Final
 import click
 
 from gpulease.client.bench.figures import percentile
-from gpulease.client.console.footprint import Footprints, broker_pid, footprints_of
 from gpulease.client.console.private_daemon import private_daemon
 from gpulease.client.console.tables import table
 from gpulease.client.console.transform import transform_ptx
 from gpulease.protocol.json_text import indented_json
 
 from .churn import SLICE_BYTES, Churn
+from .footprint import Footprints, broker_pid, footprints_of
 from .trend import Trend, trend_of
 
 BOUNDS: Final = {

@@ -31,7 +31,6 @@ import click
 import httpx
 import jsonschema
 
-from gpulease.client.console.footprint import broker_pid, footprints_of, rss_kib
 from gpulease.client.console.private_daemon import private_daemon
 from gpulease.client.decode import DecoderSettings, SharedPrefix, TenantConfig, open_model
 from gpulease.client.decode.scheduler.model_residency import ModelState, ResidencyLimits
@@ -43,6 +42,7 @@ from helpers.decode.many_models import PARKING, PoolRig, pool_rig
 from helpers.decode.tiny_copies import HERMES_TEMPLATE, MEAN, add_pooling
 
 from .decode_storm import memory_figures
+from .footprint import broker_pid, footprints_of, rss_kib
 from .many_models import make_model
 
 TENANTS: Final = (TenantConfig("ann", 4, 40), TenantConfig("bob", 2, 20))

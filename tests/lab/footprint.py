@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from gpulease.client.console.private_daemon import children_of
 from gpulease.protocol.address import UnixAddress, parse_address
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
@@ -15,7 +16,6 @@ LOOKS: Final = 3
 
 LOOK_S: Final = 0.1
 
-_NAMES: Final = (("RSS, KiB", "rss_kib"), ("PSS, KiB", "pss_kib"), ("fds", "fds"), ("threads", "threads"))
 _PROC: Final = Path("/proc")
 
 
@@ -70,20 +70,11 @@ def broker_pid(address: str) -> int:
 def footprints_of(broker: int) -> Footprints:
     """Read the processes of an idle daemon, given its broker's pid. Raises OSError if it is gone or not readable."""
     # The broker has one zygote; its workers are the zygote's children.
-    (zygote,) = [pid for pid, name in _children(broker) if name == "gpul-zygote"]
-    workers = [pid for pid, _ in _children(zygote)]
+    (zygote,) = [pid for pid, name in children_of(broker) if name == "gpul-zygote"]
+    workers = [pid for pid, _ in children_of(zygote)]
     shares = [_pss_kib(pid) for pid in workers]
     mean_kib = sum(shares) / len(shares) if shares else 0.0
     return Footprints(_footprint(broker), _footprint(zygote), len(workers), mean_kib)
-
-
-def processes_of(broker: int) -> list[int]:
-    """The process ids of a daemon: its broker's, and those of all descendants."""
-    # The list grows while it is walked, so all descendants are found, level by level.
-    found = [broker]
-    for pid in found:
-        found += [child for child, _ in _children(pid)]
-    return found
 
 
 def _footprint(pid: int) -> Footprint:
@@ -94,21 +85,6 @@ def _footprint(pid: int) -> Footprint:
     # A descriptor or thread that is just going away is in some samples only.
     fds, threads = map(min, zip(*looks, strict=True))
     return Footprint(rss_kib(pid), _pss_kib(pid), fds, threads)
-
-
-def _children(parent: int) -> list[tuple[int, str]]:
-    # The kernel need not have a list of children (proc_tid_children(5)): look at every process's parent.
-    found = []
-    for entry in os.listdir(_PROC):
-        if entry.isdigit():
-            try:
-                # The name is in parentheses and may contain anything, also parentheses (proc_pid_stat(5)).
-                name, _, rest = (_PROC / entry / "stat").read_text().partition("(")[2].rpartition(")")
-            except OSError:
-                continue  # The process ended meanwhile.
-            if int(rest.split()[1]) == parent:
-                found.append((int(entry), name))
-    return found
 
 
 def rss_kib(pid: int) -> int:
