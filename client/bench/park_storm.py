@@ -68,8 +68,6 @@ LEASE_S: Final = 120.0
 SHORT_LEASE_S: Final = 4.0
 """Of a lease that is to expire."""
 
-SHORT_REGION_S: Final = 0.5
-
 ENDINGS: Final = ("free", "free", "drop", "expire", "revoke", "kill")
 
 ROUNDS: Final = (4, 16)

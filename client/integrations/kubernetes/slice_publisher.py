@@ -78,7 +78,6 @@ class SlicePublisher:
         """
         self._cluster, self._node, self._devices, self._on_message = cluster, node, devices, on_message
         self._guard, self._changed, self._stopped = threading.Lock(), threading.Event(), threading.Event()
-        self._relist = threading.Event()
         self._stored: dict[str, dict[str, Any]] | None = None
         # By the slice's name: the digests of the devices that were sent last, and of what the server stored.
         self._stored_as: dict[str, tuple[str, str]] = {}

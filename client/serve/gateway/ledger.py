@@ -111,10 +111,6 @@ class OperationPhase(IntEnum):
     UNKNOWN = 5
 
 
-ENDED: Final = frozenset({OperationPhase.RELEASED, OperationPhase.COMPLETED, OperationPhase.UNKNOWN})
-"""The phases in which no attempt is under way."""
-
-
 @dataclass(frozen=True, slots=True)
 class Moment:
     """A time of the clock by which claims expire.
