@@ -31,17 +31,24 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 """Loaded once: a worker changes its name at each lease, and loading takes six times as long as the call."""
 
 
-def _prctl(option: int, argument: int | bytes) -> None:
+def prctl(option: int, *arguments: int | bytes) -> int:
+    """Change or query this process's attributes (prctl(2)). Raises OSError."""
     # Each argument with its type: ctypes would pass a plain int as 32 bits, and the upper half would be undefined.
-    value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
-    if _LIBC.prctl(option, value, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+    # prctl(2) demands zeros for the arguments that an option does not use.
+    values = (
+        ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+        for value in (*arguments, 0, 0, 0, 0)[:4]
+    )
+    result: int = _LIBC.prctl(option, *values)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies. Exits at once if the parent is dead already."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before the call, and then no signal comes.
     if os.getppid() != parent_pid:
         # Not sys.exit: nothing of the parent's may be flushed or cleaned up here.
@@ -50,17 +57,20 @@ def die_with_parent(parent_pid: int) -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of descendants when their own parent dies, so that this process can reap them."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def gain_no_privileges() -> None:
     """Let no exec of this process or its children gain privileges (no_new_privs)."""
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def never_dump() -> None:
-    """Leave no core file, and let no other process of the same user trace this one or open its memory."""
-    _prctl(PR_SET_DUMPABLE, 0)
+    """Leave no core file, and let no other process of the same user trace this one or open its memory.
+
+    A change of user and an exec undo it (prctl(2), PR_SET_DUMPABLE). Raises OSError.
+    """
+    prctl(PR_SET_DUMPABLE, 0)
 
 
 def raise_descriptor_limit() -> None:
@@ -71,7 +81,7 @@ def raise_descriptor_limit() -> None:
 
 def set_name(name: str) -> None:
     """Name this process for ps(1) and top(1); 15 bytes at most are kept."""
-    _prctl(PR_SET_NAME, name.encode()[:15])
+    prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def exit_text(status: int) -> str:

@@ -1,4 +1,4 @@
-"""The sandbox's measures, the driver's needs, the operator's settings, and two system calls that Python lacks."""
+"""The sandbox's measures, the driver's needs, the operator's settings, and system calls that Python lacks."""
 
 import ctypes
 import json
@@ -16,17 +16,6 @@ def system_call(number: int, *arguments: int) -> int:
     """Call the kernel by a system call's number. Raises OSError."""
     # ctypes keeps errno of this thread apart (use_errno), so no other call can overwrite it.
     result: int = _LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
-
-
-def prctl(option: int, *arguments: int) -> int:
-    """Change or query this process's attributes (prctl(2)). Raises OSError."""
-    # prctl(2) demands zeros for the arguments that an option does not use.
-    values = [*arguments, 0, 0, 0, 0][:4]
-    result: int = _LIBC.prctl(option, *map(ctypes.c_ulong, values))
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

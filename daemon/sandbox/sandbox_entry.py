@@ -8,14 +8,13 @@ the rest.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges
+from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges, never_dump
 from gpulease.daemon.sandbox.landlock import Reach, restrict
 from gpulease.daemon.sandbox.measures import Measure, SandboxBroken, SandboxNeeds
 from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, limits_for
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
     WorkerIdentity,
-    be_undumpable,
     become,
     bound_capabilities,
     drop_capabilities,
@@ -91,7 +90,7 @@ class SandboxPlan:
     def _after(self) -> Iterator[tuple[Measure, Step]]:
         # After the change of user, which resets the attribute (prctl(2), PR_SET_DUMPABLE).
         if Measure.INSPECTION in self.measures:
-            yield Measure.INSPECTION, be_undumpable
+            yield Measure.INSPECTION, never_dump
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, partial(impose, limits_for(self.needs))
         # One ruleset for all four: each further ruleset would count towards Landlock's limit of 16 layers.

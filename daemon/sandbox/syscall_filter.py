@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from gpulease.daemon.sandbox.measures import prctl
+from gpulease.daemon.host.processes import prctl
 
 Code = list[tuple[int, int, int, int]]
 """Instructions (struct sock_filter): operation, instructions to skip if true and if false, constant."""

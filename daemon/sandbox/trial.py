@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from gpulease.daemon.host.processes import exit_text, gain_no_privileges
+from gpulease.daemon.host.processes import exit_text, gain_no_privileges, never_dump
 from gpulease.daemon.sandbox.landlock import (
     DEVICES_SINCE,
     FILES_SINCE,
@@ -32,7 +32,6 @@ from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
     DEFAULT_USER,
     WorkerIdentity,
-    be_undumpable,
     become,
     bound_capabilities,
     drop_capabilities,
@@ -200,7 +199,7 @@ class _Trials:
         return "set"
 
     def _inspection(self) -> str:
-        be_undumpable()
+        never_dump()
         return "set"
 
     def _limits(self) -> str:

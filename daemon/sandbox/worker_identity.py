@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.sandbox.measures import SandboxBroken, prctl
+from gpulease.daemon.host.processes import prctl
+from gpulease.daemon.sandbox.measures import SandboxBroken
 from gpulease.protocol.fast_dataclass import dataclass
 
 STANDARD = (0, 1, 2)
@@ -35,7 +36,6 @@ def keep_only(kept: Iterable[int]) -> None:
 
 DEFAULT_USER: Final = "nobody"
 
-_PR_SET_DUMPABLE: Final = 4
 _PR_CAPBSET_READ: Final = 23
 _PR_CAPBSET_DROP: Final = 24
 _PR_CAP_AMBIENT: Final = 47
@@ -124,8 +124,3 @@ def drop_capabilities() -> None:
     if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-def be_undumpable() -> None:
-    """Keep this user's processes from tracing this one or opening its memory; setuid and exec undo it (prctl(2))."""
-    prctl(_PR_SET_DUMPABLE, 0)

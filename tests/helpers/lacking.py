@@ -9,8 +9,7 @@ import os
 import struct
 import sys
 
-from gpulease.daemon.host.processes import gain_no_privileges
-from gpulease.daemon.sandbox.measures import prctl
+from gpulease.daemon.host.processes import gain_no_privileges, prctl
 from gpulease.daemon.sandbox.syscall_filter import ALLOW, assemble, fail, head, on, result
 
 X86_64 = 0xC000003E

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpulease.daemon.sandbox.measures import Measure, SandboxNeeds, SandboxSettings, prctl, system_call
+from gpulease.daemon.host.processes import prctl
+from gpulease.daemon.sandbox.measures import Measure, SandboxNeeds, SandboxSettings, system_call
 from gpulease.daemon.sandbox.resource_limits import MAX_LOCKED_BYTES
 from gpulease.daemon.sandbox.syscall_filter import X86_64
 from gpulease.daemon.sandbox.trial import prepare
