@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -39,13 +39,17 @@ def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoR
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 
 
+# Of commands that pass all their words on, --help too.
+PASSES_ON: Final[dict[str, Any]] = {"context_settings": {"ignore_unknown_options": True}, "add_help_option": False}
+words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED)
+
 RECOMPUTE: Final = "recompute"
 
 AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
 
 
-@click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.command("audit", **PASSES_ON)
+@words_argument
 def audit(words: tuple[str, ...]) -> None:
     """Read audit logs: verify, show, usage, head, recompute. `gpulease audit -h` says more."""
     if words[:1] == (RECOMPUTE,):
@@ -60,8 +64,8 @@ def audit(words: tuple[str, ...]) -> None:
 PKI_MODULE: Final = "gpulease.daemon.remote.pki"
 
 
-@click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.command("pki", **PASSES_ON)
+@words_argument
 def pki(words: tuple[str, ...]) -> None:
     """Make a test authority and certificates: init, issue, revoke. `gpulease pki -h` says more."""
     become_module(PKI_MODULE, words)

@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -25,6 +26,8 @@ POLL_S: Final = 0.2
 AWAY_S: Final = 30.0
 """How long to wait for a daemon that restarts meanwhile, in seconds."""
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -40,19 +43,21 @@ def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> i
         raise click.BadParameter(f"the time must be like 30s, 10m or 1.5h, not {value!r}.", ctx, param) from None
 
 
+def span_option(option: str, variable: str, default: str, text: str) -> Callable[[Command], Command]:
+    """An option whose value is a time span, passed on in milliseconds; `text` is its help."""
+    return click.option(option, variable, callback=milliseconds_of, default=default, show_default=True, help=text)
+
+
+within_option = span_option("--within", "within_ms", "10m", "The time until all remaining leases are ended: 30s, 10m.")
+cancel_option = click.option("--cancel", is_flag=True, help="End the drain: grant leases again.")
+
+
 @click.command()
 @click.option("--device", help="Drain this card alone: its UUID or index.")
-@click.option(
-    "--within",
-    "within_ms",
-    callback=milliseconds_of,
-    default="10m",
-    show_default=True,
-    help="The time until all remaining leases are ended: 30s, 10m.",
-)
+@within_option
 @click.option("--move", "moves", is_flag=True, help="With --device: move parkable sessions to other cards at once.")
 @click.option("--wait", is_flag=True, help="Return once no lease is left.")
-@click.option("--cancel", is_flag=True, help="End the drain: grant leases again.")
+@cancel_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def drain(

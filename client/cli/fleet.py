@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.daemon_modules import FLEET, become_module
-from gpulease.client.cli.drain import drain_text, milliseconds_of
+from gpulease.client.cli.daemon_modules import FLEET, PASSES_ON, become_module, words_argument
+from gpulease.client.cli.drain import cancel_option, drain_text, within_option
 from gpulease.client.console.fleet_listing import listing_of
 from gpulease.client.console.reports import Report, json_text
 from gpulease.client.console.tables import MISSING, fitted, output_width, seconds_text, shown, size_text
@@ -81,15 +81,8 @@ def names(as_json: bool) -> None:
 
 @fleet.command("drain")
 @click.argument("node")
-@click.option(
-    "--within",
-    "within_ms",
-    callback=milliseconds_of,
-    default="10m",
-    show_default=True,
-    help="The time until all remaining leases are ended: 30s, 10m.",
-)
-@click.option("--cancel", is_flag=True, help="End the drain: grant leases again.")
+@within_option
+@cancel_option
 def drain_node(node: str, within_ms: int, cancel: bool) -> None:
     """Empty NODE, as `gpulease drain` does on its host: refuse new leases, and end the remaining ones by a deadline.
 
@@ -101,15 +94,15 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
     click.echo(shown(drain_text(f"Node {node}", status)))
 
 
-@fleet.command("fence", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@fleet.command("fence", **PASSES_ON)
+@words_argument
 def fence_node(words: tuple[str, ...]) -> None:
     """Remove a dead node from the fleet and free its names. See `gpulease fleet fence -h`."""
     become_module(FENCE_MODULE, words, FLEET)
 
 
-@fleet.command("quota", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@fleet.command("quota", **PASSES_ON)
+@words_argument
 def quota(words: tuple[str, ...]) -> None:
     """Set a tenant's quota over all nodes, or list the quotas. See `gpulease fleet quota -h`."""
     become_module(QUOTA_MODULE, words, FLEET)

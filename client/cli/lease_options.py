@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from gpulease.client.cli.drain import milliseconds_of
+from gpulease.client.cli.drain import span_option
 from gpulease.client.core.lease_request import LeaseRequest
 from gpulease.protocol.lease_options import WEIGHT
 from gpulease.protocol.sizes import parse_size
@@ -71,13 +71,11 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     # click lists options in the reverse of the order in which they are added.
     for option in (
-        click.option(
+        span_option(
             "--park-idle",
             "park_idle_ms",
-            callback=milliseconds_of,
-            default="0s",
-            show_default=True,
-            help="Park the session after this time without an operation; 0s: never park for idleness.",
+            "0s",
+            "Park the session after this time without an operation; 0s: never park for idleness.",
         ),
         click.option(
             "--parkable",
@@ -101,14 +99,7 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--name", help="The lease's name, which one node of the daemon's fleet serves at a time."),
         click.option("--device", help="The card's UUID or index; by default, any card that has room."),
-        click.option(
-            "--wait",
-            "wait_ms",
-            callback=milliseconds_of,
-            default="0s",
-            show_default=True,
-            help="How long to wait for room.",
-        ),
+        span_option("--wait", "wait_ms", "0s", "How long to wait for room."),
         time_option,
         click.option("--vram", "vram_bytes", required=True, callback=_size_of, help="Device memory: 4GiB, 512MiB."),
     ):
@@ -116,14 +107,7 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_lease
 
 
-time_option = click.option(
-    "--for",
-    "ttl_ms",
-    callback=milliseconds_of,
-    default="10m",
-    show_default=True,
-    help="The lease's duration: 30s, 2h.",
-)
+time_option = span_option("--for", "ttl_ms", "10m", "The lease's duration: 30s, 2h.")
 
 
 def _size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from gpulease.client.cli.daemon_modules import FLEET, become_module
-from gpulease.client.cli.serve_decode import serve_decode
+from gpulease.client.cli.daemon_modules import FLEET, PASSES_ON, become_module, words_argument
+from gpulease.client.cli.serve_decode import host_name_option, serve_decode
 from gpulease.client.console.exit_status import needing
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.errors import InvalidRequest
@@ -29,13 +29,8 @@ serve.add_command(serve_decode)
 DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 
 
-@serve.command(
-    "directory",
-    short_help="Name the nodes of a fleet to its tenants.",
-    context_settings={"ignore_unknown_options": True},
-    add_help_option=False,
-)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@serve.command("directory", short_help="Name the nodes of a fleet to its tenants.", **PASSES_ON)
+@words_argument
 def directory(words: tuple[str, ...]) -> None:
     """Run a fleet's directory, which names nodes with room to tenants. See `gpulease serve directory -h`."""
     become_module(DIRECTORY_MODULE, words, FLEET)
@@ -44,12 +39,7 @@ def directory(words: tuple[str, ...]) -> None:
 @serve.command(help="Serve each HTTP request on a lease of its own; a repeated request runs once.")
 @click.option("--models", type=click.Path(path_type=Path), help="A TOML file of models; see the README.")
 @click.option("--listen", default="tcp:127.0.0.1:8080", show_default=True, help="tcp:127.0.0.1:PORT or unix:PATH.")
-@click.option(
-    "--host-name",
-    "host_names",
-    multiple=True,
-    help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
-)
+@host_name_option
 @click.option(
     "--store",
     "store_url",
@@ -144,12 +134,7 @@ def gateway(
 @click.option(
     "--listen", default="tcp:127.0.0.1:8081", show_default=True, help="HTTP: tcp:127.0.0.1:PORT or unix:PATH."
 )
-@click.option(
-    "--host-name",
-    "host_names",
-    multiple=True,
-    help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
-)
+@host_name_option
 @click.option("--rpc", default="", help="Also serve calls through shared memory: unix:PATH.")
 @click.option("--demo", is_flag=True, help="Use the example's models, and start a daemon if none is running.")
 def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: str, demo: bool) -> None:

@@ -45,17 +45,20 @@ DEMO_ROWS: Final = 16
 """Rows of a demonstration's step: more would need kernels that the embedded driver compiles for seconds."""
 
 
-@click.command("decode", short_help="Serve a language model to many tenants, with OpenAI's API.")
-@click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--listen", help="HTTP: tcp:127.0.0.1:PORT or unix:PATH. By default, the address in CONFIG, or port 8082."
-)
-@click.option(
+host_name_option = click.option(
     "--host-name",
     "host_names",
     multiple=True,
     help="An additional accepted name in Host and Origin, such as a proxy's. Repeatable.",
 )
+
+
+@click.command("decode", short_help="Serve a language model to many tenants, with OpenAI's API.")
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--listen", help="HTTP: tcp:127.0.0.1:PORT or unix:PATH. By default, the address in CONFIG, or port 8082."
+)
+@host_name_option
 @click.option(
     "--demo",
     is_flag=True,

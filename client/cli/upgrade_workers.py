@@ -4,7 +4,7 @@ import time
 
 import click
 
-from gpulease.client.cli.drain import milliseconds_of
+from gpulease.client.cli.drain import span_option
 from gpulease.client.cli.session_moves import ENDED, BusyRetries, print_outcomes
 from gpulease.client.console.reports import Report, leases_of
 from gpulease.client.errors import (
@@ -22,22 +22,8 @@ from gpulease.protocol.time_units import US_PER_MS
 
 
 @click.command()
-@click.option(
-    "--pause",
-    "pause_ms",
-    callback=milliseconds_of,
-    default="200ms",
-    show_default=True,
-    help="The time between two sessions.",
-)
-@click.option(
-    "--patience",
-    "patience_ms",
-    callback=milliseconds_of,
-    default="10s",
-    show_default=True,
-    help="How long to retry a busy session.",
-)
+@span_option("--pause", "pause_ms", "200ms", "The time between two sessions.")
+@span_option("--patience", "patience_ms", "10s", "How long to retry a busy session.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
     """Move sessions out of the workers of an earlier daemon into workers of the running one, one after the other.
