@@ -179,6 +179,7 @@ async def _serve(
             routes=routes,
             # Of what a front passes on, the front answers browsers.
             cors_origins=() if settings.http_processes else settings.cors_origins,
+            aliases=settings.aliases,
             metrics=metrics.text,
             health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds, "moves": decoder.moves.count},
         )
@@ -244,7 +245,7 @@ def _fronted(
     from gpulease.client.decode.openai.fronts.front_server import fronts
     from gpulease.client.decode.openai.served_models import OneModel
 
-    source = DecoderSource(decoder, settings.name, settings.wait_s, settings.chat_tokens)
+    source = DecoderSource(decoder, settings.name, settings.wait_s, settings.chat_tokens, settings.aliases)
     path = str(settings.model.resolve())
     welcome = Welcome(
         model_path=path,

@@ -89,13 +89,17 @@ class DecoderSource:
         model: The model's name in requests.
         wait_s: Seconds that a request may wait for its admission.
         chat_tokens: Default tokens of a chat's answer.
+        aliases: Further names of the model in requests.
 
     Attributes:
         model: The model's name in requests.
+        names: All of its names in requests, that one first.
     """
 
-    def __init__(self, decoder: Decoder, model: str, wait_s: float, chat_tokens: int) -> None:
-        self.log, self.model = decoder.log, model
+    def __init__(
+        self, decoder: Decoder, model: str, wait_s: float, chat_tokens: int, aliases: Sequence[str] = ()
+    ) -> None:
+        self.log, self.model, self.names = decoder.log, model, (model, *aliases)
         self._decoder, self._wait_s, self._chat_tokens = decoder, wait_s, chat_tokens
 
     async def tokenizer(self) -> "Tokenizer":
@@ -131,7 +135,7 @@ class DecoderSource:
         Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
         too long by itself, and what `PromptIntake.do` raises.
         """
-        arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "model": self.model}
+        arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "names": self.names}
         try:
             return await self._decoder.prompts.do(tenant, job, arguments, is_chat=is_chat)
         except AdmissionRefused as error:
@@ -141,7 +145,7 @@ class DecoderSource:
 
     async def do(self, tenant: str, job: Job, body: bytes) -> dict[str, Any]:
         """Have another process do a job for a tenant's body. Raises what `PromptIntake.do` raises."""
-        return await self._decoder.prompts.do(tenant, job, {"body": body, "model": self.model})
+        return await self._decoder.prompts.do(tenant, job, {"body": body, "names": self.names})
 
     async def submit(self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool) -> Submitted:
         """Submit what `read` returned. From here on the scheduler counts the request.

@@ -1,7 +1,7 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`: parsing, and errors that name the parameter."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -239,10 +239,10 @@ def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], what: str) -> N
             raise invalid(f"{name} can't be combined with {what}: the answer must end where its form does", name)
 
 
-def check_model(asked: str, served: str) -> None:
-    """Raise ApiError if a request names a model other than the served one; "" means the served one."""
-    if asked and asked != served:
-        raise ApiError(404, "model_not_found", f"Model {quoted(asked)} is not served here; use {served}.", "model")
+def check_model(asked: str, names: Sequence[str]) -> None:
+    """Raise ApiError if a request names a model other than the served one, which has these names; "" means that one."""
+    if asked and asked not in names:
+        raise ApiError(404, "model_not_found", f"Model {quoted(asked)} is not served here; use {names[0]}.", "model")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -36,6 +37,9 @@ MAX_TENANTS: Final = 256
 MAX_PREFIXES: Final = 64
 """Most shared prefixes. Each has a region on the card, and is computed at every load."""
 
+MAX_ALIASES: Final = 16
+"""Most further names of a model. `/v1/models` lists it by each of them."""
+
 MAX_ORIGINS: Final = 64
 """Most origins of pages. Each request's is compared with all of them."""
 
@@ -59,6 +63,8 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "decode.toml"
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,127}")
+_ALIASES_TEXT: Final = "a list of at most 16 names, each of 1 to 128 letters, digits and ._:/@+-"
 _ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.-]{1,253}(?::[0-9]{1,5})?")
 _ORIGINS_TEXT: Final = f"a list of at most {MAX_ORIGINS} origins, each http(s)://HOST[:PORT] or *"
 _NAMES_TEXT: Final = "a list of the names of models"
@@ -96,6 +102,14 @@ def _read_tables(value: Any, *, kind: str, most: int) -> Mapping[str, Any]:
 def _read_names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise must_be(_NAMES_TEXT, value)
+    return tuple(value)
+
+
+def _read_aliases(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or len(value) > MAX_ALIASES:
+        raise must_be(_ALIASES_TEXT, value)
+    if not all(isinstance(name, str) and _ALIAS.fullmatch(name) for name in value):
+        raise must_be(_ALIASES_TEXT, value)
     return tuple(value)
 
 
@@ -227,6 +241,15 @@ class PooledModelTable:
             example='"../../tiny"',
         ),
     ]
+    aliases: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Further names of the model in requests, which no other model may have.",
+            what=_ALIASES_TEXT,
+            read=_read_aliases,
+            example='["org/model"]',
+        ),
+    ] = ()
     preload: Annotated[bool, Setting("Whether it is loaded at the start, rather than by its first request.")] = False
     engine: Annotated[
         Mapping[str, Any],
@@ -367,6 +390,16 @@ class ServerTable:
             example='"tiny"',
         ),
     ] = None
+    aliases: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Further names of the model in requests, such as the one that clients of another server have. Replies have"
+            " its own name.",
+            what=_ALIASES_TEXT,
+            read=_read_aliases,
+            example='["org/model"]',
+        ),
+    ] = ()
     listen: Annotated[
         str,
         Setting(
@@ -459,6 +492,7 @@ class DecodeSettings:
         pool: The memory of many models, and their times; None for a server of one.
         models: The models by their names; none for a server of one.
         prefixes: The prefixes that all tenants share, on a server of one model.
+        aliases: Its further names in requests, likewise.
     """
 
     model: Path
@@ -477,6 +511,7 @@ class DecodeSettings:
     pool: PoolTable | None = None
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
     prefixes: tuple[NamedPrefix, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 def default_http_processes() -> int:
@@ -505,8 +540,12 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         name = model.stem if file.name is None else file.name
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{path}: the model's name must be {_NAME_TEXT}, not {name!r}", "Set `name`.")
+        if len({name, *file.aliases}) <= len(file.aliases):
+            raise InvalidRequest(f"{path}: aliases must differ from each other, and from the model's name, {name}")
     elif file.name is not None:
         raise InvalidRequest(f"{path}: name can't be given with [models.NAME], which have their own")
+    elif file.aliases:
+        raise InvalidRequest(f"{path}: aliases can't be given with [models.NAME], which have their own")
     tenants, digests, permitted = [], {}, {}
     for tenant_id, table in file.tenants.items():
         if not _NAME.fullmatch(tenant_id):
@@ -537,6 +576,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         pool=file.pool,
         models=_models(path, file.models or {}, said.get("engine", {}), tenants, permitted, prefixes),
         prefixes=tuple(prefix for prefix, _ in prefixes) if file.models is None else (),
+        aliases=file.aliases,
     )
 
 
@@ -570,13 +610,16 @@ def _models(
     prefixes: Sequence[tuple[NamedPrefix, Sequence[str]]],
 ) -> dict[str, ModelSpec]:
     """Return the models of many, each with the tenants that may use it."""
-    models = {}
+    models, names = {}, Counter(tables.keys())
     for name, said in tables.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{path}: a model's name must be {_NAME_TEXT}, not {name!r}")
         table = settings_of(path, PooledModelTable, said, "models", name)
         # The model's own settings, and those of [engine] that it does not replace.
         own = settings_of(path, EngineTable, {**engine, **table.engine}, "models", name, "engine")
+        names.update(table.aliases)
+        if twice := [alias for alias in table.aliases if names[alias] > 1]:
+            raise InvalidRequest(f"{path}: models.{name}.aliases: {twice[0]} must be the name of one model alone")
         its = tuple(tenant for tenant in tenants if name in permitted.get(tenant.id, tables))
         if not its:
             raise InvalidRequest(f"{path}: no tenant may use the model {name}")
@@ -587,6 +630,7 @@ def _models(
             own.wait_s,
             own.chat_tokens,
             tuple(prefix for prefix, having in prefixes if name in having),
+            table.aliases,
             is_preloaded=table.preload,
         )
     return models

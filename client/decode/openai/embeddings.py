@@ -27,7 +27,7 @@ MEMBERS: Final = ("model", "input", "encoding_format", "dimensions", "user")
 FORMATS: Final = ("float", "base64")
 
 
-def read_inputs(reader: "PromptReader", body: bytes, model: str) -> dict[str, Any]:
+def read_inputs(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
     """The job of a body in a text process: checks it, and tokenizes its inputs. `inputs_of` unpacks the answer."""
     try:
         said = parse_object(body)
@@ -35,7 +35,7 @@ def read_inputs(reader: "PromptReader", body: bytes, model: str) -> dict[str, An
             if name not in MEMBERS and value is not None:
                 text = f"{quoted(name)} is not a known parameter here; leave it out"
                 raise invalid(text, code="unknown_parameter")
-        check_model(said.get("model") or "", model)
+        check_model(said.get("model") or "", names)
         written = said.get("encoding_format") or "float"
         if written not in FORMATS:
             raise invalid(f"encoding_format must be float or base64, not {quoted(str(written))}", "encoding_format")

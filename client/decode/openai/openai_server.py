@@ -101,6 +101,7 @@ def make_openai_application(
     metrics: Callable[[], bytes] = lambda: b"",
     health: Callable[[], Mapping[str, Any]] = dict,
     cors_origins: Sequence[str] = (),
+    aliases: Sequence[str] = (),
 ) -> Starlette:
     """Make the application of an opened decoder.
 
@@ -114,6 +115,7 @@ def make_openai_application(
         metrics: Renders the metrics.
         health: Further members of the health report.
         cors_origins: Origins of pages that may call it from a browser; "*" for all.
+        aliases: Further names of the model in requests.
     """
 
     async def show_health(_: Request) -> Response:
@@ -127,7 +129,7 @@ def make_openai_application(
     async def show_ready(_: Request) -> Response:
         return Response(status_code=200 if decoder.is_serving else OVERLOADED)
 
-    served = OneModel(decoder, DecoderSource(decoder, model, wait_s, chat_tokens))
+    served = OneModel(decoder, DecoderSource(decoder, model, wait_s, chat_tokens, aliases))
     return _application(served, keys, show_health, show_ready, metrics, routes, cors_origins)
 
 
@@ -160,9 +162,10 @@ def make_pool_application(
     async def show_ready(request: Request) -> Response:
         """Reply 200 if a request would be served: of the model in `?model=`, or else of any."""
         found, asked = reports(), request.query_params.get("model")
-        if asked is not None and asked not in found:
+        model = None if asked is None else pool.name_of(asked)
+        if asked is not None and model not in found:
             return _refusal(ApiError(404, "model_not_found", str(unknown_model(asked)), "model"))
-        is_ready = any(one["ready"] for name, one in found.items() if asked in (None, name))
+        is_ready = any(one["ready"] for name, one in found.items() if model in (None, name))
         return Response(json.dumps({"models": found}), 200 if is_ready else OVERLOADED, media_type=JSON)
 
     return _application(models, keys, show_health, show_ready, metrics, routes, cors_origins)
@@ -387,7 +390,7 @@ class _Texts:
         asked = request.query_params.get("model", "")
 
         async def done(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
-            check_model(asked, source.model)
+            check_model(asked, source.names)
             return await source.tokenizer_info()
 
         return await self._reply(request, done, json.dumps({"model": asked}).encode())

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.prompt_reader import PromptReader
 
 
-def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, model: str) -> dict[str, Any]:
+def read_completion(
+    reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, names: list[str]
+) -> dict[str, Any]:
     """Parse a body and tokenize its prompts. `completion_of` unpacks the answer.
 
     Args:
@@ -23,12 +25,12 @@ def read_completion(reader: "PromptReader", body: bytes, is_chat: bool, fresh_se
         body: The bytes of the body, JSON.
         is_chat: Whether it is a chat's.
         fresh_seed: The seed to use if the caller sent none.
-        model: The model that is served.
+        names: The names of the model that is served.
     """
     try:
         # Check everything about the request before its texts are tokenized.
         asked = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
-        check_model(asked.model, model)
+        check_model(asked.model, names)
         asked = with_grammar(reader, asked)
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.

@@ -81,7 +81,9 @@ _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _MESSAGE_MEMBERS: Final = ("type", "role", "content", "id", "status", "phase")
 
 
-def read_response(reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, model: str) -> dict[str, Any]:
+def read_response(
+    reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, names: list[str]
+) -> dict[str, Any]:
     """Parse a body in a text process, as `read_completion` does. `response` of the answer has what the reply repeats.
 
     Args:
@@ -89,7 +91,7 @@ def read_response(reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed
         body: The bytes of the body, JSON.
         is_chat: Whether it is a chat's: always.
         fresh_seed: The seed to use.
-        model: The model that is served.
+        names: The names of the model that is served.
     """
     try:
         said = parse_object(body)
@@ -97,7 +99,7 @@ def read_response(reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed
         chat = chat_of(said)
     except ApiError as error:
         return {"error": error.parts}
-    answer = read_completion(reader, json.dumps(chat).encode(), is_chat, fresh_seed, model)
+    answer = read_completion(reader, json.dumps(chat).encode(), is_chat, fresh_seed, names)
     if "error" in answer:
         status, code, message, param, retry_after_s = answer["error"]
         return {"error": (status, code, message, _NAMES.get(param or "", param), retry_after_s)}

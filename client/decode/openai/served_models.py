@@ -5,7 +5,7 @@ card before the request continues.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -95,7 +95,7 @@ class OneModel:
             yield _OnlyPlace(self._source, self._path)
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
-        return [{"id": self._source.model, "max_model_len": self._source.room(tenant)}]
+        return _by_names(self._source.names, {"max_model_len": self._source.room(tenant)})
 
     async def tokenizer(self, model: str) -> "Tokenizer":
         return await self._decoder.tokenizer()
@@ -164,9 +164,12 @@ class ManyModels:
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
         return [
-            {"id": name, "gpulease": self._pool.report(name)} | self._length_of(name, tenant)
-            for name in self._pool.specs
+            described
+            for name, spec in self._pool.specs.items()
             if self._pool.is_permitted(tenant, name)
+            for described in _by_names(
+                (name, *spec.aliases), {"gpulease": self._pool.report(name)} | self._length_of(name, tenant)
+            )
         ]
 
     def _length_of(self, model: str, tenant: str) -> dict[str, int]:
@@ -199,17 +202,19 @@ class _RoutedPlace:
         if not route.model:
             raise invalid("you must provide a model parameter", "model", "missing_model")
         # Before a wait: a name that is unknown, or of a model that is not this tenant's, is refused at once.
-        if not self._pool.is_permitted(self._tenant, route.model):
+        model = self._pool.name_of(route.model)
+        if not self._pool.is_permitted(self._tenant, model):
             raise unknown_model(route.model)
         is_stream = bool(route.stream)
         using = self._pool.use(
-            route.model,
+            model,
             tenant=self._tenant,
             wait_s=STREAM_WAIT_S if is_stream else self._wait_s,
             on_wait=on_loading if is_stream else lambda: None,
         )
         use = self._use = await self._stack.enter_async_context(using)
-        source = DecoderSource(use.decoder, use.model, use.spec.wait_s, use.spec.chat_tokens)
+        # The request's own name counts: a reload may have given the model others since it was loaded.
+        source = DecoderSource(use.decoder, use.model, use.spec.wait_s, use.spec.chat_tokens, (route.model,))
         # From here on, the decoder counts it.
         self._stack.enter_context(source.place(self._tenant))
         self._leave()
@@ -221,6 +226,12 @@ class _RoutedPlace:
 
     def path(self) -> str:
         return "" if self._use is None else str(self._use.spec.path.resolve())
+
+
+def _by_names(names: Sequence[str], about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the descriptions of a model by each of its names: its own, and aliases, which have that as `root`."""
+    name, *aliases = names
+    return [{"id": name, **about}, *({"id": alias, "root": name, **about} for alias in aliases)]
 
 
 class Route(msgspec.Struct):

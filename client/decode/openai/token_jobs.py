@@ -13,14 +13,14 @@ MEMBERS: Final = ("model", "prompt", "messages", "add_special_tokens", "tools", 
 """Members of the body of `/tokenize`: those of vLLM's that change the tokens of a prompt."""
 
 
-def read_tokens(reader: "PromptReader", body: bytes, model: str) -> dict[str, Any]:
+def read_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
     """Tokenize the prompt or the chat of a body; `tokens_of` unpacks the answer."""
     try:
         said = parse_object(body)
         for name, value in said.items():
             if name not in MEMBERS and value is not None:
                 raise invalid(f"{name} is not a known parameter here; leave it out", code="unknown_parameter")
-        check_model(said.get("model") or "", model)
+        check_model(said.get("model") or "", names)
         if said.get("messages") is not None:
             return {"tokens": packed_tokens(reader.read_chat(*parse_chat_prompt(said)))}
         prompt, begins = said.get("prompt"), said.get("add_special_tokens")
@@ -38,11 +38,11 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
     return list(unpacked_tokens(answer["tokens"]))
 
 
-def read_back(reader: "PromptReader", body: bytes, model: str) -> dict[str, Any]:
+def read_back(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
     """Return the text of a body's tokens; `text_of` unpacks the answer."""
     try:
         said = parse_object(body)
-        check_model(said.get("model") or "", model)
+        check_model(said.get("model") or "", names)
         tokens = said.get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise invalid("tokens must be a list of integers", "tokens")

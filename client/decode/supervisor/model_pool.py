@@ -67,6 +67,7 @@ class ModelSpec:
         wait_s: Seconds that a request may wait for its admission, once the model is on the card.
         chat_tokens: Default tokens of a chat's answer.
         prefixes: The prefixes that all of its tenants share.
+        aliases: Its further names in requests, which no other model has.
         is_preloaded: Whether it is loaded at the start.
     """
 
@@ -76,6 +77,7 @@ class ModelSpec:
     wait_s: float = 30.0
     chat_tokens: int = 256
     prefixes: tuple[NamedPrefix, ...] = ()
+    aliases: tuple[str, ...] = ()
     is_preloaded: bool = False
 
     def permits(self, tenant: str) -> bool:
@@ -217,6 +219,12 @@ class ModelPool:
     def decoders(self) -> dict[str, Decoder]:
         """The decoders that are open, by the models' names; those of parked models, too."""
         return {name: opened.decoder for name, opened in self._opened.items() if opened.decoder is not None}
+
+    def name_of(self, asked: str) -> str:
+        """Return the name of the model that has this alias; without one, the same text."""
+        if asked in self._specs:
+            return asked
+        return next((name for name, spec in self._specs.items() if asked in spec.aliases), asked)
 
     def is_permitted(self, tenant: str, model: str) -> bool:
         """Return whether a model is served, and to this tenant."""

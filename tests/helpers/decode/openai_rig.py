@@ -76,6 +76,7 @@ def openai_rig(
     http_processes: int = 0,
     model: Path = TINY_MODEL,
     cors: Sequence[str] = (),
+    aliases: Sequence[str] = (),
     settings: DecoderSettings = SETTINGS,
     tenants: Sequence[TenantConfig] = TENANTS,
 ) -> Iterator[OpenAiRig]:
@@ -93,6 +94,7 @@ def openai_rig(
                     wait_s=wait_s,
                     chat_tokens=CHAT_TOKENS,
                     cors_origins=() if http_processes else cors,
+                    aliases=aliases,
                 )
                 await decoder.prompts.start()
                 rigs.append(OpenAiRig(url, decoder, asyncio.get_running_loop()))
@@ -100,7 +102,7 @@ def openai_rig(
                 async with AsyncExitStack() as stack:
                     known = known_hosts(sock, (), cors)
                     if http_processes:
-                        source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS)
+                        source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS, aliases)
                         models = OneModel(decoder, source, str(model))
                         welcome = Welcome(str(model), keys.digests, (), tuple(cors), 5.0)
                         sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))

@@ -43,6 +43,7 @@ def test_few_settings_are_enough(tmp_path: Path) -> None:
     settings = loaded(tmp_path, MODEL + TENANT)
     assert (settings.model, settings.name, settings.address, settings.audit) == (tmp_path / "m.gguf", "m", None, False)
     assert settings.tenants == (TenantConfig("ann", 2, 8),)
+    assert loaded(tmp_path, MODEL + 'aliases = ["org/m:1"]\n' + TENANT).aliases == ("org/m:1",)
 
 
 def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
@@ -88,6 +89,9 @@ def test_the_engine_s_settings_are_the_decoder_s(tmp_path: Path) -> None:
             "engine.rebind_interval_secs must be a number from 0 to 3600, not -1",
         ),
         (MODEL + "[engine]\nrows = 8\n" + TENANT, "there is no setting engine.rows; did you mean"),
+        (MODEL + 'aliases = ["a b"]\n' + TENANT, "aliases must be a list of at most 16 names, each of 1 to 128"),
+        (MODEL + f"aliases = {['a'] * 17}\n" + TENANT, "aliases must be a list of at most 16 names"),
+        (MODEL + 'aliases = ["a", "a"]\n' + TENANT, "aliases must differ from each other, and from the model's name"),
         (MODEL + "[tenants]\n", "1 to 256 tables"),
         (MODEL + "[tenants]\nann = 1\n", "tenants.ann must be a table, not 1"),
         (MODEL + TENANT.replace("ann", '"a b"'), "a tenant's name must be 1 to 64 letters, digits and .-_, not 'a b'"),
@@ -126,7 +130,8 @@ engine = { max_rows = 16, chat_tokens = 9 }
 
 def test_many_models_have_settings_and_tenants_of_their_own(tmp_path: Path) -> None:
     bob = TENANT.replace("ann", "bob").replace("ab" * 32, "cd" * 32) + 'models = ["small"]\n'
-    settings = loaded(tmp_path, MANY + TENANT + bob)
+    settings = loaded(tmp_path, MANY.replace("preload", 'aliases = ["org/small"]\npreload') + TENANT + bob)
+    assert (settings.models["small"].aliases, settings.models["large"].aliases) == (("org/small",), ())
     small, large = settings.models["small"], settings.models["large"]
     assert (small.path, large.path) == (tmp_path / "small", Path("/models/large.gguf"))
     assert (small.is_preloaded, large.is_preloaded) == (True, False)
@@ -152,6 +157,16 @@ def test_many_models_have_settings_and_tenants_of_their_own(tmp_path: Path) -> N
         ),
         (MANY + TENANT + 'models = ["z"]\n', "tenants.ann.models: there is no [models.z]"),
         (MANY + TENANT + 'models = ["small"]\n', "no tenant may use the model large"),
+        ('aliases = ["x"]\n' + MANY + TENANT, "aliases can't be given with [models.NAME]"),
+        (
+            MANY.replace("preload = true", 'aliases = ["org/x", "large"]') + TENANT,
+            "models.small.aliases: large must be the name of one model alone",
+        ),
+        (
+            MANY.replace("preload = true", 'aliases = ["org/x"]').replace("engine =", 'aliases = ["org/x"]\nengine =')
+            + TENANT,
+            "models.large.aliases: org/x must be the name of one model alone",
+        ),
         (MANY + TENANT + "models = 5\n", "tenants.ann.models must be a list of the names of models, not 5"),
         (MANY.replace("max_rows = 16", "rows = 1") + TENANT, "there is no setting models.large.engine.rows"),
         (MANY.replace('"2GiB"', '"2 loaves"') + TENANT, "pool.memory"),

@@ -369,6 +369,18 @@ def test_a_reload_adds_and_removes_models_while_others_serve(node: Daemon, paths
         rig.wait_for(rig.pool.change(specs))
         assert (rig.text("a"), rig.text("b")) == wanted
         assert (count(rig, "a", "load"), count(rig, "b", "load")) == (2, 1)
+        # Another name is no other model: nothing is loaded again.
+        named = {**specs, "b": replace(specs["b"], aliases=("org/b",))}
+        rig.wait_for(rig.pool.change(named))
+        listed = {one["id"]: one.get("root") for one in http.get("/v1/models").json()["data"]}
+        assert listed == {"a": None, "b": None, "org/b": "b"}
+        assert http.get("/ready", params={"model": "org/b"}).status_code == 200
+        reply = http.post("/v1/completions", json=asked("org/b")).json()
+        assert (reply["model"], reply["choices"][0]["text"]) == ("b", wanted[1])
+        assert http.post("/tokenize", json={"model": "org/b", "prompt": "a"}).status_code == 200
+        assert count(rig, "b", "load") == 1
+        rig.wait_for(rig.pool.change(specs))
+        assert http.post("/v1/completions", json=asked("org/b")).status_code == 404
         rig.wait_for(withdraw_while_waiting(rig, paths))
         rig.wait_for(remove_while_read(rig))
         # A model with other shared prefixes is loaded again. Neither tenant has sent one of them before.
@@ -384,8 +396,8 @@ def test_a_reload_adds_and_removes_models_while_others_serve(node: Daemon, paths
         assert cached[:2] == [0, 0] != cached[2:] == [cached[2]] * 2
         assert cached[2] >= 16
     # The records name the models as requests do, not by their files.
-    named = re.findall(r'"event":"decode",.*?"model":\{"name":"(\w+)"', audit_text(audit))
-    assert sorted(named) == ["a", "a", "a", *"bbbbbb"]
+    names_of_records = re.findall(r'"event":"decode",.*?"model":\{"name":"(\w+)"', audit_text(audit))
+    assert sorted(names_of_records) == ["a", "a", "a", *"bbbbbbb"]
 
 
 def test_fronts_serve_many_models(node: Daemon, paths: dict[str, Path]) -> None:

@@ -10,13 +10,14 @@ from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
 
 PAGE = "https://chat.example"
+ALIAS = "org/tiny-1B"
 PROMPT = "Changed in version"
 USER = [{"role": "user", "content": "What does the with statement do?"}]
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["in one process", "behind a front"])
 def rig(shared_daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[OpenAiRig]:
-    with openai_rig(shared_daemon, http_processes=request.param, cors=[PAGE]) as running:
+    with openai_rig(shared_daemon, http_processes=request.param, cors=[PAGE], aliases=[ALIAS]) as running:
         yield running
 
 
@@ -47,6 +48,24 @@ def test_tokens_of_a_prompt_and_a_chat_are_those_that_the_model_gets(rig: OpenAi
         done = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=1)  # type: ignore[arg-type]
     assert done.usage is not None
     assert chat["count"] == done.usage.prompt_tokens
+
+
+def test_a_model_is_served_by_each_of_its_names(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()["data"]
+    assert [(one["id"], one.get("root")) for one in listed] == [(MODEL, None), (ALIAS, MODEL)]
+    assert http.get(f"/v1/models/{ALIAS}").json() == listed[1]
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "seed": 1}
+    own, other = (http.post("/v1/completions", json=asked | {"model": name}).json() for name in (MODEL, ALIAS))
+    assert (other["model"], other["choices"]) == (MODEL, own["choices"])
+    for path, body in (
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 2}),
+        ("/tokenize", {"prompt": PROMPT}),
+        ("/detokenize", {"tokens": [5]}),
+    ):
+        assert http.post(path, json=body | {"model": ALIAS}).status_code == 200, path
+    assert http.get("/tokenizer_info", params={"model": ALIAS}).status_code == 200
+    refused = http.post("/v1/completions", json=asked | {"model": "org/another"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(
