@@ -72,18 +72,22 @@ class AnswerText:
         end_tokens: frozenset[int],
         offset: int = 0,
         shown: Mapping[int, bytes] | None = None,
+        *,
+        includes_stop: bool = False,
     ) -> None:
         """Begin an answer, behind `offset` characters of an echoed prompt.
 
         `shown` are special tokens with a text here.
 
-        Tokens in `end_tokens` end a sequence and are not part of the text.
+        Tokens in `end_tokens` end a sequence. Neither they nor the stop that ends the text are part of it, unless it
+        includes them.
         """
         self.completion_tokens = 0
         self.log_probability = 0.0
         self._offset = offset
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
-        self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops)
+        self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops, includes_stop=includes_stop)
+        self._includes_stop = includes_stop
         # Tokens with text that is not given out yet, each with the end of its text in the answer.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._given = 0
@@ -97,10 +101,11 @@ class AnswerText:
         """Add a token. Returns the text that is certain now, with its tokens."""
         self.completion_tokens += 1
         self.log_probability += emitted.log_probability
-        # The stream holds back the bytes of an incomplete character, so a token may add no text yet.
-        text = self._stream.add(emitted.token)
-        if emitted.token not in self._end_tokens:
-            # End tokens have no text and are not listed among the answer's tokens.
+        text = ""
+        # An end token may be one with a text: the caller may choose it. The model's own have none.
+        if self._includes_stop or emitted.token not in self._end_tokens:
+            # The stream holds back the bytes of an incomplete character, so a token may add no text yet.
+            text = self._stream.add(emitted.token)
             token = token_text(self._bytes_of, emitted, self._offset + self._decoded)
             self._waiting.append((token, self._decoded + len(text)))
         self._decoded += len(text)

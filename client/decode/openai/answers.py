@@ -36,7 +36,7 @@ class CompletionAnswer:
             trigger = written.trigger
             shown = {token: trigger.encode() for token, name in tokenizer.special_tokens.items() if name == trigger}
         self._generation = generation
-        self._text = AnswerText(tokenizer, asked.stops, end_tokens, shown=shown)
+        self._text = AnswerText(tokenizer, asked.stops, end_tokens, shown=shown, includes_stop=asked.includes_stop)
         self._prompt = generation.request.token_ids
 
     @property
@@ -68,7 +68,9 @@ class CompletionAnswer:
             return
         # The prompt's scores are complete when the first token comes, so the echo is sent with it.
         offset = len(echo(self._tokenizer, self._prompt, ()).text)
-        self._text = AnswerText(self._tokenizer, self._asked.stops, self._end_tokens, offset)
+        self._text = AnswerText(
+            self._tokenizer, self._asked.stops, self._end_tokens, offset, includes_stop=self._asked.includes_stop
+        )
         is_first = True
         async for piece in pieces(self._generation, self._text):
             if is_first:

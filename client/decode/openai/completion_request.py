@@ -93,12 +93,14 @@ class CompletionRequest:
         sampling: How tokens are chosen.
         is_seed_chosen: Whether the caller left the seed to the server.
         stops: Texts that end the answer.
+        includes_stop: Whether the answer includes the stop, or the token, that ends it.
         has_logprobs: Whether the tokens' log-probabilities are sent.
         ranks: How many of the likeliest tokens are sent with each.
         is_echo: Whether the prompt is sent before its answer.
         priority: Its place among the tenant's requests that wait.
         is_stream: Whether the answer is sent as it is computed.
         has_usage: Whether the stream ends with the token counts.
+        has_running_usage: Whether each object of the stream has those so far.
     """
 
     is_chat: bool
@@ -117,12 +119,14 @@ class CompletionRequest:
     sampling: SamplingParameters
     is_seed_chosen: bool
     stops: tuple[str, ...]
+    includes_stop: bool
     has_logprobs: bool
     ranks: int
     is_echo: bool
     priority: int
     is_stream: bool
     has_usage: bool
+    has_running_usage: bool
 
 
 def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionRequest:
@@ -144,6 +148,10 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     if options is not None and (not is_stream or not isinstance(options, dict)):
         raise invalid("stream_options is an object, and taken with stream alone", "stream_options")
     check_parameters(options or {}, STREAM_OPTIONS, is_chat=is_chat, where="stream_options.")
+    has_usage, has_running_usage = (_flag(options or {}, name) for name in ("include_usage", "continuous_usage_stats"))
+    if has_running_usage and not has_usage:
+        text = "stream_options.continuous_usage_stats is taken with include_usage alone"
+        raise invalid(text, "continuous_usage_stats")
     prompts = () if is_chat else _prompts(said.get("prompt"))
     choices, tries = _choices(said, len(prompts) or 1, is_stream=is_stream)
     has_logprobs, ranks = _logprobs_of_chat(said) if is_chat else _logprobs_of_completion(said)
@@ -175,12 +183,14 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         sampling=_sampling(said, fresh_seed if seed is None else seed % 2**64),
         is_seed_chosen=seed is None,
         stops=stops,
+        includes_stop=_flag(said, "include_stop_str_in_output"),
         has_logprobs=has_logprobs,
         ranks=ranks,
         is_echo=is_echo,
         priority=_within(said, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY),
         is_stream=is_stream,
-        has_usage=_flag(options or {}, "include_usage"),
+        has_usage=has_usage,
+        has_running_usage=has_running_usage,
     )
 
 

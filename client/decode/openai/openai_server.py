@@ -42,6 +42,7 @@ from gpulease.client.decode.openai.answer_text import AnswerPiece
 from gpulease.client.decode.openai.answers import CompletionAnswer, best_of, together
 from gpulease.client.decode.openai.api_errors import (
     CLOSED_REQUEST,
+    FAILED,
     OVERLOADED,
     ApiError,
 )
@@ -53,7 +54,7 @@ from gpulease.client.decode.openai.completion_intake import (
     Submitted,
     reply_to_error,
 )
-from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead, TokenCounts
+from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead, TokenCounts, usage
 from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.decode.openai.embeddings import read_inputs
@@ -164,7 +165,7 @@ def make_pool_application(
         found, asked = reports(), request.query_params.get("model")
         model = None if asked is None else pool.name_of(asked)
         if asked is not None and model not in found:
-            return _refusal(ApiError(404, "model_not_found", str(unknown_model(asked)), "model"))
+            return refusal_of(ApiError(404, "model_not_found", str(unknown_model(asked)), "model"))
         is_ready = any(one["ready"] for name, one in found.items() if model in (None, name))
         return Response(json.dumps({"models": found}), 200 if is_ready else OVERLOADED, media_type=JSON)
 
@@ -205,8 +206,7 @@ def _application(
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
     # The server's own routes come first, so that further routes can't shadow them.
-    handlers = {404: _not_found, 405: _not_found}
-    return Starlette(routes=[*own, *routes], exception_handlers=handlers, middleware=browsers_of(cors_origins))
+    return Starlette(routes=[*own, *routes], exception_handlers=ERROR_REPLIES, middleware=browsers_of(cors_origins))
 
 
 def browsers_of(origins: Sequence[str]) -> list[Middleware]:
@@ -283,15 +283,19 @@ class OpenAiFace:
             await reply.whole(head.whole(wholes, counts_of(submitted, answers)))
             return
 
+        def chunk(piece: AnswerPiece, index: int, *, is_first: bool) -> dict[str, Any]:
+            found = head.chunk(piece, index, is_first=is_first)
+            return found | {"usage": usage(counts_of(submitted, answers))} if asked.has_running_usage else found
+
         async def send(index: int, answer: CompletionAnswer) -> None:
             is_first = True
             async for piece in answer.pieces():
                 last = piece.finish
                 if last and (piece.text or piece.calls or is_first):
                     # Clients expect the finish reason in a separate object.
-                    await reply.event(head.chunk(replace(piece, finish=""), index, is_first=is_first))
+                    await reply.event(chunk(replace(piece, finish=""), index, is_first=is_first))
                     is_first, piece = False, AnswerPiece(finish=last)
-                await reply.event(head.chunk(piece, index, is_first=is_first))
+                await reply.event(chunk(piece, index, is_first=is_first))
                 is_first = False
 
         def give_up() -> None:
@@ -346,10 +350,11 @@ class _Models:
         return self._reply_for(request, describe)
 
     def _reply_for(self, request: Request, describe: Callable[[str], dict[str, Any]]) -> Response:
+        headers = {"X-Request-Id": _request_id(request)}
         try:
-            return Response(json.dumps(describe(tenant_of(self._keys, request))), media_type=JSON)
+            return Response(json.dumps(describe(tenant_of(self._keys, request))), 200, headers, JSON)
         except ApiError as error:
-            return _refusal(error)
+            return refusal_of(error, headers)
 
     def _described(self, tenant: str) -> Sequence[dict[str, Any]]:
         about = {"object": "model", "created": self._began, "owned_by": "gpulease"}
@@ -402,7 +407,9 @@ class _Texts:
         body: bytes | None = None,
     ) -> Response:
         """Reply with what `done` returns for the model that the body names: the request's, unless one is given."""
-        tenant = ""
+        # The same id as in the log.
+        tenant, request_id = "", _request_id(request)
+        headers = {"X-Request-Id": request_id}
         try:
             tenant = tenant_of(self._keys, request)
             # A text costs as much as a prompt's, so it takes a place like one.
@@ -410,11 +417,11 @@ class _Texts:
                 if body is None:
                     body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
                 source = await _unless_gone(place.source(body), request.receive)
-                return Response(json.dumps(await done(source, tenant, body)), media_type=JSON)
+                return Response(json.dumps(await done(source, tenant, body)), 200, headers, JSON)
         except ClientDisconnect:
             raise
         except Exception as error:
-            return _refusal(reply_to_error(error, self._models.log, tenant, _request_id(request)))
+            return refusal_of(reply_to_error(error, self._models.log, tenant, request_id), headers)
 
 
 class _EngineEndpoint(ABC):
@@ -712,12 +719,30 @@ def _request_id(request: Request) -> str:
     return given if SANE_ID.fullmatch(given) else secrets.token_hex(12)
 
 
-def _refusal(error: ApiError) -> Response:
-    return Response(json.dumps(error.body()), error.status, error.headers(), JSON)
+def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the reply to an error, with further headers."""
+    return Response(json.dumps(error.body()), error.status, {**error.headers(), **(headers or {})}, JSON)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    code = "not_found" if status == 404 else "method_not_allowed"
-    text = f"{request.method} {quoted(request.scope['path'])} is not served here."
-    return _refusal(ApiError(status, code, text))
+    text = f"{request.method} {quoted(request.scope['path'])} is not served here"
+    headers = {"X-Request-Id": _request_id(request)}
+    if status == 404:
+        return refusal_of(ApiError(status, "not_found", f"{text}."), headers)
+    # Starlette knows the methods of the path (RFC 9110, 15.5.6: the reply must have them).
+    allowed = getattr(error, "headers", None) or {}
+    return refusal_of(
+        ApiError(status, "method_not_allowed", f"{text}; send {allowed.get('Allow', 'another method')}."),
+        headers | allowed,
+    )
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again behind the reply, so the log has its traceback.
+    text = "The server failed; its log says more."
+    return refusal_of(ApiError(FAILED, "internal_error", text), {"X-Request-Id": _request_id(request)})
+
+
+ERROR_REPLIES: Final = {404: _not_found, 405: _not_found, 500: _failed}
+"""Replies to errors outside of any endpoint, by their status."""

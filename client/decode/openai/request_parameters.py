@@ -102,7 +102,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "guided_json": _USED,
     "guided_regex": _USED,
     "ignore_eos": _USED,
-    "include_stop_str_in_output": _neutral(False),
+    "include_stop_str_in_output": _USED,
     "json_schema": _USED,
     "length_penalty": _neutral(1),
     "logits_processors": _neutral([]),
@@ -130,7 +130,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
 """The parameters of a request's body, by their names."""
 
 STREAM_OPTIONS: Final[Mapping[str, RequestParameter]] = {
-    "continuous_usage_stats": _neutral(False),
+    "continuous_usage_stats": _USED,
     "include_obfuscation": _IGNORED,
     "include_usage": _USED,
 }

@@ -1,10 +1,10 @@
-"""Ends a text before its first stop. No part of a stop is ever given out, however the text is split into pieces."""
+"""Ends a text before its first stop, or behind it, however the text is split into pieces."""
 
 from collections.abc import Sequence
 
 
 class StopFilter:
-    """A text that grows piece by piece and ends before a stop.
+    """A text that grows piece by piece and ends before a stop; with `includes_stop`, behind it.
 
     The stop that is completed first ends the text; of several completed by the same character, the longest one. So the
     result does not depend on the pieces. Text that may be the beginning of a stop is held back: fewer characters than
@@ -14,13 +14,13 @@ class StopFilter:
         is_stopped: Whether a stop was found. Then no more text is given out.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        self._stops, self._includes_stop = tuple(stops), includes_stop
         self._held = ""
         self.is_stopped = False
 
     def add(self, text: str) -> str:
-        """Add a piece. Returns the text that is certain not to be part of a stop."""
+        """Add a piece. Returns the text that is certain to be given out."""
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         held = self._held + text
@@ -28,7 +28,8 @@ class StopFilter:
         ends = [(begin + len(stop), begin) for stop in self._stops if (begin := held.find(stop)) >= 0]
         if ends:
             self.is_stopped, self._held = True, ""
-            return held[: min(ends)[1]]
+            end, begin = min(ends)
+            return held[: end if self._includes_stop else begin]
         # Hold back the longest end of the text that may still become a stop.
         kept = max(_overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - kept :]

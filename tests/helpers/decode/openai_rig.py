@@ -77,6 +77,7 @@ def openai_rig(
     model: Path = TINY_MODEL,
     cors: Sequence[str] = (),
     aliases: Sequence[str] = (),
+    stop_s: int = 5,
     settings: DecoderSettings = SETTINGS,
     tenants: Sequence[TenantConfig] = TENANTS,
 ) -> Iterator[OpenAiRig]:
@@ -104,9 +105,9 @@ def openai_rig(
                     if http_processes:
                         source = DecoderSource(decoder, MODEL, wait_s, CHAT_TOKENS, aliases)
                         models = OneModel(decoder, source, str(model))
-                        welcome = Welcome(str(model), keys.digests, (), tuple(cors), 5.0)
+                        welcome = Welcome(str(model), keys.digests, (), tuple(cors), float(stop_s))
                         sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
-                    await serve_within(app, sock, known=known, stop_s=5, began=began)
+                    await serve_within(app, sock, known=known, stop_s=stop_s, began=began)
 
     with served_in_thread(run, stop_limit_s=60):
         yield rigs[0]

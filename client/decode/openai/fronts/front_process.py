@@ -24,7 +24,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
 )
 from gpulease.client.decode.openai.fronts.front_source import FrontSource
 from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
-from gpulease.client.decode.openai.openai_server import OpenAiFace, browsers_of, completion_routes
+from gpulease.client.decode.openai.openai_server import ERROR_REPLIES, OpenAiFace, browsers_of, completion_routes
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     face = OpenAiFace(source, distinct_keys(welcome.tenant_keys))
     # All else is the decoder's process's: the page, metrics, health, the model's description.
     own = [*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))]
-    app = Starlette(routes=own, middleware=browsers_of(welcome.cors_origins))
+    app = Starlette(routes=own, exception_handlers=ERROR_REPLIES, middleware=browsers_of(welcome.cors_origins))
 
     def on_begin(_: object) -> None:
         writer.write(frame(FrontReady()))

@@ -9,10 +9,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from gpulease.client.decode.first_ended import first_ended
+from gpulease.client.decode.openai.api_errors import OVERLOADED, RETRY_AFTER_S, ApiError
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
+from gpulease.client.decode.openai.openai_server import refusal_of
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
+from gpulease.client.http.problems import Problem, RequestRefused
 
 PIECE_BYTES: Final = 64 << 10
+
+STOPPING: Final = Problem(
+    OVERLOADED, "stopping", "The server stops. Send the request again.", retry_after_s=RETRY_AFTER_S
+)
+"""The reply once the decoder's process takes no connections any more."""
 
 _HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"})
 """Headers of one connection, which a proxy does not pass on (RFC 9110, section 7.6.1)."""
@@ -30,8 +38,15 @@ class InnerProxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the request over a connection of its own, and pass the reply on as it comes."""
-        body = await read_body(Request(scope, receive), MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            body = await read_body(Request(scope, receive), MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+            reader, writer = await asyncio.open_unix_connection(self._path)
+        except (RequestRefused, OSError) as error:
+            problem = error.problem if isinstance(error, RequestRefused) else STOPPING
+            # The body may still be arriving, so this connection can't carry another request.
+            refused = ApiError(problem.status, problem.code, problem.detail, None, problem.retry_after_s)
+            await refusal_of(refused, {"Connection": "close"})(scope, receive, send)
+            return
         try:
             # A stream, such as that of the page's events, lasts until either side ends it.
             answering, _ = await first_ended(self._answer(scope, body, reader, writer, send), disconnected(receive))
@@ -65,7 +80,9 @@ class InnerProxy:
             if part is h11.NEED_DATA:
                 connection.receive_data(await reader.read(PIECE_BYTES))
             elif isinstance(part, h11.Response):
-                kept = [(bytes(name), bytes(value)) for name, value in part.headers if name not in _HOP_BY_HOP]
+                # The front adds a Date of its own.
+                left_out = _HOP_BY_HOP | {b"date"}
+                kept = [(bytes(name), bytes(value)) for name, value in part.headers if name not in left_out]
                 await send({"type": "http.response.start", "status": part.status_code, "headers": kept})
             elif isinstance(part, h11.Data):
                 await send({"type": "http.response.body", "body": bytes(part.data), "more_body": True})

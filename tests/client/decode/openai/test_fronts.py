@@ -8,12 +8,18 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.testclient import TestClient
 
 from gpulease.client.decode.openai.completion_intake import DecoderSource
 from gpulease.client.decode.openai.fronts import front_server
@@ -32,6 +38,8 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     read_to_front,
 )
 from gpulease.client.decode.openai.fronts.front_source import FrontSource
+from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
+from gpulease.client.decode.openai.openai_server import ERROR_REPLIES
 from gpulease.client.decode.openai.served_models import OneModel
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
@@ -213,3 +221,41 @@ def test_a_caller_that_goes_as_its_sequences_come_leaves_nothing_in_the_front(fr
 def fronted(shared_daemon: Daemon) -> Any:
     with openai_rig(shared_daemon) as rig:
         yield rig
+
+
+def test_failures_outside_of_any_endpoint_have_the_shape_of_all_errors() -> None:
+    async def broken(_: Request) -> Response:
+        raise ZeroDivisionError
+
+    # The decoder's process has stopped, or is about to.
+    routes = [Route("/broken", broken), Mount("/", InnerProxy("/nowhere/socket"))]
+    app = Starlette(routes=routes, exception_handlers=ERROR_REPLIES)
+    http = TestClient(app, raise_server_exceptions=False)
+    gone, failed = http.get("/tokenizer_info"), http.get("/broken", headers={"X-Request-Id": "mine"})
+    assert (gone.status_code, gone.json()["error"]["code"], gone.headers["Retry-After"]) == (503, "stopping", "1")
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+    assert failed.headers["X-Request-Id"] == "mine"
+
+
+@pytest.mark.parametrize("http_processes", [0, 1])
+def test_a_stopping_server_finishes_its_streams(shared_daemon: Daemon, http_processes: int) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 60, "stream": True, "ignore_eos": True}
+    lines: list[str] = []
+    begun = threading.Event()
+
+    def read(rig: OpenAiRig) -> None:
+        with rig.http() as http, http.stream("POST", "/v1/completions", json=asked) as reply:
+            for line in reply.iter_lines():
+                lines.append(line)
+                if line.startswith("data: "):
+                    begun.set()
+
+    # Longer than any host takes for some tokens.
+    with openai_rig(shared_daemon, http_processes=http_processes, stop_s=60) as rig:
+        reading = threading.Thread(target=read, args=[rig])
+        reading.start()
+        assert begun.wait(60)
+    reading.join()
+    objects = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [one["choices"][0]["finish_reason"] for one in objects][-1] == "length"
+    assert "data: [DONE]" in lines

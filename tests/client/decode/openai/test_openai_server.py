@@ -95,6 +95,12 @@ def test_a_stream_has_the_whole_s_text_and_ends_with_the_counts(client: openai.O
     assert chunks[-1].choices == []
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *counted, last = complete(client, stream=True, stream_options=options)
+    assert counted[-1].usage == last.usage == whole.usage
+    counts = [chunk.usage.completion_tokens for chunk in counted]
+    assert counts == sorted(counts)
+    assert 1 <= counts[0] < counts[-1] == 12
 
 
 def test_a_prompt_s_cached_tokens_are_counted_and_change_nothing(client: openai.OpenAI) -> None:
@@ -147,6 +153,27 @@ def test_a_stop_ends_the_text_before_it(client: openai.OpenAI, is_stream: bool) 
     else:
         assert done.choices[0].text == whole[: whole.index(stop)]
         assert done.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_includes_its_stop_only_on_request(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    whole = complete(client, logprobs=0).choices[0]
+    stop, tokens = whole.text[5:8], whole.logprobs.tokens
+    with_stop = {"include_stop_str_in_output": True}
+    behind = whole.text.index(stop) + len(stop)
+    (done,) = complete(client, stop=[stop, "nowhere"], extra_body=with_stop, logprobs=0).choices
+    assert (done.text, done.finish_reason) == (whole.text[:behind], "stop")
+    # The tokens are those of the text: the last one may go on behind the stop.
+    assert "".join(done.logprobs.tokens).startswith(done.text)
+    streamed = complete(client, stop=stop, extra_body=with_stop, stream=True)
+    assert text_of(streamed) == done.text
+    # Likewise a token that the caller has chosen as an end.
+    with rig.http() as http:
+        ids = http.post("/tokenize", json={"prompt": whole.text, "add_special_tokens": False}).json()["tokens"]
+    place = ids.index(ids[4])
+    for body, count in ({}, place), (with_stop, place + 1):
+        (done,) = complete(client, extra_body={"stop_token_ids": [ids[4]], **body}, logprobs=0).choices
+        assert (done.text, done.finish_reason) == ("".join(tokens[:count]), "stop")
+        assert done.logprobs.tokens == tokens[:count]
 
 
 def test_logprobs_are_the_chosen_tokens(client: openai.OpenAI) -> None:
@@ -347,16 +374,21 @@ def test_a_body_that_is_no_request_is_refused_in_shape(rig: OpenAiRig, body: byt
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_a_body_that_is_too_large_is_not_read(rig: OpenAiRig) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/tokenize"])
+def test_a_body_that_is_too_large_is_not_read(rig: OpenAiRig, path: str) -> None:
     with rig.http() as http:
-        reply = http.post("/v1/completions", content=b" " * (4 << 20) + b"{}")
+        reply = http.post(path, content=b" " * (4 << 20) + b"{}")
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
 
 
 def test_other_paths_and_methods_are_refused_in_shape(rig: OpenAiRig) -> None:
     with rig.http() as http:
         assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
-        assert http.get("/v1/completions").json()["error"]["code"] == "method_not_allowed"
+        reply = http.get("/v1/completions", headers={"X-Request-Id": "mine-2"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert (reply.headers["Allow"], reply.headers["X-Request-Id"]) == ("POST", "mine-2")
+        # A second Date would make two dates (RFC 9110, 6.6.1).
+        assert reply.headers.get_list("Date") == [reply.headers["Date"]]
         assert http.get("/healthz").json()["status"] == "ok"
         assert http.get("/metrics").status_code == 200
 
@@ -369,6 +401,16 @@ def test_a_sane_request_id_is_the_request_s(rig: OpenAiRig, heard: Heard) -> Non
     assert (reply.headers["X-Request-Id"], reply.json()["id"]) == ("mine-1", "cmpl-mine-1")
     assert "ann/mine-1" in [report.request_id for report in heard.finished]
     assert other.headers["X-Request-Id"] not in ("", "not sane")
+    with rig.http() as http:
+        mine = {"X-Request-Id": "mine-3"}
+        for reply in (
+            http.get("/v1/models", headers=mine),
+            http.get("/v1/models/another", headers=mine),
+            http.post("/tokenize", json={"prompt": PROMPT}, headers=mine),
+            http.post("/tokenize", json={}, headers=mine),
+            http.get("/v1/nothing", headers=mine),
+        ):
+            assert reply.headers["X-Request-Id"] == "mine-3", reply.url
 
 
 # --- Callers that go, regions that go. ---

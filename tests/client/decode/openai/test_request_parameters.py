@@ -20,6 +20,7 @@ USED_VALUES: Final[dict[str, Any]] = {
     "guided_json": {"type": "null"},
     "guided_regex": "a+",
     "ignore_eos": True,
+    "include_stop_str_in_output": True,
     "json_schema": {"type": "null"},
     "logit_bias": {"5": 1},
     "min_p": 0.1,
@@ -167,4 +168,5 @@ def test_options_of_a_stream_are_looked_at_likewise() -> None:
     plain = parsed(False, streamed())
     assert parsed(False, streamed(include_obfuscation=False, continuous_usage_stats=False)) == plain
     assert refusal(False, streamed(continuous_usage_stats=True)).param == "continuous_usage_stats"
+    assert parsed(False, streamed(continuous_usage_stats=True, include_usage=True)).has_running_usage
     assert refusal(False, streamed(include_use=True)).code == "unknown_parameter"

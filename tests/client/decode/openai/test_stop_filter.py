@@ -1,4 +1,4 @@
-"""A text ends before its first stop: the result does not depend on the pieces, and no part of a stop is given out."""
+"""A text ends before its first stop, or behind it: the result does not depend on the pieces."""
 
 from itertools import pairwise
 
@@ -11,25 +11,27 @@ LETTERS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 
 
-def cut(text: str, stops: list[str]) -> str:
-    """The text, letter by letter, up to the begin of the longest stop that is complete first."""
+def cut(text: str, stops: list[str], *, includes_stop: bool = False) -> str:
+    """The text, letter by letter, up to the longest stop that is complete first."""
     for end in range(1, len(text) + 1):
         begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if begins:
-            return text[: min(begins)]
+            return text[: end if includes_stop else min(begins)]
     return text
 
 
-@given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8))
-def test_it_is_the_whole_text_s_cut_however_it_comes(text: str, stops: list[str], at: list[int]) -> None:
+@given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8), st.booleans())
+def test_it_is_the_whole_text_s_cut_however_it_comes(
+    text: str, stops: list[str], at: list[int], includes_stop: bool
+) -> None:
     places = sorted({0, len(text), *(place for place in at if place < len(text))})
-    filtered = StopFilter(stops)
+    filtered, wanted = StopFilter(stops, includes_stop=includes_stop), cut(text, stops, includes_stop=includes_stop)
     given_text = ""
     for begin, end in pairwise(places):
         given_text += filtered.add(text[begin:end])
-        assert cut(text, stops).startswith(given_text)
+        assert wanted.startswith(given_text)
     rest = filtered.end()
-    assert given_text + rest == cut(text, stops)
+    assert given_text + rest == wanted
     assert filtered.is_stopped == any(stop in text for stop in stops)
 
 
