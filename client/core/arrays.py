@@ -1,4 +1,4 @@
-"""Device arrays: made, read, written, copied and filled by calls of the session's own API.
+"""Device arrays: making, reading, writing, copying and filling them, by calls of the session's own API.
 
 Each operation is a generator that yields the API's calls (`Call`): the API executes them one by one and sends back
 their results. So every rule is written once, and these calls are recorded, ordered and locked like a program's own.
@@ -57,7 +57,7 @@ NARROW_TYPES: Final = frozenset(
 """Dtypes of the package ml_dtypes, which numpy lacks."""
 
 _RANKS: Final = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
-"""Order of the kinds of numbers: each can hold those before it."""
+"""Rank of each kind of numbers: a kind can hold those of lower rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, doing: str)
 
     Args:
         session: The session.
-        kind: The API's kind of array.
+        kind: The array class of the API.
         shape: One length or several.
         dtype: The elements' dtype.
         doing: The operation, for messages.
@@ -110,7 +110,7 @@ def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, doing: str)
     """
     given = checked_dtype(dtype, doing)
     layout = ArrayLayout.contiguous(checked_shape(shape, given.itemsize, doing), given.itemsize)
-    # At least one byte: an array without elements has an address, too.
+    # Allocate at least one byte, because an array without elements has an address, too.
     buffer = yield Call("mem_alloc", (max(layout.size_bytes, 1),))
     return kind(session, buffer, layout, given)
 
@@ -131,7 +131,7 @@ def read(array: SessionArray, stream: StreamHandle | None) -> Calls[NDArray[Any]
     found = np.empty(array.shape, array.dtype)
     if array.size:
         source = array if array.is_contiguous else (yield from copy(array, stream))
-        # A single copy of the whole: the elements lie next to each other from `offset` on.
+        # One copy is enough: the elements are contiguous from `offset` on.
         args = (source.buffer, source.layout.offset, array.size_bytes, _bytes_of(found), stream)
         yield Call("mem_read", args)
     return found
@@ -147,7 +147,7 @@ def copy(array: A, stream: StreamHandle | None) -> Calls[A]:
 def fill(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[None]:
     """Write one number to every element. Raises InvalidRequest if the value is not one number, or does not fit."""
     number = host_value(value, array.dtype, "fill")
-    # A number fills every element with the same bytes, so no data goes to the card but one unit of it.
+    # Every element gets the same bytes, so send only one unit of them to the card.
     if number.ndim:
         # The kernel writes whole units: repeat the element's bytes up to the widest unit.
         raise InvalidRequest(
@@ -191,14 +191,15 @@ def _assign_from_card(array: SessionArray, source: SessionArray, stream: StreamH
             "Arrays are not converted on the card: write a kernel that does, or go by .numpy().astype(...)",
         )
     layout = source.layout.broadcast(array.shape, "assign")
-    # The same buffer on both sides: nothing to do for the same elements, a detour for overlapping ones.
+    # Both are in the same buffer: there is nothing to do for the same elements, and overlapping ones need an extra
+    # copy.
     if source.buffer.handle == array.buffer.handle:
         if layout == array.layout:
             return
         (first, end), (other_first, other_end) = layout.span, array.layout.span
         if first < other_end and other_first < end:
-            # The two overlap, and the kernel's threads run in any order: without a copy some would read what others
-            # have written.
+            # The two overlap, and the kernel's threads run in any order: without a copy some would read elements that
+            # others have written.
             source = yield from copy(source, stream)
             layout = source.layout.broadcast(array.shape, "assign")
     yield from _transfer(array, _viewed(source, layout), stream)
@@ -233,7 +234,8 @@ def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, strea
         args.push_u64(0)
     else:
         args.push_buffer(source.buffer, source.layout.offset)
-    # Load the kernel on first use, outside any recording: the worker does not know of recordings.
+    # Load the kernel on first use. This is no part of a recording in progress, because the worker does not know
+    # recordings.
     module = to.session._array_kernels
     if module is None or not module.is_alive:
         module = to.session._array_kernels = yield to.session._session.resources.load_unrecorded(_ptx(), ModuleBase)
@@ -280,7 +282,7 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
         raise InvalidRequest(
             f"{doing}: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
         ) from None
-    # numpy reads None as float64, so it has to be refused by itself.
+    # numpy reads None as float64, so refuse None explicitly.
     if dtype is None or found.name not in PLAIN_TYPES | NARROW_TYPES or not found.isnative:
         raise InvalidRequest(
             f"{doing}: arrays on the card don't support elements of {quoted(dtype)}",
@@ -296,7 +298,7 @@ def host_array(given: Any, dtype: Any) -> NDArray[Any]:
     wanted = None if dtype is None else checked_dtype(dtype, "array")
     try:
         data = np.asarray(given)
-        # Without a wanted dtype the values decide; what numpy made of them must be a type that the card has.
+        # Without a wanted dtype the values decide, and numpy's choice must be a type that the card has.
         if wanted is None:
             checked_dtype(data.dtype, "array")
         return np.ascontiguousarray(data, wanted).reshape(data.shape)
@@ -313,7 +315,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
     """
     if isinstance(value, ArrayView):
         raise InvalidRequest(f"{doing}: the value must be a number, not the array {value!r}", "Assign it: a[...] = b")
-    # An array is never converted implicitly: that could lose data for a whole buffer unnoticed.
+    # Never convert an array implicitly: that could lose data of a whole buffer unnoticed.
     if isinstance(value, np.ndarray) and value.ndim:
         if value.dtype != dtype:
             raise InvalidRequest(

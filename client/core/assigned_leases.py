@@ -1,7 +1,8 @@
-"""Leases that something else acquired for this program: one by GPULEASE_LEASE_ID, or a container's, one file for each.
+"""Leases that were acquired for this program: the one in GPULEASE_LEASE_ID, or a container's, with a file for each.
 
-A container runtime merges the environments of a container's devices, and the last value of a name wins. So a cluster's
-driver gives a container a folder, which GPULEASE_LEASES names, with one JSON file for each of its leases.
+A container runtime merges the environment variables of a container's devices, and the last value of a name wins, so
+they can't carry several leases. Therefore a cluster's driver gives a container a folder, which GPULEASE_LEASES names,
+with one JSON file for each of its leases.
 """
 
 import json
@@ -17,7 +18,7 @@ from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 FOLDER_VARIABLE: Final = "GPULEASE_LEASES"
 
 MAX_FILE_BYTES: Final = 64 << 10
-"""Most bytes of a file that are read; one has some 300."""
+"""Most bytes of a file that are read; a file has some 300."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def assigned_lease_id(name: str | None) -> LeaseId:
     Raises InvalidRequest if there is none, or if several have that name.
     """
     text = os.environ.get(LEASE_ID_VARIABLE, "")
-    # What the program's user set takes precedence over what the container has.
+    # The user's setting takes precedence over the container's.
     if name is None and text:
         try:
             return lease_id_of(text)

@@ -29,21 +29,21 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
 ATTACH_LIMIT_S: Final = 30.0
-"""Longest time for a session to open, in seconds. A process and its context take 0.6 s, sixteen at once 3 s."""
+"""Longest time for a session to open, in seconds. A process with its context takes 0.6 s, and sixteen at once 3 s."""
 
 MEM_WRITE_FIXED_BYTES: Final = 20
 """Bytes of a MEM_WRITE's payload other than data: handle, offset and length."""
 
 QUIET_WRITE_BYTES: Final = 64 << 10
-"""Largest write that is queued without waiting; its bytes are copied when the call returns. For a larger one, a wait
-costs little compared with the copy, and shows at once whether it succeeded."""
+"""Largest write that is queued without waiting; its bytes are copied when the call returns. For a larger write, waiting
+costs little compared with the copy, and shows at once whether the write succeeded."""
 
 _ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is_session}
 
 
 @lru_cache(maxsize=64)
 def _served(given: frozenset[int]) -> frozenset[Opcode]:
-    """Return the operations that a worker of these abilities serves. Workers of one version have few sets of them."""
+    """Return the operations that a worker with these abilities serves. Cached, as few different sets occur."""
     return frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
 
 
@@ -61,12 +61,12 @@ class ActiveRecording(Protocol):
 
 
 class LentArrays:
-    """Arrays of the arena that the worker may still read or write.
+    """Arrays in the arena that the worker may still read or write.
 
     The arena must not reuse their memory, even if the program has dropped them.
 
     Attributes:
-        is_used: False if there is nothing to take back; a sync reads this, because a call would cost too much.
+        is_used: False if there is nothing to take back. A sync reads this field, because a call would cost too much.
     """
 
     def __init__(self) -> None:
@@ -75,18 +75,18 @@ class LentArrays:
         self._of_graphs: list[object] = []
 
     def lend(self, stream: int, place: int, view: memoryview) -> None:
-        """Hold the array of a copy in a stream until that stream, or the session, was waited for."""
-        # By address and size: the same array lent twice is held once.
+        """Hold the array of a copy in a stream until that stream, or the session, has been waited for."""
+        # Use the address and size as the key, so that an array that is lent twice is held once.
         self.is_used = True
         self._by_stream.setdefault(stream, {})[place, len(view)] = view
 
     def lend_to_graph(self, arrays: object) -> None:
-        """Hold the arrays of a closed graph's queued launches until the session was waited for."""
+        """Hold the arrays of a closed graph's queued launches until the session has been waited for."""
         self.is_used = True
         self._of_graphs.append(arrays)
 
     def take_back(self, stream: int | None = None) -> None:
-        """Release the arrays of one stream, or of the whole session, which was waited for."""
+        """Release the arrays of one stream, or of the whole session, after it has been waited for."""
         if stream is not None:
             self._by_stream.pop(stream, None)
         else:
@@ -101,19 +101,19 @@ class LentArrays:
 MAX_HELD_BYTES: Final = 16 << 20
 HELD_PART: Final = 16
 """Most bytes that freed buffers may continue to occupy in a session, also as a fraction of its slice (1 of this many
-parts): little enough that any other allocation that needs them can have them freed first."""
+parts). It is so small that any allocation that needs these bytes can have them freed first."""
 
 
 MAX_HELD_BUFFERS: Final = 64
-"""Most held buffers: one operation frees all of them (`operations.FREES_PER_FLUSH`), and the next allocation finds
+"""Most held buffers. One operation frees all of them (`operations.FREES_PER_FLUSH`), so that the next allocation has
 their memory."""
 
 
 class HeldBuffers:
-    """Buffers that the tenant has freed and the worker has not been asked to free: the next of the same size takes one.
+    """Buffers that the tenant has freed but the worker has not: the next allocation of the same size takes one.
 
-    So a loop that allocates and frees does not wait (MEM_REUSE). They are freed before anything that may need their
-    memory.
+    So a loop that allocates and frees does not wait (MEM_REUSE). Before any request that may need their memory, they
+    are freed.
     """
 
     def __init__(self) -> None:
@@ -124,17 +124,17 @@ class HeldBuffers:
         return bool(self._by_size)
 
     def allow(self, slice_bytes: int) -> None:
-        """Hold buffers of a slice of this size from now on."""
+        """From now on hold buffers, up to the part of a slice of this size."""
         self._most_bytes = min(MAX_HELD_BYTES, slice_bytes // HELD_PART)
 
     def hold(self, buffer: Buffer) -> bool:
-        """Hold a buffer, which becomes freed for its program; False if it does not fit."""
+        """Hold a buffer, which counts as freed for its program. Returns False if it does not fit."""
         size_bytes = buffer.size_bytes
-        # Two limits: bytes, so that other allocations still find room, and buffers, so that one flush frees all.
+        # Limit the bytes, so that other allocations have room, and the number, so that one flush frees all.
         if self._held_bytes + size_bytes > self._most_bytes or self._count >= MAX_HELD_BUFFERS:
             return False
         by_size, handle = self._by_size, buffer.handle
-        # No call from here on, as in `take`: after an interrupt the buffer is either the program's or held.
+        # No call may follow, as in `take`: after an interrupt the buffer is either the program's or held.
         self._count += 1
         self._held_bytes += size_bytes
         if size_bytes in by_size:
@@ -145,12 +145,13 @@ class HeldBuffers:
         return True
 
     def take(self, size_bytes: int, owner: HandleOwner) -> Buffer | None:
-        """A new handle for a held buffer of exactly that size, the one freed last; None if there is none."""
+        """Return a new handle for the held buffer of exactly that size that was freed last; None if there is none."""
         by_size = self._by_size
         if size_bytes not in by_size:
             return None
         buffer, handles = Buffer(None, 0, size_bytes), by_size[size_bytes]
-        # No call from here to the owner: after an interrupt the memory is either still held, or the buffer has it.
+        # No call may follow until the owner is set: after an interrupt the memory is either still held, or the
+        # buffer's.
         self._count -= 1
         self._held_bytes -= size_bytes
         buffer.handle = handles[-1]
@@ -161,9 +162,9 @@ class HeldBuffers:
         return buffer
 
     def give_back(self, dropped: list[tuple[Opcode, int]]) -> None:
-        """Hold none any longer; `dropped` receives the (operation, handle) that free them."""
-        # No call after the list is made: after an interrupt the buffers are either still held, or their frees are in
-        # `dropped`.
+        """Stop holding buffers. Appends the (operation, handle) pairs that free them to `dropped`."""
+        # No call may follow after the list is made: after an interrupt the buffers are either still held, or their
+        # frees are in `dropped`.
         frees = [(Opcode.MEM_FREE, handle) for handles in self._by_size.values() for handle in handles]
         none: dict[int, list[int]] = {}
         self._held_bytes = self._count = 0
@@ -177,7 +178,7 @@ class Attachment:
     Attributes:
         lease: The session's lease.
         token: The token with which the session was opened; empty if the lease's own tenant opened it.
-        lock: The API's lock; an operation holds it.
+        lock: The API's lock, which every operation holds.
         session_id: The lease's id.
         channel: The connection.
         connection: The protocol's state of that connection.
@@ -185,14 +186,14 @@ class Attachment:
         reply: The worker's reply to ATTACH.
         served: The operations that the worker serves, by the abilities in that reply.
         lease_bytes: The lease's size when the worker replied.
-        end: How the session ended; None while it has not.
+        end: How the session ended; None before its end.
         arena: Memory shared with the worker; None if there is none.
         lease_word: The lease's word, which the broker writes; not 0 once the lease has ended.
         words: The session's words, by which the client refuses launches that name an ended region; None if the worker
-            gives none, or is too old to accept a report of such a refusal.
-        regions_epoch: The words' epoch alone, which is raised after each change of a region's word.
+            provides none, or is too old to accept a report of such a refusal.
+        regions_epoch: The epoch in these words, which is raised after each change of a region's word.
         last_raised: The last failure of a reply, or end of the session, that was raised.
-        dropped: Handles without a reference; the next operation frees them.
+        dropped: Handles whose last reference was dropped; the next operation frees them.
         held: Buffers that were freed; the next allocation of their size reuses them.
         lent: Arrays that the worker may still use.
         chunk_bytes: Size of the pieces into which copies are cut.
@@ -243,14 +244,17 @@ class Attachment:
 
     @property
     def over(self) -> Failure | None:
-        """The end of the session, or else of its lease; None while neither has ended."""
+        """Return the end of the session, or else of its lease; None while neither has ended."""
         # The broker's word is read before the client's own record, because it is the first to know.
         if self.end is None and self.lease_word[0]:
             self.lease.poll_words()
         return self.end or self.lease.over
 
     def check_open(self, doing: str) -> None:
-        """Raise the end of the session or of its lease, if there is one. The end of a block does not raise it again."""
+        """Raise the end of the session or of its lease, if there is one.
+
+        The session's `with` block does not raise it again.
+        """
         if (over := self.over) is not None:
             self.last_raised = over
             raise error_of(over, doing)
@@ -279,7 +283,7 @@ class Attachment:
     def attach(self) -> Procedure[None]:
         """Open a connection and make it this session's. Raises the reason if that fails."""
         lease = self.lease
-        # The end is known already: no connection is needed to say so.
+        # If the end is known already, no connection is needed.
         if lease.over is not None:
             raise error_of(lease.over, "attach")
         # Step 1: connect, and send HELLO and ATTACH in one flight.
@@ -293,7 +297,7 @@ class Attachment:
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
         )
         self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
-        # Step 3: ATTACH's reply takes as long as making a context, so it has a deadline of its own.
+        # Step 3: ATTACH's reply takes as long as making a context, so it has its own deadline.
         try:
             deadline = FixedDeadline(ATTACH_LIMIT_S, "attach", lease.address)
             answer: Any = yield from receive(self.channel, number, deadline)
@@ -321,10 +325,10 @@ class Attachment:
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
-        # The options of the reply say what this worker can do: an older one has fewer.
+        # The reply's options show what this worker can do; an older worker has fewer.
         self.served = _served(frozenset([option.type for option in reply.options]))
         self.lease_bytes = self.lease.grant.size_bytes
-        # The channel that attached is replaced by the session's kind: a ring, or a socket that gathers frames.
+        # Replace the channel by one of the session's kind: a ring, or a socket that gathers frames.
         self.channel, self.arena, words = share(self.channel, reply.options, self._spin)
         if words is not None:
             self.lease.words, self.lease_word = words, words.lease
@@ -333,7 +337,7 @@ class Attachment:
         self.connection, self.writer = self.channel.link.connection, self.channel.writer
         self.has_sync_word = self.option_value(SessionOption.SYNC_WORD) is not None
         if self.has_sync_word and Opcode.MEM_REUSE in self.served:
-            # No other connection allocates in the session.
+            # This is the only connection that allocates in the session, so buffers may be held.
             self.held.allow(reply.slice_bytes)
         self.end = None
 
@@ -358,7 +362,7 @@ class Attachment:
         return self.lock
 
     def wake(self) -> None:
-        """Begin to close: a thread or task that waits on the connection stops waiting and releases the lock."""
+        """Begin to close: make a thread or task that waits on the connection stop waiting and release the lock."""
         # Set the end first: the thread that wakes up finds it, and starts no other operation.
         if self.end is None:
             self.end = _CLOSED
@@ -379,11 +383,11 @@ class Attachment:
             self.finish(_CLOSED)
 
     def finish(self, failure: Failure) -> None:
-        """End the session for good. If a reason is known already, it stays."""
+        """End the session for good. A reason that is known already is kept."""
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
-        # Read the word once more before the page goes: it may have the reason of the lease's end.
+        # Read the word once more before the page is unmapped: it may have the reason of the lease's end.
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
             self.lease.poll_words()
             self.lease.words = None
@@ -396,27 +400,27 @@ class Attachment:
             self.at_end.pop()()
 
     def end_error(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
-        """The error to raise after the connection ended with `failure`: the daemon knows how the lease ended."""
-        # In this order: an end that is known already, the lease's end, and only then a question to the broker.
+        """Return the error to raise after the connection ended with `failure`. Asks the daemon how the lease ended."""
+        # Use an end that is known already, else the lease's end, and only then ask the broker.
         if self.end is not None and self.end is not _NOT_OPEN:
             failure = self.end
         elif self.lease.over is not None:
             failure = self.lease.over
         elif failure.status is Status.SESSION_FAILED:
-            # The worker learned that the session is over, but not why.
+            # The worker only knows that the session is over, but not why.
             reason = yield from find_end_reason(self.lease, failure)
             failure = failure if reason.status is Status.DISCONNECTED else reason
         elif not self.channel.link.is_end_explained:
             failure = yield from find_end_reason(self.lease, failure)
         elif self.channel.link.said_goodbye:
-            # A goodbye gives the reason of the lease's end itself.
+            # A goodbye has the reason of the lease's end.
             failure = self.lease.note_failure(failure)
         self.finish(failure)
         return error_of(failure, doing)
 
 
 class OwedAttachment(Owed):
-    """The connection of a session that an interrupted call was opening: it is closed."""
+    """The connection of a session that an interrupted call was opening. Giving it back closes it."""
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""What an interrupted call owes: the lease, region or connection that it may have made and that nothing refers to.
+"""What an interrupted call must give back: the lease, region or connection that it may have made and nothing refers to.
 
 Theory of operation. Ctrl-C raises KeyboardInterrupt at almost any call of the main thread, and a second Ctrl-C
-interrupts whatever runs after the first. So an interrupted call cleans nothing up itself. Before a request leaves, its
-call notes in an `Owed` what the request may make. The handler of an interrupt only marks that as due and starts a
-thread, which no Ctrl-C reaches (`sync.clean_ups`). Python looks for signals where a function begins, where a loop goes
-round and after a call, so nothing can come between these statements.
+interrupts whatever runs after the first. So an interrupted call does not clean up itself. Before a request is sent, its
+call records in an `Owed` what the request may make. The handler of an interrupt only marks that as due and starts a
+thread, which no Ctrl-C reaches (`sync.clean_ups`). Python handles signals only at the beginning of a function, at a
+loop's next turn and after a call, so none can come between these statements.
 
-A thread must not use an event loop's connection. So what a cancelled task has asked for on a lease's own connection is
-settled by the lease's next request.
+A thread must not use an event loop's connection. So if a cancelled task had sent a request on a lease's own connection,
+the lease's next request settles what is due.
 """
 
 from typing import Final, TypeVar
@@ -18,16 +18,16 @@ from gpulease.client.errors import GpuLeaseError
 T = TypeVar("T")
 
 CLEAN_UP_S: Final = 2.0
-"""Longest time for a step of a clean-up, in seconds, and for which a program's end waits for clean-ups. They take
-milliseconds if the daemon answers."""
+"""Longest time for a step of a clean-up, in seconds, and longest time for which a program's exit waits for clean-ups.
+They take milliseconds if the daemon answers."""
 
 
 class Owed:
-    """What has to be given back if the call that makes it is interrupted.
+    """An object that must be given back if the call that makes it is interrupted.
 
     Attributes:
-        is_due: The call was interrupted, and what it made was not given back yet.
-        is_settled: Nothing is owed any more: the program has what was made, or it was given back.
+        is_due: Whether the call was interrupted and the object was not given back yet.
+        is_settled: Whether nothing is owed any more: the program has the object, or it was given back.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Owed:
         self.is_settled = False
 
     def settle(self) -> Procedure[None]:
-        """Give it back if that is due. Raises nothing but an interrupt, after which it is due again."""
+        """Give the object back if that is due. Raises only an interrupt, after which it is due again."""
         if not self.is_due:
             return
-        # Not due while this runs: giving back sends requests, and a lease's request settles what is due.
+        # Reset this first: giving back sends requests, and a lease's request settles what is due.
         self.is_due = False
         try:
             yield from self._give_back()
@@ -52,7 +52,7 @@ class Owed:
 
 
 def owing(owed: Owed, procedure: Procedure[T]) -> Procedure[T]:
-    """Drive a procedure; if it is interrupted, what it owes is due."""
+    """Run a procedure. If it is interrupted, mark `owed` as due."""
     try:
         result = yield from procedure
         owed.is_settled = True

@@ -1,8 +1,8 @@
 """A session's copies to and from device memory: in chunks, pipelined, without copying the data in the client.
 
-A copy takes one of four ways. A small write is a quiet frame. A small read is a `SmallRead`. The worker copies an array
-of the arena (`GpuSession.empty`) in place. Larger copies of ordinary memory go through a part of the arena
-(`staged_copies`) or, without an arena, as a pipeline of MEM_WRITEs or MEM_READs.
+A copy takes one of four ways. A small write is a quiet frame. A small read is a `SmallRead`. An array in the arena
+(`GpuSession.empty`) is copied in place by the worker. Larger copies of ordinary memory go through a part of the arena
+(`staged_copies`) or, without an arena, are a pipeline of MEM_WRITEs or MEM_READs.
 """
 
 import math
@@ -35,17 +35,18 @@ READ_WINDOW: Final = 4
 """MEM_READs in flight at once: enough for the worker to copy the next chunk while this one is being received."""
 
 COPY_BYTES_PER_NS: Final = 20
-"""Rate of a slow bus. The client spins for the reply to an arena copy as long as the copy takes, then as usual."""
+"""Rate of a slow bus. For the reply to an arena copy, the client spins for the time that the copy takes at this rate,
+in addition to its usual time."""
 
 MAX_COPY_SPIN_NS: Final = 1_000_000
-"""Longest such spin, in nanoseconds: it keeps the tenant's other threads from running. Compared with a longer copy, a
-sleep costs little."""
+"""Longest such spin, in nanoseconds, because a spin keeps the tenant's other threads from running. For longer copies, a
+sleep costs little in comparison."""
 
 NAP_PART: Final = 0.85
-"""Part of the fastest copy's time for which the client sleeps before it spins."""
+"""Fraction of the fastest copy's time for which the client sleeps before it spins."""
 
 MIN_TIMED_BYTES: Final = 16 << 20
-"""Smallest copy with a time that shows the bus's rate."""
+"""Smallest copy whose time is used to estimate the bus's rate."""
 
 
 class CopyCommands(Protocol):
@@ -84,8 +85,8 @@ class Copies(CopyCommands):
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> MaybePending[None]:
         """Copy bytes to the device, under the session's lock."""
         attachment = self._attachment
-        # The fast way: every check that can fail is made here in one expression. Anything unusual takes the general
-        # way, which finds out and reports what it is.
+        # The fast way makes all checks here in one expression. Unusual cases take the general way, which also reports
+        # errors.
         if (
             type(buffer) is Buffer
             and buffer.owner is attachment
@@ -105,7 +106,7 @@ class Copies(CopyCommands):
                     prefix = pack_quiet_write(number, self._session_bytes, buffer.handle, offset, len(view))
                     if self._operations.put(prefix, view):
                         return None
-                # Too large for a quiet frame: worth a fast request only if the data is in the arena.
+                # The write is too large for a quiet frame. A fast request is possible only if the data is in the arena.
                 elif attachment.arena is not None:
                     return self._write_from_arena(buffer, offset, data)
             except (TypeError, ValueError, struct.error):
@@ -122,7 +123,7 @@ class Copies(CopyCommands):
             yield from self._streams.run_in(stream, begun or self._write(buffer, offset, view))
 
     def _write_from_arena(self, buffer: Buffer, offset: int, data: Any) -> MaybePending[None]:
-        # Not sent, done, or waiting for a late reply: the three outcomes of a fast request.
+        # A fast request has three outcomes: not sent, done, or waiting for a late reply.
         outcome = self._ask_arena(self._arena_write, buffer, offset, data, None)
         if isinstance(outcome, NotSent):
             return self._operations.guarded("mem_write", self._write_checked(buffer, offset, data, None))
@@ -138,17 +139,17 @@ class Copies(CopyCommands):
         elif len(data) >= STAGED_FROM_BYTES and (staging := self._ready_staging()) is not None:
             yield from staging.write(buffer.handle, offset, data)
         elif len(data) <= attachment.quiet_bytes:
-            # Small enough to be copied into the ring or the outbox when this returns.
+            # The data is small enough to be copied into the ring or the outbox before this returns.
             parts = (self._quiet_prefix(buffer, offset, data), data)
             yield from send(attachment.channel, parts, self._operations.deadline)
         else:
             yield from self._write_chunks(buffer, offset, data)
 
     def _write_chunks(self, buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
-        """Send MEM_WRITEs of one chunk each. All but the last are quiet; its reply answers for all of them."""
+        """Send MEM_WRITEs of one chunk each. All but the last are quiet, and the last one's reply answers for all."""
         attachment, operations = self._attachment, self._operations
         link, deadline = attachment.channel.link, operations.deadline
-        # Quiet requests of this copy: a failure that names one of them is the copy's own, not an earlier operation's.
+        # The quiet requests of this copy: a failure that names one of them is this copy's, not an earlier operation's.
         own_requests: list[int] = []
         first_id = link.connection.last_request_id + 1
         for at in range(0, len(data), attachment.chunk_bytes):
@@ -163,7 +164,7 @@ class Copies(CopyCommands):
             numbers = {"request_id": request_id, "session_id": attachment.session_id}
             prefix = mem_write_prefix(buffer.handle, offset + at, len(piece), **numbers, quiet=not is_last)
             yield from send(attachment.channel, (prefix, piece), deadline)
-        # One reply for all chunks: it reports the first failure among them.
+        # The one reply for all chunks reports their first failure.
         operations.settle((yield from receive(attachment.channel, request_id, deadline)), "mem_write", own_requests)
         operations.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
 
@@ -228,7 +229,7 @@ class Copies(CopyCommands):
         return NotSent()
 
     def _read(self, buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
-        # The same choice as for a write: in place in the arena, staged, or chunks through the socket or ring.
+        # Choose the way as for a write: in place in the arena, staged, or in chunks through the socket or ring.
         place = self._place_of(target)
         if place is not None:
             copy = ARENA_COPY.pack(buffer.handle, offset, place, len(target))
@@ -248,7 +249,7 @@ class Copies(CopyCommands):
             # Keep the window full, but take replies in order: the link receives data for the oldest one first.
             if len(in_flight) == READ_WINDOW:
                 yield from self._take(in_flight.popleft(), failures)
-            # After a failure no further requests, but those in flight must still be received.
+            # After a failure send no further requests, but receive the replies to those in flight.
             if failures:
                 break
             piece = target[at : at + attachment.chunk_bytes]
@@ -259,7 +260,7 @@ class Copies(CopyCommands):
             in_flight.append(request_id)
         while in_flight:
             yield from self._take(in_flight.popleft(), failures)
-        # Report the first failure: it may be that of an earlier launch, after which the later reads succeed.
+        # Report the first failure. It may be that of an earlier launch, and the later reads may have succeeded.
         operations.settle(failures[0] if failures else None, "mem_read")
         operations.acknowledge(Opcode.MEM_READ, attachment.connection.last_request_id)
 
@@ -284,7 +285,7 @@ class Copies(CopyCommands):
         ):
             return NotSent()
         try:
-            # Any mistake of the caller is left to the general way, which reports it.
+            # Leave the caller's mistakes to the general way, which reports them.
             view = memoryview(data)
             place = arena.offset_of(view)
             size = view.nbytes if nbytes is None else nbytes
@@ -293,7 +294,7 @@ class Copies(CopyCommands):
             copy = ARENA_COPY.pack(buffer.handle, offset, place, size)
         except (TypeError, ValueError, struct.error):
             return NotSent()
-        # A small copy is the quickest request of all, and its time shows nothing of the bus.
+        # Do not time small copies: they must be fast, and their time does not show the bus's rate.
         if size < MIN_TIMED_BYTES:
             return request.ask(copy, spin_ns(size))
         times, began_ns = self._copy_times, time.monotonic_ns()
@@ -332,24 +333,24 @@ class Copies(CopyCommands):
 
 
 class CopyTimes:
-    """How fast a session's large copies were, from which it knows for how long it can sleep during the next one."""
+    """The times of a session's large copies, from which it estimates how long it can sleep during the next one."""
 
     def __init__(self) -> None:
         self._least_ns_per_byte = math.inf
 
     def nap_ns(self, size: int) -> int:
-        """Return for how long a copy certainly takes, in nanoseconds; 0 if the client spins for as long anyway."""
+        """Return the shortest time that a copy takes, in nanoseconds; 0 if the client spins for that long anyway."""
         if size <= MAX_COPY_SPIN_NS * COPY_BYTES_PER_NS or self._least_ns_per_byte == math.inf:
             return 0
         return int(size * self._least_ns_per_byte * NAP_PART)
 
     def note(self, size: int, began_ns: int) -> None:
-        """Note the time of a copy that has ended now. Others' work may have delayed it, so the fastest one counts."""
+        """Record the time of a copy that has ended now. Other work may have delayed it, so the fastest copy counts."""
         self._least_ns_per_byte = min(self._least_ns_per_byte, (time.monotonic_ns() - began_ns) / size)
 
 
 def spin_ns(nbytes: int) -> int:
-    """How long a copy in the arena takes the card, in nanoseconds, at most `MAX_COPY_SPIN_NS`."""
+    """Return how long a copy in the arena takes, in nanoseconds, at most `MAX_COPY_SPIN_NS`."""
     return min(nbytes // COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS)
 
 

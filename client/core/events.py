@@ -23,7 +23,7 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe
 
 EVERY_LEASE: Final = 0
-"""Instead of a lease's id: all leases that the daemon shows this user."""
+"""In place of a lease's id: all leases that the daemon shows this user."""
 
 WAIT_S: Final = 3600.0
 """Longest single wait for an event, in seconds; any number of waits may follow."""
@@ -47,7 +47,7 @@ class LeaseEvent:
         phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; a newer daemon may send another number.
         left_s: At most this many seconds until the next phase; 0 if that is not known.
         generation: The lease's generation, which each renewal increments.
-        cause: Why it ends or ended, one word; "" while nothing ends it.
+        cause: Why it ends or ended, as one word; "" while nothing ends it.
         reason: The cause as a sentence, or the reason of a warning.
         lost: Number of events that were dropped before this one because they were not read.
     """
@@ -72,7 +72,7 @@ class ForwardRevoked:
 
     Attributes:
         lease_id: The region.
-        status: How the region ended; FENCED for every refusal but the first. A newer daemon may send another number.
+        status: How the region ended; FENCED for every refusal except the first. A newer daemon may send another number.
         kernel: The kernel; "" for a graph of several.
         site: The launch's index in its burst or graph, from 0.
         position: The position that the launch passed.
@@ -140,7 +140,7 @@ class Subscription(Generic[E]):
         try:
             channel, _ = yield from dial(self._address, FixedDeadline(CONNECT_LIMIT_S, "connect", self._address))
             deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
-            # Step 1: another tenant's lease: present the token first, on this same connection. Step 2: subscribe.
+            # Step 1: for another tenant's lease, present the token on this connection. Step 2: subscribe.
             if self._token:
                 yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), deadline)
             yield from ask(channel, self._op, self._body, deadline)
@@ -149,12 +149,12 @@ class Subscription(Generic[E]):
             assert channel is not None
             raise disconnected(ended, channel, _DOING) from None
         finally:
-            # Interrupted or refused: no one else has this connection, so close it here.
+            # The call was interrupted or refused: nothing else has this connection, so close it here.
             if channel is not None and self._channel is not channel:
                 channel.close()
 
     def next(self) -> Procedure[E | None]:
-        """The next event; None once there can be none. Raises Disconnected if the daemon goes away."""
+        """Return the next event; None if there can be no more. Raises Disconnected if the connection is lost."""
         channel = self._channel
         if channel is None:
             return None
@@ -168,7 +168,7 @@ class Subscription(Generic[E]):
                 # The lease has ended, so no further event can come; the program's loop ends by itself.
                 self.close()
             return event
-        # No event: either this side closed the subscription, or the connection ended.
+        # There is no event: either this side has closed the subscription, or the connection has ended.
         is_closed_here = self._is_over
         self.close()
         if is_closed_here or channel.link.end is None:
@@ -182,10 +182,10 @@ class Subscription(Generic[E]):
         return False
 
     def wake(self) -> None:
-        """Begin to close: a thread or task that waits for an event stops waiting."""
+        """Begin to close: make a thread or task that waits for an event stop waiting."""
         self._is_over = True
         if self._channel is not None:
-            # A shutdown of the socket wakes a thread that polls it; a close would not.
+            # Shut the socket down, which wakes a thread that polls it. A close would not wake it.
             with suppress(OSError):
                 self._channel.sock.shutdown(socket.SHUT_RDWR)
 
@@ -229,7 +229,7 @@ def warnings(stream: EventStream, on_warning: Callable[[LeaseEvent], Any]) -> Pr
     """Call `on_warning` with every warning until the lease has ended. Raises what `open` and `next` raise."""
     yield from stream.open()
     try:
-        # Other phases are only passed over: this loop exists for warnings, until the stream ends.
+        # Skip all phases but warnings, until the stream ends.
         while (event := (yield from stream.next())) is not None:
             if event.phase == Phase.WARNING:
                 on_warning(event)

@@ -24,16 +24,17 @@ from gpulease.protocol.opcodes import HelloRequestOption
 from gpulease.protocol.primitives import Tlv
 
 CONNECT_LIMIT_S: Final = 10.0
-"""Longest time for a connect and its HELLO, in seconds. A daemon answers in milliseconds; ten seconds mean a host that
+"""Longest time for a connect and its HELLO, in seconds. A daemon answers within milliseconds, except on a host that
 swaps."""
 
 CONTROL_REPLY_LIMIT_S: Final = 30.0
-"""Longest time for a control request, in seconds, in addition to the wait that it asks for. Freeing a lease waits until
-a process is reaped and its memory is seen free, which takes well under a second; beyond this the daemon hangs."""
+"""Longest time for a control request, in seconds, in addition to the wait that it asks for. To free a lease, the daemon
+waits until a process is reaped and its memory is proved free, which takes well under a second. After this time, the
+daemon is assumed to hang."""
 
 PING_AFTER_S: Final = 2.0
-"""Silence after a request that makes something, or waits for room, before the client pings the daemon, in seconds. Far
-longer than a grant that need not wait, so that hardly any acquire pings."""
+"""Time without a reply after which the client pings the daemon, in seconds, for a request that makes something or waits
+for room. A grant without a wait takes far less, so hardly any acquire pings."""
 
 CONNECT_RETRY_S: Final = 0.01
 """Pause before another connect to a Unix socket with a full backlog, in seconds."""
@@ -51,7 +52,7 @@ OTHER_PEERS: Final = {
     b"<": _HTTP,
     b"SSH-": ("an SSH server answers there, not gpuleased", "Name the port that gpuleased listens at"),
 }
-"""By the first bytes with which a peer answers plain frames: what is wrong with the address, and what to do."""
+"""What is wrong with the address, and what to do, by the first bytes with which another peer answers plain frames."""
 
 Clock = Callable[[], float]
 
@@ -79,19 +80,19 @@ class FixedDeadline:
 
 
 def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadline) -> Procedure[None]:
-    """Write buffers one after the other, without joining them. Raises LinkEnded, or what the deadline raises.
+    """Write buffers one after the other without joining them. Raises LinkEnded, or what the deadline raises.
 
-    From a deque of memoryviews, what was sent is dropped.
+    If `parts` is a deque of memoryviews, the sent bytes are removed from it.
 
-    Returns when the kernel, or the ring, has all of the bytes. If it is interrupted after some of them were sent, the
-    stream can't be used any more and is broken off.
+    Returns when the kernel, or the ring, has all of the bytes. If the call is interrupted after some of them were sent,
+    the stream is no longer usable and is closed.
     """
     rest = parts if isinstance(parts, deque) else deque(memoryview(part) for part in parts if len(part))
     channel.finish()
     channel.sending = rest, sum(map(len, rest))
     try:
-        # push() takes what the channel accepts and drops it from `rest`; the bytes that stay need room, so wait for it
-        # and receive meanwhile: a peer that waits for us to read would never make room.
+        # push() sends what the channel accepts and removes it from `rest`. Wait for room for the remaining bytes, and
+        # receive while waiting: a peer that waits for us to read would never make room.
         while rest or channel.has_unsent:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
@@ -99,7 +100,7 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadli
                 yield from _wait(channel, deadline, for_room=True)
                 channel.pump()
     except BaseException:
-        channel.finish()  # if this is interrupted too, whoever uses the channel next does it
+        channel.finish()  # if this is interrupted as well, the next user of the channel does it
         raise
     channel.sending = None
 
@@ -108,8 +109,8 @@ def receive(channel: Channel, request_id: int, deadline: Deadline) -> Procedure[
     """Wait for the result of a request. Raises LinkEnded, or what the deadline raises."""
     take = channel.link.take
     while (result := take(request_id)) is None:
-        # Most replies come while spinning. Only then does the driver's wait, a system call and perhaps a task switch,
-        # pay.
+        # Most replies come while spinning. Only after that is the driver's wait (a system call, perhaps a task switch)
+        # worthwhile.
         if not channel.spin():
             yield from _wait(channel, deadline, for_room=False)
             channel.pump()
@@ -119,7 +120,7 @@ def receive(channel: Channel, request_id: int, deadline: Deadline) -> Procedure[
 def receive_from_living(
     channel: Channel, request_id: int, deadline: Deadline, *, pong_limit_s: float, clock: Clock = time.monotonic
 ) -> Procedure[Body | Failure]:
-    """Wait for the result of a control request that may take long, while the daemon answers PING meanwhile.
+    """Wait for the result of a control request that may take long, as long as the daemon answers PING.
 
     Args:
         channel: The connection.
@@ -128,8 +129,8 @@ def receive_from_living(
         pong_limit_s: Longest time for the answer to a PING, in seconds.
         clock: The monotonic time in seconds.
 
-    Raises LinkEnded, what the deadline raises, or Disconnected if a PING is not answered in time: the daemon hangs, or
-    its host is gone without closing the connection.
+    Raises LinkEnded, what the deadline raises, or Disconnected if a PING is not answered in time: then the daemon
+    hangs, or its host went down without closing the connection.
     """
     take, doing = channel.link.take, doing_of(Opcode.PING)
     ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, doing, channel.address, clock)
@@ -164,7 +165,7 @@ def wait_for_room(channel: Channel, deadline: Deadline) -> Procedure[None]:
 
 def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[None]:
     remaining_s = deadline.remaining_s()
-    # What is awaited may be here already, received by a call that was interrupted.
+    # An interrupted call may already have received what this one waits for.
     if channel.unfinished is not None:
         channel.finish_step()
     elif remaining_s > 0:
@@ -175,23 +176,23 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
 
 def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, session_id: int = 0) -> Procedure[Any]:
     """Send a request; returns the reply's body, or the Failure of a refusal. Raises what `receive` raises."""
-    # Number the request, send it, then wait: the link keeps the reply if it comes during the send.
+    # Number the request, send it, then wait. If the reply comes during the send, the link keeps it.
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), deadline)
     return (yield from receive(channel, request_id, deadline))
 
 
 class OwedGrant(Owed):
-    """What the first request of a connection may have made: a lease.
+    """The lease that the first request of a connection may have made.
 
     Attributes:
         channel: The connection, once the request was built.
         number: The request's id.
-        made: The reply's body, once it came.
+        made: The reply's body, once it has come.
     """
 
     def __init__(self, undo: "Callable[[Any], First]", channel: Channel | None = None, made: Any = None) -> None:
-        """Args: undo: Makes the request that gives back what a reply's body has brought."""
+        """Args: undo: Makes the request that gives back the lease in a reply's body."""
         super().__init__()
         self.channel = channel
         self.number = 0
@@ -206,7 +207,7 @@ class OwedGrant(Owed):
             with contextlib.suppress(LinkEnded, GpuLeaseError):
                 if self.made is None:
                     yield from self._take_late(channel)
-                # Step 3: this half is closed, so what the reply brought has to be given back over another connection.
+                # Step 3: this half of the connection is closed, so give the lease back over another connection.
                 if self.made is not None:
                     again = self._undo(self.made)
                     yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
@@ -215,11 +216,11 @@ class OwedGrant(Owed):
             channel.link.notifications.clear()
 
     def _take_late(self, channel: Channel) -> Procedure[None]:
-        # Step 1: no more requests from here. The daemon sees the end of the stream, makes nothing from then on, and
-        # closes its half.
+        # Step 1: shut down our half. The daemon sees the end of the stream, makes nothing from then on, and closes its
+        # half.
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
-        # Step 2: its reply, if it made something, comes before it closes its half.
+        # Step 2: wait for the reply. If the daemon made a lease, the reply comes before it closes its half.
         deadline = FixedDeadline(CLEAN_UP_S, "give up", channel.address)
         reply = yield from receive(channel, self.number, deadline)
         if not isinstance(reply, Failure):
@@ -236,13 +237,13 @@ def ask(channel: Channel, op: Opcode, body: Body, deadline: Deadline) -> Procedu
 
 @cache
 def doing_of(op: Opcode) -> str:
-    """The name of an operation in messages: the opcode's, in lower case."""
+    """Return the name of an operation for messages: the opcode's name, in lower case."""
     return op.name.lower()
 
 
 def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
     """The error for a control connection that ended: the goodbye's own error, or Disconnected."""
-    # The peer's own reason is the best. Otherwise a hint of the failure, or the guess that no daemon is running.
+    # Prefer the peer's own reason. Otherwise use the failure's hint, or the guess that no daemon is running.
     if channel.link.is_end_explained:
         return error_of(ended.failure, doing)
     own = ended.failure.hint
@@ -257,8 +258,8 @@ class First(NamedTuple):
         op: Its operation, a control request.
         body: Its body.
         session_id: The session that it is for.
-        takes_descriptors: Whether descriptors that come with its reply are wanted.
-        owed: Notes what the request may make, if its reply brings something that must be given back.
+        takes_descriptors: Whether to accept descriptors that come with its reply.
+        owed: Records what the request may make, if that must be given back after an interrupt.
     """
 
     op: Opcode
@@ -283,14 +284,14 @@ def dial_for(address: Address, deadline: Deadline, first: First) -> Procedure[tu
 
 
 def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedure[tuple[Channel, HelloReply, int]]:
-    # Step 1: the transport: TCP or a Unix socket, and TLS on it.
+    # Step 1: connect the transport: TCP or a Unix socket, with TLS if the address asks for it.
     channel = yield from _connect(address, deadline)
     if isinstance(address, SecuredAddress):
         channel = yield from _secure(channel, address, deadline)
-    # Step 2: HELLO and the first request in one flight, which saves a round trip. Only HELLO's reply is awaited here.
+    # Step 2: send HELLO and the first request in one flight, which saves a round trip. Wait only for HELLO's reply.
     first_id = 0
     try:
-        # On TCP another server may be listening. The line end makes one that expects lines answer at once.
+        # On TCP, another server may be listening. The line end makes a server that expects lines answer at once.
         options = (Tlv(HelloRequestOption.LINE_END, b"\r\n\r\n"),) if isinstance(address, TcpAddress) else ()
         hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
         if first is not None:
@@ -313,7 +314,8 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
         channel.close()
         raise
     except BaseException:
-        # Interrupted. With a request in flight that may make something, the connection is still needed (`OwedGrant`).
+        # The call was interrupted. If a request in flight may make something, the connection is still needed
+        # (`OwedGrant`).
         if first is None or first.owed is None:
             channel.close()
         raise
@@ -351,7 +353,7 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
     for family, where in ways:
         channel, code = start_connecting(family, where, address)
         try:
-            # A full backlog is the daemon's, not the network's: close the socket and try again after a pause.
+            # The daemon's backlog is full: close the socket and try again after a pause.
             while code == errno.EAGAIN and deadline.remaining_s() > 0:
                 channel.sock.close()
                 yield Sleep(CONNECT_RETRY_S)
@@ -368,7 +370,7 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
         if not code:
             return channel
         channel.close()
-    # Missing permission has a remedy of its own; every other error leads to the question whether the daemon runs.
+    # A missing permission has its own advice; for every other error, ask whether the daemon is running.
     if code == errno.EACCES:
         hint = (
             "Ask the operator to give this user access: the socket's folder, group and mode determine who may "
@@ -379,7 +381,7 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
 
 
 def _why(address: Address, code: int) -> str:
-    """The system's error text, or more: it refuses a folder in the same words as a socket without a listener."""
+    """Return the system's error text, or a better one: it reports a folder like a socket without a listener."""
     # ECONNREFUSED means either that no process listens, or that the path is not a socket, which the path itself shows.
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
         with contextlib.suppress(OSError):
@@ -394,7 +396,7 @@ def _secure(channel: Channel, address: SecuredAddress, deadline: Deadline) -> Pr
     from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
 
     try:
-        # The handshake: send and receive records until both sides have finished it, or the time is over.
+        # Do the handshake: send and receive records until both sides have finished it, or the time is over.
         stream = TlsStream(channel.sock, context_of(address.files), address)
         through = TlsChannel(stream, address)
         while not stream.shake_hands():
@@ -419,7 +421,7 @@ def _is_it_running(address: Address) -> str:
 def ask_once(
     address: Address, op: Opcode, body: Body, reply_limit_s: float, connect_limit_s: float = CONNECT_LIMIT_S
 ) -> Procedure[Any]:
-    """Send one control request over a connection of its own; returns the reply's body.
+    """Send one control request over a separate connection; return the reply's body.
 
     Args:
         address: The daemon's address.
@@ -434,7 +436,7 @@ def ask_once(
     deadline = FixedDeadline(connect_limit_s, "connect", address)
     channel, _, number = yield from dial_for(address, deadline, First(op, body))
     try:
-        # The reply has a deadline of its own: the connect's is short, but a control request may work for a while.
+        # The reply has its own deadline: the connect's is short, but a control request may take longer.
         result = yield from receive(channel, number, FixedDeadline(reply_limit_s, doing, address))
         if isinstance(result, Failure):
             raise error_of(result, doing)

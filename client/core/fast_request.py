@@ -1,4 +1,4 @@
-"""Requests with a reply that is known byte for byte in advance: one frame out, one frame back, nothing parsed.
+"""Requests whose reply is known byte for byte in advance: one frame out, one frame back, and no parsing.
 
 A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
 comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
@@ -29,7 +29,7 @@ _REPLY: Final = int(Flag.REPLY)
 
 @dataclass(slots=True)
 class Done(Generic[T]):
-    """The reply came and reports success; `value` is what it carried."""
+    """The reply has come and reports success. `value` is its content."""
 
     value: T
 
@@ -51,7 +51,7 @@ class Pending:
 
 
 class NotSent:
-    """Nothing was sent: the session is not at rest, or the channel can't send this way now."""
+    """Nothing was sent, because the session is not at rest or the channel can't send this way now."""
 
 
 Outcome: TypeAlias = Done[T] | Pending | NotSent
@@ -75,7 +75,7 @@ class _KnownReply:
         Args:
             operations: The session's operations.
             op: The operation.
-            makes: The operation that gives back what a reply brings.
+            makes: The operation that gives back the object in a reply.
         """
         self._operations = operations
         self._attachment = operations.attachment
@@ -106,7 +106,7 @@ class _KnownReply:
             late_into: Target of a late reply's data; None if a late reply is to be parsed.
             nap_ns: Time before which the reply can't come, in nanoseconds.
         """
-        # Until `ask` returns, assume that the request was sent and not answered: that is the case that needs care.
+        # Until `ask` returns, assume that the request was sent and not answered, which is the case that needs care.
         operations, channel = self._operations, self._attachment.channel
         # If this is interrupted, the reply is still to come, and the link must know its request.
         self._late = request_id, into, late_into
@@ -129,7 +129,7 @@ class _KnownReply:
         return Pending(self._receive, request_id)
 
     def _raise_refusal(self, request_id: int) -> None:
-        """Raise the reply that is here if it is a region's refusal, which is urgent; anything else is left in place."""
+        """If the reply is here and is a region's refusal, which is urgent, raise it. Leave any other reply in place."""
         channel = self._attachment.channel
         channel.pump()
         refusal = channel.link.take_region_refusal(request_id)
@@ -149,7 +149,7 @@ class _KnownReply:
 
     def _receive(self, request_id: int) -> Procedure[Any]:
         operations = self._operations
-        # The late reply is treated like any other: it may be a failure, and it settles what came before.
+        # Treat the late reply like any other: it may be a failure, and it acknowledges earlier requests.
         result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.deadline)
         operations.settle(result, doing_of(self._op))
         operations.acknowledge(self._op, request_id)
@@ -158,7 +158,10 @@ class _KnownReply:
 
 @cache
 def _heads(op: Opcode, payload_bytes: int, answer_bytes: int) -> tuple[bytes, bytes]:
-    """Return what comes before the request id in a request's and its reply's frames: the same for all sessions."""
+    """Return the bytes before the request id in a request's frame and its reply's.
+
+    They are the same for all sessions.
+    """
     # Build one frame of each kind by the general code, and cut it.
     request = build_frame(op, bytes(payload_bytes), request_id=0)
     reply = build_frame(op, bytes(answer_bytes), request_id=0, flags=_REPLY)
@@ -188,7 +191,7 @@ class FastRequest(_KnownReply):
         super().__init__(operations, op, makes)
         self._answer_bytes = answer_bytes
         self._head, self._reply_head = _heads(op, payload_bytes, answer_bytes)
-        # In both frames, the session's id alone is between the request id and the payload (`framing.HEADER`).
+        # In both frames, only the session's id is between the request id and the payload (`framing.HEADER`).
         self._middle = self._reply_tail = self._attachment.session_id.to_bytes(16)
 
     def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA, nap_ns: int = 0) -> Outcome[None]:
@@ -201,21 +204,21 @@ class FastRequest(_KnownReply):
             nap_ns: Time before which the reply can't come, in nanoseconds.
         """
         attachment = self._attachment
-        # Only a session at rest: with other replies due, this one would not be the next.
+        # Send only if the session is at rest: if other replies were due, this one would not be the next.
         if not attachment.is_at_rest:
             return NOT_SENT
         request_id = attachment.connection.next_request_id()
         number = request_id.to_bytes(8, "big")
         request = b"".join((self._head, number, self._middle, payload))
-        # The only reply that is recognised: this operation's, successful, without a body beyond the answer. Any other
-        # is left to the general way.
+        # Recognise only a successful reply of this operation with no body beyond the answer. Leave any other to the
+        # general way.
         return self._ask(
             request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns, nap_ns=nap_ns
         )
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Send the request, the fast way if possible, and wait for the reply."""
-        # Three outcomes: nothing was sent, so ask the general way; the reply is late, so wait for it; or it is there.
+        # Three outcomes: nothing was sent, so ask the general way; the reply is late, so wait for it; or it has come.
         match self.ask(payload, more_ns):
             case NotSent():
                 yield from self._operations.ask(self._op, payload)
@@ -224,12 +227,12 @@ class FastRequest(_KnownReply):
 
 
 class SmallRead(_KnownReply):
-    """A MEM_READ with a reply that is compared as a whole: a known beginning, then data, received in place."""
+    """A MEM_READ whose reply is compared as a whole: a known beginning, then data that is received in place."""
 
     def __init__(self, operations: RequestPipeline) -> None:
         super().__init__(operations, Opcode.MEM_READ)
         self._session_bytes = self._attachment.session_id.to_bytes(16)
-        # The last read's size, and the reply to it before and after the request id.
+        # The last read's size, and the bytes of its reply before and after the request id.
         self._length, self._reply_head, self._reply_tail = 0, b"", b""
 
     def ask(self, handle: int, offset: int, into: memoryview) -> Outcome[None]:

@@ -3,16 +3,17 @@
 Theory of operation. A directory's answer may be seconds old, so a node that it named may refuse. Then the client asks
 the next one. All tries of one acquire have the same request id. If a connection ends before the node's answer came, the
 lease may exist already. So the client asks the same node again, with the same id, before it asks another. A node looks
-for the id before it refuses anything, so its answer is final even if it is a refusal; a refused connection proves
+up the id before it refuses a request, so its answer is final even if it is a refusal. A refused connection proves
 nothing. A client that waits for a name need not stay with such a node: a name is granted once, and a later round asks
 the node again.
 
-A node that hangs, or has lost its host, is given up after seconds, because it answers no PING during the request. If
-it resumes and grants a lease without a name after all, that lease is an orphan: no program is connected to it. The
-fleet's part ends with the grant: all requests about the lease go to its node.
+If a node hangs, or its host is down, the client gives up on it after seconds, because it answers no PING during the
+request. If it resumes later and grants a lease without a name, that lease is an orphan: no program is connected to it.
+The fleet's part ends with the grant: all requests about the lease go to its node.
 
-The request id belongs to one call. If a program dies in `acquire()` and calls it again, it asks for another lease; the
-first one, if it was granted, ends at its deadline or as an orphan. A name prevents two leases across all calls.
+The request id belongs to one call. If a program dies in `acquire()`, is restarted and calls it again, it asks for
+another lease. The first lease, if it was granted, ends at its deadline or as an orphan. A name prevents two leases
+across all calls.
 """
 
 import random
@@ -65,39 +66,39 @@ from gpulease.protocol.messages import (
 T = TypeVar("T")
 
 DIRECTORY_LIMIT_S: Final = 4.0
-"""Longest time to reach a directory, and then for its answer, in seconds. It answers from memory within milliseconds;
-after this another one is asked."""
+"""Longest time to reach a directory, and then for its answer, in seconds. It answers from memory within milliseconds.
+After this time the client asks another one."""
 
 NODE_LIMIT_S: Final = 4.0
 """Longest time to reach a node, and for its answer to a PING while it works on the request, in seconds. Both take
-milliseconds; after this another one is asked. A grant itself may take longer."""
+milliseconds. After this time the client asks another one. The grant itself may take longer."""
 
 PLACEMENTS_PER_ROUND: Final = 3
-"""How often a round asks a directory for further nodes: if none of 24 nodes drawn at random has room, few have."""
+"""How often a round asks a directory for further nodes: if none of 24 random nodes has room, few others will."""
 
 GRANT_LIMIT_S: Final = 90.0
-"""Longest time for a grant at a node that answers PING, in addition to the wait for room, in seconds; as for an acquire
-at a single host."""
+"""Longest time for a grant at a node that answers PING, in addition to the wait for room, in seconds. It is the same as
+for an acquire at a single host."""
 
 LOST_ANSWER_S: Final = 15.0
 """How long a node is asked again after an answer was lost, in seconds. A restarting broker is back by then: on a host
-with few cores, all of them busy, it took 3 s. If a daemon was killed while it was being asked, and the client can't
-wait for a name elsewhere, the acquire takes this much longer."""
+with few cores, all of them busy, it took 3 s. If a daemon was killed during the request, and the client can't wait for
+a name elsewhere, the acquire takes this much longer."""
 
 LOST_PAUSE_S: Final = 0.1
 """Pause between two such tries, in seconds."""
 
 WAIT_SLICE_S: Final = 2.0
-"""Longest wait in one node's queue before others are asked again, in seconds: room or the name may be free elsewhere.
+"""Longest wait in one node's queue before the client asks others again, in seconds: room or the name may be free there.
 """
 
 ROUND_PAUSE_S: Final = 0.25
 """Pause between two rounds if no node has a queue for this request, in seconds."""
 
 NAME_TRIES: Final = 3
-"""How many nodes of a round may answer BUSY to a name. A directory does not say who serves another tenant's name, and
-each node that is asked queries the fleet's store. A node that is cut off answers BUSY too, so one answer is not
-enough."""
+"""How many nodes of a round may answer BUSY to a name. A directory does not disclose which node serves another tenant's
+name, and each node that is asked queries the fleet's store. A node that is cut off from its fleet also answers BUSY, so
+one answer is not enough."""
 
 MAX_LISTED: Final = 8
 """Most refusing nodes that an error message lists."""
@@ -105,7 +106,7 @@ MAX_LISTED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A fleet as a tenant reaches it.
+    """The addresses and files by which a tenant reaches a fleet.
 
     Attributes:
         address: Its address.
@@ -133,12 +134,12 @@ Make: TypeAlias = Callable[[Channel, HelloReply, LeaseGrant], T]
 def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     """Ask the directories in random order until one answers; returns the reply's body.
 
-    Raises InvalidRequest if the request is invalid; if no directory answered, the only directory's error, or one
-    that names what each said.
+    Raises InvalidRequest if the request is invalid. If no directory answers, raises the only directory's error, or an
+    error that lists the directories' errors.
     """
     directories = list(fleet.directories)
-    # A random order spreads the load. An invalid request is invalid everywhere; any other error may be that
-    # directory's.
+    # A random order spreads the load. An invalid request is invalid everywhere; any other error may concern only one
+    # directory.
     random.shuffle(directories)
     errors: list[tuple[Address, GpuLeaseError]] = []
     for directory in directories:
@@ -148,7 +149,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
             raise
         except GpuLeaseError as error:
             errors.append((directory, error))
-    # One directory: its own error says more than a summary of one.
+    # If there is only one directory, its own error says more than a summary.
     if len(errors) == 1:
         raise errors[0][1].with_traceback(None)
     reasons = "; ".join(f"{directory}: {error.message}" for directory, error in errors)
@@ -168,11 +169,11 @@ def acquire_in(
         fleet: The fleet.
         wanted: The request, with the time that it may wait for room.
         make: Makes the lease.
-        owed: Notes what a node may have granted.
+        owed: Records what a node may have granted.
         clock: The monotonic time in seconds.
 
-    Raises CapacityExceeded, Drained, Disconnected and their like, or InvalidRequest. The error says how many nodes were
-    asked, and why each refused.
+    Raises CapacityExceeded, Drained, Disconnected or a similar error, or InvalidRequest. The error says how many nodes
+    were asked, and why each refused.
     """
     return (yield from _Search(fleet, wanted, make, owed, clock).run())
 
@@ -197,7 +198,7 @@ class _Search(Generic[T]):
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
         self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
         self._place = _place_of(wanted)
-        # The wait for room is the whole acquire's: each node gets a slice of it.
+        # The wait for room is that of the whole acquire: each node gets a slice of it.
         self._end = clock() + wanted.wait_ms / 1000
         self._refusals: dict[str, _Refusal] = {}
         self._last = Placement((), None, 0, "")
@@ -205,8 +206,8 @@ class _Search(Generic[T]):
     def run(self) -> Procedure[T]:
         """Ask until a node grants or the time is over."""
         while True:
-            # Each round asks nodes that grant immediately. Only if none does, wait for a slice of the time, and begin
-            # again: room may have become free at any node meanwhile.
+            # Each round asks the nodes to grant immediately. If none does, wait for a slice of the time, and begin
+            # again: by then any node may have room.
             granted = yield from self._round()
             left_s = self._end - self._clock()
             if granted is None and left_s > 0:
@@ -223,7 +224,7 @@ class _Search(Generic[T]):
             # The directory leaves out nodes that have refused in this round.
             place = replace(self._place, tried=tuple(self._refusals)[-MAX_TRIED:])
             self._last = yield from ask_directories(self._fleet, Opcode.PLACE, place)
-            # Ask without waiting. Stop as soon as a node grants, or as it is clear that the name is taken.
+            # Ask without waiting. Stop as soon as a node grants, or as soon as it is clear that the name is taken.
             for candidate in self._last.candidates:
                 granted = yield from self._ask(candidate, 0)
                 if granted is not None or self._is_taken(candidate):
@@ -243,11 +244,11 @@ class _Search(Generic[T]):
         slice_end = self._clock() + slice_s
         waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
         named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
-        # A node without room has a queue only for room; one that is BUSY with the name has one for the name.
+        # A node without room lets the request wait for room; one that is BUSY with the name lets it wait for the name.
         full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
         for refusal in (named or full)[:1]:
             granted = yield from self._ask(refusal.candidate, slice_s)
-            # That node may be cut off: let another one try, too, as it could fence it.
+            # That node may be cut off from its fleet. Let another one try as well, because that could fence it.
             if granted is None and named and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
                 granted = yield from self._ask_another(refusal.candidate, min(left_s, WAIT_SLICE_S))
             if granted is not None:
@@ -270,9 +271,9 @@ class _Search(Generic[T]):
         return None
 
     def _is_taken(self, candidate: Candidate) -> bool:
-        """Return whether asking others for the name is useless.
+        """Return whether it is useless to ask other nodes for the name.
 
-        It is if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
+        It is useless if the node that serves the name refused, or if NAME_TRIES nodes are BUSY.
         """
         # The node's own refusal decides, not the directory's answer, which may be old.
         refusal = self._refusals[candidate.node_id]
@@ -282,7 +283,10 @@ class _Search(Generic[T]):
         return refusal.holds_name or busy >= NAME_TRIES
 
     def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[T | None]:
-        """Ask one node; None if it refuses but another may grant. Raises errors that every node would give."""
+        """Ask one node. Returns None if it refuses but another may grant.
+
+        Raises errors that every node would report.
+        """
         try:
             return (yield from self._ask_surely(candidate, wait_s))
         except GpuLeaseError as error:
@@ -303,7 +307,7 @@ class _Search(Generic[T]):
             number = 0
             try:
                 channel, hello = yield from self._dial(candidate)
-                # Each try waits only for what is left of its slice.
+                # Each try waits only for the rest of its slice.
                 wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
                 number, frame = channel.link.request(Opcode.LEASE_ALLOC, wanted, makes=True)
                 self._owed.channel, self._owed.number = channel, number
@@ -313,9 +317,9 @@ class _Search(Generic[T]):
                     channel.link.claim(number)
                     return self._make(channel, hello, answer)
             except GpuLeaseError as error:
-                # Give up if the answer was not lost on the first try, or if later rounds will ask this node for the
-                # name anyway. After the first lost answer every error, including a refused connection, leads to another
-                # try until the time is over: only the node's own answer says whether it has granted the lease.
+                # Raise the error if the first try's answer was not lost, or if later rounds will ask this node for the
+                # name anyway. After a lost answer, try again on every error, including a refused connection, until the
+                # time is over: only the node's own answer shows whether it has granted the lease.
                 is_lost = _is_lost(error, channel)
                 if channel is not None:
                     channel.close()
@@ -332,7 +336,7 @@ class _Search(Generic[T]):
             left_s = max(0.0, wait_until - self._clock())
 
     def _waits_for_name(self) -> bool:
-        """Return whether a name is wanted and time is left for rounds that ask this node again among others."""
+        """Return whether a name is wanted and there is time for further rounds, which ask this node again."""
         return bool(self._place.name) and self._end - self._clock() > LOST_ANSWER_S
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
@@ -363,12 +367,12 @@ class _Search(Generic[T]):
             parts.append(f"a directory reports about the nodes: {self._last.why}")
         if self._place.name and self._last.holder is not None:
             parts.append(f"the name {self._place.name!r} is served by node {self._last.holder}")
-        # Of several errors, lack of room is the most useful to the caller: it can ask for less, or wait.
+        # Of several errors, report a lack of room if there is one: the caller can ask for less, or wait.
         errors = [refusal.error for refusal in refused.values()]
         chosen = next((error for error in errors if type(error) is CapacityExceeded), errors[0] if errors else None)
         message = ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
         status = Status.CAPACITY_EXCEEDED if chosen is None else chosen.status
-        # A full node's own hint recommends other nodes, and these were asked.
+        # Replace a full node's hint, which recommends other nodes: these were asked.
         is_full = status is Status.CAPACITY_EXCEEDED
         hint = CapacityExceeded.default_hint if chosen is None or is_full else chosen.hint
         return error_of(Failure(status, message, hint), "acquire")

@@ -34,7 +34,7 @@ class GraphContents:
         parameters: Its parameters by name, in the body's order.
         handles: Buffers and modules that the graph uses.
         arrays: Arrays in the arena that the graph copies from and to.
-        kernel: The kernel of its only launch; "" for a graph of several, or of copies alone.
+        kernel: The kernel of its only launch; "" for a graph with several launches, or only copies.
     """
 
     body: GraphCreate
@@ -47,7 +47,7 @@ class GraphContents:
 class GraphHandle(Handle):
     """A recorded sequence of launches and copies; the base of both APIs' graphs.
 
-    It holds the buffers, modules and arrays with which it was recorded, so they exist as long as it does.
+    It holds the buffers, modules and arrays with which it was recorded, so that they exist as long as the graph.
     """
 
     __slots__ = ("_args", "_graphs", "_head", "_head_in", "_middle", "_record", "_why_not")
@@ -55,7 +55,7 @@ class GraphHandle(Handle):
     _free_op = Opcode.GRAPH_DESTROY
 
     def __init__(self) -> None:
-        """Begin as a graph that is still being recorded; `made` completes it."""
+        """Create a graph that is still being recorded; `made` completes it."""
         self.owner = None
         self.handle = 0
         self._graphs: Graphs
@@ -70,7 +70,7 @@ class GraphHandle(Handle):
 
     def made(self, graphs: "Graphs", handle: int, record: GraphContents) -> Self:
         """Store the worker's handle of the graph, and prepare its launch frame; it has no owner yet."""
-        # The arguments' recorded values, in the parameters' order, are what a launch without values sends.
+        # A launch without values sends the recorded ones, in the parameters' order.
         self._graphs = graphs
         self.handle, self._record = handle, record
         self._args = b"".join(parameter.value for parameter in record.parameters.values())
@@ -79,7 +79,7 @@ class GraphHandle(Handle):
         def made(op: Opcode, payload: bytes) -> bytes:
             return build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
 
-        # Build the frame once. A launch fills in the request id, between head and middle, and the arguments at the end.
+        # Build the frame once. A launch inserts the request id between head and middle, and the arguments at the end.
         frame = made(Opcode.GRAPH_LAUNCH, graph_launch_payload(handle, self._args))
         self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
         in_regions = graph_launch_payload(handle, self._args, 0, 0)
@@ -105,20 +105,20 @@ class GraphHandle(Handle):
     def frame(
         self, attachment: Attachment, values: Mapping[str, Any], regions: RegionSet | None, position: int
     ) -> tuple[int, bytes, bool]:
-        """(request id, frame, whether its regions are active) of a quiet launch of it.
+        """Return (request id, frame, whether its regions are active) for a quiet launch of this graph.
 
         Raises InvalidHandle, InvalidRequest or RegionFailed, and nothing is sent.
         """
         record = self._record
-        # Step 1: what the graph uses. One comparison per handle; only a mismatch costs a call.
+        # Step 1: check the handles that the graph uses. Only a mismatch costs a call.
         assert record is not None
-        # Whatever the graph uses must still exist in this session.
+        # Each buffer and module must still exist in this session.
         for handle in record.handles:
             if handle.owner is not attachment:
                 handle.check(attachment, _LAUNCH)
-        # Step 2: the parameters' values; without any, the recorded bytes are used as they are.
+        # Step 2: encode the parameters' values; without values, use the recorded bytes.
         args = self._bound(attachment, record, values) if values else self._args
-        # Step 3: the frame, with the regions at its end if there are any.
+        # Step 3: build the frame, with the regions at its end if there are any.
         head, trailer, are_active = self._head, b"", True
         if regions is not None:
             head, trailer = self._head_in, REGIONS.pack(*regions_named(regions, position, attachment, _LAUNCH))
@@ -134,7 +134,7 @@ class GraphHandle(Handle):
                 f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {known}"
             )
         parts = []
-        # The wire has the values in the order of the parameters, each with the size that it was recorded with.
+        # On the wire the values are in the order of the parameters, each with its recorded size.
         for name, parameter in record.parameters.items():
             if name not in values:
                 parts.append(parameter.value)

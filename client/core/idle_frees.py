@@ -1,9 +1,9 @@
-"""How an idle session frees what its program has dropped: each API polls its sessions.
+"""Frees objects that the program of an idle session has dropped: each API polls its sessions.
 
-A handle's last reference may be dropped in any thread, at any moment, so it is only noted then, and the session's next
-operation frees it. An idle session has no next operation. So each API polls its sessions every `LOOK_S`: the blocking
-one from a thread, asyncio's from its event loop. If a handle was noted before two polls and the session sent no request
-between them, the second poll frees it.
+A handle's last reference may be dropped in any thread, at any moment, so the handle is only recorded, and the session's
+next operation frees it. But an idle session has no next operation. So each API polls its sessions every `LOOK_S`: the
+blocking API from a thread, asyncio's from its event loop. If the session sent no request between two polls, the second
+poll frees the recorded handles.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ from typing import Final
 from gpulease.client.core.operations import RequestPipeline
 
 LOOK_S: Final = 0.1
-"""Pause between two polls, in seconds: dropped memory is the lease's again after at most two. Ten polls a second cost a
+"""Pause between two polls, in seconds: dropped memory is free again after at most two pauses. Ten polls a second cost a
 process next to nothing."""
 
 
@@ -28,11 +28,11 @@ class IdleLook:
         return self._operations.attachment.end is not None
 
     def has_found(self) -> bool:
-        """True if no request was sent since the last poll and there is something to free.
+        """Return whether no request was sent since the last poll and there is something to free.
 
         Then call `free`, under the lock.
         """
-        # The same request id at two polls: the session was idle for the whole time between them.
+        # If the last request id is the same at two polls, the session was idle between them.
         last_id, self._last_id = self._last_id, self._operations.attachment.connection.last_request_id
         return last_id == self._last_id and not self.is_over and self._operations.has_leftovers
 

@@ -1,4 +1,4 @@
-"""Buffers that a lease keeps by name beyond the session that made them, so that programs can pass them on."""
+"""Buffers that a lease keeps by name after the end of the session that made them, so that programs can share them."""
 
 from typing import Final
 
@@ -33,19 +33,19 @@ class SessionKeptBuffers:
         doing = "keep"
         text = self._checked_name(name, doing)
         self._operations.check(buffer, Buffer, doing)
-        # First the worker keeps the buffer under its name; after that the handle no longer frees it.
+        # The worker must keep the buffer before the handle stops freeing it.
         yield from self._operations.do(doing, self._ask_to_keep(buffer.handle, text, doing))
         buffer.lend()
 
     def find(self, name: str) -> Procedure[BorrowedBuffer]:
-        """Find a kept buffer, which stays kept. Raises InvalidHandle if no kept buffer has that name."""
+        """Return a kept buffer, which stays kept. Raises InvalidHandle if no kept buffer has that name."""
         self._operations.check_recording("kept")
         return self._find(name)
 
     def _find(self, name: str) -> Procedure[BorrowedBuffer]:
         doing = "kept"
         found = yield from self._operations.do(doing, self._named(self._checked_name(name, doing), doing))
-        # Borrowed: the lease holds it, so dropping this handle frees nothing.
+        # The handle is borrowed: the lease holds the buffer, so dropping this handle frees nothing.
         return BorrowedBuffer(self._attachment, found.handle, found.size_bytes)
 
     def names(self) -> Procedure[dict[str, int]]:
@@ -75,7 +75,7 @@ class SessionKeptBuffers:
 
     def _reset(self) -> Procedure[int]:
         doing = "reset"
-        # Waits for all work, since what it frees may be in use by a kernel that is queued.
+        # MEM_RESET waits for all work, because a queued kernel may use the buffers that it frees.
         self._attachment.require(Opcode.MEM_RESET, doing)
         reply: Freed = yield from self._operations.do(doing, self._operations.ask(Opcode.MEM_RESET, doing=doing))
         return reply.size_bytes
@@ -91,8 +91,8 @@ class SessionKeptBuffers:
 
     def _taken(self, name: str, doing: str) -> Procedure[Buffer]:
         found = yield from self._named(name, doing)
-        # Found, then taken. Another session may take it between the two: then the second request fails.
-        # An empty name makes the buffer this connection's own again.
+        # Find the buffer, then take it. If another session takes it in between, the second request fails. An empty name
+        # makes the buffer this connection's own again.
         yield from self._ask_to_keep(found.handle, "", doing)
         return Buffer(self._attachment, found.handle, found.size_bytes)
 

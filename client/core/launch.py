@@ -23,8 +23,8 @@ from gpulease.protocol.messages import KernelEntry, Launch
 from gpulease.protocol.opcodes import LaunchFlag, ParameterType
 
 MAX_TEMPLATES: Final = 1024
-"""Launch templates kept per module, about half a kilobyte each. Stops a tenant that never uses the same grid twice from
-filling memory: beyond this all are dropped and made again."""
+"""Most launch templates that are kept per module, about half a kilobyte each. Stops a tenant that never uses the same
+grid twice from filling memory: at this number all are dropped."""
 
 MAX_U32: Final = 2**32 - 1
 """Largest dimension of a grid or block that fits the wire's u32."""
@@ -40,7 +40,7 @@ class LaunchAttributes:
     """The attributes of a launch besides its shape.
 
     Attributes:
-        cooperative: All blocks run at the same time, so that they may wait for each other.
+        cooperative: Whether all blocks run at the same time, so that they may wait for each other.
         cluster: Neighbouring blocks that run together, in one to three dimensions; None for no clusters.
     """
 
@@ -82,7 +82,7 @@ class LaunchCommands(Protocol):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> MaybePending[int]:
-        """`launch`, only if no region of the set has ended or is cancelled."""
+        """Do a `launch` only if no region of the set has ended or is cancelled."""
 
     def launch_with(
         self,
@@ -98,14 +98,14 @@ class LaunchCommands(Protocol):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> MaybePending[int]:
-        """`launch`, or `launch_in` if there are regions, with attributes."""
+        """Do a `launch`, or a `launch_in` if there are regions, with attributes."""
 
 
 class _LatestLaunch:
-    """A module's last launch that was checked and sent; a launch like it is not checked again.
+    """A module's last launch that was checked and sent. A launch like it is not checked again.
 
-    A sequence that its caller may change is stored as a copy, and compared by value. Only for an immutable object does
-    identity prove an equal value.
+    A sequence that the caller may change is stored as a copy and compared by value, because identity proves equality
+    only for immutable objects.
     """
 
     __slots__ = ("block", "block_type", "grid", "grid_type", "kernel", "kinds", "shared_bytes", "template")
@@ -130,7 +130,7 @@ class _LatestLaunch:
     def is_like(
         self, kernel: str, grid: Sequence[int], block: Sequence[int], args: KernelArguments, shared_bytes: int
     ) -> bool:
-        """True if a launch with these arguments is like this one."""
+        """Return whether a launch with these arguments is like this one."""
         return (
             kernel == self.kernel
             and type(args) is KernelArgs
@@ -144,9 +144,8 @@ class _LatestLaunch:
 class Launches(LaunchCommands):
     """A session's launches, each by the cheapest of three ways.
 
-    A launch like the module's last one is sent from a template at once. One with a known template is checked for what
-    may
-    have changed. Any other is checked completely, and leaves a template.
+    A launch like the module's last one is sent from a template at once. A launch with a known template is checked for
+    what may have changed. Any other is checked completely, and leaves a template.
     """
 
     def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:
@@ -167,13 +166,13 @@ class Launches(LaunchCommands):
     ) -> MaybePending[int]:
         """Send a launch immediately, under the session's lock; the result is the launch's number.
 
-        A launch like the module's last one is checked and sent inside this function: another call or a generator would
-        cost as much as all the rest. Any other launch, and any error, is left to `_launch_anew`.
+        A launch like the module's last one is checked and sent inside this function, because another call or a
+        generator would double the cost. Any other launch, and any error, is left to `_launch_anew`.
         """
         attachment = self._attachment
         try:
-            # One expression checks everything that may have changed since the module's last launch. The first mismatch,
-            # or a module without a last launch, leads to the general way below.
+            # Check everything that may have changed since the module's last launch in one expression. A mismatch, or a
+            # module without a last launch, leads to the general way below.
             latest = module.latest
             if (
                 kernel == latest.kernel

@@ -107,23 +107,23 @@ class SubmitReport(TypedDict):
 
 
 class ParkReport(TypedDict):
-    """Where the session of a parkable lease is.
+    """The parking state of a parkable lease's session.
 
     Attributes:
         phase: resident, parking or proving (on its way to the host), parked, or returning.
         cause: Why it was parked: tenant, operator, idle or need; None while resident.
-        idle_ms: Time without use after which it is parked; 0: not by idleness.
+        idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
         parked_for_ms: Time since it was parked; None while its bytes are on the card.
         moved_bytes: Bytes that the last park moved to the host's memory.
-        off_bytes: Bytes of the lease that the card has given to others.
+        off_bytes: Bytes of the lease that others may use on the card.
         host_bytes: Host memory that is held for it.
-        is_awaited: An operation waits for its return.
+        is_awaited: Whether an operation waits for its return.
         parks: Number of times that it was parked under this daemon.
         depth: How much of a parked session has left the card: warm (its process keeps a context there), leaving, cold
-            (nothing is left, and it has no process), arriving or adopting (a new process takes it). Absent like the
-            next two with an older daemon.
-        stays_here: Why a parked session can't leave its process; "" if it can, or if that was never tried.
-        is_moving: It is being moved to another card.
+            (nothing is left, and it has no process), arriving or adopting (a new process takes it over). Absent, like
+            the next two, with an older daemon.
+        stays_here: Why a parked session can't leave its process; "" if it can, or before the first attempt.
+        is_moving: Whether it is being moved to another card.
     """
 
     phase: Literal["resident", "parking", "proving", "parked", "returning"]
@@ -145,7 +145,7 @@ class ConnectionReport(TypedDict):
 
     Attributes:
         number: Its number in the session, from 1.
-        pid: Its program's process on the daemon's host; 0 for a remote one.
+        pid: Its program's process id on the daemon's host; 0 for a remote program.
         held_bytes: Device memory of its buffers.
     """
 
@@ -170,16 +170,16 @@ class LeaseReport(TypedDict):
         weight: Its weight when the time of its card is shared.
         latency: Whether the card's other sessions hold back for it.
         remaining_ms: Milliseconds until its end, 0 once it has ended.
-        ttl_ms: Milliseconds last asked for.
-        cause: Why it ended or ends, one word such as `expired`; None while nothing ends it.
+        ttl_ms: The time to live that was requested last, in milliseconds.
+        cause: Why it ended or ends, as one word such as `expired`; None while nothing ends it.
         reason: Why it ends or ended, as a sentence; "" without one.
         fault: The worker's message when the context was lost, "" if it was not.
         tenant: Its tenant.
-        age_ms: Milliseconds since it was asked for.
+        age_ms: Milliseconds since it was requested.
         phase: active, warning, grace, teardown or ended; absent before it was granted.
         ended_after_deadline_us: Microseconds from its deadline to the proof that its memory is free; negative if it
-            ended earlier, absent while it has not ended.
-        orphan_ms: Milliseconds that it may be without a connection; 0: unlimited.
+            ended earlier; absent before its end.
+        orphan_ms: Milliseconds that it may be without a connection; 0 if that is unlimited.
         orphaned_in_ms: Milliseconds until it ends because it has no connection; None while it has one.
         allocated_bytes: Device memory that its session holds. The worker counts this and the members below; they are
             absent after the worker has ended.
@@ -191,23 +191,23 @@ class LeaseReport(TypedDict):
         sync_errors: Number of waits for the card that ended with a failure.
         copies: Number of copies to and from the card.
         copied_bytes: Bytes of these copies.
-        gpu_seconds: Time of the card that it has used: while k sessions of a card are busy, each gets a k-th. Absent
-            like the next two with an older daemon, and until its session has a context.
+        gpu_seconds: The card's time that it has used: while k sessions of a card are busy, each gets a k-th. Absent,
+            like the next two, with an older daemon, and until its session has a context.
         busy_seconds: Time in which its session had work outstanding.
         held_back_seconds: Time in which its launches waited for others' work, by weights, a cap or the latency class.
         connections: The session's connections; absent with a daemon that is too old.
         kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent together with `connections`.
         unheld_bytes: Bytes of buffers that no open session holds: of a session that has ended while its kernels run, or
             of an older client, which leaves its buffers; absent together with `connections`.
-        submit: The job that is not proved gone; absent if there is none.
-        last_submit: The last job that is gone; absent if there was none.
+        submit: The current job, until its memory is proved free; absent if there is none.
+        last_submit: The last job whose memory was proved free; absent if there was none.
         parent: For a region, the text of its lease's id; absent for a lease.
         name: The lease's name, which is unique in its fleet; absent without one.
         epoch: The number of the name's claim; absent without a name.
         regions: The ids of a lease's regions, as text; absent for a region, and with an older daemon for a lease
             without regions.
         region_bytes: Bytes of its slice that these take; absent together with `regions`.
-        park: Where the session of a parkable lease is; None for another lease, absent for a region and from an older
+        park: The parking state of its session; None if it is not parkable; absent for a region, and with an older
             daemon.
         earlier_version: The version of the session's worker if that runs the code of an earlier daemon, else ""; absent
             together with `park`.
@@ -262,10 +262,10 @@ class LeaseUse(NamedTuple):
     """The device memory that a lease's session holds, and the time of the card that the lease has used.
 
     Attributes:
-        now_bytes: What it holds now: buffers, modules, streams, and the memory that they share.
-        most_bytes: The most that it has held since the lease began: the size to ask for next time.
-        gpu_seconds: Time of the card that it has used: while k sessions of a card are busy, each gets a k-th. 0, as the
-            next two, with a daemon that is too old to know.
+        now_bytes: Bytes that it holds now: buffers, modules, streams, and the memory that they share.
+        most_bytes: The most bytes that it has held since the lease began, which is the size to ask for next time.
+        gpu_seconds: The card's time that it has used: while k sessions of a card are busy, each gets a k-th. 0, like
+            the next two, with a daemon that is too old to report it.
         busy_seconds: Time in which its session had work outstanding.
         held_back_seconds: Time in which its launches waited for others' work.
     """
@@ -297,34 +297,36 @@ def lease_report_of(found: Any, doing: str) -> LeaseReport:
 
 
 LEASE_OVER_FOR_BROKER: Final = frozenset(end.status for end in LEASE_ENDS.values()) | {Status.FENCED, Status.NOT_FOUND}
-"""Statuses with which the broker says that a lease has ended for good. A daemon that stops sends DISCONNECTED. Do not
-use this for failures found in the client, where DISCONNECTED says nothing about the lease."""
+"""Statuses with which the broker reports that a lease has ended for good. A daemon that stops sends DISCONNECTED. Do
+not use this for the client's own failures, where DISCONNECTED means nothing for the lease."""
 
 LEASE_OVER: Final = LEASE_OVER_FOR_BROKER - {Status.SESSION_FAILED}
 """`LEASE_OVER_FOR_BROKER` for a session's replies, in which SESSION_FAILED can concern a single operation."""
 
 REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
-"""Requests that may be repeated without knowing whether the first one was executed: twice has the same effect as once.
+"""Requests that may be repeated without knowing whether the first one was executed, because two have the same effect as
+one.
 """
 
 ACQUIRE_REPLY_LIMIT_S: Final = 90.0
-"""Longest time for a grant, in addition to the wait for room, in seconds. If hundreds ask at once, each waits for the
-workers of those before it. The daemon gives a worker 60 s to start, and then reports that it did not."""
+"""Longest time for a grant, in addition to the wait for room, in seconds. If hundreds of clients ask at once, each
+waits for the workers of those before it. The daemon gives a worker 60 s to start, then reports a failure."""
 
 RECONNECT_LIMIT_S: Final = 30.0
 """Longest time that a request of `REPEATABLE` waits for a daemon that keeps its leases over a restart, in seconds, but
-never longer than the lease lasts. A restart takes seconds; a daemon that is away for longer has another problem."""
+never longer than the lease lasts. A restart takes seconds. If a daemon is away for longer, it has another problem."""
 
 END_MARGIN_S: Final = 5.0
-"""How much longer than the lease LEASE_QUERY and LEASE_FREE wait, in seconds: they make sense just after its end, too.
+"""Time for which LEASE_QUERY and LEASE_FREE still wait after the lease's end, in seconds, because they make sense just
+after its end, too.
 """
 
 MAX_NOTES: Final = 256
-"""Most notes in flight together: a larger number gains no speed, and the daemon accepts a bounded number of requests
+"""Most notes that are in flight together: more would not be faster, and the daemon accepts a bounded number of requests
 per connection."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
-"""Pause before the first reconnect, in seconds; it doubles with each that fails."""
+"""Pause before the first reconnect, in seconds; it is doubled after each failed one."""
 
 MAX_RECONNECT_PAUSE_S: Final = 1.0
 """Longest pause between two reconnects, in seconds."""
@@ -333,7 +335,7 @@ DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
 
 _GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
-"""Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out meanwhile."""
+"""Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out in between."""
 
 
 class LeaseHandle:
@@ -346,19 +348,19 @@ class LeaseHandle:
         deadline: When it ends, on `clock`.
         expires_at_unix_s: When it ends, by the daemon's date, for display.
         over: How the lease ended, once that is known.
-        waiting: How its sessions wait; None: what suits the hosts.
+        waiting: How its sessions wait; None for the hosts' default.
         is_latency: Whether it was requested to be of the latency class.
         token: The token with which another tenant uses it; empty for its own tenant.
         outlives_daemon: True if the daemon reported that its leases outlive its process.
         regions: Its regions that were opened here, by their ids.
-        attached: Returns the operations of its session that was opened here last; None if that is gone.
-        asked: The request for which it was granted; None if another program asked.
-        words: The words of its session that was opened here last; None if that is gone, or has none.
-        unsettled: What calls in progress on its connection, and interrupted ones, may have made.
+        attached: Returns the operations of the session that was opened here last; None if that is gone.
+        asked: The request for which it was granted; None if another program sent that.
+        words: The words of the session that was opened here last; None if that is gone, or has none.
+        unsettled: Objects that current or interrupted calls on its connection may have made.
         fleet: The fleet that granted it; None if it was a single daemon.
         name: Its name, which is unique in its fleet; "" without one.
         epoch: The number of the name's claim; 0 without a name.
-        spare: Gets the connection once the lease is freed, together with the reply to HELLO; None: it is closed.
+        spare: Receives the connection, with the reply to HELLO, once the lease is freed; None to close it.
     """
 
     token = b""
@@ -383,7 +385,7 @@ class LeaseHandle:
         self.attached: Callable[[], Any] = lambda: None
         self.words: SessionWords | None = None
         self.unsettled: dict[OwedReply, None] = {}
-        # The deadline counts from now, a little after the daemon's own: the reply took its time.
+        # The deadline counts from now, so it is slightly later than the daemon's own.
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
         register(self)
 
@@ -405,7 +407,7 @@ class LeaseHandle:
 
     @property
     def is_revoked(self) -> bool:
-        """True once launches are refused because the lease has ended: one load, while a session has words."""
+        """True once launches are refused because the lease has ended. While a session has words, this is one load."""
         words = self.words
         return self.over is not None or (words is not None and words.lease[0] != 0)
 
@@ -416,9 +418,9 @@ class LeaseHandle:
             self.over = end_reason_of(end)
 
     def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
-        """Record a failure that the daemon sent: it may say that the lease has ended.
+        """Record a failure from the daemon, which may mean that the lease has ended.
 
-        An end that is known already stays. A failure that names a region concerns that region alone.
+        An end that is known already is kept. A failure that names a region concerns only that region.
 
         Args:
             said: The failure.
@@ -431,7 +433,7 @@ class LeaseHandle:
         if said.region is not None:
             region = self.regions.get(said.region)
             return said if region is None else region.note_failure(said)
-        # Without a hint from the daemon: it stops, which its clients can't see otherwise.
+        # If the daemon sent no hint, add that it is stopping, which clients can't see otherwise.
         if said.status is Status.DISCONNECTED and not said.hint:
             said = replace(said, hint=DAEMON_STOPS_HINT)
         if said.status in over and self.over is None:
@@ -465,7 +467,7 @@ class LeaseHandle:
             self.channel.close()
 
     def owed_free(self) -> OwedGrant:
-        """The lease itself, for a call that frees it: if that is interrupted, it is freed over another connection."""
+        """Return the `Owed` of a call that frees the lease: if the call is interrupted, another connection frees it."""
         return OwedGrant(free_of, self.channel, self.grant)
 
     def free_at_exit(self) -> Procedure[None]:
@@ -474,7 +476,7 @@ class LeaseHandle:
             if self.over is None:
                 yield from self.free()
         except GpuLeaseError as error:
-            # FENCED is reported in any case: the memory was not proved free, and an operator has to act.
+            # Always report FENCED: the memory was not proved free, and an operator has to act.
             if self.over is None or error.status is Status.FENCED:
                 raise
         finally:
@@ -532,14 +534,14 @@ class LeaseHandle:
         )
 
     def finish_sent(self) -> Procedure[None]:
-        """Have the last session opened here serve what was sent to it, as `RequestPipeline.finish_sent`."""
+        """Wait until the last session opened here has served what was sent to it (`RequestPipeline.finish_sent`)."""
         operations = self.attached()
         if operations is not None:
             yield from operations.finish_sent()
 
     def resize(self, size_bytes: int) -> Procedure[None]:
         """Change its size. Raises CapacityExceeded or AllocFailed."""
-        # What is held for reuse counts as used, and would stand in the way of a shrink.
+        # Buffers held for reuse count as used, and would prevent a shrink, so free them.
         yield from self.finish_sent()
         owed = OwedSize(self)
         yield from owing(owed, self._resize(LeaseResize(self.grant.lease_id, size_bytes), owed))
@@ -553,7 +555,8 @@ class LeaseHandle:
 
         Raises Unsupported, CapacityExceeded or Busy.
         """
-        # An operation that overtook the park would bring the session back, and what is held for reuse would be copied.
+        # Otherwise an earlier operation could arrive after the park and bring the session back, and buffers held for
+        # reuse would be copied.
         yield from self.finish_sent()
         reply = yield from self._control(Opcode.LEASE_PARK, LeaseRef(self.grant.lease_id))
         return cast(ParkedSession, reply).moved_bytes
@@ -581,12 +584,12 @@ class LeaseHandle:
             For each record None, or why it may not be in the log.
         """
         doing = doing_of(Opcode.LEASE_NOTE)
-        # One send, so the daemon must be able to take all of them at once.
+        # They go in one send, so the daemon must be able to take all of them at once.
         if len(several) > MAX_NOTES:
             raise InvalidRequest(f"notes: at most {MAX_NOTES} at once, not {len(several)}")
         if self.over is not None:
             raise error_of(self.over, doing)
-        # Step 1: encode all records. One that can't be encoded gets its error, and the others are sent.
+        # Step 1: encode all records. For one that can't be encoded return the error, and send the others.
         bodies: dict[int, LeaseNote] = {}
         outcomes: list[GpuLeaseError | None] = [None] * len(several)
         for number, data in enumerate(several):
@@ -601,8 +604,7 @@ class LeaseHandle:
             yield Locked(self.lock, self._ask_all(Opcode.LEASE_NOTE, bodies, answers, doing))
         except GpuLeaseError as error:
             lost = error
-        # Step 3: for a record without a reply it is unknown whether it is in the log, so it gets the connection's
-        # error.
+        # Step 3: it is unknown whether a record without a reply is in the log, so return the connection's error for it.
         for number in bodies:
             answer = answers.get(number)
             if answer is None:
@@ -632,17 +634,17 @@ class LeaseHandle:
             op: The operation.
             body: The request's body.
             waits_for_daemon: Whether to wait for a daemon that is restarting.
-            owed: Notes the request and its reply, if the reply brings something that must not be lost.
+            owed: Records the request and its reply, if the reply brings something that must not be lost.
         """
         doing = doing_of(op)
         # A freed or ended lease can still be queried: its report says how it ended.
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
-        # What interrupted calls have asked for comes first.
+        # First settle the requests of interrupted calls.
         yield from self.settle_owed()
         # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
-        # No longer than the lease itself lasts: after that there is nothing to renew, free or ask for.
+        # Wait no longer than the lease lasts: after that there is nothing to renew, free or query.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
         answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, owed))
@@ -651,7 +653,7 @@ class LeaseHandle:
         return answer
 
     def settle_owed(self) -> Procedure[None]:
-        """Give back what interrupted calls have asked for on its connection."""
+        """Give back what interrupted calls have made on its connection."""
         for owed in [*self.unsettled]:
             yield from owed.settle()
             if owed.is_settled:
@@ -659,12 +661,12 @@ class LeaseHandle:
 
     def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, owed: "OwedReply | None") -> Procedure[Any]:
         """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
-        # Until the time is over, a failure to connect only leads to the next try, after a longer pause.
+        # Until the time is over, try again after each failure to connect, with longer pauses.
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
                 return (yield from self._ask_again_if_stale(op, body, doing, owed, is_again=failures > 0))
-            # Busy too: right after a restart, all clients reconnect at once.
+            # Try again after Busy as well: right after a restart, all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
                 if left_s <= 0:
@@ -683,7 +685,7 @@ class LeaseHandle:
         link, deadline = self.channel.link, FixedDeadline(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
         try:
             # All requests in one send, then their replies in order.
-            # Numbered before they are sent, so that each reply finds its record.
+            # Number them before they are sent, so that each reply is matched to its record.
             asked = {number: link.request(op, body) for number, body in bodies.items()}
             yield from send(self.channel, [frame for _, frame in asked.values()], deadline)
             for number, (request_id, _) in asked.items():
@@ -711,7 +713,7 @@ class LeaseHandle:
         A second REGION_OPEN could leave a region that no client knows.
         """
         while True:
-            # At most twice: on the old connection, and if that was dead without an answer, on a new one.
+            # Try at most twice: on the old connection and, if that was dead without an answer, on a new one.
             fresh = yield from self._reconnect_if_stale(doing)
             try:
                 # A move waits for room as long as the acquire would have.
@@ -721,11 +723,10 @@ class LeaseHandle:
                 answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:
                 self.channel.close()
-                # The daemon is stopping. Its goodbye is the answer: another connection would not be accepted.
+                # The daemon is stopping, so its goodbye is the answer: it would not accept another connection.
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
-                # Asked twice on two connections is enough. A region is never opened twice: the first may be open
-                # already.
+                # Two tries are enough. A region is never opened twice, because the first may be open already.
                 if fresh or op is Opcode.REGION_OPEN:
                     raise disconnected(ended, self.channel, doing) from None
                 is_again = True
@@ -738,7 +739,7 @@ class LeaseHandle:
 
 
 class OwedReply(Owed):
-    """What the reply to a request on a lease's own connection may bring.
+    """The object that the reply to a request on a lease's own connection may bring.
 
     Attributes:
         lease: The lease.
@@ -756,16 +757,16 @@ class OwedReply(Owed):
         lease.unsettled[self] = None
 
     def ask(self, channel: Channel, op: Opcode, body: Body, deadline: FixedDeadline) -> Procedure[Any]:
-        """`answer_to`, noted here: the link keeps the reply until `made` has it."""
+        """Do `answer_to`, and record the request here. The link keeps the reply until `made` has it."""
         number, frame = channel.link.request(op, body, makes=True)
         self._unsent = deque((memoryview(frame),))
         self._frame_bytes = len(frame)
         self._channel, self._number = channel, number
         yield from send(channel, self._unsent, deadline)
-        # The daemon is about to order something of the session's worker, which can wake up meanwhile.
+        # The daemon will send the session's worker an order, so let the worker wake up now.
         if (operations := self.lease.attached()) is not None:
             operations.attachment.channel.announce()
-        # A daemon on another host answers too late for polls; a tenant may want none.
+        # Do not poll for a daemon on another host, which answers too late, or for a tenant that chose BLOCK.
         channel.is_polled = isinstance(channel.address, UnixAddress) and self.lease.waiting is not Waiting.BLOCK
         try:
             answer = yield from receive(channel, number, deadline)
@@ -782,7 +783,7 @@ class OwedReply(Owed):
     def late(self) -> Procedure[None]:
         """Wait for the reply if none came to the call that was interrupted.
 
-        If none comes, the connection is closed: the daemon takes back what it made for a connection that is gone.
+        If none comes, close the connection: the daemon then takes back what it made for it.
         """
         channel, number = self._channel, self._number
         if self.made is None and channel is not None:
@@ -802,7 +803,7 @@ class OwedReply(Owed):
 
 
 class OwedSize(OwedReply):
-    """The size that an interrupted change has given a lease: the next change counts from it."""
+    """The size that an interrupted change has set. The next change is relative to it."""
 
     def _give_back(self) -> Procedure[None]:
         yield from self.late()
@@ -834,9 +835,9 @@ class RenewableLease(Protocol):
 
 
 def state_of(lease: Any) -> LeaseHandle:
-    """A lease's state, for a session on it. Raises InvalidRequest for what programs mistake for a lease."""
+    """Return a lease's state, for a session on it. Raises InvalidRequest for objects that are not a lease."""
     state = getattr(lease, "_state", None)
-    # A public lease has a state; anything else is a common mistake with a remedy of its own.
+    # A public lease has a state; other objects are a common mistake, with their own hints.
     if isinstance(state, LeaseHandle):
         return state
     if isinstance(lease, LeaseRequest):
@@ -894,7 +895,7 @@ class LeaseView:
     def epoch(self) -> int:
         """The number of its name's claim, higher than that of every earlier lease of the name; 0 without a name.
 
-        A store that remembers the highest epoch it has seen can refuse late writes of an earlier holder of the name.
+        A store that records the highest epoch it has seen can refuse late writes of an earlier holder of the name.
         """
         return self._state.epoch
 
@@ -912,8 +913,8 @@ class LeaseView:
     def revoked(self) -> bool:
         """True once launches are refused because the lease has ended, for whatever cause.
 
-        While a session with shared memory is open, this is one load of memory that the daemon writes: an engine may
-        read it between its own steps. Over TCP and TLS it turns True when an operation or the daemon has reported the
+        While a session with shared memory is open, this is one load of memory that the daemon writes, so an engine may
+        read it between its steps. Over TCP and TLS it becomes True when an operation or the daemon has reported the
         end.
         """
         return self._state.is_revoked
@@ -933,7 +934,7 @@ class LeaseView:
 
 
 def owed_lease() -> OwedGrant:
-    """Return the keeper of an acquire's lease: it frees the lease if the acquire is interrupted."""
+    """Return the `Owed` of an acquire, which frees the lease if the acquire is interrupted."""
     return OwedGrant(free_of)
 
 
@@ -946,8 +947,9 @@ def acquire(
         where: The daemon or the fleet.
         wanted: The request.
         lock: The API's kind of lock.
-        owed: Notes what may have been granted; its settling gives that back.
-        spare: Connections to the daemon to use first, and to give the lease's own to; only for a single daemon.
+        owed: Records what may have been granted, so that it can be given back.
+        spare: Connections to the daemon to use first; a freed lease's connection is added to them. Only for a single
+          daemon.
     """
     # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
     if isinstance(where, Fleet):
@@ -991,7 +993,7 @@ def reacquire(lease: LeaseHandle, lock: Any, owed: OwedGrant) -> Procedure[Lease
     if lease.over is OF_PARENT:
         raise error_of(OF_PARENT, "reacquire")
     if lease.remaining_s > 0:
-        # By its own deadline the lease is alive: ask the daemon, which may have ended it early or forgotten it.
+        # By its deadline the lease is alive. Ask the daemon, which may have ended it early or forgotten it.
         report: LeaseReport | None = None
         with suppress(NotFound):
             report = yield from lease.query()
@@ -1005,7 +1007,7 @@ def reacquire(lease: LeaseHandle, lock: Any, owed: OwedGrant) -> Procedure[Lease
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle]:
-    """Another tenant's lease, as a token shows it. Raises Denied, naming the check that the token failed."""
+    """Return another tenant's lease, as a token shows it. Raises Denied, naming the check that the token failed."""
 
     def grant_of(held: CapabilityHeld) -> LeaseGrant:
         return LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
@@ -1014,7 +1016,7 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle
     lease = yield from _open(address, lock, Opcode.CAPABILITY_PRESENT, body, CONTROL_REPLY_LIMIT_S, grant_of)
     # Requests about this lease present the token first, on each new connection.
     lease.token = token
-    # A new connection would not have presented the token: after a restart nothing is sent again.
+    # A new connection has not presented the token, so after a restart nothing is sent again.
     lease.outlives_daemon = False
     return lease
 
@@ -1029,7 +1031,7 @@ def by_assignment(address: Address, lock: Any, name: str | None) -> Procedure[Le
 
 def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseHandle]:
     """The tenant's own lease with that id. Raises NotFound if there is none."""
-    # The reply's report has the grant and the name's claim; the list keeps it for the latter.
+    # The reply's report has the grant and the name's claim; keep it in this list for the claim.
     reports: list[LeaseReport] = []
 
     def grant_of(reply: Any) -> LeaseGrant:
@@ -1061,15 +1063,15 @@ def _open(
         body: Its body.
         reply_limit_s: Longest wait for the reply, in seconds.
         grant_of: Makes the grant from the reply's body.
-        owed: Notes what the request may make; None if it makes nothing.
-        spare: Connections to use first; the daemon takes back what it makes for one that has ended meanwhile.
+        owed: Records what the request may make; None if it makes nothing.
+        spare: Connections to use first. If one has ended, the daemon takes back what it makes for it.
     """
     doing = doing_of(op)
     deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
     began_s, found = time.monotonic(), None if spare is None else spare.take()
     try:
-        # Step 1: connect; the request goes out behind HELLO. Or send it on a spare connection.
+        # Step 1: connect, and send the request right after HELLO; or send it on a spare connection.
         if found is None:
             channel, hello, number = yield from dial_for(address, deadline, First(op, body, owed=owed))
         else:
@@ -1079,7 +1081,7 @@ def _open(
                 owed.channel, owed.number = channel, number
             yield from send(channel, (frame,), deadline)
         deadline = FixedDeadline(reply_limit_s, doing, address)
-        # The grant may take long. PINGs show meanwhile whether the daemon is alive.
+        # The grant may take long, so PINGs check whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, deadline, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
@@ -1100,14 +1102,14 @@ def _open(
             channel.close()
         raise
     except BaseException:
-        # Interrupted: if the request may have made something, its reply is still needed (`OwedGrant`).
+        # The call was interrupted. If the request may have made something, its reply is still needed (`OwedGrant`).
         if channel is not None and owed is None:
             channel.close()
         raise
-    # The spare connection had ended, with a daemon that is gone or has started again. The others have ended with it.
+    # The spare connection had ended because the daemon stopped or restarted, so the others have ended as well.
     if spare is not None:
         spare.close()
-    # A request that waited for room on it waits for the rest of its time.
+    # If the request waited for room on that connection, it waits only for the rest of its time.
     if isinstance(body, LeaseAlloc):
         waited_ms = min(int((time.monotonic() - began_s) * 1000), body.wait_ms)
         body, reply_limit_s = replace(body, wait_ms=body.wait_ms - waited_ms), reply_limit_s - waited_ms / 1000
@@ -1130,10 +1132,10 @@ def _lease_on(channel: Channel, hello: HelloReply, grant: LeaseGrant, lock: Any)
 
 
 def _granted(lease_id: int, report: Any) -> LeaseGrant:
-    """The grant, as far as a lease's report contains it. Raises Disconnected for anything but a report."""
+    """Return the grant as far as a lease's report contains it. Raises Disconnected if it is not a report."""
     try:
         exclusivity = Exclusivity[report["exclusivity"].upper()]
-        # A report has the time that is left, not the original one; that is what this program can rely on.
+        # A report has the time that is left instead of the original one, which is what this program needs.
         times = report["generation"], report["size_bytes"], report["remaining_ms"]
         expires_at_unix_s = int(time.time() + report["remaining_ms"] / 1000)
         return LeaseGrant(lease_id, *times, expires_at_unix_s, exclusivity, report["card_uuid"])
@@ -1145,7 +1147,7 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
 def free_silently(state: LeaseHandle) -> None:
     """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
-    # Not if another thread or task uses the connection. In any case the daemon sees that the connection has ended.
+    # Do nothing if another thread or task uses the connection. The daemon sees that the connection ends in any case.
     if state.over is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
@@ -1169,7 +1171,8 @@ CUT_SHORT_PART: Final = 0.9
 """A renewal that grants less than this fraction of the requested time was cut short, which only a drain does."""
 
 CUT_SHORT_SLACK_S: Final = 0.1
-"""How long the daemon's reply may have taken, in seconds; a lease as short as this finds out at the next renewal."""
+"""Allowance for the time that the daemon's reply takes, in seconds. For a lease as short as this, the drain is noticed
+at the next renewal."""
 
 LEAST_DELAY_S: Final = 0.01
 """Shortest pause, in seconds, so that a lease of a millisecond does not spin."""
@@ -1198,7 +1201,8 @@ class RenewalSchedule:
             return None
         pause_s = back_off_s(self._failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._failures += 1
-        # At most half of what is left, so that the last tries get closer together instead of coming too late.
+        # Wait at most half of the time that is left, so that the last tries get closer together and do not come too
+        # late.
         return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))
 
 
@@ -1225,7 +1229,7 @@ def keep_renewed(
     Returns:
         Why the lease was lost; None if it was not.
     """
-    # The weak reference is followed for each renewal, and never kept while this waits.
+    # Get a reference for each renewal, and keep none while this waits.
     view = lease()
     if view is None:
         return None
@@ -1233,7 +1237,7 @@ def keep_renewed(
     ttl_s = state.ttl_s
     delay_s = schedule.after_grant(state.remaining_s)
     while True:
-        # No reference while waiting: dropping the lease must end the renewals.
+        # Keep no reference while waiting, because dropping the lease must end the renewals.
         del view
         yield Sleep(delay_s, stopped)
         view = lease()
@@ -1242,7 +1246,7 @@ def keep_renewed(
         try:
             # Don't wait for a daemon that is restarting: the schedule's own tries do that, and end with the lease.
             yield from state.renew(ttl_s, waits_for_daemon=False)
-            # Only a drain grants less than was asked for. Renewing again would only shorten the pauses until the end.
+            # Only a drain grants less than the requested time. Further renewals would not help, so stop.
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(
@@ -1260,8 +1264,8 @@ def keep_renewed(
 
 
 END_REASON_WAIT_S: Final = 2.0
-"""Longest time for the broker to notice that a worker is gone, in seconds. The kernel reports it within milliseconds;
-two seconds mean a host under heavy load."""
+"""Longest time for the broker to notice that a worker has ended, in seconds. The kernel reports it within milliseconds,
+except on a host under heavy load."""
 
 END_REASON_POLL_S: Final = 0.05
 """Pause between two queries for the reason, in seconds."""
@@ -1272,7 +1276,7 @@ _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     """The end of the lease in a LEASE_QUERY report; None if it has not ended."""
-    # A fenced lease has ended even if no cause is given.
+    # A fenced lease has ended even if the report has no cause.
     cause, state = report.get("cause"), report.get("state")
     if cause is None and state != "fenced":
         return None
@@ -1297,7 +1301,7 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
             if lease.over is not None or lease.clock() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)
-    # The daemon is gone too, and with it the reason: report both ends.
+    # The daemon is gone as well, so the reason is unknown: report both ends.
     except Disconnected as error:
         return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
     except GpuLeaseError as error:
@@ -1312,10 +1316,10 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
 def follow_regions(lease: LeaseHandle) -> Procedure[None]:
     """Record the ends of a lease's regions that were opened here as soon as the daemon reports them.
 
-    A session with shared memory has their words. Any other learns of an end by its next operation, or by this. Raises
-    Disconnected, or Busy if the tenant has too many subscriptions.
+    A session with shared memory can read their words. Any other is notified of an end by its next operation, or by
+    this. Raises Disconnected, or Busy if the tenant has too many subscriptions.
     """
-    # One subscription for all: a tenant may have only so many.
+    # Use one subscription for all regions, because a tenant may have only a bounded number.
     stream = EventStream(lease.address, EVERY_LEASE, lease.token)
     yield from stream.open()
     try:
@@ -1337,7 +1341,7 @@ def follow_regions(lease: LeaseHandle) -> Procedure[None]:
 
 
 def _unknown_lease(lease: LeaseHandle, failure: Failure) -> Failure:
-    """The end of a lease that the daemon has forgotten, some time after it: after its deadline it expired."""
+    """Return the end of a lease that the daemon has forgotten: if its deadline has passed, it expired."""
     # By its deadline the lease expired; the daemon forgets ended leases after a while.
     if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
         return Failure(Status.LEASE_EXPIRED, "the lease expired")

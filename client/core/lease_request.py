@@ -46,7 +46,7 @@ LEASE_ID_VARIABLE: Final = "GPULEASE_LEASE_ID"
 """Environment variable in which `gpulease run` names a program's lease: 32 hex digits."""
 
 DEFAULT_LEASE_S: Final = 60.0
-"""Lifetime of a lease in seconds if the tenant names none: long enough to try things by hand, short enough to forget.
+"""Default lifetime of a lease in seconds: long enough to try things by hand, and short if a lease is forgotten.
 """
 
 MAX_WIRE_MS: Final = 2**32 - 1
@@ -70,12 +70,12 @@ _parse_address: Final = lru_cache(maxsize=16)(parse_address)
 
 
 def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
-    """The given address, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
+    """Return the given address, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
 
     A tls: address includes the files that it needs, from `files` or the environment.
     """
     try:
-        # A text that UTF-8 can't encode would fail only when the address is used.
+        # Check now that UTF-8 can encode the text; otherwise it would fail only when the address is used.
         if text is not None:
             utf8(text, "the daemon's address")
         # The argument, else the environment, else the daemon of this host.
@@ -86,7 +86,10 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
 
 
 def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  # noqa: B008  # it can't be changed
-    """The fleet that the given address, else GPULEASE_ADDRESS, names; None for a daemon. Raises InvalidRequest."""
+    """Return the fleet that the given address, else GPULEASE_ADDRESS, names; None for a daemon.
+
+    Raises InvalidRequest.
+    """
     # The environment variable may name a fleet, too.
     named = text or os.environ.get(ADDRESS_VARIABLE) or ""
     if not isinstance(named, str) or not named.startswith(FLEET_SCHEME):
@@ -112,7 +115,7 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{what} must be a number of seconds, not {quoted(seconds)}", hint)
-    # Rounded up: a lease of 0.0001 s must not become one of 0 ms.
+    # Round up: a lease of 0.0001 s must not become one of 0 ms.
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
         raise InvalidRequest(f"{what} must be {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {seconds!r} s")
@@ -127,7 +130,7 @@ def device_of(uuid_or_index: str | int, what: str) -> str:
 
 
 class LeaseRequest:
-    """Describes the lease to acquire; every public method returns the builder itself."""
+    """Describes the lease to acquire. Every public method returns the builder itself."""
 
     def __init__(self, address: str | None = None) -> None:
         """Describe a lease.
@@ -146,7 +149,7 @@ class LeaseRequest:
         self._tls_files = TlsFiles()
 
     if not TYPE_CHECKING:
-        # Helps programs that use the builder as a lease and have no type checker to report that.
+        # Report the mistake in programs that use the builder as a lease and are not type-checked.
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
@@ -189,7 +192,10 @@ class LeaseRequest:
         return self._give(SUBMIT, self._submit_bytes)
 
     def lease_secs(self, seconds: float) -> Self:
-        """Set how many seconds the lease lasts unless it is renewed; the daemon has a maximum. The default is 60."""
+        """Set the number of seconds that the lease lasts unless it is renewed.
+
+        The daemon has a maximum; the default is 60.
+        """
         self._ttl_ms = milliseconds(seconds, "lease_secs", least_ms=1)
         return self
 
@@ -200,16 +206,19 @@ class LeaseRequest:
     def waiting(self, waiting: Waiting | int) -> Self:
         """Set how session and worker wait: SPIN for the fastest replies, YIELD on a busy host, BLOCK to sleep at once.
 
-        If this is not called, they spin for a bounded time where the host has cores for both of them.
+        If this is not called, they spin for a bounded time if the host has enough cores for both.
         """
         return self._give(WAITING, _member(Waiting, waiting, "waiting"))
 
     def max_kernel_secs(self, seconds: float) -> Self:
-        """Set how many seconds one kernel may run; a longer one ends the lease. Unlimited if this is not called."""
+        """Set the number of seconds that one kernel may run; a longer one ends the lease.
+
+        Without this call it is unlimited.
+        """
         return self._give_time(MAX_KERNEL, seconds)
 
     def orphan_secs(self, seconds: float) -> Self:
-        """End the lease when it has had no connection for `seconds`; 0: never for this reason.
+        """End the lease when it has had no connection for `seconds`; 0 for never.
 
         Its connections are the lease object's own, those of its sessions, including sessions by token, and those of its
         jobs. A renewal restarts the time. If this is not called, the daemon operator's default applies.
@@ -229,7 +238,7 @@ class LeaseRequest:
         return self._give(WEIGHT, whole(weight, "weight", least=WEIGHT.least, most=WEIGHT.most))
 
     def latency(self) -> Self:
-        """Have the card's other sessions hold back while this one has work outstanding; the operator must allow it."""
+        """Make the card's other sessions hold back while this one has work outstanding. The operator must allow it."""
         return self._give(LATENCY, value=True)
 
     def parkable(self, idle_secs: float = 0) -> Self:
@@ -267,17 +276,17 @@ class LeaseRequest:
         return self._give(LABELS, self._labels) if self._labels else self
 
     def device(self, uuid_or_index: str | int) -> Self:
-        """Choose the card, by its UUID or its index. If this is not called, any card that fits."""
+        """Choose the card by its UUID or its index. If this is not called, any card that fits is used."""
         self._device = device_of(uuid_or_index, "device")
         return self
 
     def timeout(self, seconds: float) -> Self:
-        """Set how many seconds to wait for room; 0, the default: do not wait."""
+        """Set the number of seconds to wait for room. The default, 0, is not to wait."""
         self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
         return self
 
     def _give(self, option: LeaseOption[Value, Any], value: Value) -> Self:
-        # By tag: a method that is called twice replaces what it gave before.
+        # Store the value by tag, so that a second call of a method replaces the first one's value.
         self._parameters[option.tag] = option.parameter(value)
         return self
 
@@ -285,11 +294,11 @@ class LeaseRequest:
         return self._give(option, milliseconds(seconds, option.method, least_ms=option.least))
 
     def _where(self) -> Address | Fleet:
-        # A fleet first: its address does not name a daemon, and `address_of` would refuse it.
+        # Check for a fleet first: its address does not name a daemon, and `address_of` would refuse it.
         return fleet_of(self._address, self._tls_files) or address_of(self._address, self._tls_files)
 
     def _request(self) -> LeaseAlloc:
-        # Only the size has no default that makes sense.
+        # Only the size has no sensible default.
         if not self._min_vram_bytes:
             raise InvalidRequest("acquire: the lease's size is missing", 'Set it with GpuBuilder().min_vram("4GiB")')
         # The two parts are granted together, as one slice of the card.
@@ -299,7 +308,7 @@ class LeaseRequest:
         )
 
 
-# At import, so that an option without a method can't be released.
+# Check this at import, so that an option without a method can't be released.
 if _missing := [option.method for option in OPTIONS if option.method and option.method not in vars(LeaseRequest)]:
     raise TypeError(f"LeaseRequest must have the method of each lease option: {', '.join(_missing)}")
 

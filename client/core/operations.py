@@ -1,12 +1,12 @@
-"""A session's operations: each is executed under the session's lock, one at a time.
+"""A session's operations, which are executed one at a time under the session's lock.
 
-The worker keeps the failure of a quiet request, and replies with it to the next request that has a reply. That request
-was not executed, and neither was anything after the failed one. So frees among these are sent again.
+The worker keeps the failure of a quiet request, and replies with it to the next request that has a reply. Neither that
+request nor anything after the failed one was executed. So frees among these are sent again.
 
-Whatever an operation makes has an owner at every moment, wherever the operation is interrupted (`transport.link`): the
-request until its reply has come, the link until its handle is made and has an owner, then the handle. The next
-operation, or the poll of idle sessions, frees what an interrupted one has left. In the same way, a free that is due is
-listed in `dropped` until the channel has queued it.
+An object that an operation makes has an owner at every moment, so that it is not lost if the operation is interrupted
+(`transport.link`). The owner is the request until its reply has come, the link until the object's handle is made and
+has an owner, and then the handle. The next operation, or the poll of idle sessions, frees objects that an interrupted
+operation has left. In the same way, a free that is due is listed in `dropped` until the channel has queued it.
 """
 
 from collections import deque
@@ -35,12 +35,12 @@ T = TypeVar("T")
 H = TypeVar("H", bound=Handle)
 
 EXPIRY_MARGIN_S: Final = 5.0
-"""How long after the lease's end an operation still waits for a reply, in seconds: the daemon's grace, the reclaim, and
-a slow host."""
+"""Time for which an operation still waits for a reply after the lease's end, in seconds: it allows for the daemon's
+grace, the reclaim, and a slow host."""
 
 FREES_PER_FLUSH: Final = 128
-"""Most dropped handles that one operation frees, so that dropping a long list does not delay it. Their frames go in one
-piece (`coalescing_socket.FLUSH_BYTES`)."""
+"""Most dropped handles that one operation frees, so that it is not delayed after a long list was dropped. Their frames
+are sent in one piece (`coalescing_socket.FLUSH_BYTES`)."""
 
 STREAMS_FENCES: Final = having(Trait.SETTLES)
 """Operations that wait for everything before them, also when the session has several streams."""
@@ -50,7 +50,10 @@ ONE_STREAM_FENCES: Final = STREAMS_FENCES | having(Trait.SETTLES_ALONE)
 
 
 class LeaseDeadline:
-    """Bounds an operation by the lease's deadline. A renewal moves the deadline; then the broker is asked."""
+    """Bounds an operation by the lease's deadline.
+
+    When that has passed, the broker is asked whether a renewal moved it.
+    """
 
     def __init__(self, lease: LeaseHandle) -> None:
         self._lease = lease
@@ -73,7 +76,7 @@ class LeaseDeadline:
 class BlockEndDeadline(LeaseDeadline):
     """Bounds the wait at the end of a `with` block by the time that the lease had left at that moment.
 
-    A renewal does not extend it: a lease that is kept alive may have no end.
+    A renewal does not extend it, because a lease that is kept alive may have no end.
     """
 
     def __init__(self, lease: LeaseHandle) -> None:
@@ -103,9 +106,9 @@ class RequestPipeline:
     Attributes:
         attachment: The session's connection.
         deadline: Bounds the time of an operation.
-        freed: (request id, operation, handle) of frees and reuses in flight; any later reply settles them.
-        acknowledged_id: Every request up to this one is known to have ended well, or its failure was raised.
-        fences: Operations with a reply that settles everything before them.
+        freed: (request id, operation, handle) of frees and reuses in flight; any later reply confirms or refutes them.
+        acknowledged_id: Every request up to this one is known to have succeeded, or its failure was raised.
+        fences: Operations whose reply acknowledges everything before them.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -113,7 +116,7 @@ class RequestPipeline:
         self.deadline: Deadline = LeaseDeadline(attachment.lease)
         self.freed: deque[tuple[int, Opcode, int]] = deque()
         self.acknowledged_id = 0
-        # Every request up to this one is known to have been served: what it launched may still run.
+        # Every request up to this one is known to have been served; kernels that it launched may still run.
         self._served_id = 0
         self.fences = ONE_STREAM_FENCES
 
@@ -146,17 +149,17 @@ class RequestPipeline:
         return (yield from self.go_on(doing, self._prepared(procedure)))
 
     def go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
-        """Drive the rest of an operation; if the connection ends, raise how the lease ended."""
+        """Run the rest of an operation. If the connection ends, raise how the lease ended."""
         try:
             return (yield from procedure)
         except LinkEnded as ended:
             failure = ended.failure
-        # Not inside the except block: the tenant's traceback shows one error, not two.
+        # Raise it outside the except block, so that the tenant's traceback shows one error and not two.
         raise (yield from self.attachment.end_error(failure, doing))
 
     def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
-        # Step 1: replies that interrupted operations have left. Step 2: frees that are due, so that this operation
-        # finds their memory. Step 3: the operation itself.
+        # Step 1: take replies that interrupted operations have left. Step 2: send frees that are due, so that this
+        # operation can use their memory. Step 3: run the operation.
         self.attachment.channel.finish()
         link = self.attachment.channel.link
         if link.has_leftovers:
@@ -170,15 +173,16 @@ class RequestPipeline:
         return (yield from procedure)
 
     def _clear_up(self) -> Procedure[None]:
-        """Take the replies to interrupted operations; raise an earlier failure that one of them reports."""
+        """Take the replies to interrupted operations. Raise an earlier failure that one of them reports."""
         link, dropped = self.attachment.channel.link, self.attachment.dropped
-        # Step 1: replies that have come. What they brought is listed in `dropped`, and freed with the next operation.
+        # Step 1: take replies that have come. List the objects in them in `dropped`, so that the next operation frees
+        # them.
         kept = link.forget(dropped)
         if kept is not None:
             self.settle(kept, "")
-        # Step 2: replies that are still to come. A round trip makes sure that they are here.
+        # Step 2: wait for replies that are still to come. After a round trip they are all here.
         if link.has_leftovers:
-            # The worker answers in order: when this is answered, everything sent before it is, too.
+            # The worker answers in order, so once this is answered, everything sent before it is answered as well.
             yield from self.ask(Opcode.PING, build_body(Ping(0)))
             link.forget(dropped)
             link.forget_unsent()
@@ -195,13 +199,13 @@ class RequestPipeline:
 
         If it finds a failure, it leaves that to the session's next operation.
         """
-        # After the end, or while recording, there is nothing that may be sent.
+        # After the end, or while recording, nothing may be sent.
         attachment = self.attachment
         if attachment.over is not None or attachment.recording is not None:
             return
         channel = attachment.channel
         channel.finish()
-        # Receive what is there without waiting: replies to interrupted operations bring handles to free.
+        # Receive without waiting: replies to interrupted operations bring handles to free.
         while channel.link.end is None and channel.pump():
             pass
         if not channel.link.has_failure:
@@ -274,7 +278,7 @@ class RequestPipeline:
             own_requests: Ids of the quiet requests that are parts of this operation (`error_of`).
         """
         attachment, deadline = self.attachment, deadline or self.deadline
-        # The reply is expected before the request is sent, so that it can't come first.
+        # Register the expected reply before the request is sent, so that the reply can't come first.
         request_id = attachment.channel.link.expect(op)
         frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
         yield from send(attachment.channel, (frame,), deadline)
@@ -284,12 +288,12 @@ class RequestPipeline:
         return result
 
     def make(self, op: Opcode, payload: bytes, free_op: Opcode, handle_of: Callable[[Any], H]) -> Procedure[H]:
-        """`ask` for a new object.
+        """`ask` for a new object, and return its handle.
 
         Args:
             op: The request's operation.
             payload: Its payload.
-            free_op: The operation that gives back what was made.
+            free_op: The operation that frees the object.
             handle_of: Makes the handle, without an owner, from the reply's body.
         """
         attachment = self.attachment
@@ -299,7 +303,7 @@ class RequestPipeline:
         return (yield from self.made(op, request_id, handle_of))
 
     def made(self, op: Opcode, request_id: int, handle_of: Callable[[Any], H]) -> Procedure[H]:
-        """Wait for the reply to a request that was sent, and make the handle of what it brings (`make`)."""
+        """Wait for the reply to a request that was sent, and make the handle of its object (see `make`)."""
         attachment = self.attachment
         link = attachment.channel.link
         result = yield from receive(attachment.channel, request_id, self.deadline)
@@ -307,8 +311,8 @@ class RequestPipeline:
             link.claim(request_id)
         self.settle(result, doing_of(op))
         self.acknowledge(op, request_id)
-        # The object passes from the link to its handle. An interrupt before the claim leaves it with the link, which
-        # `forget` empties; no call comes between the claim and the owner.
+        # Pass the object from the link to its handle. After an interrupt before the claim, the link still has it, and
+        # `forget` finds it there. No call comes between the claim and the owner.
         made = handle_of(result)
         link.claim(request_id)
         made.owner = attachment
@@ -316,7 +320,8 @@ class RequestPipeline:
 
     def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
         """Record that the requests `first_id` to `last_id` (by default `last_id` alone) were answered."""
-        # The reply settles everything before it only if its operation waits for that, or if nothing else was left.
+        # The reply acknowledges everything before it only if its operation waits for that, or if nothing else was
+        # outstanding.
         if op in self.fences or self.acknowledged_id >= (first_id or last_id) - 1:
             self.acknowledged_id = last_id
 
@@ -327,16 +332,16 @@ class RequestPipeline:
         """
         if not self.freed and not isinstance(result, Failure):
             return
-        # The frees in flight are taken out first: whatever the reply says, it says it about all of them.
+        # Take out the frees in flight first, because the reply decides about all of them.
         freed, self.freed = self.freed, deque()
         if not isinstance(result, Failure):
             return
-        # The worker skipped what came after the failed request. Frees among these are still due.
+        # The worker skipped all requests after the failed one. Frees among these are still due.
         failed_at = result.failed_request_id
         if failed_at is not None:
             again = [(op, handle) for request_id, op, handle in freed if request_id > failed_at]
             self.attachment.dropped.extend(again)
-        # The worker is lost; the broker knows why, and `go_on` asks it.
+        # The worker is lost. The broker knows why, and `go_on` asks it.
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)
         self.attachment.last_raised = result
@@ -346,8 +351,8 @@ class RequestPipeline:
         raise error_of(result, doing, own_requests)
 
     def block_end_deadline(self) -> BlockEndDeadline | None:
-        """The deadline of waiting at the end of a `with` block; None if there is nothing to wait for."""
-        # Nothing to wait for: the session is over, or its last request is known to have ended well.
+        """Return the deadline of the wait at the end of a `with` block; None if there is nothing to wait for."""
+        # There is nothing to wait for if the session is over, or if its last request is known to have succeeded.
         attachment = self.attachment
         is_settled = attachment.end is not None or self.acknowledged_id == attachment.connection.last_request_id
         over = attachment.lease.over
@@ -359,8 +364,8 @@ class RequestPipeline:
     # --- quiet requests ---
 
     def put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
-        """Queue a quiet frame immediately, in two parts; False if it has to be sent by `send`."""
-        # Taken before this frame: after an interrupt, the writer's counter shows what the step had queued.
+        """Queue a quiet frame immediately, in two parts. Returns False if it has to be sent by `send`."""
+        # Read the writer's counter before this frame: after an interrupt, the counter shows what was queued.
         channel = self.attachment.channel
         if channel.unfinished is not None or channel.sending is not None:
             channel.finish()
@@ -378,9 +383,9 @@ class RequestPipeline:
             yield from send(self.attachment.channel, (frames,), self.deadline)
 
     def put_noting(self, frames: bytes, note: Callable[[], None]) -> bool:
-        """`put`, and call `note` if the frames were queued.
+        """Do `put`, and call `note` if the frames were queued.
 
-        If this is interrupted, whoever uses the channel next calls `note`, perhaps a second time: that is harmless.
+        If this is interrupted, the next user of the channel calls `note`. A second call must be harmless.
         """
         channel, writer = self.attachment.channel, self.attachment.writer
         # The writer's counter shows whether the frames were queued, even if put() was interrupted before it returned.
@@ -397,13 +402,13 @@ class RequestPipeline:
         return is_put
 
     def send_noting(self, frames: bytes, note: Callable[[], None]) -> Procedure[None]:
-        """`put_noting`, or wait for room for the frames: they are queued completely or not at all. Raises LinkEnded."""
+        """Do `put_noting`, or wait for room. The frames are queued completely or not at all. Raises LinkEnded."""
         channel = self.attachment.channel
         while not self.put_noting(frames, note):
-            # The channel accepts nothing more, and `send` of nothing would not notice that.
+            # The channel accepts nothing more, which a `send` of nothing would not notice.
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
-            # The outbox or ring is full: send what it holds, then wait until it may accept the frames whole.
+            # The outbox or ring is full: send its contents, then wait until it may accept all the frames.
             yield from send(channel, (), self.deadline)
             yield from wait_for_room(channel, self.deadline)
 
@@ -426,13 +431,13 @@ class RequestPipeline:
         self.put_frees()
 
     def reuse(self, handle: int) -> MaybePending[None]:
-        """Have an allocation freed and allocated again in place, under the session's lock."""
+        """Free an allocation and allocate it again in place, under the session's lock."""
         attachment = self.attachment
         if not attachment.channel.is_finished:
             attachment.channel.finish()
         request_id = attachment.connection.next_request_id()
         frame = mem_reuse_frame(handle, request_id=request_id, session_id=attachment.session_id)
-        # Listed before it is sent: if an earlier request failed, the worker skipped this reuse, and the memory must be
+        # List it before it is sent: if an earlier request failed, the worker skips this reuse, and the memory must be
         # freed.
         self.freed.append((request_id, Opcode.MEM_REUSE, handle))
         return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.deadline))
@@ -451,15 +456,15 @@ class RequestPipeline:
         self.attachment.channel.finish()
         dropped, freed = self.attachment.dropped, []
         frames = []
-        # Number the frames now, but leave `dropped` alone until they are queued: `note` removes exactly these.
+        # Number the frames now, but do not change `dropped` until they are queued: `note` removes exactly these.
         for op, handle in dropped[:FREES_PER_FLUSH]:
             frames.append(self.quiet_frame(op, HANDLE.pack(handle)))
             freed.append((self.attachment.connection.last_request_id, op, handle))
         count = len(freed)
 
         def note() -> None:
-            # Calling it twice is harmless: it removes these frees, and no later ones. Their ids are above all earlier
-            # ones, so one comparison with the last id decides, however many frees wait for a reply.
+            # A second call must be harmless: remove these frees, and no later ones. Their ids are above all earlier
+            # ones, so one comparison with the last id decides.
             if freed and not (self.freed and self.freed[-1][0] >= freed[-1][0]):
                 del dropped[:count]
                 self.freed += freed
@@ -480,12 +485,12 @@ class RequestPipeline:
 
         def note() -> None:
             handle.owner = None
-            # If the handle was dropped after an interrupt, before this ran, it noted that it is due.
+            # If the handle was dropped after an interrupt, before this ran, its free is in `dropped` already.
             if (op, number) in attachment.dropped:
                 attachment.dropped.remove((op, number))
 
-        # From the moment the frame is queued, the handle has no owner, so that its destructor does not free it again.
-        # If the free turns out not to have happened, the handle gets its owner back.
+        # Once the frame is queued, the handle has no owner, so that its destructor does not free it again. If the free
+        # was not executed, the handle gets its owner back.
         try:
             yield from self.send_noting(frame, note)
             yield from send(attachment.channel, (), self.deadline)
@@ -494,7 +499,8 @@ class RequestPipeline:
             handle.owner = attachment  # the session's end frees it
             raise
         except BaseException:
-            # The reply may report an earlier failure, because of which this was not executed: then it is sent again.
+            # The reply may report an earlier failure, because of which this free was not executed. Then it is sent
+            # again.
             self.freed += [(request_id, op, number)]
             raise
         if isinstance(result, Failure):
@@ -505,6 +511,6 @@ class RequestPipeline:
     def check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
         """Raise InvalidHandle unless this is a handle of that kind in this session."""
         if not isinstance(handle, kind):
-            # The kind first: any other object has no owner to compare.
+            # Check the kind first, because any other object has no owner to compare.
             raise InvalidHandle(f"{doing}: the argument must be a {kind.__name__}, not {quoted(handle)}")
         handle.check(self.attachment, doing)

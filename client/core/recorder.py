@@ -1,7 +1,7 @@
-"""Records a launch graph: launches and copies are checked as usual and recorded; anything else is refused.
+"""Records a launch graph: checks launches and copies as usual and records them, and refuses anything else.
 
-A recording replaces the session's launches and copies (`LaunchCommands`, `CopyCommands`) in the API while it lasts. So
-a session that does not record pays nothing for being able to.
+While it lasts, a recording replaces the session's launches and copies (`LaunchCommands`, `CopyCommands`) in the API. So
+recording costs nothing in a session that does not record.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +52,7 @@ class Recording(LaunchCommands, CopyCommands):
         # The thread or task that records; operations of any other are refused while the recording lasts.
         self._caller = caller
         self._owner = caller()
-        # What the graph consists of, in the form of its message, and what it must keep from being dropped.
+        # The graph's nodes, in the form of its message, and the objects that it must keep.
         self._nodes: list[GraphNode] = []
         self._buffers: dict[int, Buffer] = {}
         self._used: set[int] = set()
@@ -81,7 +81,7 @@ class Recording(LaunchCommands, CopyCommands):
 
     def record(self) -> GraphContents:
         """The finished recording. Raises InvalidRequest if it can't become a graph."""
-        # Limits of the whole graph. Each node was checked when it was recorded.
+        # Check the limits of the whole graph. Each node was checked when it was recorded.
         if not self._nodes:
             raise InvalidRequest("record: nothing was recorded", "Launch or copy something in the block")
         if len(self._used) > MAX_GRAPH_HANDLES:
@@ -91,7 +91,7 @@ class Recording(LaunchCommands, CopyCommands):
             raise InvalidRequest(
                 f"record: a graph's parameters have at most {MAX_ARGUMENT_BYTES} bytes, not {total_bytes}"
             )
-        # Buffers and values differ on the wire: the worker checks a buffer's handle at each launch.
+        # On the wire, mark the parameters that are buffers: the worker checks their handles at each launch.
         parameters = tuple(
             GraphParameter(
                 name, ParameterKind.BUFFER if found.kind == "buffer" else ParameterKind.VALUE, found.argument_bytes
@@ -99,7 +99,7 @@ class Recording(LaunchCommands, CopyCommands):
             for name, found in self._parameters.items()
         )
         body = GraphCreate(tuple(self._nodes), tuple(sorted(self._used)), parameters, tuple(self._places))
-        # The graph holds buffers and modules as long as it lives; `kernel` names it in errors if it has only one.
+        # The graph holds its buffers and modules. If it has only one kernel, `kernel` names that in errors.
         handles = (*self._buffers.values(), *self._modules.values())
         kernel = self._kernels[0] if len(self._kernels) == 1 else ""
         return GraphContents(body, self._parameters, handles, tuple(self._arrays), kernel)
@@ -123,14 +123,15 @@ class Recording(LaunchCommands, CopyCommands):
         args = in_order(module, kernel, args)
         _, frame = self._session.launches.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         number = len(self._nodes)
-        # First the check that can fail, then the node, then what the node uses: a refused launch leaves nothing behind.
+        # Do the check that can fail first, then record the node, then what it uses, so that a refused launch leaves
+        # nothing behind.
         if isinstance(args, KernelArgs):
             self._add_parameters(kernel, number, args)
         self._add(Opcode.LAUNCH, frame[HEADER_BYTES:])
         self._kernels.append(kernel)
         self._modules[id(module)] = module
         if isinstance(args, KernelArgs):
-            # A buffer that is a parameter may be replaced at each launch, so the graph doesn't need it to stay.
+            # A buffer that is a parameter may be replaced at each launch, so the graph need not keep it.
             rebound = {id(bound.buffer) for _, _, bound in args.parameters}
             self._buffers |= {id(buffer): buffer for buffer in args.buffers}
             self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in rebound}

@@ -1,1 +1,1 @@
-"""The broker's side of worker processes: they are forked, watched, scrubbed, taken over, and proved gone."""
+"""The broker's side of workers: how they are forked, watched, scrubbed and taken over, and their bytes proved free."""

@@ -1,7 +1,7 @@
-"""Takes over what an earlier daemon left: leases in the journal, and workers of its zygotes.
+"""Takes over the leases that an earlier daemon left in its journal, and the workers of its zygotes.
 
 `reconcile` decides what happens to each; `adopt` executes it. A lease continues only if the journal has it and its own
-worker lives. Every other worker is ended, because its owner is unknown.
+worker still runs. Every other worker is ended, because its owner is unknown.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ from gpulease.daemon.workers.zygote_discovery import FoundWorker
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20
-"""Most renewals by which a page's generation may exceed the journal's: those not on the disk yet. No broker gets
-further ahead."""
+"""Most renewals by which a page's generation may exceed the journal's, because they were not on the disk yet. No broker
+gets further ahead."""
 
 STRAY_TIMEOUT_S: Final = 5.0
-"""Longest time for a worker that lost its zygote to be gone: the kernel kills it with its parent."""
+"""Longest wait for the end of a worker whose zygote has died: the kernel kills it with its parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftWorker:
-    """A worker of an earlier daemon, and the state of its lease's page, now or when it was reaped."""
+    """A worker of an earlier daemon, and the state of its lease's page: the current one, or that when it was reaped."""
 
     worker: FoundWorker
     page: PageState
@@ -60,7 +60,7 @@ class LeftWorker:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """An event for the lease table, and the worker that it concerns; None if there is none."""
+    """An event for the lease table, and the worker that it concerns, or None without a worker."""
 
     event: LeaseRestored | WorkerFound | SubmitFound
     worker: FoundWorker | None
@@ -84,16 +84,16 @@ def reconcile(
         draw: Returns an unused lease id.
         clocks: One moment, on the monotonic clock and on CLOCK_BOOTTIME.
     """
-    # Step 1: the leases, each with its own worker. What is left over belongs to submits, to the pool, or to no lease.
+    # Step 1: find each lease's own worker. The remaining workers belong to submits, to the pool, or to no lease.
     adoptions, others = _restore(kept, left, latest_ns, clocks)
     taken = {lease.lease_id for lease in kept}
     open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
-    # Step 2: the workers that are left over, oldest first.
+    # Step 2: decide about the remaining workers, oldest first.
     for one in others:
         spec = one.worker.spec
         if spec.submit_of in open_for_submits:
-            # A lease has one submit at a time. A second one had its fence cleared by an operator, so it belongs to no
-            # lease.
+            # A lease has one submit at a time. If there is a second one, an operator has cleared its fence, so it
+            # belongs to no lease.
             open_for_submits.discard(spec.submit_of)
             is_running = one.is_alive and one.is_leased and one.page.word is None
             submit = SubmitFound(
@@ -101,7 +101,7 @@ def reconcile(
             )
             adoptions.append(Adoption(submit, one.worker))
             continue
-        # A worker of a known lease must not take that lease's number, so it gets one drawn for it.
+        # An additional worker of a known lease must not have that lease's number, so draw one for it.
         is_one_more = bool(spec.submit_of) or spec.lease_id in taken
         number = draw() if is_one_more else spec.lease_id
         taken.add(number)
@@ -119,20 +119,20 @@ def _restore(
     others = list(left)
     for lease in kept:
         own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
-        # While a hung context is being replaced, a lease has two workers; the second one has no deadline yet.
+        # While a hung context is being replaced, a lease has two workers, and the second one has no deadline yet.
         best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
-        # No zygote has its worker: it died with its zygote, or `end_stray` kills it.
+        # No zygote has the lease's worker: it died with its zygote, or `end_stray` kills it.
         if best is None:
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
             continue
         others.remove(best)
         on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
-        # A session that was on its way to another card may have left its former worker behind. The lease is charged,
-        # and its memory proved free, on the card that this worker has.
+        # If a session was being moved to another card, this may be its former worker. Charge the lease, and prove its
+        # memory free, on this worker's card.
         if lease.state is not LeaseState.FENCED:
             on_page = on_page._replace(card_uuid=best.worker.spec.card_uuid)
-        # A worker that adopts a session has its deadline, and so has the one that the session has left. Which of them
-        # serves it is unknown.
+        # The worker that adopts a session has its deadline, and so does the worker that the session has left. It is
+        # unknown which of them serves it.
         is_ambiguous = sum(one.is_leased and one.is_alive for one in own) > 1
         if is_ambiguous and lease.terms.is_parkable and lease.state is LeaseState.ACTIVE:
             on_page = on_page._replace(is_cold=True)
@@ -143,7 +143,10 @@ def _restore(
 
 
 def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
-    """Return the membership deadline on a page, on both clocks; None if it has none. `clocks`: one moment, on both."""
+    """Return the membership deadline on a page, on both clocks; None without one.
+
+    `clocks`: one moment, on both clocks.
+    """
     monotonic_ns, now_boot_ns = clocks
     if not page.horizon_boot_ns:
         return None
@@ -151,15 +154,15 @@ def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
 
 
 def _as_on_page(lease: LeaseRow, page: PageState, latest_ns: int, overran: str) -> LeaseRow:
-    """Bring a lease of the journal up to date with its page, which brokers write before the journal."""
-    # A page is memory that survives a crash, but the worker's process maps it too. Accept only what a broker can have
+    """Update a lease of the journal by its page, which brokers write before the journal."""
+    # A page survives a crash, but the worker's process maps it as well. So accept only values that a broker can have
     # written: a deadline up to `latest_ns`, and a bounded number of renewals.
     if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
         lease = lease._replace(
             deadline_ns=max(lease.deadline_ns, min(page.deadline_ns, latest_ns)),
             generation=max(lease.generation, min(page.generation, lease.generation + MAX_RENEWALS_AHEAD)),
         )
-    # The earlier broker had ended the lease, or the zygote did because of a kernel.
+    # The earlier broker has ended the lease, or the zygote has because of a kernel.
     if page.word is not None and lease.state is LeaseState.ACTIVE:
         cause = Cause.KERNEL_TIMEOUT if overran else cause_of(page.word, page.cause)
         reason = overran or "it was ended just before the daemon was"
@@ -187,7 +190,7 @@ def adopt(
         post: Called with each event, for the lease table.
         regions: The regions that the journal has.
     """
-    # Step 1: decide, from the pages and the journal alone.
+    # Step 1: decide, only from the pages and the journal.
     left = [LeftWorker(worker, worker.page()) for worker in workers.found()]
     clocks = time.monotonic_ns(), boot_ns()
     adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
@@ -206,7 +209,7 @@ def adopt(
         elif isinstance(event, LeaseRestored) and event.kept.worker_pid:
             end_stray(number, event.kept.worker_pid)
             workers.remember_ended(number, event.kept.worker_pid)
-    # Step 3: the lease table's events.
+    # Step 3: post the events to the lease table.
     for adoption in adoptions:
         post(adoption.event)
         if isinstance(adoption.event, LeaseRestored) and adoption.event.kept.state is LeaseState.FENCED:
@@ -223,7 +226,7 @@ def adopt(
 
 
 def end_stray(lease_id: int, pid: int) -> None:
-    """Kill a lease's worker that belongs to no zygote, if it still runs: its zygote is gone, or can't be found.
+    """Kill a lease's worker if it still runs and belongs to no zygote: its zygote has died, or can't be found.
 
     The process id may belong to another process by now, so the process must have the worker's name, too.
     """

@@ -1,13 +1,13 @@
-"""The time of the cards: samples of what workers claim, the account of each lease, and limits on the control pages.
+"""The time of the cards: samples of the workers' claims, each lease's account, and limits on the control pages.
 
-Each card is sampled by itself. Every 10 ms while its time is shared: while a lease there has a weight or is of the
-latency class, or its tenant has `max_share`; every 2 ms while a tenant's sessions there may hide how they overlap.
-Otherwise only for the account: once a second, and 20 times a second while
-two or more sessions are busy in parts of the time. A card without sessions is not sampled at all.
+Each card is sampled by itself. A card whose time is shared (a lease there has a weight or is of the latency class, or
+its tenant has `max_share`) is sampled every 10 ms, and every 2 ms while a tenant's sessions there may hide how they
+overlap. Any other card is sampled only for the account: once a second, and 20 times a second while two or more sessions
+are busy in parts of the time. A card without sessions is not sampled.
 
-What the account misses: the time of older workers, which keep no account, and a kernel that runs on after its worker
-was last sampled. The account of a lease is on its control page too, so the next broker continues it; how the sessions
-overlapped while no broker ran is then an estimate.
+The account lacks the time of older workers, which keep no account, and the time of a kernel after its worker's last
+sample. A lease's account is also on its control page, so the next broker continues it; how sessions overlapped while no
+broker ran is estimated.
 """
 
 import asyncio
@@ -41,15 +41,17 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 SLOW_NS: Final = NS_PER_S
-"""Time between two samples of a card for the account alone. Sessions that are busy all the time, or not at all, and one
-more, are accounted exactly, however long that is."""
+"""Time between two samples of a card that is sampled only for the account. If at most one session is busy in parts of
+the time, the account is exact for any length of this time."""
 
 FAST_NS: Final = 50 * NS_PER_MS
-"""The same while two or more sessions are busy in parts of the time: their overlap is estimated within a sample."""
+"""SLOW_NS while two or more sessions are busy in parts of the time, because their overlap within a sample is
+estimated."""
 
 LEAST_NS: Final = 10 * NS_PER_MS
-"""Least time between two samples that queries and ends of workers cause. Stops a tenant that queries in a loop, or ends
-lease after lease, from making the broker sample all the time; that much of a lease's last moments may be missing."""
+"""Shortest time between two samples that are caused by queries and ends of workers. Stops a tenant that queries in a
+loop, or ends lease after lease, from making the broker sample all the time. A lease's account may lack up to this time
+at its end."""
 
 LOOP_PART: Final = 10
 """A sample takes at most a tenth of the loop's time: a card with a thousand busy sessions is sampled less often."""
@@ -64,8 +66,8 @@ class _Member:
 
     Attributes:
         words: The latency words that it has, by number, with each word's serial.
-        limits: What its page says now.
-        seen: Its claims, as bytes, when nothing was under way at the last sample; b"" if something was.
+        limits: The limits that its page has now.
+        seen: Its claims, as bytes, if it was idle at the last sample; b"" if it was not.
     """
 
     worker: Worker
@@ -98,15 +100,15 @@ class _Card:
 
     Attributes:
         words: The word of each latency session, and its number.
-        is_shared: Somebody asked for its time to be shared, so it is sampled every 10 ms.
-        by_weights: It is shared by weights, and not by caps and the latency class alone.
+        is_shared: Whether its time is shared, so that it is sampled every 10 ms.
+        by_weights: Whether it is shared by weights, and not only by caps and the latency class.
         weights: The weight of each tenant.
         caps: The largest part of the card of each tenant that has a bound.
-        round: The samples since limits were set last.
-        round_due_ns: When limits are set next.
-        is_fine: Several samples are taken in a round.
+        round: The samples since the limits were last set.
+        round_due_ns: Time at which the limits are set next.
+        is_fine: Whether several samples are taken in a round.
         active: Members that were not idle in the last round.
-        since_ns: When the time of `ratio` began; `busy_ns` is the account's then.
+        since_ns: Time at which the period of `ratio` began; `busy_ns` is the account's value at that time.
     """
 
     account: TimeAccount = field(default_factory=TimeAccount)
@@ -142,9 +144,9 @@ class CardTimes:
         self._workers = workers
         self._cards: dict[str, _Card] = {}
         self._uses: dict[int, LeaseTimeUse] = {}
-        # What each lease had used when that was recorded last.
+        # Each lease's use when it was last recorded.
         self._recorded: dict[int, float] = {}
-        # What has not been counted in metrics yet.
+        # The use that has not been counted in metrics yet.
         self._uncounted: dict[Pair, LeaseTimeUse] = {}
         self._last_serial = 0
         self._is_stale = True
@@ -154,33 +156,33 @@ class CardTimes:
     # --- what others ask ---
 
     def use_of(self, lease_id: int, card_uuid: str) -> LeaseTimeUse | None:
-        """Return what a live lease has used until now; None if nothing is known of it."""
+        """Return the time that a live lease has used until now; None if that is not known."""
         self._sample_soon_enough(card_uuid)
         return self._uses.get(lease_id)
 
     def known_use(self, lease_id: int) -> LeaseTimeUse | None:
-        """Return what a lease had used at the last sample; None if nothing is known of it."""
+        """Return the time that a lease had used at the last sample; None if that is not known."""
         return self._uses.get(lease_id)
 
     def take_uncounted(self) -> dict[Pair, LeaseTimeUse]:
-        """Return what the tenants have used of each card since the last call."""
+        """Return each tenant's use of each card since the last call."""
         found, self._uncounted = self._uncounted, {}
         return found
 
     def take_unrecorded(self) -> list[tuple[int, LeaseTimeUse]]:
-        """Return the leases that have used their card since the last call, and what they have used so far."""
+        """Return the leases that have used their card since the last call, each with its use so far."""
         found = [(lease, use) for lease, use in self._uses.items() if use.gpu_ns != self._recorded.get(lease, 0.0)]
         self._recorded |= {lease: use.gpu_ns for lease, use in found}
         return found
 
     def busy_ratios(self) -> dict[str, float]:
-        """Return the part of the last second or more in which any session was busy, by card with sessions."""
+        """Return, by card with sessions, the fraction of the last second or more in which any session was busy."""
         return {uuid: card.ratio for uuid, card in self._cards.items()}
 
     # --- what changes ---
 
     def members_changed(self) -> None:
-        """Read again which workers have a lease, and the rules, at the next round, which is soon."""
+        """Read the workers with leases and the rules again in the next round, and begin that soon."""
         self._is_stale = True
         self._arm(time.monotonic_ns() + ROUND_NS)
 
@@ -207,7 +209,7 @@ class CardTimes:
     # --- rounds ---
 
     def _arm(self, due_ns: int) -> None:
-        """See to it that the next round begins at `due_ns` at the latest."""
+        """Make the next round begin at `due_ns` at the latest."""
         if self._timer is not None:
             if self._timer_ns <= due_ns:
                 return
@@ -222,7 +224,7 @@ class CardTimes:
         try:
             self.look(now_ns)
         except Exception:
-            # A bug of ours: limits lapse by themselves, and no lease depends on the account.
+            # This is a bug of ours. Limits lapse by themselves, and no lease depends on the account.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="sampling the time of the cards")
         if self._cards:
             self._arm(max(min(card.due_ns for card in self._cards.values()), now_ns + FINE_NS // 2))
@@ -257,14 +259,14 @@ class CardTimes:
         for uuid, members in found.items():
             card = self._cards.setdefault(uuid, _Card())
             adopted: dict[int, LeaseTimeUse] = {}
-            # A worker that is new on the card may come from an earlier broker, which left its account.
+            # A worker that is new on the card may be from an earlier broker, which left its account on the page.
             for number, member in members.items():
                 if number not in card.members and (before := member.worker.page.time_account()).sampled_ns:
                     card.account.resume(number, before.busy_ns, before.held_back_ns, before.sampled_ns)
                     if member.lease_id not in self._uses:
                         use = adopted.setdefault(member.lease_id, LeaseTimeUse())
-                        # Each page has what the whole lease had used when this worker was sampled last, and the
-                        # worker's own busy time.
+                        # Each page has the whole lease's use at this worker's last sample, and the worker's own busy
+                        # time.
                         use.gpu_ns = max(use.gpu_ns, before.gpu_ns)
                         use.busy_ns += before.busy_ns
                         use.held_ns += before.held_back_ns
@@ -290,7 +292,7 @@ class CardTimes:
         self._update_words(card, {tenant for tenant, rule in rules.items() if rule.may_latency})
         was_shared, card.is_shared = card.is_shared, bool(card.by_weights or card.caps or card.words)
         if was_shared and not card.is_shared:
-            # What was shared until now is not owed any more.
+            # Forget all debts and credits from before the change.
             card.shares, card.round, card.is_fine = TimeShares(), RoundTimes(), False
             for member in card.members.values():
                 self._write_limits(member, TimeLimits())
@@ -299,7 +301,7 @@ class CardTimes:
         lease = self._table.get(worker.spec.of_lease) if worker.spec.of_lease else None
         if lease is None:
             return None
-        # A submit is one job without a waiting client, so it is of the ordinary class.
+        # A submit is a single job, so it is of the ordinary class.
         is_latency = lease.latency and not worker.spec.submit_of
         return _Member(worker, lease.lease_id, lease.tenant, lease.weight, is_latency)
 
@@ -309,7 +311,7 @@ class CardTimes:
         claims: dict[int, TimeClaims] = {}
         for number, member in card.members.items():
             page = member.worker.page
-            # Most sessions are idle most of the time: their claims are as they were.
+            # Skip sessions whose claims have not changed: most are idle most of the time.
             seen = page.time_bytes()
             if seen == member.seen and number not in card.words:
                 continue
@@ -318,7 +320,7 @@ class CardTimes:
             if claim is not None:
                 claims[number] = claim
                 member.seen = b"" if claim.busy_since_ns or claim.held_back_since_ns else seen
-        # Those for whom the others have held back since the last sample.
+        # The tenants for whose latency sessions the others have held back since the last sample.
         obeyed = card.shares.obeyed
         first = [one for one in card.words if one in card.members and card.members[one].tenant in obeyed]
         account = card.account
@@ -339,7 +341,7 @@ class CardTimes:
             pause_ns = card.round_due_ns - now_ns
             if card.is_fine:
                 pause_ns = min(pause_ns, int(FINE_NS * random.uniform(0.5, 1.5)))
-        # With very many sessions a sample takes long: the loop has other work to do.
+        # With very many sessions a sample takes long, so sample less often: the loop has other work to do.
         card.due_ns = now_ns + max(pause_ns, LOOP_PART * (time.monotonic_ns() - began_ns))
 
     def _add_use(self, uuid: str, card: _Card, number: int, now_ns: int) -> None:
@@ -380,7 +382,7 @@ class CardTimes:
         )
         card.round_due_ns = card.shares.next_round_ns(now_ns)
         for bar in card.shares.bars:
-            # What it did since its turns were renewed says why.
+            # Log the figures since its turns were renewed, which show the reason.
             spent = (bar.bar_ns, bar.due_ns, bar.busy_ns, bar.held_ns)
             for_ms, due_ms, busy_ms, held_ms = (round(part_ns / NS_PER_MS, 2) for part_ns in spent)
             log_event(
@@ -394,8 +396,8 @@ class CardTimes:
         active = set(times)
         for number, wanted in limits.items():
             self._write_limits(members[number], wanted)
-        # Idle sessions: only latency sessions concern them. Those that were not idle before get this at once, all of
-        # them in time, before it lapses.
+        # For idle sessions only latency sessions matter. Write these limits at once to sessions that have just become
+        # idle, and to all others before their limits lapse.
         idle = card.shares.idle_limits(now_ns)
         is_due = bool(card.words) and now_ns >= card.idle_due_ns
         if is_due:
@@ -408,7 +410,7 @@ class CardTimes:
             self._send_words(card)
 
     def _write_limits(self, member: _Member, wanted: TimeLimits) -> None:
-        # A word that could not be sent yet is not obeyed yet.
+        # Leave out words that the worker does not have yet.
         if wanted.latency_mask:
             mask = sum(1 << word for word in member.words) & wanted.latency_mask
             wanted = wanted._replace(latency_mask=mask)
@@ -419,7 +421,7 @@ class CardTimes:
     # --- latency words ---
 
     def _update_words(self, card: _Card, permitted: set[str]) -> None:
-        """Give each session of the latency class a word, and take away those of sessions that have ended."""
+        """Give each session of the latency class a word, and remove the words of ended sessions."""
         wanted = {one for one, member in card.members.items() if member.is_latency and member.tenant in permitted}
         for session in card.words.keys() - wanted:
             number, word = card.words.pop(session)
@@ -428,7 +430,7 @@ class CardTimes:
                 member.words.pop(number, None)
         free = _free_numbers({number for number, _ in card.words.values()})
         for session in [one for one in wanted if one not in card.words]:
-            # Without a number or a descriptor it is of the ordinary class for now.
+            # Without a free number or descriptor, the session is of the ordinary class for now.
             with contextlib.suppress(OSError, StopIteration):
                 number = next(free)
                 self._last_serial += 1
@@ -441,10 +443,10 @@ class CardTimes:
         self._send_words(card)
 
     def _send_words(self, card: _Card) -> None:
-        """Send each worker the words that it lacks; it may be too busy to take them now."""
+        """Send each worker the words that it lacks. A worker that is too busy now gets them later."""
         for session, (number, word) in card.words.items():
             for one, member in card.members.items():
-                # Not to an older worker, which keeps no account either.
+                # Skip older workers, which do not know words (and keep no account).
                 if member.words.get(number) == word.serial or member.worker.page.time_claims() is None:
                     continue
                 message = LatencyWord(number, is_own=one == session)

@@ -1,7 +1,7 @@
 """Proves at start-up that contexts can be made, and measures the memory that one costs.
 
-On each card one worker is made in the same way as for leases, and ended. A lease costs the node its tenant's bytes, the
-bytes that the card showed for that worker, and what a session may make the driver take later.
+On each card, one worker is started like that of a lease, and ended. A lease costs the node its tenant's bytes, the
+bytes that the card showed for that worker, and the bytes that a session may make the driver take later.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ _WORKER_EVENTS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted
 
 
 async def measure_overhead(source: CardSource, workers: Workers, cards: list[CardFacts]) -> list[int]:
-    """Return the bytes that one context may cost on each card: at first, and by what the driver may take later.
+    """Return the bytes that one context may cost on each card, including the bytes that the driver may take later.
 
-    Raises CardsUnavailable if a context can't be made, or does not go away.
+    Raises CardsUnavailable if a context can't be made, or if its bytes are not released.
     """
     events: asyncio.Queue[Event] = asyncio.Queue()
     workers.deliver_to(events.put_nowait)
@@ -56,17 +56,17 @@ class _Probe:
 
     async def measure(self) -> int:
         """Return the bytes that the worker's context costs, after ending the worker. Raises CardsUnavailable."""
-        # A slice of 1 byte: not 0, which would make it a warm worker.
+        # Use a slice of 1 byte, because 0 would make it a warm worker.
         self.workers.spawn(WorkerSpec(self.number, self.card.uuid, 1, is_shared=False))
-        # Step 1: the worker has its context, or reports why not.
+        # Step 1: wait until the worker has its context, or reports why not.
         started = await self._next()
         pid = self.workers.pid(self.number)
         if not isinstance(started, WorkerReady):
             await self._end(started)
             raise await self._failure(started)
-        # Step 2: measure while it lives. The card's figure for the process is the cost of its context.
+        # Step 2: measure while it runs. The card's figure for the process is the cost of its context.
         overhead = await asyncio.to_thread(self.source.process_bytes, self.card.uuid, pid)
-        # Step 3: end it, and prove that its bytes come back. A card that keeps them could never prove a lease's bytes
+        # Step 3: end it, and prove its bytes free. On a card that keeps them, a lease's bytes could never be proved
         # free.
         await self._end(started)
         await _wait_for_proof(self.source, self.card, pid)
@@ -97,7 +97,7 @@ class _Probe:
     async def _next(self) -> Event:
         """Return the next event of this worker. Late events of the previous worker are skipped."""
         with contextlib.suppress(TimeoutError):
-            # Each event gets the whole time: loading a driver is slow, reaping a process is not.
+            # Each event gets the whole time, because loading a driver is slow.
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 while True:
                     event = await self.events.get()
@@ -119,7 +119,7 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
             reading = await asyncio.to_thread(source.read, card.uuid)
         except CardsUnavailable as error:
             missing = str(error)
-        # The same proof as for leases: the card does not list the process, and no bytes are left that belong to no
+        # Use the same proof as for leases: the card does not list the process, and has no bytes that belong to no
         # process.
         else:
             missing = unlisted.missing(reading, polled_ns)

@@ -1,7 +1,7 @@
-"""A helper process of the broker: it is started, pinged, killed when it hangs, and replaced when it ends.
+"""A helper process of the broker: the broker starts it, pings it, kills it if it hangs, and replaces it when it ends.
 
-The relays' acceptor, the web process and the fleet process are such processes. The same `Heartbeat` pings the zygote;
-but a zygote may belong to an earlier broker, and is left to the next one.
+The relays' acceptor, the web process and the fleet process are helper processes. `Heartbeat` also pings the zygote,
+which is no helper process: it may be an earlier broker's, and is left to the next one.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ START_TIMEOUT_S: Final = 30.0
 """Longest time until a process serves. The web process imports an HTTP server, which takes seconds from a cold disk."""
 
 EXIT_S: Final = 1.0
-"""Longest time for a process that has closed its channel to end by itself, so that the log has the reason; then it is
+"""Time for which a process that has closed its channel may end by itself, so that the log has the reason. Then it is
 killed."""
 
 END_TIMEOUT_S: Final = 5.0
-"""Longest wait for a killed process. One in a system call that can't be interrupted, for example on a hung disk, ends
-later; nothing waits for that."""
+"""Longest wait for a killed process to end. If it is in a system call that can't be interrupted, for example on a hung
+disk, it ends later, and nothing waits for that."""
 
 RESTART_DELAY_S: Final = 1.0
-"""Time between the death of a process and the next start; doubled after each process that has not lived for STEADY_S.
-Stops one that dies at once from being started in a busy loop."""
+"""Pause between the death of a process and the next start. It is doubled after each process that has not run for
+STEADY_S. Stops a process that dies at once from being started in a busy loop."""
 
 MAX_RESTART_DELAY_S: Final = 60.0
 
@@ -50,12 +50,13 @@ STEADY_S: Final = 60.0
 BEAT_S: Final = 5.0
 
 HUNG_AFTER_S: Final = 30.0
-"""Time of unanswered pings after which a process is killed; long, because hosts may be under heavy load."""
+"""Time without an answer to pings after which a process is killed. It is long, because hosts may be under heavy
+load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Time limits; each field is the constant of its name."""
+    """Time limits. Each field has the constant of the same name as its default."""
 
     start_s: float
     exit_s: float
@@ -79,7 +80,7 @@ class ChildKind:
     """The program of a child process, and the log events about it.
 
     Attributes:
-        name: Its name in sentences, "the ..." for one.
+        name: Its name in sentences, with "the".
         module: The module to run. Its arguments are the channel's descriptor, the broker's process id, and `arguments`.
         sends: The messages that it may send, besides those of every helper process.
         broken: Clause that precedes the reason when the process reports that it can't work.
@@ -108,11 +109,11 @@ class ChildProcess:
         kind: The program.
         on_start: Makes a new process serve, with `send` and `expect`. May raise CannotListen, OSError and
           ChannelClosed.
-        on_message: Called with each message of `kind.sends`, and its descriptors. The callee removes from the list
-          those that it keeps; the others are closed.
-        on_end: Called when a process is gone, or was killed and does not end.
+        on_message: Called with each message of `kind.sends`, and its descriptors. The callee removes the descriptors
+          that it keeps from the list; the others are closed.
+        on_end: Called when a process has ended, or was killed and does not end.
         on_unhandled: Called with the number of a request or an answer that can't be read, or that raised an exception
-          when it was handled. The callee must answer whoever waits.
+          when it was handled. The callee must answer the waiting request.
         timeouts: The time limits; None for a daemon's.
     """
 
@@ -133,13 +134,13 @@ class ChildProcess:
         self._messages: Mapping[str, type[Message]] = {**FROM_HELPER, **kind.sends}
         self._fault_lines = RateLimit(LINE_EVERY_S)
         self._timeouts = timeouts or ordinary_timeouts()
-        # The present process: its channel, what waits for the channel, and the message that `start` awaits.
+        # The current process: its channel, the messages that wait for room in it, and the message that `start` awaits.
         self._channel: socket.socket | None = None
         self._outbox: Outbox | None = None
         self._child: _Child | None = None
         self._awaited: asyncio.Future[None] | None = None
         self._awaited_kind: type[Message] = Ready
-        # Whether it has served, so that its end is followed by a restart; and the restarts in a row.
+        # Whether it has served, so that it is restarted when it ends; and the number of restarts in a row.
         self._is_up = False
         self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0
@@ -158,18 +159,18 @@ class ChildProcess:
         return self._channel is not None
 
     async def start(self) -> None:
-        """Start a process and wait until it serves; from then on one is always kept running. Raises CannotListen."""
+        """Start a process and wait until it serves. From then on one is kept running. Raises CannotListen."""
         kind = self._kind
         try:
-            # Step 1: the process and its channel.
+            # Step 1: start the process, with its channel.
             self._launch()
             async with asyncio.timeout(self._timeouts.start_s):
-                # Step 2: the owner sends it what it needs, and waits for the message that it serves.
+                # Step 2: the owner sends it what it needs, and waits until it reports that it serves.
                 await self._on_start()
             # It may have died after that message.
             if self._channel is None:
                 raise ChannelClosed("it is gone")
-        # Every failure ends the process: a half-started one would answer pings and serve nothing.
+        # After any failure end the process: a half-started one would answer pings but not serve.
         except TimeoutError:
             await self._end()
             raise CannotListen(f"{kind.name} was not ready after {self._timeouts.start_s:g} s") from None
@@ -182,13 +183,13 @@ class ChildProcess:
         except BaseException:
             await self._end()
             raise
-        # Step 3: from now on its end is noticed, and another one is started.
+        # Step 3: from now on, start another process when this one ends.
         self._is_up, self._began_s = True, time.monotonic()
         self._heartbeat.begin()
 
     async def stop(self) -> None:
-        """End the process for good: a restart that is due is cancelled."""
-        # The restart first: it would start the next process while this one is ended.
+        """End the process for good, and cancel a restart that is due."""
+        # Cancel the restart first: otherwise it would start the next process while this one is being ended.
         if self._restarting is not None:
             self._restarting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -197,8 +198,8 @@ class ChildProcess:
         await self._end()
 
     def give_up(self, reason: str) -> None:
-        """Kill the process, which hangs, and start another. `reason`: a clause for the log."""
-        # SIGKILL, because a process that hangs does not notice that its channel is closed.
+        """Kill the process, because it hangs, and start another one. `reason`: a clause for the log."""
+        # Use SIGKILL, because a process that hangs does not notice that its channel is closed.
         if self._child is not None:
             self._child.kill()
         self._lose(self._kind.hung, reason)
@@ -208,7 +209,7 @@ class ChildProcess:
 
         It fails with CannotListen if the process sends Broken instead, and with ChannelClosed if it ends.
         """
-        # Registered before the caller sends its request: the answer may come at once.
+        # The caller must call this before it sends its request, because the answer may come at once.
         self._awaited = asyncio.get_running_loop().create_future()
         self._awaited_kind = kind
         if self._channel is None:
@@ -224,7 +225,7 @@ class ChildProcess:
     def send_in_turn(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message, now or once the process has read the earlier ones. Raises ChannelClosed.
 
-        The caller bounds what waits, by `unsent`; the heartbeat ends a process that reads nothing.
+        The caller bounds the waiting messages by `unsent`; the heartbeat ends a process that does not read.
         """
         if self._channel is None or self._outbox is None:
             raise ChannelClosed(f"{self._kind.name} is not running")
@@ -238,8 +239,8 @@ class ChildProcess:
         return 0 if self._outbox is None else len(self._outbox)
 
     def to_this_one(self) -> Callable[[Message], None]:
-        """Return a function that sends to the present process; messages are lost once it is gone or does not read."""
-        # Remembered, so that an answer that takes long is not sent to the successor of the process that asked.
+        """Return a function that sends to the current process. Messages are lost once it has ended or does not read."""
+        # Keep the channel, so that a late answer is not sent to the successor of the process that asked.
         channel = self._channel
 
         def send(message: Message) -> None:
@@ -267,7 +268,7 @@ class ChildProcess:
                 [*command, *self._kind.arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                # The broker alone handles a Ctrl-C at its terminal.
+                # Only the broker handles a Ctrl-C at its terminal.
                 start_new_session=True,
                 env=os.environ | self._kind.environment,
             )
@@ -277,8 +278,11 @@ class ChildProcess:
         asyncio.get_running_loop().add_reader(ours, self._read)
 
     def _lose(self, event: LogEvent, reason: str) -> None:
-        """Close the channel of a process that is dead or about to be killed; start another if this one has served."""
-        # The channel first: nothing is sent to a process that is given up, and no message of it is read any more.
+        """Close the channel of a process that is dead or about to be killed.
+
+        Start another one if this one has served.
+        """
+        # Close the channel first: from now on, send nothing to this process and read nothing from it.
         self._close_channel()
         if self._is_up:
             self._is_up = False
@@ -300,14 +304,14 @@ class ChildProcess:
     async def _end(self) -> None:
         self._close_channel()
         if self._child is not None:
-            # Killed even if it seems to have ended: closing the channel is only a request.
+            # Kill it even if it seems to have ended: to close the channel is only a request.
             self._child.kill()
             await self._child.end(self._timeouts.end_s)
             self._child = None
             self._on_end()
 
     async def _replace(self, event: LogEvent, reason: str) -> None:
-        # It lived long enough to count as healthy, so the pause starts small again.
+        # The process ran long enough to count as healthy, so begin with a short pause again.
         if time.monotonic() - self._began_s > self._timeouts.steady_s:
             self._restarts = 0
         # Give a process that closed its channel a moment to end, so that the log has its exit status.
@@ -316,7 +320,7 @@ class ChildProcess:
             how = await self._child.end(self._timeouts.exit_s)
         await self._end()
         log_event(event, reason=how or reason)
-        # Try for ever: without this process a part of the daemon is missing, and the log says so each time.
+        # Try forever: without this process a part of the daemon is missing. Each failure is logged.
         while True:
             await asyncio.sleep(back_off_s(self._restarts, self._timeouts.restart_s, self._timeouts.max_restart_s))
             self._restarts += 1
@@ -336,13 +340,13 @@ class ChildProcess:
         try:
             self._outbox.flush()
         except ChannelClosed:
-            # The process is gone; the reader notices that.
+            # The process has ended; the reader notices that.
             self._outbox.close()
         if not len(self._outbox):
             asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
-        """Read one message per turn of the loop, because a compromised process could send for ever."""
+        """Read one message per turn of the loop, because a compromised process could send forever."""
         if self._channel is None:
             return
         try:
@@ -358,11 +362,11 @@ class ChildProcess:
             close_all(fds)
 
     def _take(self, received: dict[str, Any], fds: list[int]) -> None:
-        """Handle one message. One that can't be read or handled is logged, and whoever waits for it is answered."""
+        """Handle one message. If it can't be read or handled, log that and have the waiting request answered."""
         try:
             self._handle(expect_message(self._messages, received), fds)
         except Exception as error:
-            # The process was compromised, or there is a bug here. One that repeats must not fill the log.
+            # The process was compromised, or this is a bug of ours. If it repeats, it must not fill the log.
             if (suppressed := self._fault_lines.admit()) is not None:
                 doing = f"reading a message of {self._kind.name}: {error}"
                 doing += f" ({suppressed} more like this)" if suppressed else ""
@@ -371,7 +375,8 @@ class ChildProcess:
                 self._on_unhandled(number)
 
     def _handle(self, message: Message, fds: list[int]) -> None:
-        # While `start` waits for Prepared or Ready, that or Broken is its answer. The owner gets its own messages.
+        # While `start` waits for Prepared or Ready, that message or Broken is the answer. Pass all other messages to
+        # the owner.
         awaited = None if self._awaited is None or self._awaited.done() else self._awaited
         match message:
             case Pong():
@@ -387,16 +392,16 @@ class ChildProcess:
 
 
 class Heartbeat:
-    """Pings a process repeatedly, and gives up on it when it stops answering.
+    """Pings a process repeatedly, and reports when it stops answering.
 
-    It counts unanswered pings, not seconds. While this process was stopped, stuck, or suspended with its host, it sent
-    no ping; and it reads the answers that arrived meanwhile before it sends the next one.
+    It counts unanswered pings, not seconds: while this process is stopped, stuck, or suspended with its host, it sends
+    no ping, and afterwards it reads the answers before it sends the next one.
 
     Args:
         beat_s: Time between two pings.
-        hung_after_s: Time of pings in a row without an answer after which the process is given up.
+        hung_after_s: Time without an answer, counted in pings, after which the process is reported.
         ping: Sends a ping; may raise ChannelClosed or BlockingIOError.
-        on_silence: Called once with a clause for the log; no ping is sent any more.
+        on_silence: Called once with a clause for the log. After that no ping is sent.
     """
 
     def __init__(
@@ -423,21 +428,23 @@ class Heartbeat:
             self._next = None
 
     def _beat(self) -> None:
-        # Counted before the next ping: each ping had a whole beat for its answer.
+        # Check this before the next ping: each ping has had a whole interval for its answer.
         if self._unanswered >= self._most_unanswered:
             self._next = None
             self._on_silence(f"it gave no sign of life for {self._unanswered * self._beat_s:g} s")
             return
-        # Armed before the ping is sent: an error of the channel must not end the heartbeat.
+        # Arm the timer before the ping is sent, because an error of the channel must not end the heartbeat.
         self._unanswered += 1
         self._next = asyncio.get_running_loop().call_later(self._beat_s, self._beat)
-        # A process with no room in its channel for the ping has not answered the earlier ones either.
+        # If the channel has no room for the ping, the process has not answered the earlier pings either.
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             self._ping()
 
 
 class _Child:
-    """A process that was started here. The loop reaps it by its pidfd when it ends, even an hour after its kill.
+    """A process that this one started.
+
+    The loop reaps it by its pidfd when it ends, even if that is long after its kill.
 
     Raises OSError, and kills the process, if no descriptor is left for the pidfd.
     """
@@ -465,7 +472,7 @@ class _Child:
         self._process.kill()
 
     async def end(self, within_s: float) -> str | None:
-        """Wait for the end, and return how the process ended, in words; None if it has not ended in time."""
+        """Wait for the end. Returns a description of how the process ended; None if it has not ended in time."""
         try:
             async with asyncio.timeout(within_s):
                 await self._ended.wait()
@@ -479,13 +486,13 @@ class _Child:
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        # Reaped at once: the process has ended, so this does not block.
+        # The process has ended, so this does not block.
         self._process.wait()
         self._ended.set()
 
 
 def reap_later(pid: int, on_end: Callable[[int], None]) -> None:
-    """Call `on_end` when a process that was not started here has ended, and reap it if it is this process's child.
+    """Call `on_end` when a process that another one started has ended, and reap it if it is this process's child.
 
     A descendant becomes a child when its own parent dies (see processes.adopt_orphans); a process that an earlier
     daemon left never does.

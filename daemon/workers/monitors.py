@@ -2,8 +2,8 @@
 
 `KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares what a session
 holds with what was admitted. `Reclaimer` proves a dead worker's bytes free, `RegionProver` an ended region's.
-`CardWatch` polls what others hold of a card. `Recycler` has a worker scrubbed after its lease, and measures it before a
-lease may have it.
+`CardWatch` polls the memory that others hold on a card. `Recycler` has a worker scrubbed after its lease, and measures
+it before its next lease.
 """
 
 import asyncio
@@ -45,15 +45,16 @@ from gpulease.protocol.operations import Trait, having
 from gpulease.protocol.time_units import NS_PER_S
 
 UNRESPONSIVE_AFTER_S: Final = 30.0
-"""Longest time without a sign of life from a worker: six times its longest sleep, because hosts may be under heavy
+"""Longest time without a heartbeat from a worker: six times its longest sleep, because hosts may be under heavy
 load."""
 
 ROUND_S: Final = 1.0
-"""Seconds between two rounds of a monitor. The kernels' watchdog runs more often where kernels may run for less.
+"""Seconds between two rounds of a monitor. The kernels' watchdog runs more often if kernels may run only for a shorter
+time.
 
-A session that holds more than the rules foresaw is found within a round; polling it takes 0.1 ms. A program outside
-the daemon that takes memory reduces the card's capacity within a round; until then leases may be promised more of
-the card than it has. That poll takes 0.3 ms."""
+A session that holds more than it should is found within a round; to poll it takes 0.1 ms. If a program outside the
+daemon takes memory, the card's capacity is reduced within a round; until then leases may be promised more than the card
+has. That poll takes 0.3 ms."""
 
 MIN_ROUND_S: Final = 0.01
 """Shortest time between two rounds, in seconds."""
@@ -65,7 +66,7 @@ _ROUNDS_PER_BOUND: Final = 8
 
 @dataclass(slots=True)
 class _LastLook:
-    """The last sign of life on a worker's page, and when this process saw it first."""
+    """The last heartbeat on a worker's page, and the time when this process first saw it."""
 
     polled_ns: int
     since_ns: int
@@ -115,21 +116,21 @@ class KernelWatchdog:
             self.look_at_all(time.monotonic_ns())
 
     def _pause_s(self) -> float:
-        # Eight rounds within the shortest bound: a kernel is found at most an eighth too late.
+        # Do eight rounds within the shortest bound, so that a kernel is found at most an eighth too late.
         bounds = [worker.spec.max_kernel_ms / 1000 for worker in self._workers.serving() if worker.spec.max_kernel_ms]
         return max(MIN_ROUND_S, min([ROUND_S, *(bound / _ROUNDS_PER_BOUND for bound in bounds)]))
 
     def _verdict(self, worker: Worker, now_ns: int) -> tuple[Cause, str] | None:
-        # Rule 1: one kernel has run for longer than the lease allows, as the worker's own signs of life show.
+        # Rule 1: by the worker's own figures, one kernel has run for longer than the lease allows.
         polled_ns, since_ns = (worker.page.counter(one) for one in (Counter.LOOKED_NS, Counter.KERNEL_SINCE_NS))
         if reason := overran(polled_ns, since_ns, worker.spec.max_kernel_ms):
             return Cause.KERNEL_TIMEOUT, reason
-        # Rule 2: a compilation. It can't be interrupted, so a worker gives no sign of life meanwhile; only its length
-        # counts.
+        # Rule 2: a compilation takes too long. It can't be interrupted, so the worker shows no heartbeat during it, and
+        # only its length counts.
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
-        # Rule 3: no new sign of life. Some operations are known to wait inside the driver; they are exempt, because
+        # Rule 3: there is no new heartbeat. Operations that are known to wait inside the driver are exempt, because
         # rules 1 and 2 and the lease's deadline bound them.
         last = self._looks.get(worker.spec.lease_id)
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
@@ -142,23 +143,24 @@ class KernelWatchdog:
 
 PAUSE_S: Final = 0.01
 """Pause between two polls of one session. Stops a tenant that loads one module after the other from keeping the card's
-driver busy with listing processes; what a session takes meanwhile is found that much later."""
+driver busy with listing processes. Memory that a session takes during the pause is found that much later."""
 
 
 FAILED_POLL_PAUSE_S: Final = 0.2
 MAX_FAILED_POLLS: Final = 5
-"""Pause before a session is polled again when the card gave no figure, and the polls in a row after which it is ended.
-A driver may fail once and recover; a session whose memory stays unknown must not run on for more than about a second,
-because nothing would then stop it from taking another lease's bytes."""
+"""Pause before a session is polled again if the card gave no figure, and the number of such polls in a row after which
+the session is ended. A driver may fail once and recover. But a session whose memory is unknown must end within about a
+second, because nothing would stop it from taking another lease's bytes."""
 
 
 class MemoryMonitor:
     """Condemns sessions that hold more of their card than was admitted.
 
-    Allocations are counted before they are made; rules foresee the memory of modules and local memory (drivers/cuda).
-    The monitor proves that the rules hold, by the card's own figure for the process. It polls when the driver may have
-    taken more, and once a second. It also polls scrubbed contexts that wait for their next lease. A session that holds
-    too much is ended as OVER_SLICE, and one that the card gives no figure for in MAX_FAILED_POLLS polls as UNMEASURED.
+    Allocations are counted before they are made, and the memory of modules and the local memory of kernels are computed
+    in advance (drivers/cuda). The monitor checks these by the card's figure for the process. It polls when the driver
+    may have taken more, and once a second. It also polls scrubbed contexts that wait for their next lease. A session
+    that holds too much is ended as OVER_SLICE. If the card gives no figure for a session in MAX_FAILED_POLLS polls, it
+    is ended as UNMEASURED.
 
     Args:
         table: The leases.
@@ -178,13 +180,13 @@ class MemoryMonitor:
         self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
 
     def start(self) -> None:
-        """Poll all sessions from now on, where one can take more than it is given; later calls do nothing."""
+        """Poll all sessions from now on, if the driver lets one take more than it is given. Later calls do nothing."""
         if self._source.reserve_bytes:
             self._rounds.start()
 
     def poll(self, lease_id: int) -> None:
-        """Poll a session; once more if this is called again during the poll."""
-        # One poll of a session at a time. The growth that was just reported may have come after the card was read.
+        """Poll a session. If this is called again during the poll, poll once more."""
+        # Do only one poll of a session at a time, then repeat it: the growth may have come after the card was read.
         if lease_id in self._tasks:
             self._again.add(lease_id)
             return
@@ -204,7 +206,7 @@ class MemoryMonitor:
         for lease in self._table.snapshots():
             if lease.state is LeaseState.ACTIVE:
                 self.poll(lease.lease_id)
-        # Submits and recycled contexts have processes of their own, and ran a tenant's kernels too.
+        # Submits and recycled contexts have processes of their own, which have also run a tenant's kernels.
         for submit in self._table.submits.snapshots():
             self.poll(submit.submit_id)
         for context in self._table.warming():
@@ -225,17 +227,17 @@ class MemoryMonitor:
         await asyncio.sleep(FAILED_POLL_PAUSE_S if lease_id in self._failed_polls else PAUSE_S)
 
     async def _look(self, lease_id: int) -> None:
-        # It may have ended since the poll was ordered.
+        # The session may have ended since the poll was ordered.
         place, pid = self._table.submits.may_hold(lease_id), self._workers.pid(lease_id)
         if place is None or not pid:
             return
         card_uuid, allowed = place
         park = self._table.parking.of(lease_id)
         try:
-            # A thread, because the driver's library blocks; it is slowest when the card is busy.
+            # Poll in a thread, because the driver's library blocks, especially if the card is busy.
             held = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         except CardsUnavailable as error:
-            # One failure may pass. The polls of a lease that ended meanwhile stop by the first check above.
+            # Tolerate some failures. If the lease has ended, its polls stop at the first check above.
             failed = self._failed_polls[lease_id] = self._failed_polls.get(lease_id, 0) + 1
             if failed < MAX_FAILED_POLLS:
                 self._again.add(lease_id)
@@ -245,7 +247,8 @@ class MemoryMonitor:
             self._failed_polls.pop(lease_id, None)
             if held <= allowed:
                 return
-            # It was resized, or its session left its card or came back, during the poll: the figures are of two times.
+            # During the poll the lease was resized, or its session left its card or returned, so the figures don't
+            # match.
             if (self._table.submits.may_hold(lease_id), self._table.parking.of(lease_id)) != (place, park):
                 self._again.add(lease_id)
                 return
@@ -265,8 +268,8 @@ class MemoryMonitor:
 
 
 FIRST_LOOK_DELAY_S: Final = 0.002
-"""Time between the first poll of a card and the second. The driver releases bytes some milliseconds after the reap (74
-ms seen for 60 GiB), so polls start close together and become rarer."""
+"""Pause between the first poll of a card and the second. The driver releases bytes some milliseconds after the reap (74
+ms were seen for 60 GiB), so polls are close together at first and then become rarer."""
 
 MAX_LOOK_DELAY_S: Final = 0.1
 """Longest time between two polls: the lease table fences the slice when its own timer runs out, and polls cost time."""
@@ -277,7 +280,7 @@ FIRST_ROUND_TIMEOUT_S: Final = 5.0
 
 
 class UnlistedSince:
-    """Polls of a card that no longer lists one process, and the figures from them for `WorkerUnlisted`."""
+    """The polls of a card since it stopped listing one process, and their figures for `WorkerUnlisted`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -285,14 +288,14 @@ class UnlistedSince:
         self._least_bytes = 0
 
     def missing(self, reading: CardReading, polled_ns: int) -> str:
-        """Record a poll. Returns in words what prevents the proof; "" if the card does not list the process."""
-        # While the card lists it, no earlier poll without it counts: the proof starts again.
+        """Record a poll. Returns a description of what prevents the proof; "" if the card does not list the process."""
+        # The card lists the process (again), so earlier polls without it do not count: start again.
         if (held := reading.processes.get(self._pid)) is not None:
             self._since_ns = None
             return f"NVML still lists process {self._pid} with {held} bytes"
         if self._since_ns is None:
             self._since_ns, self._least_bytes = polled_ns, reading.unowned_bytes
-        # The least that was seen: others may take bytes during the polls, which must not look like the worker's.
+        # Keep the smallest figure: others may take bytes during the polls, which must not count as the worker's.
         self._least_bytes = min(self._least_bytes, reading.unowned_bytes)
         return ""
 
@@ -305,7 +308,7 @@ class UnlistedSince:
 class Reclaimer:
     """Polls a card for a dead worker's bytes until the lease table has its proof.
 
-    Only `give_up` ends the polls: the lease table decides how long is too long.
+    Only `give_up` ends the polls, because the lease table decides how long to wait.
     """
 
     def __init__(self, source: CardSource, post: Callable[[Event], None]) -> None:
@@ -314,7 +317,10 @@ class Reclaimer:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def prove(self, lease_id: int, card_uuid: str, pid: int) -> None:
-        """Post `WorkerUnlisted` at each poll that does not list the process; `ReclaimProved` if there never was one."""
+        """Post `WorkerUnlisted` at each poll that does not list the process.
+
+        Post `ReclaimProved` if there was no process.
+        """
         task = asyncio.get_running_loop().create_task(self._look(lease_id, card_uuid, pid))
         self._tasks[lease_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(lease_id, None))
@@ -338,13 +344,13 @@ class Reclaimer:
             try:
                 reading = await asyncio.to_thread(self._source.read, card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError) as error:
-                # If no thread can be started, try again: memory may be free again before the slice must be fenced.
+                # If no thread can be started, try again: memory may become free before the slice must be fenced.
                 missing = f"the card can't be looked at: {error}"
             else:
                 missing = unlisted.missing(reading, polled_ns)
                 if not missing:
                     self._post(unlisted.event(lease_id, card_uuid, reading, polled_ns))
-                    # If the lease table has its proof, it has cancelled this task, which then ends here.
+                    # If this completed the proof, the lease table has cancelled this task, which then ends here.
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
@@ -356,7 +362,7 @@ class Reclaimer:
 class RegionProver:
     """Polls a session's process on a card until an ended region's bytes are back.
 
-    Only `give_up`, or the session's end, ends the polls: the lease table decides how long is too long.
+    Only `give_up`, or the session's end, ends the polls, because the lease table decides how long to wait.
 
     Args:
         allowed_bytes: Returns the bytes that the session of a lease may hold now. They can exceed the order's figure:
@@ -377,7 +383,7 @@ class RegionProver:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def prove(self, order: ProveRegion) -> None:
-        """Post `RegionProved` once the process has no more than the order allows; a later order replaces this one."""
+        """Post `RegionProved` once the process holds no more than the order allows. A later order replaces this one."""
         self.give_up(order.region_id)
         task = asyncio.get_running_loop().create_task(self._look(order))
         self._tasks[order.region_id] = task
@@ -405,7 +411,7 @@ class RegionProver:
             except _UNKNOWN as error:
                 missing = f"the card can't be looked at: {error}"
             else:
-                # For a region, other changes may have raised the allowance meanwhile. For a resize, only the order's
+                # For a region, other changes may have raised the allowance by now. For a resize, only the order's
                 # figure counts.
                 allowed = order.allowed_bytes
                 if order.region_id != order.lease_id:
@@ -420,7 +426,7 @@ class RegionProver:
 
 
 class CardWatch:
-    """Reports to the lease table once a second how much of the cards others than the daemon's workers hold."""
+    """Reports once a second to the lease table how much of the cards is held by others than the daemon's workers."""
 
     def __init__(
         self, source: CardSource, card_uuids: Sequence[str], workers: Workers, post: Callable[[Event], None]
@@ -432,7 +438,7 @@ class CardWatch:
         self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
 
     async def start(self) -> None:
-        """Poll once now, and once a second from then on, where others can hold anything."""
+        """Poll now and once a second from then on, on cards where others can hold memory."""
         if not self._rounds.is_started and self._source.has_others:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
@@ -444,31 +450,31 @@ class CardWatch:
 
     async def _look_at_all(self) -> None:
         for card_uuid in self._card_uuids:
-            # A card that can't be read now is read a second later; proofs wait meanwhile.
+            # If a card can't be read now, it is read a second later; its proofs wait until then.
             try:
                 await self._look(card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError):
                 pass
             except Exception:
-                # A bug of ours. The polls continue: without them, others' memory would be granted.
+                # This is a bug of ours. Continue to poll: otherwise memory that others hold would be granted.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
 
     async def _look(self, card_uuid: str) -> None:
-        # Before the poll: a worker that ends during it was still the daemon's own when the card was read.
+        # Read the daemon's workers before the poll: one that ends during it may still be in the card's figures.
         own, polled_ns = self._workers.pids(), time.monotonic_ns()
         reading = await asyncio.to_thread(self._source.read, card_uuid)
-        # A worker that started, or was forgotten, during the poll is the daemon's own, too.
+        # Add workers that started during the poll.
         own |= self._workers.pids()
         self._workers.on_processes_listed(card_uuid, reading.processes.keys())
         self._post(CardPolled(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), polled_ns))
 
 
 _UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)
-"""The card does not report how many bytes a process has, or no thread can be started to poll it."""
+"""Errors that mean that the card reports no figure for a process, or that no thread can be started to poll it."""
 
 
 class Recycler:
-    """Measures the memory of warm contexts before their first lease, has them scrubbed after a lease, and compares.
+    """Measures warm contexts before their first lease, has them scrubbed after each lease, and compares their memory.
 
     Args:
         source: The cards.
@@ -488,14 +494,14 @@ class Recycler:
             self._post(event)
 
     def holds_back(self, event: Event) -> bool:
-        """Return whether to delay an event: a warm context's memory is measured before a lease can have the context."""
-        # Only fresh warm contexts are measured: only they have run nothing, so only their figure is a baseline.
+        """Return whether to delay an event because a warm context's memory must be measured before its first lease."""
+        # Measure only fresh warm contexts: they have run nothing, so their figure is the baseline.
         if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
             return False
         worker = self._workers.worker(event.worker_id)
         if not self._workers.wipes_heap or worker is None or worker.is_weighed:
             return False
-        # Set before the poll, so that a second Ready does not start a second one.
+        # Set this before the poll, so that a second Ready does not start a second poll.
         worker.is_weighed = True
         self._start(self._weigh(worker, event))
         return True
@@ -506,9 +512,9 @@ class Recycler:
         if worker is None:
             return
         try:
-            # The worker maps the next lease's page during the scrub; the present one still shows the lease that ends.
+            # The worker maps the next lease's page during the scrub. The current page still shows the lease that ends.
             worker.next_page = page = BrokerPage()
-            # Read-only, as every page that a worker gets.
+            # Pass it read-only, like every page that a worker gets.
             lease_fd = for_reading(page.fds.lease)
             try:
                 send_message(worker.channel, Scrub().to_map(), (lease_fd, page.fds.claims))
@@ -519,11 +525,11 @@ class Recycler:
             asyncio.get_running_loop().call_soon(self._post, WorkerScrubbed(lease_id, doubt))
 
     def on_scrubbed(self, worker: Worker, doubt: str, held_bytes: int) -> None:
-        """Process a worker's answer: why it is not clean, or "", and the bytes that it still counts as its own."""
+        """Process a worker's answer: `doubt` is "" if it is clean; `held_bytes` are those that it counts as its own."""
         if worker.next_page is None or worker.has_answered:
             return  # No scrub was ordered, or the worker has answered before.
         worker.has_answered = True
-        # A connection that waits in the channel belongs to the old lease, and would be served after the scrub.
+        # A connection that waits in the channel is of the old lease, and would be served after the scrub.
         if not doubt and (held_bytes or worker.hand_overs):
             doubt = f"it still has {held_bytes} bytes and {counted(worker.hand_overs, 'connection')}"
         self._start(self._prove(worker, worker.spec.lease_id, doubt))
@@ -547,8 +553,8 @@ class Recycler:
             except _UNKNOWN as error:
                 doubt = f"the card can't be looked at: {error}"
             else:
-                # The worker's own report is not enough: it must also hold no more than before its first lease, by the
-                # card's figure.
+                # The worker's report is not enough: by the card's figure, it must also hold no more than before its
+                # first lease.
                 if worker.hand_overs:
                     doubt = "a connection was handed to it meanwhile"
                 elif worker.own_bytes is None or held > worker.own_bytes:

@@ -1,7 +1,7 @@
-"""Orders of the lease table about parking to the sessions' workers, the workers' answers, and who uses its session.
+"""Delivers parking orders to the sessions' workers and their answers to the lease table, and polls sessions' use.
 
 A tenant may have compromised its worker. An answer counts only for the worker's own lease and with the number of the
-last order; its bytes are bounded by the lease's slice, and the card proves what it claims to have released.
+last order. Its bytes are bounded by the lease's slice, and the card must prove what the worker claims to have released.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
 from gpulease.protocol.time_units import NS_PER_MS
 
 USE_ROUND_S: Final = 0.25
-"""Seconds between two polls of who uses its parkable session. A poll reads some words of shared memory; a session is
-parked that much later than its idle time says."""
+"""Seconds between two polls for the use of parkable sessions. A poll reads some words of shared memory. A session may
+be parked by this much later than its idle time says."""
 
 STAY_AGAIN_S: Final = 0.05
-"""Pause before an order to stay is sent again to a worker whose channel was full."""
+"""Pause before an order to stay is sent again if the worker's channel was full."""
 
 _USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
 
@@ -64,7 +64,7 @@ class ParkOrders:
     Args:
         table: The lease table.
         workers: The workers.
-        allowance_bytes: Bytes that a worker may hold in addition to its slice: its pages may exceed the slice by that.
+        allowance_bytes: Bytes by which a worker's pages may exceed its slice.
         post: Called with each answer, as an event.
         moves_modules: Whether the variables of modules may have other addresses in workers of another zygote, as with
             the CUDA driver.
@@ -84,14 +84,14 @@ class ParkOrders:
         self._workers = workers
         self._allowance_bytes = allowance_bytes
         self._post = post
-        # Workers that have not got their order to stay yet.
+        # Workers that have not received their order to stay yet.
         self._stays: set[int] = set()
         # The counters of each watched session, as of the last poll.
         self._uses: dict[int, tuple[int, ...]] = {}
         self._rounds = PeriodicTask(self._poll_uses, USE_ROUND_S, self._on_fault)
 
     def start(self) -> None:
-        """Poll from now on who uses its session; later calls do nothing."""
+        """From now on poll which sessions are used. Later calls do nothing."""
         self._rounds.start()
 
     async def stop(self) -> None:
@@ -100,10 +100,10 @@ class ParkOrders:
     # --- orders ---
 
     def give_memory(self, order: GiveParkMemory) -> None:
-        """Give a worker host memory for its session. Without memory it will refuse to park, and say so."""
+        """Give a worker host memory for its session. Without it the worker refuses to park, with that reason."""
         size_bytes = host_bytes_of(order.host_bytes + self._allowance_bytes)
-        # A sparse file: what the session does not fill takes no memory. It lives as long as the worker's mapping, so
-        # nothing of it is left after the worker, even if this process is killed.
+        # The file is sparse: parts that the session does not fill take no memory. It lasts as long as the worker's
+        # mapping, so it ends with the worker, even if this process is killed.
         with contextlib.suppress(OSError):
             fd = sealed_memory("gpulease-park", size_bytes)
             try:
@@ -124,16 +124,17 @@ class ParkOrders:
             self._post(SessionReturnFailed(order.lease_id, order.number, _IS_FULL))
 
     def refuse_return(self, order: RefuseWaitingOperations) -> None:
-        # A worker that does not get this asks again within a second.
+        # A worker that does not receive this asks again within a second.
         self._send(order.lease_id, messages.RefuseReturn(order.number, order.reason))
 
     def leave(self, order: LeaveSession) -> None:
-        """Have a worker send its session's image; posts SessionStays if that can't begin."""
-        # The order to stay in the park before would end this one.
+        """Order a worker to send its session's image. Posts SessionStays if that can't begin."""
+        # An order to stay from the previous park is still waiting, and would end this one.
         if order.lease_id in self._stays:
             self._post(SessionStays(order.lease_id, order.number, _IS_FULL, is_lasting=False))
             return
-        # A session that did not fit a worker of this version would end with its lease; an upgrade keeps its worker.
+        # The worker runs another version: if its session did not fit a worker of this version, the lease would end.
+        # Only an upgrade, which keeps the worker, is allowed.
         worker = self._workers.worker(order.lease_id)
         if self._moves_modules and not order.is_upgrade and worker is not None and worker.earlier_version:
             self._post(SessionStays(order.lease_id, order.number, _IS_EARLIER, is_lasting=False))
@@ -152,7 +153,7 @@ class ParkOrders:
         self._workers.keep_image(effect.lease.lease_id)
 
     def stay(self, order: StaySession) -> None:
-        """Have a worker serve its session again; until it has the order, it serves no client."""
+        """Order a worker to serve its session again. Until it has the order, it serves no client."""
         if self._send(order.lease_id, messages.StayOrder(order.number)):
             self._stays.discard(order.lease_id)
             self._workers.images.stay(order.lease_id, self._workers.worker(order.lease_id))
@@ -161,14 +162,14 @@ class ParkOrders:
             asyncio.get_running_loop().call_later(STAY_AGAIN_S, self._stay_again, order)
 
     def _stay_again(self, order: StaySession) -> None:
-        # It may have been sent meanwhile, for a worker that has reported its image late.
+        # The order may have been sent by now, because the worker reported its image late.
         if order.lease_id in self._stays:
             self.stay(order)
 
     def adopt(self, order: AdoptSession) -> None:
-        """Send a cold session's image to its new worker; posts what ends the return if it can't be sent."""
+        """Send a cold session's image to its new worker. If that fails, post the event that ends the return."""
         worker = self._workers.worker(order.lease_id)
-        # A worker that is gone ends the lease by itself.
+        # If the worker has ended, that ends the lease anyway.
         if worker is not None and not self._workers.images.adopt(order.lease_id, order.number, worker, order.refusal):
             self._workers.images.on_mismatch(order.lease_id, worker)
             reason = "its image can't be sent to its new worker"
@@ -178,7 +179,7 @@ class ParkOrders:
         self._workers.images.watch_later(order.lease_id)
 
     def _send(self, lease_id: int, message: Message, fd: int = -1) -> bool:
-        """Send an order; return False if it can't be sent now. A lease without a worker needs no order."""
+        """Send an order. Returns False if it can't be sent now. A lease without a worker needs no order."""
         worker = self._workers.worker(lease_id)
         if worker is None:
             return True
@@ -235,7 +236,7 @@ class ParkOrders:
             if worker is None:
                 continue
             uses[lease_id] = tuple(worker.page.counter(one) for one in _USES)
-            # A kernel that runs for long is a use, too.
+            # A long-running kernel counts as use, too.
             if uses[lease_id] != self._uses.get(lease_id) or worker.page.counter(Counter.KERNEL_SINCE_NS):
                 used.append(lease_id)
         self._uses = uses

@@ -17,7 +17,8 @@ class RegionLink:
 
     Args:
         channel: The broker's end of the worker's channel, which must not block.
-        is_held: Whether orders wait for `release`: a worker that was taken over gets its page once all words are on it.
+        is_held: Whether orders wait for `release`: a worker that was taken over is sent its page once all words are on
+          it.
 
     Attributes:
         page: The page.
@@ -31,17 +32,17 @@ class RegionLink:
         self._is_page_sent = False
 
     def order(self, message: Message) -> None:
-        """Send the worker an order, and before the first one the page. A worker that is gone gets nothing.
+        """Send the worker an order, and before the first order the page. Does nothing if the worker has ended.
 
         Raises:
             OSError: No descriptor is left for a page that has to wait for room.
         """
         if self._held is not None:
-            # The worker must not act on an order before it can read the region's word.
+            # Hold the order: the worker must not act on it before it can read the region's word.
             self._held.append(message)
             return
         try:
-            # The page goes first: an order names a slot of it.
+            # Send the page first, because an order names a slot of it.
             self._send_page()
             self._outbox.send(message.to_map())
         except ChannelClosed:
@@ -49,7 +50,10 @@ class RegionLink:
         self._wait_for_room()
 
     def show_page(self) -> None:
-        """Send the page if it was not sent, before the first client that asks for it. Raises OSError as `order`."""
+        """Send the page, unless it was sent, before the first client that asks for it.
+
+        Raises OSError as `order` does.
+        """
         if self._held is not None:
             return
         try:
@@ -64,8 +68,8 @@ class RegionLink:
             self._is_page_sent = True
 
     def release(self) -> None:
-        """Send a worker that was taken over its page, then the orders that were held. Raises OSError as `order`."""
-        # None from here on: `order` sends at once again, and keeps the order of what was held.
+        """Send the page, then the held orders, to a worker that was taken over. Raises OSError as `order` does."""
+        # From now on `order` sends at once. The held orders are sent first, in order.
         held, self._held = self._held or [], None
         try:
             self._send_page()
@@ -76,7 +80,10 @@ class RegionLink:
             self.order(message)
 
     def move_to(self, channel: socket.socket) -> None:
-        """Continue with another worker of the same lease, which gets the page. Orders that still wait are void."""
+        """Continue with another worker of the same lease, which is sent the page.
+
+        Orders that still wait are dropped.
+        """
         if self._outbox:
             asyncio.get_running_loop().remove_writer(self._channel)
         self._outbox.close()
@@ -95,7 +102,7 @@ class RegionLink:
 
     def _flush(self) -> None:
         try:
-            # A worker that is gone needs no orders; the registry reads its end from the zygote.
+            # A worker that has ended needs no orders; the zygote reports its end to the registry.
             self._outbox.flush()
         except ChannelClosed:
             self._outbox.close()

@@ -1,7 +1,7 @@
-"""Orders of the lease table about regions to the sessions' workers, and the workers' answers to the table.
+"""Delivers the lease table's orders about regions to the sessions' workers, and the workers' answers to the table.
 
 A tenant may have compromised its worker. An answer counts only if it concerns a region of the worker's own lease and
-its figures can be true. The lease table ignores answers that it did not order.
+its figures can be true. The lease table ignores answers without an order.
 """
 
 import time
@@ -42,7 +42,8 @@ _REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), St
 _GOING_ON: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
 
 OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevokedReport, bool], None]
-"""Called with a region, a launch that was refused because of it, and whether that launch saw the word first."""
+"""Called with a region, a launch that was refused because of it, and whether that launch was the first to see the
+word."""
 
 
 class RegionOrders:
@@ -67,7 +68,7 @@ class RegionOrders:
         self._post = post
         self._on_forward_revoked = on_forward_revoked
         self._is_adopting = False
-        # By lease: the size that its worker was ordered to have, until it has answered.
+        # By lease: the slice's size in the order to its worker, until the worker has answered.
         self._asked_bytes: dict[int, int] = {}
         # By cancelled region, the time of the last cancel that a refused launch has reported.
         self._reported_cancels: dict[int, int] = {}
@@ -80,7 +81,7 @@ class RegionOrders:
             self._post(RegionRefused(order.region_id, f"The session can't be notified of the region: {problem}."))
 
     def set(self, order: SetRegion) -> None:
-        """Write a region's word, which the worker reads, or the next worker of a session that has none."""
+        """Write a region's word, which the session's worker reads, or its next worker if it has none."""
         now_ns = time.monotonic_ns()
         if (page := self._workers.images.words(order.lease_id)) is not None:
             page.set(order.slot, order.number, order.word, order.deadline_ns, now_ns)
@@ -94,7 +95,7 @@ class RegionOrders:
             link.page.set(order.slot, order.number, order.word, order.deadline_ns, now_ns)
 
     def end(self, order: EndRegion) -> None:
-        """Order a worker to remove a region's memory; wipe it for a session that has none."""
+        """Order a worker to remove a region's memory. If the session has no worker, wipe the memory here."""
         if (answer := self._workers.images.end_region(order.lease_id, order.region_id)) is not None:
             self._post(answer)
             return
@@ -106,19 +107,19 @@ class RegionOrders:
 
     def resize(self, order: ResizeSlice) -> None:
         """Order a worker to change the size of its slice."""
-        # Noted before it is sent: an answer without an order is ignored.
+        # Record the order before it is sent, because an answer without an order is ignored.
         self._asked_bytes[order.lease_id] = order.size_bytes
         self._send(order.lease_id, messages.ResizeSliceOrder(order.size_bytes))
 
     def forget(self, lease_id: int) -> None:
-        """Forget what was ordered from, and reported by, a lease or region that has ended."""
+        """Forget the orders and reports of a lease or region that has ended."""
         self._asked_bytes.pop(lease_id, None)
         self._reported_cancels.pop(lease_id, None)
 
     # --- adoption ---
 
     def begin_adoption(self) -> None:
-        """Hold every order from now on: workers that were taken over get them after a complete page."""
+        """Hold every order from now on: workers that were taken over receive them after a complete page."""
         self._is_adopting = True
 
     def end_adoption(self) -> None:
@@ -133,17 +134,17 @@ class RegionOrders:
                 self._condemn(worker.spec.lease_id, error)
 
     def _condemn(self, lease_id: int, error: OSError) -> None:
-        """End a session that can't get its regions' words: without them no region in it could be ended."""
+        """End a session whose worker can't be sent its regions' words: without them no region could be ended."""
         reason = f"it can't be shown its regions page: {error.strerror}"
         self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
     def _link(self, lease_id: int) -> RegionLink | None:
-        """Return a worker's link, made at its first use; None without a worker. Raises OSError."""
+        """Return a worker's link, which is made at its first use; None without a worker. Raises OSError."""
         worker = self._workers.worker(lease_id)
         return None if worker is None else worker.open_regions(is_held=self._is_adopting)
 
     def _send(self, lease_id: int, message: Message) -> str | None:
-        """Send an order. Returns what prevents it; None if it is on its way, or if the lease has no worker."""
+        """Send an order. Returns what prevents that; None if it was sent, or if the lease has no worker."""
         try:
             if (link := self._link(lease_id)) is not None:
                 link.order(message)
@@ -163,8 +164,8 @@ class RegionOrders:
             return
         match message:
             case messages.RegionOpenedReport(region_id, address):
-                # The worker chose the address, which goes to its tenant: one that overflows would make the tenant's
-                # sums wrong.
+                # The worker chose the address, which is passed to its tenant. Refuse one that would overflow in the
+                # tenant's sums.
                 is_possible = 0 < address <= U64_MAX + 1 - region.size_bytes
                 impossible = RegionRefused(region_id, "The session gave an address that can't be.")
                 self._post(RegionOpened(region_id, address) if is_possible else impossible)
@@ -177,7 +178,8 @@ class RegionOrders:
             case messages.RegionReleasedReport(region_id):
                 self._post(RegionReleased(region_id))
             case messages.ForwardRevokedReport() if _is_possible(region, message):
-                # The kernel's name is a tenant's text, and is cut in bytes without leaving half a character.
+                # The kernel's name is a tenant's text: cut it to a number of bytes, and drop half a character at the
+                # end.
                 kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
                 message = replace(message, kernel=kernel.decode(errors="ignore"))
                 self._on_forward_revoked(region, message, self._is_first_look(region, message))
@@ -185,7 +187,7 @@ class RegionOrders:
     def _is_first_look(self, region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:
         """Return whether a refused launch is the first that saw the region's word.
 
-        Only then is its delay the time from the change of the word to its first reader.
+        Only then does its delay measure the time from the change of the word to its first reader.
         """
         if message.status != -Status.CANCELLED or region.state is not LeaseState.ACTIVE:
             return message.status != -Status.FENCED
@@ -196,7 +198,7 @@ class RegionOrders:
         return was_ns != message.flipped_ns
 
     def _on_resized(self, lease_id: int, message: messages.SliceResizedReport) -> None:
-        # A worker may answer only once, and only what it was ordered.
+        # A worker may answer an order only once.
         asked_bytes = self._asked_bytes.pop(lease_id, None)
         if asked_bytes is None:
             return
@@ -210,28 +212,30 @@ class RegionOrders:
 
 def _end_of(region: LeaseSnapshot, message: messages.RegionEndedReport) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
-        # It never opened, or the session released it before. If it was open once, the table has that proved.
+        # The region never opened, or the session has released it. If it was open once, the table requires a proof.
         return RegionRefused(region.lease_id, "The session has nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
         reason = f"its session reports {figures} of {region.size_bytes}"
         return RegionStuck(region.lease_id, reason, Cause.UNRESPONSIVE)
-    # If the driver's free figure grew by as much, no poll of the card is needed for the proof.
+    # If the driver's free memory grew by as much, the proof needs no poll of the card.
     is_shown = message.shown_bytes >= message.freed_bytes
     return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
 
 
 def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:
-    # A compromised worker could distort the metrics and the audit log: a refusal must fit the table's own times.
+    # The refusal must fit the table's own times: a compromised worker could otherwise distort the metrics and the audit
+    # log.
     now_ns = time.monotonic_ns()
     if message.status not in _REFUSALS or message.site > U32_MAX or not message.flipped_ns <= message.seen_ns <= now_ns:
         return False
     if message.told_ns and not message.seen_ns <= message.told_ns <= now_ns:
         return False
     if message.status == -Status.FENCED:
-        # A word that was never written has no time.
+        # A deadline that passes writes no word, so there is no time to compare.
         return True
-    # An end is in the table before it is on the page; only the worker can find that a deadline has passed.
+    # Every end is in the table before it is on the page, except that the worker may notice first that a deadline has
+    # passed.
     is_due = message.status == -Status.LEASE_EXPIRED and region.deadline_ns is not None and region.deadline_ns <= now_ns
     may_go_on = message.status == -Status.CANCELLED or is_due
     return region.created_ns <= message.flipped_ns and (may_go_on or region.state not in _GOING_ON)

@@ -1,4 +1,4 @@
-"""All workers of a broker: one `Worker` each, from the request to the zygote until its process is reaped.
+"""All workers of a broker: a `Worker` object for each, from the request to the zygote until its process is reaped.
 
 A worker is known by the number of its lease, submit or warm context. The number may change until its end is posted.
 """
@@ -74,8 +74,8 @@ MAX_REASON_CHARS: Final = 1000
 journal, which keeps reasons of thousands of leases."""
 
 MAX_LAST_MESSAGES: Final = 300
-"""Messages that are read from a worker that has ended: what fits its channel. A compromised worker can give its end of
-the channel to its tenant. Stops the broker from reading for as long as that tenant sends."""
+"""Most messages that are read from an ended worker, which is as many as fit its channel. A compromised worker can give
+its end of the channel to its tenant, and the broker must not read for as long as that tenant sends."""
 
 
 class Workers:
@@ -107,7 +107,7 @@ class Workers:
         # For reaped workers with fenced bytes, by process id: the lease or warm context of the fence, and the card.
         self._fenced: dict[int, tuple[int, str]] = {}
         self._found: dict[tuple[ZygoteClient, int], FoundWorker] = {}
-        # Until `set_...` is called there are only the sessions of start-up, which run nothing.
+        # Until the `set_...` methods are called, there are only the start-up's workers, which run nothing.
         self._on_growth: Callable[[int], None] = lambda lease_id: None
         self._on_end: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
@@ -132,8 +132,8 @@ class Workers:
 
         Args:
             on_growth: Called with a lease if its context may have grown.
-            on_scrub: Called with a worker that was scrubbed, why it is not clean ("" if it is), and the bytes that it
-              still counts as its own.
+            on_scrub: Called with a worker that was scrubbed, the reason if it is not clean ("" if it is), and the bytes
+              that it still counts as its own.
         """
         self._on_growth, self._on_scrubbed = on_growth, on_scrub
 
@@ -149,11 +149,11 @@ class Workers:
         self._on_connections, self._on_guest = on_connections, on_guest
 
     def set_region_listener(self, on_region: Callable[[int, Message], None]) -> None:
-        """Set the callback for a lease and its worker's messages about regions, or about its slice's size."""
+        """Set the callback for workers' messages about regions, or about the slice's size, with the lease."""
         self._on_region = on_region
 
     def set_park_listener(self, on_park: Callable[[int, ParkReport], None]) -> None:
-        """Set the callback for a lease and its worker's messages about parking."""
+        """Set the callback for workers' messages about parking, with the lease."""
         self._on_park = on_park
 
     def set_end_listener(self, on_end: Callable[[Worker], None]) -> None:
@@ -166,7 +166,7 @@ class Workers:
         return self._zygotes.now.is_running
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return the measures of the workers' sandbox: whether each is on, and how far it goes or why it is off."""
+        """Return the measures of the workers' sandbox: for each, whether it is on, and its extent or why it is off."""
         return self._zygotes.now.findings
 
     async def start(self, found: Sequence[FoundZygote] = ()) -> None:
@@ -188,9 +188,9 @@ class Workers:
             self._remove(worker)
 
     async def leave(self) -> None:
-        """Leave zygotes and workers to the next broker; without any workers, end the zygotes.
+        """Leave zygotes and workers to the next broker. If there are no workers, end the zygotes.
 
-        An unused zygote would keep the daemon's standard error open for a minute, and its reader waiting.
+        An unused zygote would keep the daemon's standard error open for a minute, and a reader of it would wait.
         """
         if not (self._workers or self._unforked or self._found or self._reaped):
             await self.stop()
@@ -210,7 +210,7 @@ class Workers:
         """Take over an earlier daemon's worker under the number of a lease, or of a warm context."""
         ((zygote, serial),) = [key for key, worker in self._found.items() if worker is found]
         del self._found[zygote, serial]
-        # It ended before it was adopted: only its process id is needed, for the proof that its bytes are free.
+        # The worker ended before it was adopted: only its process id is needed, for the proof that its bytes are free.
         if found.fds is None or found.reason is not None:
             close_all(list(found.fds or ()))
             self._reaped[lease_id] = ReapedWorker(lease_id, found.pid, zygote, serial)
@@ -224,7 +224,7 @@ class Workers:
             self._watch_orphan(worker)
 
     def remember_ended(self, lease_id: int, pid: int) -> None:
-        """Remember a lease's worker that ended with its zygote before this daemon began."""
+        """Record a lease's worker that ended with its zygote before this daemon began."""
         self._reaped.setdefault(lease_id, ReapedWorker(lease_id, pid))
 
     def serving(self) -> list[Worker]:
@@ -246,7 +246,7 @@ class Workers:
         return not has_ended(worker.pidfd)
 
     def pids(self) -> set[int]:
-        """Return the process ids of all workers that live, are not proved free, or have bytes held by a fence."""
+        """Return the process ids of all workers that run, are not proved free, or have bytes held by a fence."""
         ended = {one.pid for one in self._reaped.values()}
         return {worker.pid for worker in self._workers.values()} | ended | self._fenced.keys()
 
@@ -261,10 +261,10 @@ class Workers:
             ended.zygote.forget(ended.serial)
 
     def fence(self, number: int, card_uuid: str, charged_to: int) -> None:
-        """Count a reaped worker's process as the daemon's own while the card lists it, because a fence holds its bytes.
+        """Because a fence holds a reaped worker's bytes, count its process as the daemon's own while the card lists it.
 
-        Each fence has at most one such process, and a lease's fence one more for its submit. If another process has got
-        the same id by now, it does not count.
+        Each fence has at most one such process, and a lease's fence one more for its submit. Another process that has
+        the same id by now does not count.
 
         Args:
             number: The worker's number.
@@ -283,11 +283,11 @@ class Workers:
             self.settle(number)
 
     def on_processes_listed(self, card_uuid: str, pids: Collection[int]) -> None:
-        """Forget the processes of fenced workers that a card lists no more. `pids`: the processes that it lists."""
+        """Forget the processes of fenced workers that a card no longer lists. `pids`: the processes that it lists."""
         self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[1] != card_uuid or pid in pids}
 
     def earlier_version(self, lease_id: int) -> str:
-        """Return the version of a lease's worker that does not run the code of this daemon; "" for any other."""
+        """Return the version of a lease's worker if it does not run this daemon's code, else ""."""
         return "" if (worker := self._workers.get(lease_id)) is None else worker.earlier_version
 
     def page(self, lease_id: int) -> BrokerPage | None:
@@ -295,7 +295,7 @@ class Workers:
 
     def rename(self, from_id: int, to_id: int) -> None:
         """Give a worker another number, whether it lives or was reaped."""
-        # A worker that dies during a renaming is in `_reaped`: its end is posted under its new number.
+        # If the worker dies during a renaming, it is in `_reaped`, and its end is posted under its new number.
         if (worker := self._workers.pop(from_id, None)) is not None:
             worker.spec = replace(worker.spec, lease_id=to_id)
             self._workers[to_id] = worker
@@ -307,7 +307,7 @@ class Workers:
         """Keep the image of a session before its worker ends."""
         worker = self._workers.get(lease_id)
         if worker is not None:
-            # What the page counts belongs to the lease, so it is reported while the worker has the lease's number.
+            # The page's counters belong to the lease, so report them while the worker has the lease's number.
             self._on_end(worker)
             worker.has_left = True
         self.images.keep(lease_id, worker)
@@ -320,13 +320,13 @@ class Workers:
             self._on_end(worker)
         self.rename(lease_id, warm_id)
         if worker is not None and not worker.become_warm():
-            # The zygote does not know the change, so the next broker would take the worker for the old lease's.
+            # The zygote was not notified, so the next broker would take this for the old lease's worker.
             self.kill(warm_id)
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Have a worker forked, or have the warm one with this number take the lease or submit.
+        """Have a worker forked, or give the lease or submit to the warm worker with this number.
 
-        `WorkerReady` or `WorkerExited` follows; nothing if a warm worker hangs.
+        `WorkerReady` or `WorkerExited` follows, unless a warm worker hangs.
         """
         if (warm := self._workers.get(spec.lease_id)) is not None:
             warm.take_lease(spec)
@@ -335,12 +335,12 @@ class Workers:
             # The warm worker has just died; `WorkerExited` is about to be posted.
             return
         try:
-            # Step 1: its pages and its channel.
+            # Step 1: make its pages and its channel.
             worker, theirs = Worker.create(spec, self._zygotes.now)
         except OSError as error:
             self._not_started(spec, error)
             return
-        # Registered before the request: the zygote's answer may come during the call.
+        # Register it before the request, because the zygote's answer may come during the call.
         self._workers[spec.lease_id] = self._unforked[spec.lease_id] = worker
         with theirs:
             try:
@@ -358,7 +358,7 @@ class Workers:
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
-        # In a later turn: the caller carries out an effect, and the lines of its event come after it.
+        # Post this in a later turn, because the caller is executing an effect, whose event is logged after it.
         asyncio.get_running_loop().call_soon(self._post_not_started, spec, str(error.strerror))
 
     def _post_not_started(self, spec: WorkerSpec, reason: str) -> None:
@@ -376,7 +376,7 @@ class Workers:
             worker.page.set_horizon(horizon_boot_ns)
 
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
-        """Have a worker answer everything with `status` and `reason`, and notify its connections.
+        """Make a worker answer everything with `status` and `reason`, and notify its connections.
 
         The next broker reads `cause`.
         """
@@ -387,13 +387,13 @@ class Workers:
     def give_grace(self, lease_id: int, until_ns: int) -> None:
         """Write on the page how long work in flight may continue in a worker that refuses new work.
 
-        The zygote reads that too, and kills the worker then.
+        The zygote reads this as well, and kills the worker at that time.
         """
         if (worker := self._workers.get(lease_id)) is not None:
             worker.page.give_grace(until_ns)
 
     def kill(self, lease_id: int) -> None:
-        # The lease table waits for WorkerExited after every kill, so there must be one.
+        # The lease table waits for WorkerExited after every kill, so post one if there is no worker.
         if (worker := self._workers.get(lease_id)) is None:
             exited = WorkerExited(lease_id, "it had no process", is_by_daemon=True)
             asyncio.get_running_loop().call_soon(self._post, exited)
@@ -402,7 +402,10 @@ class Workers:
         worker.kill()
 
     def attach(self, lease_id: int, sock_fd: int, attach: AttachOrder) -> bool:
-        """Send a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
+        """Send a tenant's socket, or a guest's, to the lease's worker.
+
+        Returns False if the worker can't take it now.
+        """
         if (is_held := self.images.hold(lease_id, sock_fd, attach)) is not None:
             return is_held
         worker = self._workers.get(lease_id)
@@ -425,7 +428,7 @@ class Workers:
             case WorkerReaped() as reaped:
                 self._on_reaped(zygote, reaped)
             case Preloaded() | HelperBroken() | Pong():
-                # The client of the zygote handles these when they are due.
+                # `ZygoteClient` handles these.
                 pass
             case _:
                 assert_never(message)
@@ -434,7 +437,7 @@ class Workers:
     def _on_forked(self, zygote: ZygoteClient, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
         worker.serial, worker.pid, worker.pidfd = serial, pid, fds[0] if fds else -1
         self._by_serial[zygote, serial] = worker
-        # The kill, or the worker's own report, may have come before the zygote's answer; catch up now.
+        # The kill, or the worker's own report, may have come before the zygote's answer: handle it now.
         if worker.is_killed:
             worker.kill()
         if worker.is_ready:
@@ -442,11 +445,11 @@ class Workers:
 
     def _on_reaped(self, zygote: ZygoteClient, reaped: WorkerReaped) -> None:
         overran = reaped.overran or ""
-        # A worker that was not adopted yet only has its end noted; `adopt` posts it.
+        # For a worker that was not adopted yet, only record the end; `adopt` posts it.
         if (worker := self._by_serial.get((zygote, reaped.serial))) is not None:
             if reaped.is_overdue:
                 # The zygote killed the worker while this process hung. If the deadline was the reason, the lease table
-                # finds that itself.
+                # notices that itself.
                 worker.is_killed = True
                 if overran:
                     self._post(SessionCondemned(worker.spec.lease_id, Cause.KERNEL_TIMEOUT, overran))
@@ -471,7 +474,7 @@ class Workers:
         lease_id = worker.spec.lease_id
         match message:
             case Attached(mark, is_in):
-                # Never below zero, because the worker may lie.
+                # Never count below zero, because the worker may lie.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
                 if mark is not None:
                     self._on_guest(lease_id, mark, is_in is True)
@@ -483,7 +486,8 @@ class Workers:
             case Ready():
                 worker.is_ready = True
                 if worker.pid:
-                    # Without the pid, its bytes could not be distinguished from others'. The zygote sends it at once.
+                    # Wait for the pid, without which its bytes could not be told apart from others'. The zygote sends
+                    # it at once.
                     self._post(WorkerReady(lease_id))
             case Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
@@ -516,7 +520,7 @@ class Workers:
                 assert_never(message)
 
     def _on_zygote_exit(self, zygote: ZygoteClient) -> None:
-        # The kernel kills workers with their zygote (PR_SET_PDEATHSIG), but no zygote is left to report that.
+        # The kernel kills the workers with their zygote (PR_SET_PDEATHSIG), but there is no zygote to report that.
         for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:
             if worker.pidfd < 0:
                 self._on_ended(worker, "the zygote died before it could start the worker")
@@ -545,20 +549,20 @@ class Workers:
         # Read the reason and the counters before the page and the channel are closed.
         self._read_last_messages(worker)
         self._on_end(worker)
-        # The page with the words goes back first: the session's clients must read no end on it if that continues.
+        # First take back the page with the words: if the session continues, its clients must not read an end there.
         self.images.on_lost(worker.spec.lease_id, worker)
         worker.note_end(reason)
         self._remove(worker)
         lease_id = worker.spec.lease_id
         reaped = ReapedWorker(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
         self._reaped[lease_id] = reaped
-        # Posted in a later turn: the caller may be in the middle of handling an effect of the lease table.
+        # Post this in a later turn, because the caller may be executing an effect of the lease table.
         asyncio.get_running_loop().call_soon(self._post_end, reaped, *worker.end_reason(reason), is_busy)
 
     def _read_last_messages(self, worker: Worker) -> None:
-        """Read the reason from a worker that ended, if it sent one: the zygote's report may arrive first.
+        """Read the reason that an ended worker sent, if it did: the zygote's report may arrive earlier.
 
-        That it had made a session whole is read, too: it may have served the session then.
+        This also reads a report that it has restored a session, which it may have served since.
         """
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             for _ in range(MAX_LAST_MESSAGES):
@@ -569,12 +573,12 @@ class Workers:
                     self._on_parsed(worker, message)
 
     def _post_end(self, reaped: ReapedWorker, reason: str, is_by_daemon: bool, is_busy: bool) -> None:
-        """Post a worker's end under its present number: its lease may have another worker by now."""
+        """Post a worker's end under its current number, because its lease may have another worker by now."""
         self._post(WorkerExited(reaped.lease_id, reason, is_by_daemon, is_busy))
 
     def _remove(self, worker: Worker) -> None:
         del self._workers[worker.spec.lease_id]
-        # A later worker of the same lease may wait to be forked under this number.
+        # A later worker of the same lease may be waiting for its fork under this number.
         if self._unforked.get(worker.forked_for) is worker:
             del self._unforked[worker.forked_for]
         self._by_serial.pop((worker.zygote, worker.serial), None)

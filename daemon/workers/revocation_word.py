@@ -1,6 +1,6 @@
-"""The revocation word of a lease's page: which status ends the operations of a lease that ended for a cause.
+"""The revocation word of a lease's page: the status with which operations fail after the lease has ended for a cause.
 
-Several causes share one status. A broker that takes a worker over therefore reads the cause from the page, too.
+Several causes share one status, so a broker that takes over a worker reads the cause from the page as well.
 """
 
 from typing import Final
@@ -18,7 +18,7 @@ _CAUSES_BY_NAME: Final = {cause.value: cause for cause in Cause}
 
 def word_for(cause: Cause) -> Status:
     """Return the status with which a worker answers once its lease has ended for `cause`."""
-    # The client of an abandoned lease disconnected before there was a session, so no session reports LEASE_FREED to it.
+    # The client of an abandoned lease disconnected before there was a session, so LEASE_FREED can't be reported to it.
     return Status.SESSION_FAILED if cause is Cause.ABANDONED else LEASE_ENDS[cause.value].status
 
 

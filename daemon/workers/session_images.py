@@ -1,12 +1,12 @@
-"""The images of cold sessions: what the broker keeps of a session while it has no worker.
+"""The images of cold sessions, which the broker keeps while a session has no worker.
 
-The broker reads nothing of an image but where the bytes of regions are: it wipes those of a region that ends, and
-writes the words of all regions. It keeps the descriptors of the image, of the session's host memory and of its
-clients' sockets and rings, and watches the sockets: a client that waits rings, or sends. New connections wait here,
-too, and go to the next worker behind the image.
+Of an image, the broker reads only where the bytes of regions are: if a region ends, it wipes them. It also writes the
+words of all regions. It keeps the descriptors of the image, of the session's host memory, and of its clients' sockets
+and rings. It watches the sockets, because a client that waits rings or sends. New connections wait here as well, and
+are sent to the next worker after the image.
 
-A tenant may have compromised the worker that sent an image. What it sent goes to a worker of the same lease alone, and
-descriptors are taken only through a channel that was made for one order.
+A tenant may have compromised the worker that sent an image. So an image is sent only to a worker of the same lease, and
+descriptors are received only through a channel that was made for one order.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode, Status
 
 WATCH_AGAIN_S: Final = 1.0
-"""Pause after a session could not return, before its clients are watched again: one of them still waits."""
+"""Pause before the clients of a session that could not return are watched again: one of them still waits."""
 
 CHANNEL_BYTES: Final = 1 << 20
 """Size of an image's channel: room for the messages of all connections."""
@@ -62,10 +62,11 @@ class _Image:
         channel: The broker's end of the channel that its worker got; None once everything was read.
         memory: What the worker sent with the image, and the two descriptors.
         connections: Each connection's message, and its descriptors, the socket first.
-        is_kept: The session has no worker any more.
-        is_lent: A new worker is adopting it.
-        is_awaited: Its last worker had received requests that wait for its return; clients do not send them again.
-        link: The page with the words of the lease, which clients map.
+        is_kept: Whether the session has no worker any more.
+        is_lent: Whether a new worker is adopting it.
+        is_awaited: Whether its last worker had received requests that wait for its return. Clients do not send these
+          again.
+        link: The page with the lease's words, which clients map.
         counted: The counters that its last worker reported.
         former: The worker that it came from.
         regions: Where the bytes of its regions are in the host memory, by id.
@@ -116,19 +117,20 @@ class SessionImages:
         return theirs
 
     def on_imaged(self, lease_id: int, report: ImagedReport) -> bool:
-        """Take the image that a worker reports out of its channel.
+        """Receive the image that a worker has reported from its channel.
 
-        Returns False if there is none. Then the worker must serve the session again: it stopped when it sent the image.
+        Returns False if there is none. Then the worker, which stopped serving when it sent the image, must serve the
+        session again.
         """
         image = self._images.get(lease_id)
         # The leave was given up.
         if image is None:
             return False
-        # A report of an earlier park, or a second one.
+        # Ignore a report of an earlier park, and a repeated one.
         if image.channel is None or image.number != report.number:
             return True
-        # The worker sends everything before it reports, so the channel never blocks. The worker runs the tenant's work
-        # and may have been taken over: what does not parse is dropped, and the session stays with its worker.
+        # The worker sends everything before it reports, so the channel never blocks. The worker may be compromised: if
+        # something can't be parsed, drop the image, and the session stays with its worker.
         try:
             self._read(image, image.channel, report.connections)
             self._take_regions(image, report)
@@ -141,7 +143,7 @@ class SessionImages:
         return True
 
     def _read(self, image: _Image, channel: socket.socket, connections: int) -> None:
-        # First the memory, with its descriptor and that of the image; then each connection, with its own.
+        # Receive the memory with its descriptor and the image's, then each connection with its descriptors.
         memory, fds = _receive(channel)
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
             close_all(fds)
@@ -164,35 +166,35 @@ class SessionImages:
         image.regions = {one.region_id: one for one in report.regions}
 
     def keep(self, lease_id: int, worker: Worker | None) -> None:
-        """Keep a session that leaves its worker: from here on its clients are watched."""
+        """Keep a session that leaves its worker. From now on its clients are watched."""
         image = self._images.get(lease_id)
         if image is None:
             return
         image.is_kept = True
-        # The page that clients map and the counters outlive the worker: the next one continues with them.
+        # The page that clients map and the counters outlive the worker; the next worker continues with them.
         if worker is not None:
             image.link, worker.regions = worker.regions, None
             image.counted, image.former = worker.counted, worker
-        # A client that attached during the leave waits already: the session comes back at once.
+        # If a client attached while the session left, it waits already, so bring the session back at once.
         if image.held or image.is_awaited:
             self._post(ReturnWanted(lease_id, image.number))
         else:
             self.watch(lease_id)
 
     def watch(self, lease_id: int) -> None:
-        """Report the next client that sends something, or that goes."""
+        """Report the next client that sends something or disconnects."""
         image = self._images.get(lease_id)
         if image is None or not image.is_kept or image.is_lent or image.watched:
             return
         loop = asyncio.get_running_loop()
-        # A descriptor that can't be watched is not a socket: the next worker finds that out.
+        # Ignore a descriptor that can't be watched. It is not a socket, and the next worker will refuse it.
         for _, fds in image.connections:
             with contextlib.suppress(OSError):
                 loop.add_reader(fds[0], self._on_client, lease_id)
                 image.watched.append(fds[0])
 
     def watch_later(self, lease_id: int) -> None:
-        """Watch the clients again of a session that could not return."""
+        """After a pause, watch the clients of a session that could not return again."""
         image = self._images.get(lease_id)
         if image is not None:
             self._unwatch(image)
@@ -241,10 +243,10 @@ class SessionImages:
         return None if image is None or image.is_lent or image.link is None else image.link.page
 
     def end_region(self, lease_id: int, region_id: int) -> Event | None:
-        """Wipe the bytes of a region that has ended, and give them back to the host; return what became of it.
+        """Wipe the bytes of an ended region, and return them to the host. Returns the event that reports the result.
 
-        None if a worker has the session, or is about to have it: the region is that worker's. The next worker reads
-        in the region's word that it must not restore it.
+        Returns None if a worker has the session or is adopting it, because then the region is that worker's. The next
+        worker reads the region's word, which shows that it must not restore the region.
         """
         image = self._images.get(lease_id)
         if image is None or not image.is_kept or image.is_lent or image.memory is None:
@@ -256,20 +258,20 @@ class SessionImages:
             _wipe(image.memory[1][1], region.at, region.size_bytes)
         except (OSError, ValueError) as error:
             return RegionStuck(region_id, f"the host memory of its session can't be wiped: {error}")
-        # No card has anything of it.
+        # None of its bytes is on a card, so no proof is needed.
         return RegionEnded(region_id, region.size_bytes - region.kept_bytes, region.kept_bytes, is_shown=True)
 
     # --- returning ---
 
     def stay(self, lease_id: int, worker: Worker | None) -> None:
-        """Give a session that stays the connections that came meanwhile, and discard its image.
+        """Give a session that stays the connections that were held, and discard its image.
 
-        `worker`: The one that has it, or has it again.
+        `worker`: The worker that has the session.
         """
         image = self._images.get(lease_id)
         if image is not None and worker is not None and worker.has_left:
             worker.has_left = False
-            # Without the page, clients learn of the lease's end from the worker alone.
+            # If the page can't be sent, only the worker notifies the clients of the lease's end.
             with contextlib.suppress(OSError, ChannelClosed):
                 self._give_words(image, worker)
         if image is not None:
@@ -277,11 +279,11 @@ class SessionImages:
         self.discard(lease_id)
 
     def adopt(self, lease_id: int, number: int, worker: Worker, refusal: str = "") -> bool:
-        """Give a cold session to a new worker; return False if it can't be sent. `refusal`: as in AdoptOrder."""
+        """Send a cold session to a new worker. Returns False if that fails. `refusal`: as in AdoptOrder."""
         image = self._images.get(lease_id)
         if image is None or not image.is_kept or image.memory is None:
             return False
-        # It stays here until the worker has the session whole.
+        # Keep the image here until the worker has restored the whole session.
         self._unwatch(image)
         image.is_lent = True
         try:
@@ -291,7 +293,8 @@ class SessionImages:
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
             ours.setblocking(False)
-            # Everything is in the channel before the order that passes it on, so the worker never waits for a part.
+            # Put everything into the channel before the order that passes it on, so that the worker never waits for a
+            # part.
             try:
                 memory, fds = image.memory
                 send_message(ours, memory.to_map(), tuple(fds))
@@ -307,13 +310,13 @@ class SessionImages:
         return True
 
     def on_adopted(self, lease_id: int, worker: Worker | None) -> None:
-        """Discard the image of a session that a worker has adopted, and give the worker what came meanwhile."""
+        """Discard the image of a session that a worker has adopted, and give that worker the held connections."""
         image = self._images.get(lease_id)
         if image is not None and image.is_lent:
             self.stay(lease_id, worker)
 
     def on_mismatch(self, lease_id: int, worker: Worker | None) -> None:
-        """Take a session back that did not fit the worker which was to adopt it, and which has served nothing of it."""
+        """Take back a session that did not fit the worker that was to adopt it and that has served none of it."""
         image = self._images.get(lease_id)
         if image is not None and image.is_lent:
             image.is_lent = False
@@ -321,7 +324,7 @@ class SessionImages:
                 image.link, worker.regions = worker.regions, None
 
     def on_lost(self, lease_id: int, worker: Worker) -> None:
-        """Take a session back whose new worker has ended, if its former one was set aside for that.
+        """Take back a session after its new worker has ended, if its former worker was set aside for that.
 
         Without such a worker its lease ends.
         """
@@ -342,30 +345,30 @@ class SessionImages:
         while image.held:
             fd, attach = image.held.pop(0)
             if worker is not None:
-                # One that finds no room is closed: its client tries again.
+                # A connection for which the worker has no room is closed; its client tries again.
                 worker.hand_over(fd, attach)
             os.close(fd)
 
     # --- ends ---
 
     def refuse(self, lease_id: int, status: Status, reason: str, cause: str) -> None:
-        """Have a cold session's clients learn that its lease has ended, and drop the image."""
+        """Notify a cold session's clients that its lease has ended, and drop the image."""
         image = self._images.get(lease_id)
         if image is None or not image.is_kept:
             return
-        # Clients that map the page with the words read the end there; the others get a GOODBYE.
+        # Clients that map the page with the words read the end there; send the others a GOODBYE.
         if image.link is not None and cause:
             image.link.page.end_lease(status, cause, reason)
         goodbye = Failure(status, reason or "the lease has ended").to_frame(Opcode.GOODBYE, request_id=0)
         for connection, fds in image.connections:
-            # A ring's client finds its socket closed, and asks the broker.
+            # A client with a ring notices that its socket is closed, and asks the broker.
             if not connection.has_ring:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fds[0])) as sock:
                     sock.send(goodbye, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         self.discard(lease_id)
 
     def discard(self, lease_id: int) -> None:
-        """Close everything of an image, which gives the session's host memory back unless a worker has adopted it."""
+        """Close an image's descriptors, which returns the session's host memory unless a worker has adopted it."""
         image = self._images.pop(lease_id, None)
         if image is None:
             return
@@ -386,7 +389,7 @@ class SessionImages:
 
 
 def _wipe(fd: int, at: int, size_bytes: int) -> None:
-    """Zero a part of a memfd, and give its whole pages back to the host. Raises OSError or ValueError."""
+    """Zero a part of a memfd, and return its whole pages to the host. Raises OSError or ValueError."""
     start = at // mmap.PAGESIZE * mmap.PAGESIZE
     with mmap.mmap(fd, at + size_bytes - start, offset=start) as memory:
         first, end = at - start, at - start + size_bytes
@@ -394,7 +397,7 @@ def _wipe(fd: int, at: int, size_bytes: int) -> None:
         if pages_from >= pages_to:
             memory[first:end] = bytes(size_bytes)
             return
-        # Pages at either end belong to what is next to it, too.
+        # Keep the pages at both ends, because they also hold neighboring bytes.
         memory.madvise(mmap.MADV_REMOVE, pages_from, pages_to - pages_from)
         memory[first:pages_from] = bytes(pages_from - first)
         memory[pages_to:end] = bytes(end - pages_to)

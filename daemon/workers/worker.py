@@ -1,7 +1,7 @@
 """The broker's view of a worker: its process, its channel and its control page, and the counters on that page.
 
-A worker writes its counters itself. So a counter that goes back, or that no counting could have reached, counts as
-unchanged. A tenant that compromised its worker can lie about its own figures, and about nothing else.
+A worker writes its own counters. So a counter that decreases, or that is impossibly high, counts as unchanged. A tenant
+that has compromised its worker can lie only about its own figures.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 
 MAX_HAND_OVERS: Final = 16
-"""Most sockets in the channel of a worker that is too busy to take them. Until then they do not count as
-connections."""
+"""Most sockets that wait in the channel of a busy worker. They do not count as connections until the worker takes
+them."""
 
 ENDED_BY_DAEMON: Final = "was ended by the daemon"
 
 
 @dataclass(slots=True)
 class Worker:
-    """A worker, from the request to the zygote on.
+    """A worker, from the time of the request to the zygote.
 
     Attributes:
         spec: The worker's lease; its `lease_id` is the number by which the broker knows the worker.
@@ -48,21 +48,22 @@ class Worker:
         serial: Its number in that zygote; 0 until it is forked.
         pid: Its process id; 0 until it is forked.
         pidfd: Its pidfd; -1 until it is forked, or if the descriptor was lost on the way.
-        is_ready: It has a context.
-        is_killed: The broker has ordered its death.
-        hand_overs: Sockets that were sent to it and that it has not taken yet.
+        is_ready: Whether it has a context.
+        is_killed: Whether the broker has killed it.
+        hand_overs: Number of sockets that were sent to it and that it has not taken yet.
         forked_for: The lease, or warm context, for which it was made.
-        counted: The counters that were reported last, see `counter_increments`; empty before the first report.
-        is_weighed: Its memory was measured, or is being measured, before it had a lease.
-        own_bytes: Bytes that the card showed for it then; None if that is not known.
+        counted: The counters that were reported last (see `counter_increments`); empty before the first report.
+        is_weighed: Whether its memory was measured, or is being measured, before its first lease.
+        own_bytes: Bytes that the card showed for it in that measurement; None if that is not known.
         next_page: Its control page after the scrub; None unless the broker has ordered a scrub.
-        has_answered: It has reported the result of the scrub.
-        is_stranger: The tenant who attaches next may be another than the lease's.
-        has_faulted: It has reported in this lease why its context is lost.
-        submit_ends_ns: When the submit's timeout is over, on the monotonic clock; None until it began, or for a lease.
+        has_answered: Whether it has reported the result of the scrub.
+        is_stranger: Whether the next tenant to attach may be another than the lease's.
+        has_faulted: Whether it has reported in this lease why its context is lost.
+        submit_ends_ns: Time at which the submit's timeout is over, on the monotonic clock; None before it begins, or
+          for a lease.
         regions: Its session's regions and words; None before a warm worker takes a lease, a client asks for the words,
             or a region is opened.
-        has_left: Its session's image was taken: it serves nothing, unless the session stays.
+        has_left: Whether its session's image was taken: then it serves nothing, unless the session stays.
     """
 
     spec: WorkerSpec
@@ -95,7 +96,7 @@ class Worker:
     @classmethod
     def create(cls, spec: WorkerSpec, zygote: ZygoteClient) -> tuple[Self, socket.socket]:
         """Return a worker that a zygote is about to fork, and the worker's end of its channel. Raises OSError."""
-        # Both may fail for lack of descriptors; nothing of a failed start may stay open.
+        # Both may fail for lack of descriptors. Then nothing may stay open.
         page = BrokerPage()
         try:
             ours, theirs = channel_pair()
@@ -118,10 +119,10 @@ class Worker:
     # --- its lease ---
 
     def take_lease(self, spec: WorkerSpec) -> None:
-        """Give a warm worker a lease, or a submit. The zygote learns of it before the worker does."""
+        """Give a warm worker a lease or a submit. The zygote is notified before the worker."""
         self.spec, self.has_faulted = spec, False
         with contextlib.suppress(ChannelClosed, BlockingIOError):
-            # The zygote first: it must not take a worker that has a lease for a warm one.
+            # Notify the zygote first: it must not take a worker that has a lease for a warm one.
             self.zygote.change(self.serial, spec, lambda: self._send_lease(spec))
 
     def _send_lease(self, spec: WorkerSpec) -> None:
@@ -130,16 +131,16 @@ class Worker:
             return
         self._send_or_drop(spec)
         if not spec.submit_of:
-            # Most clients ask for the session's words. The page is made while the worker opens its context, which
-            # takes longer; what fails here is tried again with the first such client.
+            # Most clients ask for the session's words. Make the page while the worker opens its context, which takes
+            # longer. If this fails, it is tried again for the first such client.
             with contextlib.suppress(OSError):
                 self.open_regions().show_page()
 
     def set_deadline(self, deadline_ns: int, generation: int, grace_ns: int) -> None:
-        """Write the deadline on the page, for the worker and for its zygote, which enforces it too.
+        """Write the deadline on the page, for the worker and for its zygote, both of which enforce it.
 
         Args:
-            deadline_ns: When the lease ends, on the monotonic clock.
+            deadline_ns: Time at which the lease ends, on the monotonic clock.
             generation: The number of the grant or renewal.
             grace_ns: How long work in flight may continue after the deadline.
         """
@@ -155,41 +156,44 @@ class Worker:
             self.regions.page.set_generation(generation)
 
     def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
-        """Have the worker answer everything with `status` and `reason`, and notify its connections.
+        """Make the worker answer everything with `status` and `reason`, and notify its connections.
 
         If this process hangs, the zygote ends the worker at once; `BrokerPage.give_grace` gives work in flight time.
         The next broker reads `cause`.
         """
         self.page.refuse(status, reason, time.monotonic_ns(), cause)
-        # After the page that decides: a client that sees this word finds the session ended.
+        # Write this after the control page, which decides, so that the session has ended for a client that sees this
+        # word.
         if self.regions is not None and cause:
             self.regions.page.end_lease(status, cause, reason)
-        # The word on the page is enough. The message wakes a worker that sleeps, so that idle tenants learn the reason.
+        # The word on the page is enough to end the lease. The message wakes a sleeping worker, so that idle tenants are
+        # sent the reason.
         self._send_or_drop(EndSession())
 
     def hand_over(self, sock_fd: int, attach: AttachOrder) -> bool:
-        """Send the worker a tenant's socket, or a guest's; False if the worker can't take it now."""
+        """Send the worker a tenant's socket, or a guest's. Returns False if the worker can't take it now."""
         if self.hand_overs >= MAX_HAND_OVERS:
             return False
         attach = replace(attach, is_stranger=self.is_stranger)
-        # Before the socket is sent: if this process dies in between, the next broker assumes a session and not none.
+        # Write this before the socket is sent: if this process dies in between, the next broker assumes that there is a
+        # session.
         self.page.open_session()
         if attach.words and not self.spec.submit_of:
-            # Without a descriptor for the page, the client learns of the lease's end from the worker alone.
+            # Without a descriptor for the page, only the worker notifies the client of the lease's end.
             with contextlib.suppress(OSError):
                 self.open_regions().show_page()
         try:
             send_message(self.channel, attach.to_map(), (sock_fd,))
         except (ChannelClosed, BlockingIOError):
             return False
-        # Counted until the worker reports Attached.
+        # Count it until the worker reports Attached.
         self.hand_overs += 1
         return True
 
     def on_fault(self) -> bool:
-        """Record that the worker's context is lost; False if the worker has reported that in this lease before.
+        """Record that the worker's context is lost. Returns False if the worker has reported that in this lease before.
 
-        Each such message is a row of the journal, and a compromised worker sends them as fast as it can.
+        Each new report is a row of the journal, and a compromised worker could send them as fast as it can.
         """
         was_first, self.has_faulted = not self.has_faulted, True
         return was_first
@@ -198,13 +202,13 @@ class Worker:
         """After a scrub, use the next page and keep only the number. False if the zygote can't be notified."""
         if self.next_page is None:
             return False
-        # The old lease's pages go; counters start again at zero on the new page.
+        # Close the old lease's pages. On the new page, counters start at zero.
         self.close_regions()
         self.page.close()
         self.page, self.next_page, self.has_answered, self.counted = self.next_page, None, False, ()
         self.spec = WorkerSpec(self.spec.lease_id, self.spec.card_uuid, 0, is_shared=False)
         try:
-            # The zygote needs the new pages for its own watch, and for the next broker.
+            # The zygote needs the new pages for its own watchdog, and for the next broker.
             self.zygote.renew(self.serial, self.spec, self.page.fds)
         except (ChannelClosed, OSError):
             return False
@@ -213,25 +217,25 @@ class Worker:
         return True
 
     def resize(self, size_bytes: int) -> None:
-        """Remember the size of a slice that has grown or shrunk, for the next broker too."""
+        """Record a slice's new size, also for the next broker."""
         self.spec = replace(self.spec, size_bytes=size_bytes)
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self.zygote.change(self.serial, self.spec, lambda: None)
 
     def open_regions(self, *, is_held: bool = False) -> RegionLink:
-        """Return the link to the session's regions, made at its first use. Raises OSError.
+        """Return the link to the session's regions, which is made at its first use. Raises OSError.
 
         Args:
-            is_held: Whether a new link's orders wait, see RegionLink.
+            is_held: Whether a new link's orders wait; see RegionLink.
         """
-        # A link that is made late shows the generation of the lease as it is.
+        # Write the lease's current generation to a new link's page.
         if self.regions is None:
             self.regions = RegionLink(self.channel, is_held=is_held)
             self.regions.page.set_generation(self.page.generation)
         return self.regions
 
     def close_regions(self) -> None:
-        """Forget the session's regions, all of which have ended with it."""
+        """Forget the session's regions, which have all ended with it."""
         if self.regions is not None:
             self.regions.close()
             self.regions = None
@@ -253,15 +257,18 @@ class Worker:
                 os.kill(self.pid, signal.SIGKILL)
 
     def end_reason(self, reason: str) -> tuple[str, bool]:
-        """Return how the worker ended, for logs, and whether the daemon ended it. `reason`: the zygote's words."""
-        # If anything but SIGKILL ended it, it died before the daemon killed it.
+        """Return how the worker ended, for logs, and whether the daemon ended it.
+
+        `reason`: the zygote's description.
+        """
+        # If it did not end by SIGKILL, it died before the daemon killed it.
         is_by_daemon = self.is_killed and reason == KILLED
         return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
 
     def note_end(self, reason: str) -> None:
-        """Write for the session's clients that its worker has died, unless they know another end already.
+        """Write on the page of the session's clients that its worker has died, unless another end is there.
 
-        `refuse` writes the end if the daemon ends a lease; no call refuses the work of a worker that ended by itself.
+        If the daemon ends a lease, `refuse` writes the end; but a worker that dies by itself is not refused before.
         """
         if self.regions is not None:
             cause = Cause.WORKER_DIED.value
@@ -288,7 +295,7 @@ class ReapedWorker:
     Attributes:
         lease_id: The number by which the broker knows the worker.
         pid: The process id that it had; 0 if it was never forked.
-        zygote: The zygote that must forget it; None if none has to.
+        zygote: The zygote that must forget it; None if there is none.
         serial: Its number in that zygote.
     """
 
@@ -299,8 +306,8 @@ class ReapedWorker:
 
 
 MAX_COUNT: Final = 1 << 53
-"""Largest value of a counter: Prometheus's numbers, doubles, represent all integers up to it exactly. At one launch a
-microsecond it is reached in 285 years."""
+"""Largest value of a counter. Prometheus uses doubles, which represent all integers up to this exactly. At one launch
+per microsecond it is reached in 285 years."""
 
 _ZEROS: Final = (0,) * len(SESSION_TOTALS)
 _FAMILIES: Final = (
@@ -317,7 +324,7 @@ _FAMILIES: Final = (
 def counter_increments(worker: Worker) -> list[tuple[MetricFamily, float]]:
     """Return the increments of a worker's counters since the last call.
 
-    Metrics count by tenant, and a tenant outlives its sessions, so increments are added up.
+    Metrics count by tenant, and a tenant outlives its sessions, so the metrics add up increments.
     """
     before = worker.counted or _ZEROS
     now = _read(worker.page, before)

@@ -1,6 +1,6 @@
 """The broker's side of the zygote, which forks workers on request and is replaced when it dies.
 
-`Zygotes` holds the zygote that forks workers now, and those of earlier daemons, which fork no more.
+`Zygotes` holds the zygote that forks workers now, and those of earlier daemons, which no longer fork.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ loop."""
 
 
 class ZygoteBroken(CannotStart):
-    """The zygote can't preload the driver, so no worker could ever start."""
+    """The zygote can't preload the driver, so no worker can start."""
 
 
 class Zygotes:
@@ -57,7 +57,7 @@ class Zygotes:
     Args:
         driver: The driver by which workers open their contexts.
         on_message: Called with the zygote, each of its messages, and the descriptors, which then belong to the callee.
-        on_exit: Called with each zygote that is gone; its workers die with it.
+        on_exit: Called with each zygote that has ended; its workers die with it.
         sandbox: The workers' sandbox.
         folder: Where zygotes listen for the next broker; None if they must die with this one.
         wipes_heap: Whether zygotes and their workers overwrite memory that they free.
@@ -86,9 +86,9 @@ class Zygotes:
         self._restart: asyncio.Task[None] | None = None
 
     def take_over(self, found: FoundZygote) -> "ZygoteClient":
-        """Take over a zygote of an earlier daemon. It forks workers from now on if it can here and no other does."""
+        """Take over a zygote of an earlier daemon. From now on it forks workers, if it can and no other zygote does."""
         zygote = self._new()
-        # One zygote forks for this broker. All others keep their workers and end with the last of them.
+        # Only one zygote forks for this broker. All others keep their workers and end with the last of them.
         if zygote.take_over(found) and not self.now.is_running:
             self.now = zygote
         else:
@@ -125,7 +125,7 @@ class Zygotes:
         )
 
     def _on_gone(self, zygote: "ZygoteClient") -> None:
-        # Its workers are reported first; the next zygote starts without them.
+        # Report the ends of its workers first; the next zygote starts without them.
         self._on_exit(zygote)
         if zygote is not self.now:
             log_event(LogEvent.ZYGOTE_LEFT)
@@ -148,17 +148,17 @@ class Zygotes:
 
 
 START_TIMEOUT_S: Final = 60.0
-"""Longest time for a zygote's imports; a cold disk takes seconds."""
+"""Longest time for a zygote's imports, which take seconds from a cold disk."""
 
 END_TIMEOUT_S: Final = 5.0
-"""Longest time until a killed zygote of an earlier daemon is gone: it is not this process's child."""
+"""Longest wait for the end of a killed zygote of an earlier daemon, which is not this process's child."""
 
 HUNG_AFTER_S: Final = 20.0
-"""Time of unanswered pings after which a zygote is killed. A worker that ends meanwhile is not reaped, so the zygote
-must be gone before that worker's bytes are fenced (reclaim_timeout_s of [limits], 30)."""
+"""Time without an answer to pings after which a zygote is killed. While it hangs, no worker that ends is reaped, so the
+zygote must be dead before such a worker's bytes are fenced (reclaim_timeout_s of [limits], 30)."""
 
 MAX_WAITING: Final = 16_384
-"""Messages that wait for room in the channel: several for each possible lease (max_leases of [limits], 4096). The
+"""Most messages that wait for room in the channel: several for each possible lease (max_leases of [limits], 4096). The
 kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
 
 
@@ -168,7 +168,7 @@ class ZygoteClient:
     Args:
         driver: The driver by which workers open their contexts.
         on_message: Called with this zygote, each of its messages, and the descriptors, which then belong to the callee.
-        on_exit: Called once with this zygote when it is gone; its workers die with it.
+        on_exit: Called once with this zygote when it has ended; its workers die with it.
         sandbox: The workers' sandbox.
         folder: Where it listens for the next broker; None for one that dies with this one.
         wipes_heap: Whether it and its workers overwrite memory that they free.
@@ -222,12 +222,12 @@ class ZygoteClient:
         """Start the process and wait until it can fork workers. Raises ZygoteBroken."""
         loop = asyncio.get_running_loop()
         try:
-            # Step 1: the process. It imports the driver and then reports Preloaded or Broken.
+            # Step 1: start the process. It imports the driver and then reports Preloaded or Broken.
             self._channel = self._launch()
         except OSError as error:
             raise ZygoteBroken(f"no process can be started: {error.strerror or error}") from None
         self._outbox = Outbox(self._channel)
-        # Step 2: the future before the reader, so that the first message finds it.
+        # Step 2: make the future before the reader, so that the first message completes it.
         self._preloaded = loop.create_future()
         loop.add_reader(self._channel, self._read)
         try:
@@ -247,7 +247,7 @@ class ZygoteClient:
         Source: prctl(2), PR_SET_PDEATHSIG.
         """
         command = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
-        # A BLAS that starts threads on import would make every fork unsafe.
+        # Keep BLAS from starting threads on import, which would make every fork unsafe.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         if self._wipes_heap:
             environment |= WIPING_HEAP
@@ -265,7 +265,7 @@ class ZygoteClient:
                 listener = handed_over.enter_context(channel_listener(str(self._path)))
                 arguments.append(str(listener.fileno()))
                 fds.append(listener.fileno())
-            # A session of its own, because the broker alone handles a Ctrl-C at its terminal.
+            # Start it in its own session, because only the broker handles a Ctrl-C at its terminal.
             self._process = subprocess.Popen(
                 command + arguments,
                 pass_fds=fds,
@@ -279,8 +279,8 @@ class ZygoteClient:
 
     def take_over(self, found: FoundZygote) -> bool:
         """Take over a zygote that an earlier broker left. Returns whether it can fork workers for this one."""
-        # From here on as if this broker had started it, but it is not our child: its end shows on the channel and the
-        # pidfd.
+        # From now on treat it as if this broker had started it, except that it is not our child: the channel and the
+        # pidfd show its end.
         self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
         self._channel.setblocking(False)
         self._outbox = Outbox(self._channel)
@@ -288,7 +288,8 @@ class ZygoteClient:
         self._pid, self.findings = found.pid, found.findings
         if found.answers_pings:
             self._heartbeat.begin()
-        # Builds are compared, too: with versions alone, an upgrade would fix nothing while this zygote lives.
+        # Compare builds as well: with versions alone, an upgrade of the same version would have no effect while this
+        # zygote runs.
         own = (VERSION, own_build(), self._driver, self._sandbox.to_text(), self._wipes_heap)
         self.version = found.version
         self.is_current = (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
@@ -297,7 +298,7 @@ class ZygoteClient:
     def stop(self) -> None:
         """End the zygote, and with it all its workers. Nothing is called back."""
         self._close_channel()
-        # A child is reaped here; a zygote of an earlier daemon is some other process's child and is only awaited.
+        # Reap a child. A zygote of an earlier daemon is another process's child, so only wait for its end.
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -308,7 +309,7 @@ class ZygoteClient:
             has_ended(self._pidfd, END_TIMEOUT_S)
             os.close(self._pidfd)
             self._pidfd = -1
-        # Without the socket the next broker does not look for this zygote.
+        # Remove the socket, so that the next broker does not try to take over this zygote.
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -336,9 +337,9 @@ class ZygoteClient:
             self._channel = None
 
     def _kill_hung(self, _: str) -> None:
-        """Kill a zygote that hangs; `_read` then finds its channel closed, as for any zygote that dies.
+        """Kill a zygote that hangs. Then `_read` finds its channel closed, as for any zygote that dies.
 
-        A zygote that hangs forks no worker and reaps none, so every lease that ends would leave a fence.
+        A zygote that hangs forks and reaps no workers, so every lease that ends would leave a fence.
         """
         log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=self._pid)
         if self._process is not None:
@@ -350,7 +351,7 @@ class ZygoteClient:
     # --- to the zygote ---
 
     def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
-        """Request a worker. Raises ChannelClosed, or OSError if the zygote can't be reached now or soon."""
+        """Request a worker. Raises ChannelClosed, or OSError if the message can't be sent soon."""
         # A zygote that outlives its broker keeps the broker's end of each channel for the next one.
         kept = (broker_end_fd,) if self.outlives_its_broker else ()
         self._send(spec, (channel_fd, *page_fds, *kept))
@@ -358,8 +359,8 @@ class ZygoteClient:
     def change(self, serial: int, spec: WorkerSpec, then: Callable[[], None]) -> None:
         """Report that a worker has another lease.
 
-        The next broker must know it, and so must the log, which names the lease of a worker's output. `then` is called
-        when the message was sent. Raises as `spawn` does.
+        The next broker needs this, and so does the log, which names the lease of a worker's output. `then` is called
+        once the message is sent. Raises as `spawn` does.
         """
         self._send(LeaseChanged(spec, serial), (), then)
 
@@ -368,7 +369,7 @@ class ZygoteClient:
         self._send(PagesRenewed(spec, serial), page_fds)
 
     def forget(self, serial: int) -> None:
-        """Report that a worker's bytes are proved free, so that no broker needs to know it any more."""
+        """Report that a worker's bytes are proved free, so that no broker needs to know the worker any more."""
         if self.outlives_its_broker:
             self._send_or_drop(WorkerForgotten(serial))
 
@@ -382,7 +383,8 @@ class ZygoteClient:
             self._send(LivenessPing())
 
     def _send_or_drop(self, message: Message) -> None:
-        # A zygote that is gone needs no message. One that has not read for so long remembers a little too much.
+        # A zygote that has ended needs no message. If one has not read for so long, it only keeps a record for too
+        # long.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self._send(message)
 
@@ -410,7 +412,7 @@ class ZygoteClient:
     # --- from the zygote ---
 
     def _read(self) -> None:
-        # All messages that are there: the zygote is trusted, and what waits in its channel are workers' ends.
+        # Read all messages: the zygote is trusted, and the messages in its channel are workers' ends.
         while self._channel is not None:
             try:
                 message, fds = receive_message(self._channel)
@@ -425,7 +427,7 @@ class ZygoteClient:
         message: FromZygote | None = None
         with contextlib.suppress(MalformedMessage):
             message = parse_message(FROM_ZYGOTE, received)
-        # The first message of a new zygote is the answer that `start` waits for.
+        # The first message of a new zygote is what `start` waits for.
         if self._preloaded is not None and not self._preloaded.done():
             close_all(fds)
             self._on_first_message(message, self._preloaded)

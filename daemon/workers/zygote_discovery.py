@@ -1,6 +1,6 @@
-"""Finds the zygotes that an earlier daemon left, and the workers that they have.
+"""Finds the zygotes that an earlier daemon left, and their workers.
 
-Everything here blocks, with bounds: it runs before the daemon listens.
+All functions block, for a bounded time: they run before the daemon listens.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ TAKEN_TIMEOUT_S: Final = 10.0
 """Longest time for which an earlier daemon may keep a zygote's channel after it has released the state's lock."""
 
 END_TIMEOUT_S: Final = 10.0
-"""Longest time until a killed zygote is gone."""
+"""Longest wait for the end of a killed zygote."""
 
 _PAUSE_S: Final = 0.02
 _NO_PAGE: Final = PageState(None, 0, 0)
 
 
 class CannotAdopt(CannotStart):
-    """Sessions of an earlier daemon live and can't be taken over, so this daemon must not grant what they hold."""
+    """Running sessions of an earlier daemon can't be taken over, so this daemon must not grant what they hold."""
 
 
 class _ZygoteGone(Exception):
@@ -73,7 +73,7 @@ class FoundWorker:
         fds: Its pidfd, its two pages and the broker's end of its channel; None if it has ended.
         reason: How it ended; None while it lives.
         last_page: The state of its lease's page when it was reaped; None while it lives.
-        overran: The kernel for which the zygote ended its lease, in words; "" if it did not.
+        overran: Description of the kernel for which the zygote ended its lease; "" if it did not.
     """
 
     serial: int
@@ -85,7 +85,7 @@ class FoundWorker:
     overran: str = ""
 
     def page(self) -> PageState:
-        """Return what a broker, or the zygote, wrote last on the page of its lease."""
+        """Return the latest state that a broker, or the zygote, wrote on the page of its lease."""
         return self.last_page or _NO_PAGE if self.fds is None else state_of(self.fds[1])
 
 
@@ -98,9 +98,9 @@ class FoundZygote:
         sandbox: The sandbox settings of its workers, as on its command line.
         findings: The measures its workers are under.
         wipes_heap: Whether it and its workers overwrite memory that they free.
-        build: Which code it runs, by `host.version.own_build`; "" if it does not report it.
+        build: The code that it runs, as in `host.version.own_build`; "" if it does not report that.
         answers_pings: Whether it answers a Ping.
-        pid: Its process id; 0 if it does not report it.
+        pid: Its process id; 0 if it does not report that.
     """
 
     path: Path
@@ -135,7 +135,7 @@ def find_zygotes(folder: Path) -> list[FoundZygote]:
             zygote = _find(path)
             if zygote is not None:
                 found.append(zygote)
-    # A start that fails leaves every zygote to the next try.
+    # If the start fails, leave every zygote to the next attempt.
     except BaseException:
         for zygote in found:
             zygote.close()
@@ -162,21 +162,21 @@ def _find(path: Path) -> FoundZygote | None:
 def _connect(path: Path) -> FoundZygote:
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        # connect(2) waits while the backlog is full, so it has a time limit too.
+        # connect(2) waits while the backlog is full, so it needs a time limit as well.
         channel.settimeout(ANSWER_TIMEOUT_S)
         try:
             channel.connect(str(path))
         except (ConnectionError, FileNotFoundError):
             raise _ZygoteGone from None
         except OSError as error:
-            # One cause: the zygote hangs, and so many clients wait to be accepted that its backlog is full.
+            # The zygote hangs, and its backlog is full of clients that wait to be accepted.
             raise CannotAdopt(
                 f"the zygote behind {path} can't be reached: {error.strerror or error}",
                 hint="Kill it, and start again.",
             ) from None
         channel.settimeout(None)
         try:
-            # A zygote that accepts and then sends nothing hangs: its leases could not be ended, so it is killed.
+            # If a zygote accepts and then sends nothing, it hangs, and its leases could not be ended. So kill it.
             return _take_over(channel, path)
         except _ZygoteHangs:
             _kill_listener(channel, path)
@@ -203,7 +203,8 @@ def _introduced(channel: socket.socket, path: Path) -> FoundZygote:
     answer, fds = _receive(channel)
     if answer.get("op") == ZygoteTaken.OP:
         raise _HasBroker
-    # An unknown kind of hand-over: the sessions live, but this version can't understand their state. Refuse to start.
+    # The hand-over is of an unknown kind: the sessions are running, but this version can't understand their state.
+    # Refuse to start.
     own = _parsed(answer)
     if not isinstance(own, ZygoteIntroduction) or own.handover != HANDOVER or len(fds) != 1:
         close_all(fds)
@@ -264,7 +265,7 @@ def _parsed(answer: dict[str, Any]) -> Message | None:
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    # A time limit for each message: a zygote that hangs in the middle of its report must not block the start.
+    # Limit the time for each message: a zygote that hangs in the middle of its report must not block the start.
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     if not poll.poll(ANSWER_TIMEOUT_S * 1000):
@@ -276,12 +277,12 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _kill_listener(channel: socket.socket, path: Path) -> None:
-    """Kill a zygote that hangs, and with it its workers, because no process could end their leases."""
+    """Kill a zygote that hangs, and with it its workers, because no other process could end their leases."""
     # The peer's credentials are those of the process that called listen(2) last (unix(7), SO_PEERCRED): the zygote.
     pid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
     hint = "Find out who listens there, end it, and start again."
     try:
-        # The pidfd before the name: so the name that is checked is that of the process that is killed.
+        # Open the pidfd before the name is checked, so that the check is of the process that is killed.
         pidfd = os.pidfd_open(pid)
     except OSError:
         raise CannotAdopt(f"the zygote behind {path} does not answer", hint=hint) from None
