@@ -64,7 +64,7 @@ class Array(SessionArray):
         make(self.session, assign(self, value, stream))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        # Both forms of assignment are one: the part is a view of the same buffer.
+        # Assign to the part, which is a view of the same buffer.
         self[key].assign(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

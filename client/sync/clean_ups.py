@@ -1,6 +1,6 @@
-"""Threads that give back what interrupted calls have made (`core.clean_ups`): no Ctrl-C reaches them.
+"""Threads that give back the objects of interrupted calls (`core.clean_ups`). No Ctrl-C reaches these threads.
 
-The interrupted call waits for its thread, and the end of a program for all of them, at most CLEAN_UP_S each.
+The interrupted call waits for its thread, and a program's exit waits for all of them, for at most CLEAN_UP_S each.
 """
 
 import atexit
@@ -22,11 +22,11 @@ _POLL_S: Final = 0.001
 """Pause between two checks whether something was given back, in seconds."""
 
 due: Final[dict[Owed, None]] = {}
-"""What threads are giving back. The handler of an interrupt adds to it before it starts the thread."""
+"""The objects that threads are giving back. The handler of an interrupt adds to it before it starts the thread."""
 
 
 def drive_owing(owed: Owed, procedure: Procedure[T], made: Callable[[T], R]) -> R:
-    """Drive a procedure and return what `made` makes of its result; a thread settles what an interrupted call owes."""
+    """Drive a procedure, and return `made(result)`. If the call is interrupted, a thread settles `owed`."""
     try:
         result = made(drive(procedure))
         owed.is_settled = True
@@ -39,20 +39,23 @@ def drive_owing(owed: Owed, procedure: Procedure[T], made: Callable[[T], R]) -> 
         due[owed] = None
         owed.is_due = True
         start_new_thread(settle, (owed,))
-        # The next call finds it given back. Another interrupt ends this wait, and nothing else.
+        # Wait, so that the object is given back before the next call. Another interrupt ends only this wait.
         _wait(lambda: owed in due)
         raise
 
 
 def give_back(owed: Owed) -> None:
-    """Have a thread give back what the program has dropped. For finalizers, in which Python discards interrupts."""
+    """Have a thread give back an object that the program has dropped.
+
+    For finalizers, where Python discards interrupts.
+    """
     due[owed] = None
     owed.is_due = True
     start_new_thread(settle, (owed,))
 
 
 def settle(owed: Owed) -> None:
-    """Give back what is owed; runs in a thread of its own."""
+    """Give back what is owed. Runs in a separate thread."""
     try:
         drive(owed.settle())
     finally:
@@ -60,7 +63,7 @@ def settle(owed: Owed) -> None:
 
 
 def nothing(_: object) -> None:
-    """What is made of a result that is not needed."""
+    """The `made` of `drive_owing` for a result that is not needed."""
 
 
 def _wait(is_unsettled: Callable[[], bool]) -> None:

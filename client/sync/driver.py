@@ -23,27 +23,28 @@ MAX_POLL_S: Final = 3600.0
 """Longest single poll, in seconds: poll() takes milliseconds as a C int. A longer wait polls again."""
 
 CONTROL_POLL_NS: Final = 1_000_000
-"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds: a region opens in
-less. To wake up costs tens of microseconds."""
+"""Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds. A region opens in
+less time, and a wake-up costs tens of microseconds."""
 
 _CONTROL_POLL_NS: Final = spin_policy_of(None, CONTROL_POLL_NS).spin_ns
 
 _polled_until_ns: Final = [0]
-"""Until when a thread polls; 0 while none does. Several would only take the interpreter's lock from each other. A lock
-would stay held by a thread that is interrupted just after it took it, or that a fork leaves behind."""
+"""Time until which a thread polls; 0 while none does. Several threads would only take the interpreter's lock from each
+other. This is not a lock, because a lock would stay held by a thread that is interrupted just after it took it, or that
+a fork leaves behind."""
 
 
 def drive(procedure: Procedure[T]) -> T:
     """Run a procedure to its end in this thread and return its result.
 
-    The traceback of an error starts here: the procedure's frames say nothing to the caller, and would keep their locals
-    alive.
+    The traceback of an error starts here, because the procedure's frames mean nothing to the caller, and would keep
+    their locals alive.
     """
     answer: Any = None
     thrown: BaseException | None = None
     while True:
         try:
-            # A procedure yields what it has to wait for; the wait's result, or the error it raised, goes back in.
+            # A procedure yields a step to wait for. Send the step's result back in, or throw its error.
             step = procedure.send(answer) if thrown is None else procedure.throw(thrown)
             thrown = None
             answer = _WAIT_BY_STEP[type(step)](step)
@@ -56,15 +57,16 @@ def drive(procedure: Procedure[T]) -> T:
                 if isinstance(error, GpuLeaseError):
                     raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
                 raise
-            # The procedure has not ended, so the wait was interrupted (a signal, KeyboardInterrupt). The procedure
-            # decides what happens then, and may wait again to clean up.
+            # The wait was interrupted (by a signal, KeyboardInterrupt). The procedure handles that, and may wait again
+            # to clean up.
             thrown = error
 
 
 def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:
-    """Send one control request over a connection of its own; returns the body of the reply.
+    """Send one control request over a separate connection; return the body of the reply.
 
-    Commands call this instead of opening a session: importing what sessions need would take most of a command's time.
+    Commands call this instead of opening a session, because the imports for sessions would take most of a command's
+    time.
 
     Args:
         op: The opcode.
@@ -82,7 +84,7 @@ def _wait(step: Wait) -> bool:
     # The channel checks once more before it sleeps: bytes may have come since the procedure decided to wait.
     if not channel.doze(for_room=step.for_room):
         return True
-    # Rounded up: a wait of 0.1 ms must not become a poll that returns at once, in a loop.
+    # Round up: a wait of 0.1 ms must not become a loop of polls that return at once.
     timeout_ms = math.ceil(min(step.timeout_s, MAX_POLL_S) * 1000)
     if step.for_room and channel.waits_for_room:
         both = select.poll()
@@ -120,14 +122,14 @@ def _incoming(channel: Channel) -> Callable[[int], Any]:
 
 def _sleep(step: Sleep) -> None:
     if step.until is None:
-        # With an event the pause ends early, as soon as another thread sets it.
+        # With an event, the pause ends as soon as another thread sets it.
         time.sleep(step.seconds)
     else:
         step.until.wait(step.seconds)
 
 
 def _locked(step: Locked) -> Any:
-    # The inner procedure is driven here, by its own loop: an interrupt unlocks on its way out.
+    # Drive the inner procedure here, in its own loop, so that an interrupt releases the lock.
     with step.lock:
         return drive(step.procedure)
 

@@ -35,7 +35,7 @@ class _Events(Iterator[E], Generic[E]):
             raise
 
     def __next__(self) -> E:
-        # Waits without a limit of its own: `close` and the connection's end end it.
+        # This waits without a limit; `close` and the end of the connection end it.
         event = drive(self._stream.next())
         if event is None:
             raise StopIteration
@@ -43,7 +43,7 @@ class _Events(Iterator[E], Generic[E]):
 
     def close(self) -> None:
         """End the subscription. A thread that is waiting for the next event stops iterating."""
-        # From any thread: the wait in `__next__` ends, and the iteration with it.
+        # Wake a thread that waits in `__next__`, which ends its iteration.
         self._stream.wake()
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class WarningWatch:
     def _run(self) -> None:
         try:
             drive(warnings(self._stream, self._on_warning))
-        # No caller waits for this thread: the error is kept for whoever looks at the watch.
+        # No caller waits for this thread, so keep the error in the watch.
         except GpuLeaseError as error:
             self.error = error
 
@@ -108,8 +108,8 @@ class KeepAlive:
     """Renews a lease until it is stopped, its `with` block ends, the lease is freed, dropped or lost.
 
     When the lease is lost, for example because a renewal was refused, `on_loss` is called with the error. Without
-    `on_loss`, leaving the block raises the error, unless the block is left by an exception of its own. The thread is a
-    daemon thread: it never keeps a program from exiting.
+    `on_loss`, leaving the block raises the error, unless another exception left the block. The thread is a daemon
+    thread: it never keeps a program from exiting.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.
@@ -131,7 +131,7 @@ class KeepAlive:
     def stop(self) -> None:
         """Stop renewing. The lease then ends at its deadline, unless it is freed or renewed by hand."""
         self._stopped.set()
-        # As in WarningWatch: `on_loss` may stop what called it.
+        # As in WarningWatch, `on_loss` may stop its own caller.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -59,7 +59,7 @@ class Recorder:
     def __enter__(self) -> Graph:
         session = self._session
         graph = self._graph = Graph()
-        # The lock: no operation of another thread may be in the middle of sending.
+        # Take the lock, so that no operation of another thread is in the middle of sending.
         try:
             with session._lock:
                 # Until the block ends, the session's launches and copies go to the recording instead of the worker.
@@ -77,11 +77,11 @@ class Recorder:
         except BaseException:
             self._end()  # interrupted: the session must not stay in recording
             raise
-        # The graph gets its handle only from make(), below: a block left by an error leaves it discarded.
+        # The graph gets its handle only from make(), below. If the block was left by an error, it stays discarded.
         self._graph.discarded()
         recording = self._recording
         if kind is None and recording is not None:
-            # Only now, with launches and copies going to the worker again.
+            # Make the graph only now that launches and copies go to the worker again.
             session = self._session._session
             drive(session.graphs.make(self._graph, recording.record()))
 

@@ -1,8 +1,8 @@
 """The thread that frees dropped objects in blocking sessions that are idle (`core.idle_frees`).
 
-A session frees what its program has dropped with its next request; an idle session has none. One thread serves all
-sessions of the process. It ends LINGER_S after the last session and never keeps a program from exiting: one that opens
-a session for each request would otherwise start a thread for each.
+A session frees dropped objects with its next request, but an idle session has no next request. One thread serves all
+sessions of the process. It ends LINGER_S after the last session, because a program that opens a session for each
+request would otherwise start a thread for each. It never keeps a program from exiting.
 """
 
 import os
@@ -66,7 +66,7 @@ class _Looker:
             # another one; this thread is then not needed.
             if self._thread != threading.get_ident():
                 return False
-            # The clock of the linger starts again whenever a session is there.
+            # While there is a session, restart the time of the linger.
             now_s = time.monotonic()
             if self._sessions:
                 self._last_seen_s = now_s
@@ -84,7 +84,7 @@ def look_after(session: SessionCore) -> None:
 
 
 def _after_fork() -> None:
-    # The child has no such thread, and none of the parent's sessions is its own.
+    # The child has no such thread, and the parent's sessions are not its own.
     global _looker
     _looker = _Looker()
 

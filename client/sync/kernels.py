@@ -48,7 +48,7 @@ class Kernel:
         """Compile the function for these arguments if needed, load it, and start it; do not wait.
 
         Args:
-            place: What stands in the brackets: Triton's grid, or numba's `blocks, threads`.
+            place: The value in the brackets: Triton's grid, or numba's `blocks, threads`.
             args: Positional arguments of the kernel.
             keywords: Keyword arguments of the kernel.
             stream: As in `GpuSession.launch`.
@@ -58,7 +58,7 @@ class Kernel:
         Returns:
             The launch's number; 0 for an empty Triton grid, for which nothing is launched.
         """
-        # Compiled, or found among the variants; the arguments are packed either way.
+        # Compile the variant, or find it among the compiled ones, and pack the arguments.
         ready = self._kernel.prepared(place, args, keywords)
         if ready.is_empty:
             return NOTHING_LAUNCHED
@@ -66,14 +66,14 @@ class Kernel:
         made = ready.compiled
         module = self._modules.get(made)
         if module is None:
-            # Drop all loaded variants at once: a program that exceeds the limit compiles a variant per call, and any
+            # Drop all loaded variants at once: a program that exceeds the limit compiles a variant per call, so any
             # order of eviction would thrash.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[made] = self._session.module_load(
                 checked_version(made.image, self._session.cuda_version)
             )
-        # A stream in the brackets, as numba allows, counts only if the call names none.
+        # Use a stream in the brackets, which numba allows, only if the call names none.
         put = (stream or ready.stream, regions, position)
         return self._session.launch(*ready.on(module), *put, cooperative=made.is_cooperative)
 

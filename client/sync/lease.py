@@ -47,7 +47,7 @@ class GpuBuilder(LeaseRequest):
         return drive_owing(owed, wanted, GpuLease)
 
     def _acquisition(self, spare: SpareConnections | None) -> tuple[OwedGrant, Procedure[LeaseHandle]]:
-        """Return the keeper and the steps of an acquire, which takes a spare connection if there is one."""
+        """Return the `Owed` and the procedure of an acquire, which uses a spare connection if there is one."""
         owed = owed_lease()
         return owed, acquire(self._where(), self._request(), threading.RLock(), owed, spare)
 
@@ -71,15 +71,15 @@ class GpuLease(LeaseView):
         drive(self._state.renew(seconds))
 
     def free(self) -> None:
-        """Free the lease; everything in its session is lost. If it had ended before, raises the error that says how."""
+        """Free the lease; everything in its session is lost. If it has ended already, raises the error of its end."""
         drive(self._state.free())
 
     def reacquire(self) -> "GpuLease":
         """Acquire another lease on the terms of this one, after this one has ended.
 
         The terms are those of the builder when it acquired this lease: size, time, card, waiting and options. Changes
-        by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session: what to restore, and
-        how often to try, is up to the caller.
+        by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session. The caller decides
+        what to restore, and how often to try.
 
         Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
         """
@@ -208,10 +208,10 @@ class GpuLease(LeaseView):
         drive(resize(self._state, size, "shrink", -1))
 
     def park(self) -> int:
-        """Move the session's memory to the host's memory now, and give its card's bytes to others.
+        """Move the session's memory to the host's memory now, so that others can use its bytes on the card.
 
-        The lease must be parkable (`GpuBuilder().parkable()`). Its next operation brings the memory back, at the same
-        addresses, and waits for that. Returns once the card shows the bytes free.
+        The lease must be parkable (`GpuBuilder().parkable()`). The session's next operation brings the memory back to
+        the same addresses, and waits for that. This call returns once the card shows the bytes as free.
 
         Returns:
             How many bytes were moved.
@@ -225,7 +225,7 @@ class GpuLease(LeaseView):
         """Move the session to another card of its host now.
 
         The lease must be parkable (`GpuBuilder().parkable()`). Connections, handles and device addresses stay valid.
-        Returns once the session is whole on that card; `card_uuid` is that card then.
+        Returns once the whole session is on that card; then `card_uuid` is that card's.
 
         Args:
             device: The card's index or UUID.
@@ -271,14 +271,14 @@ class GpuLease(LeaseView):
         Args:
             callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
         """
-        # Its own connection and thread, so that the warning comes while this lease's operations wait.
+        # Use a separate connection and thread, so that the warning comes even while this lease's operations wait.
         return WarningWatch(self._state.event_stream(), callback)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # A block left by an error keeps that error: freeing must not hide it.
+        # If an error left the block, an error of freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             drive_owing(self._state.owed_free(), self._state.free_at_exit(), nothing)
 
@@ -306,7 +306,7 @@ def my_audience(address: str | None = None) -> bytes:
     Args:
         address: The node's address; GPULEASE_ADDRESS or the default socket if None.
     """
-    # A connection for the one request: naming its user needs no lease.
+    # Use a connection for this one request, which needs no lease.
     return bytes(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience)
 
 
@@ -315,5 +315,5 @@ def inspect_token(token: bytes | str | Grant, address: str | None = None) -> Hel
 
     Raises Denied, naming the check that the token failed.
     """
-    # Presented on a connection that ends with the reply. No session is opened, so the token is not used up.
+    # Present it on a connection that ends with the reply. No session is opened, so the token is not used up.
     return HeldToken.of(ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))

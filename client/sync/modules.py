@@ -25,7 +25,7 @@ class Module(ModuleBase):
 
         Raises InvalidHandle if the module has no such variable, Unsupported if the session's daemon is too old.
         """
-        # A variable is a buffer inside the module, so it lasts as long as that.
+        # A variable is a buffer inside the module, so it lasts as long as the module.
         return drive(self._resources.variable(self, name))
 
     def kernel_figures(self) -> Mapping[str, KernelFigures]:

@@ -1,4 +1,4 @@
-"""What `gpulease.client` exports; the package imports this module when one of the names is first accessed."""
+"""The names that `gpulease.client` exports. The package imports this module when one of them is first accessed."""
 
 from gpulease.client.core.events import ForwardRevoked, LeaseEvent
 from gpulease.client.core.lease import LeaseReport, LeaseUse, SubmitReport

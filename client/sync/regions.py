@@ -22,8 +22,8 @@ class Region(RegionView):
     After it ends, by `revoke`, by its deadline or by `free`, no launch that names it starts, the session can no longer
     access its memory, and the session itself continues (`GpuSession.region_set`).
 
-    Leaving its `with` block closes it. Dropping the last reference does not end it; its deadline does. A region whose
-    block was entered, and then cut short by an interrupt, is closed with its last reference.
+    Leaving its `with` block closes it. Dropping the last reference does not end it; its deadline does. If an interrupt
+    cuts its block short, the region is closed when its last reference is dropped.
     """
 
     __slots__ = ("_left",)
@@ -34,15 +34,18 @@ class Region(RegionView):
         self._left: weakref.finalize[..., Any] | None = None
 
     def renew(self, seconds: float) -> None:
-        """Move the deadline to at least `seconds` from now, but not beyond the lease's. If it has ended, raises how."""
+        """Move the deadline to at least `seconds` from now, up to the lease's. If it has ended, raises that error."""
         drive(self._state.renew(seconds))
 
     def free(self) -> None:
-        """Free the region. When this returns, the session can't access its memory. If it had ended, raises how."""
+        """Free the region. On return, the session can't access its memory.
+
+        If it has ended already, raises that error.
+        """
         drive(self._state.free())
 
     def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome | int:
-        """End the region, whoever uses it.
+        """End the region, even if it is in use.
 
         Args:
             reason: Reported to the region's tenant.
@@ -95,7 +98,7 @@ class Region(RegionView):
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
         reserved until the lease ends.
         """
-        # Closed before: closing twice is harmless.
+        # The region is closed already.
         if self.owner is None:
             return
         try:
@@ -104,7 +107,7 @@ class Region(RegionView):
             self._detach()
             raise
         self._detach()
-        # Without an owner it does not belong to the session any more: launches and copies with it are refused here.
+        # Without an owner it no longer belongs to the session, so launches and copies with it are refused here.
         self.owner = None
 
     def _detach(self) -> None:
@@ -115,7 +118,7 @@ class Region(RegionView):
     def __enter__(self) -> Self:
         # An interrupt may come before `__exit__` has begun. Then the region is closed once nothing refers to it.
         self._left = weakref.finalize(self, _leave, self._state)
-        # The lease's end takes the region, too, so the program's end does not wait for it.
+        # The region ends with the lease, so the program's exit need not wait for it.
         self._left.atexit = False
         return self
 

@@ -43,7 +43,7 @@ SPIN_NS: Final = 200_000
 sleeping thread takes tens of microseconds."""
 
 LATENCY_SPIN_NS: Final = 1_000_000
-"""The same for a session of the latency class. Next to a session that saturates the card, a reply takes some 0.2 ms."""
+"""SPIN_NS for a session of the latency class. Next to a session that saturates the card, a reply takes some 0.2 ms."""
 
 
 class GpuSession(SessionView):
@@ -51,13 +51,13 @@ class GpuSession(SessionView):
 
     An operation is done when its call returns. The exceptions are `launch`, `mem_free` and `mem_write` of up to 64 KiB,
     which are only queued. The worker executes these in order; when one fails, it skips those queued after it. The next
-    operation that waits raises that failure and is itself not executed. A session keeps its lease from being dropped.
+    operation that waits raises that failure and is itself not executed. A session holds a reference to its lease.
 
     Leaving its `with` block waits, as `sync` does, for work that was not waited for, and raises what failed. It waits
     at most for the time that the lease had left when the block ended; then it raises TimedOut, unless the lease has
-    ended. A block left by an exception does not wait, and `close` does not wait either. A session opened by a token
-    that loaded no module waits for its own requests only: not for kernels of other sessions, and it does not report
-    their failures.
+    ended. A block left by an exception does not wait, and `close` does not wait either. A session that was opened by a
+    token and has loaded no module waits only for its own requests. It does not wait for kernels of other sessions, and
+    does not report their failures.
 
     A failure of one operation is an OperationFailed, and the session continues. GpuSessionFailed means that the session
     is lost.
@@ -128,8 +128,8 @@ class GpuSession(SessionView):
             state = drive(by_assignment(where, lock, name) if token is None else by_token(where, token_of(token), lock))
             return cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
-            # The error's traceback refers to these frames, and they to the connection: it would stay open as long as
-            # the caller keeps the error.
+            # Close the connection: the error's traceback refers to these frames, and these to the connection, which
+            # would otherwise stay open as long as the caller keeps the error.
             if state is not None:
                 state.channel.close()
             raise
@@ -138,8 +138,7 @@ class GpuSession(SessionView):
         """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
         # The lock is held for the whole operation, so that threads take turns.
         with self._lock:
-            # The first way: memory that an earlier free left is given out again without a request. Otherwise the worker
-            # is asked.
+            # First try to reuse memory of an earlier free without a request. Otherwise ask the worker.
             buffer = self._session.resources.alloc_at_once(size_bytes)
             return buffer if isinstance(buffer, Buffer) else drive(buffer)
 
@@ -190,7 +189,8 @@ class GpuSession(SessionView):
     def reset(self) -> int:
         """Wait as `sync` does, then free all memory that no open session holds; returns the number of bytes.
 
-        This frees the buffers that the lease keeps, what ended sessions left, and the reserved parts of ended regions.
+        This frees the buffers that the lease keeps, the memory that ended sessions left, and the reserved parts of
+        ended regions.
 
         Raises Denied unless the session may read and write memory and launch; Unsupported if the daemon is too old.
         """
@@ -248,7 +248,7 @@ class GpuSession(SessionView):
         """
         with self._lock:
             rest = self._copies.write(buffer, offset, data, stream)
-            # None: the bytes are copied, or queued with the next requests.
+            # If this is None, the bytes are copied, or queued with the next requests.
             if rest is not None:
                 drive(rest)
 
@@ -278,10 +278,10 @@ class GpuSession(SessionView):
         Raises:
             InvalidHandle: The bytes are not all inside the buffer, or the buffer is freed or another session's.
         """
-        # In a stream, the general way: the copy is ordered by the stream, and may be left running.
+        # Use the general way in a stream: the stream orders the copy, which may still run when the call returns.
         if stream is not None:
             return drive(self._copies.read(buffer, offset, nbytes, into, stream))
-        # A small read without a target gets one here, so that its reply can be received in place.
+        # Make a target for a small read without one, so that its reply can be received in place.
         target = bytearray(nbytes) if into is None and type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES else into
         with self._lock:
             rest = self._copies.read_at_once(buffer, offset, nbytes, target)
@@ -403,7 +403,7 @@ class GpuSession(SessionView):
                 where the PTX declares an integer.
         """
         with self._lock:
-            # Three frames: with attributes, plain, and in regions. The plain one is the hot path.
+            # There are three operations: with attributes, plain, and in regions. The plain one is the hot path.
             if cooperative or cluster is not None:
                 wanted = LaunchAttributes(cooperative, cluster)
                 number = self._launches.launch_with(
@@ -472,8 +472,9 @@ class GpuSession(SessionView):
             callback(found)
 
     def close(self) -> None:
-        """End the session; an operation that waits in another thread fails. The lease continues."""
-        # No operation is in progress: close at once. Otherwise wake the thread that waits, and close after it has left.
+        """End the session. An operation that waits in another thread fails. The lease continues."""
+        # If no operation is in progress, close at once. Otherwise wake the thread that waits, and close after it has
+        # left.
         if self._lock.acquire(blocking=False):
             try:
                 self._closing()
@@ -494,5 +495,5 @@ class GpuSession(SessionView):
                     self._pass_printed(self._on_printed)
                 fence(self._session.streams)
         finally:
-            # However the block ends, the session does.
+            # The session ends however the block ends.
             self.close()

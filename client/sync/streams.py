@@ -66,7 +66,7 @@ class Stream(StreamHandle):
 
     def close(self) -> None:
         """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
-        # Closed before: closing twice is harmless.
+        # Do nothing if it is closed already.
         if self.owner is not None:
             drive(self.streams("close").destroy(self))
 
@@ -83,12 +83,12 @@ class Stream(StreamHandle):
 
 
 def fence(streams: Streams, stream: Stream | None = None) -> None:
-    """Wait for a session's, or one stream's, last work within the lease's remaining time; raises what failed in it.
+    """Wait for the last work of a session, or of one stream, within the lease's remaining time. Raises its failure.
 
     `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
     """
     deadline = streams.operations.block_end_deadline()
-    # None: no started work is unsettled, the lease is freed, or the session is recording.
+    # None means that no work is outstanding, the lease is freed, or the session is recording.
     if deadline is None:
         return
     lock = streams.attachment.lock

@@ -34,12 +34,12 @@ class Submission(SubmissionBase):
             TimedOut: It took longer than `timeout_secs`.
             Disconnected: The job was not run, or it is unknown whether it was; the hint says which.
         """
-        # No session takes part: the job has a connection of its own, on which it is sent, run and answered.
+        # The job needs no session: it is sent, run and answered on its own connection.
         return drive(self._run(self))
 
 
 def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: str | None = None) -> Submission:
-    """Describe a one-shot job on another tenant's lease, by a token that permits TASKLET_SUBMIT, for one `launch`.
+    """Describe a one-shot job on another tenant's lease, for one `launch`, by a token that permits TASKLET_SUBMIT.
 
     The job can't access the lease's session.
 
@@ -52,5 +52,5 @@ def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: st
     Raises Denied at the launch, naming the check that the token failed.
     """
     where, shown = address_of(address), token_of(token)
-    # A lease object of the job's own, made from the token for one launch, and so a lock of its own.
+    # The job makes its own lease object from the token, so it needs its own lock.
     return Submission(kernel, image, lambda submission: submission._run_by(where, shown, threading.RLock()))

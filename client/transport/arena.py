@@ -1,4 +1,4 @@
-"""The client's side of a session's arena: numpy arrays in memory that the worker maps too.
+"""The client's side of a session's arena: numpy arrays in memory that the worker maps as well.
 
 Dropping an array's last view frees its memory. The arena itself exists as long as the session or an array in it.
 """
@@ -35,18 +35,18 @@ class Arena:
         self._lock = threading.Lock()
         self._starts = [0]
         self._sizes = [size_bytes]
-        # Appended to in whatever thread drops an array, at any moment: a deque's append is atomic.
+        # Any thread may drop an array and append here at any moment: a deque's append is atomic.
         self._dropped: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> Any:
-        """A writable buffer of `nbytes`, at least 1; None if it does not fit."""
+        """Return a writable buffer of `nbytes`, which is at least 1; None if it does not fit."""
         with self._lock:
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
         # First return the pieces of arrays that were dropped since the last call.
         self._take_back()
-        # Whole multiples of the alignment: then every free piece begins at one, too.
+        # Use multiples of the alignment, so that every free piece begins at one as well.
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         # First fit: pieces are few, and freed ones merge with their neighbours.
         for at, free in enumerate(self._sizes):
@@ -57,7 +57,7 @@ class Arena:
                 if free == size:
                     del self._starts[at], self._sizes[at]
                 block = (ctypes.c_ubyte * nbytes).from_buffer(self._map, start)
-                # No finalizer at exit: the process's end frees the mapping.
+                # Run no finalizer at exit, because the end of the process frees the mapping.
                 weakref.finalize(block, self._dropped.append, (start, size)).atexit = False
                 return block
         return None
@@ -95,7 +95,7 @@ class Arena:
 
 
 def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":
-    """Make an array in the arena, or an ordinary one without an arena or room, or for a dtype that can't be shared.
+    """Make an array in the arena, or an ordinary one if there is no arena or room, or if the dtype can't be shared.
 
     Raises InvalidRequest for a `dtype` that numpy does not know.
     """

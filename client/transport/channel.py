@@ -23,7 +23,7 @@ MAX_PARTS_PER_SEND: Final = 16
 
 
 class AskOutcome(Enum):
-    """What came of a request sent by `Channel.ask`."""
+    """The outcome of a request that was sent by `Channel.ask`."""
 
     ANSWERED = "exactly the expected reply came"
     UNANSWERED = "the request was sent; the general way receives its reply"
@@ -38,7 +38,7 @@ _INTERRUPTED: Final = Failure(
 
 def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int) -> None:
     """Set `parts` to `whole` without its first `sent` bytes. Calling it twice is harmless."""
-    # Skip the parts that were sent whole, and cut the one that was sent in part.
+    # Drop the parts that were sent completely, and cut the one that was sent in part.
     rest = []
     for part in whole:
         if sent < len(part):
@@ -72,7 +72,7 @@ class FrameWriter(Protocol):
 
 
 class _NoWriter(FrameWriter):
-    """Of a control connection: every frame is sent by `Channel.push`."""
+    """The writer of a control connection, where every frame is sent by `Channel.push`."""
 
     tail = 0
 
@@ -89,21 +89,21 @@ _NO_WRITER: Final = _NoWriter()
 class Channel:
     """A connection to the daemon.
 
-    Sessions' kinds of channel (`coalescing_socket`, `ring`, `tls`) override the first group of methods. A control
-    connection uses them as they are here.
+    The channels of sessions (`coalescing_socket`, `ring`, `tls`) override the first group of methods. A control
+    connection uses the methods of this class.
 
     Attributes:
         sock: The nonblocking socket.
         link: Parses received bytes, and knows which replies are awaited.
         address: Where the connection leads, for messages.
-        waiter: The driver's own object for waiting on the socket.
+        waiter: The driver's object for waiting on the socket.
         waits_for_room: True if poll(2) on the socket reports room to send.
         has_unsent: True while queued frames wait here for room; `push` sends them.
-        takes_descriptors: True if descriptors that come with the bytes are wanted; otherwise the kernel drops them.
+        takes_descriptors: Whether to accept descriptors that come with the bytes; if not, the kernel drops them.
         descriptors: The descriptors that came.
-        unfinished: Ends a step of an operation that may have been interrupted; None if there is none. Whoever uses the
-            channel next calls it (`finish`). Calling it twice is harmless.
-        sending: What is left of the buffers that an operation sends, and their whole size; None if none sends.
+        unfinished: Completes a step of an operation that may have been interrupted; None if there is none. The next
+            user of the channel calls it (`finish`). Calling it twice is harmless.
+        sending: The rest of the buffers that an operation is sending, and their whole size; None if no operation sends.
         is_polled: Whether the synchronous API polls the socket for a reply before it sleeps. Only for requests that a
             local daemon answers in about a millisecond.
     """
@@ -126,17 +126,17 @@ class Channel:
         register(self)
 
     def finish(self) -> None:
-        """End what an interrupted operation has left unfinished. Whoever begins an operation calls it."""
+        """Complete what an interrupted operation has left unfinished. Every operation begins with this."""
         self.finish_step()
         if self.sending is not None:
             rest, whole_bytes = self.sending
-            # Half a frame was sent: anything sent after it would be read as its rest.
+            # Half a frame was sent, so the peer would read anything after it as its rest.
             if 0 < sum(map(len, rest)) < whole_bytes:
                 self.link.break_off(_INTERRUPTED, is_explained=True)
             self.sending = None
 
     def finish_step(self) -> None:
-        """`finish` for a step alone, inside an operation."""
+        """Do `finish` for one step inside an operation."""
         if self.unfinished is not None:
             self.unfinished()
             self.unfinished = None
@@ -175,10 +175,10 @@ class Channel:
         return AskOutcome.NOT_SENT
 
     def await_work(self, number: int) -> bool:
-        """Wait, without a frame, until the work of all sent requests has ended; only if the session has SYNC_WORD.
+        """Wait, without a frame, until the work of all sent requests has ended. Only for a session that has SYNC_WORD.
 
         Args:
-            number: A request id of this wait's own.
+            number: A request id for this wait.
 
         Returns:
             Whether the worker's word reports that all succeeded. If not, a SYNC must find out what happened.
@@ -192,10 +192,10 @@ class Channel:
         """Send queued frames before the channel is closed, waiting for a bounded time."""
 
     def announce(self) -> None:
-        """Wake the worker, where that pays, because the daemon is about to order something of it."""
+        """Wake the worker, where that is worthwhile, because the daemon is about to send it an order."""
 
     def spin(self) -> bool:
-        """Poll for bytes without sleeping, for a bounded time, where that pays; False if none came."""
+        """Poll for bytes without sleeping, for a bounded time, where that is worthwhile. Returns False if none came."""
         return False
 
     def doze(self, *, for_room: bool) -> bool:
@@ -208,7 +208,7 @@ class Channel:
         """Receive what has arrived; False if nothing has."""
         link, counts = self.link, self._counts
         self.finish_step()
-        # An interrupt may come after bytes were received and before they were counted.
+        # Prepare for an interrupt after bytes were received and before they were counted.
         counts.clear()
         self._received_before, self.unfinished = link.received, self._count
         try:
@@ -266,11 +266,12 @@ class Channel:
         self.descriptors.clear()
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send as much of `parts` as the socket accepts and drop it; True if any of `parts` or of the unsent went."""
+        """Send as much of `parts` as the socket accepts, and drop that. Returns True if any bytes were sent."""
         # The list of parts is made before the flag is set, so that making it can't leave the stream torn.
         counts: list[int] = []
         sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
-        # An interrupt may come after bytes were sent and before they are dropped from `parts`: they would go twice.
+        # If an interrupt comes after bytes were sent and before they are dropped from `parts`, they must not be sent
+        # twice.
         self.unfinished = partial(_drop_sent, parts, tuple(parts), counts)
         try:
             counts.extend(sending)  # stored by the call that sends, as in `_Outbox`
@@ -285,7 +286,7 @@ class Channel:
         return counts[0] > 0
 
     def drain(self, error: OSError) -> None:
-        """Read what a peer that is gone sent last: it may contain the reason."""
+        """Read the last bytes of a peer that is gone, which may contain the reason."""
         # Sending failed, but a goodbye with the reason may wait in the receive buffer.
         while self.link.end is None and self.pump():
             pass
@@ -306,7 +307,7 @@ class Channel:
     def part(self) -> "Channel":
         """Return another channel with this one's connection. This one is closed, without closing the connection."""
         sock, link = self.sock, self.link
-        # From here on an operation of another thread finds this channel ended.
+        # From now on this channel is ended for an operation of another thread.
         self.link, self.sock = _what_is_left()
         return Channel(sock, self.address, link)
 
@@ -320,7 +321,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket. Calling it twice is harmless."""
-        # In this order: a thread that waits finds the end before its socket is gone.
+        # Use this order, so that a waiting thread finds the end before its socket is closed.
         self.link.break_off(Failure(Status.DISCONNECTED, "the connection was closed here"))
         self.drop_descriptors()
         self.sock.close()
@@ -328,7 +329,7 @@ class Channel:
 
 @cache
 def _what_is_left() -> tuple[Link, socket.socket]:
-    """Return what a channel has after `part`: shared, because an ended link and a closed socket never change."""
+    """Return the link and socket of a channel after `part`. They are shared, because an ended link never changes."""
     link, sock = Link(), socket.socket(socket.AF_UNIX)
     link.break_off(Failure(Status.DISCONNECTED, "the connection was passed on"))
     sock.close()
@@ -347,7 +348,7 @@ def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel
     """(channel, errno of connect): 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.setblocking(False)
-    # Frames are small and answered at once: Nagle's algorithm would delay each by a round trip.
+    # Disable Nagle's algorithm, which would delay each small frame by a round trip.
     if family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A nonblocking connect returns at once; the errno says whether it succeeded, failed, or continues.

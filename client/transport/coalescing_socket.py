@@ -4,12 +4,12 @@ A system call costs more than the rest of a launch. So the first frame that no c
 outbox gathers those that follow closely. The outbox is sent when it holds some kilobytes, together with any frame that
 awaits a reply, or by the flusher.
 
-The flusher is one thread for all sessions of the process. It polls every quarter of a millisecond while there is
-anything to send, sleeps otherwise, and exits after a long sleep. So a launch is sent within half a millisecond,
-whatever its caller does next. Only a caller that computes in pure Python delays the flusher, by up to Python's switch
-interval of 5 ms.
+The flusher is one thread for all sessions of the process. While there is anything to send, it runs every quarter of a
+millisecond; otherwise it sleeps, and exits after a long sleep. So a launch is sent within half a millisecond, whatever
+its caller does next. Only a caller that computes in pure Python delays the flusher, by up to Python's switch interval
+of 5 ms.
 
-An interrupt at any moment, for example by Ctrl-C, loses no frame and sends none twice. A frame is in the outbox
+An interrupt at any moment, for example by Ctrl-C, neither loses a frame nor sends one twice: a frame is in the outbox
 completely or not at all, and the call that sends also records how much the kernel accepted (`_Outbox`).
 """
 
@@ -29,16 +29,17 @@ from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.ring import NO_DATA
 
 FLUSH_BYTES: Final = 8 << 10
-"""Size at which the outbox is sent: between 4 and 16 KiB a launch costs the least, client and worker together."""
+"""Size at which the outbox is sent. Between 4 and 16 KiB, a launch costs client and worker together the least."""
 
 MAX_OUTBOX_BYTES: Final = 64 << 10
-"""Most bytes that wait here for a peer that does not read; beyond it the caller waits, as for a full socket."""
+"""Most bytes that wait here for a peer that does not read. Beyond it the caller waits, as for a full socket."""
 
 FLUSH_PAUSE_S: Final = 250e-6
 """Pause between two rounds of the flusher."""
 
 EMPTY_ROUNDS: Final = 8
-"""Rounds with nothing to send after which the flusher sleeps. Waking it costs the next launch a system call."""
+"""Number of rounds with nothing to send after which the flusher sleeps. To wake it costs the next launch a system
+call."""
 
 IDLE_LIMIT_S: Final = 0.5
 """Longest sleep of the flusher before it exits. A session that was never closed must not keep a thread."""
@@ -47,15 +48,15 @@ BLOCKED_PAUSE_S: Final = 2e-3
 """Pause of the flusher while every socket with something to send has no room."""
 
 CLOSE_LIMIT_S: Final = 0.2
-"""Longest time that closing waits for the socket to accept the rest. Stops a peer that never reads from delaying a
+"""Longest time for which `close` waits until the socket accepts the rest. Stops a peer that never reads from delaying a
 program's exit."""
 
 
 class _Outbox:
     """Bytes to send, and how many of them were sent.
 
-    The call that sends also fills `counts`, in C, so that no interrupt can come between. A single assignment replaces
-    `counts` together with the bytes that it counts.
+    The call that sends also fills `counts`, in C, so that no interrupt can come in between. A single assignment
+    replaces `counts` together with the bytes that it counts.
     """
 
     __slots__ = ("counts", "data")
@@ -87,24 +88,24 @@ class CoalescingSocket(Channel):
 
     @property
     def writer(self) -> FrameWriter:
-        """The channel itself: `put_whole` and `put_packed` queue into its outbox."""
+        """This channel itself: `put_whole` and `put_packed` add to its outbox."""
         return self
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Queue a frame, given in two parts; False if it is large, or if the outbox is full."""
+        """Queue a frame, given in two parts. Returns False if it is large, or if the outbox is full."""
         frame = b"".join((first, second)) if second else first
         size = len(frame)
         # A large frame gains nothing from the outbox, and `send` does not copy it.
         if size >= FLUSH_BYTES:
             return False
         with self._lock:
-            # The first frame after a pause goes to the kernel at once: its launch may be all that comes.
+            # Send the first frame after a pause at once, because no other may follow.
             if self._is_first:
                 self._is_first = False
                 if not self._outbox.data:
                     self._put_first(frame)
                     return True
-            # _settled() drops what was sent, also by a call that an interrupt cut off after sending.
+            # _settled() drops sent bytes, also those of a call that was interrupted after sending.
             before = len(self._settled())
             if before > MAX_OUTBOX_BYTES:
                 return False
@@ -133,7 +134,7 @@ class CoalescingSocket(Channel):
             self.tail += size
             outbox.data.extend(frame)
             outbox.counts.extend(map(self.sock.send, (frame,)))
-            # All of it went, so the outbox is empty again without another look.
+            # All of it was sent, so the outbox is empty again.
             if outbox.counts[0] == len(frame):
                 self._outbox = _Outbox(bytearray())
         except OSError:
@@ -151,7 +152,7 @@ class CoalescingSocket(Channel):
         """Poll for bytes for a bounded time. Each poll is a system call."""
         clock, policy = time.monotonic_ns, self._spin_policy
         until = clock() + policy.spin_ns
-        # Receive until bytes come or the time is over; a YIELD session gives its core away between the polls.
+        # Receive until bytes come or the time is over. A YIELD session lets others use its core between two polls.
         while clock() < until:
             if self.pump():
                 return True
@@ -168,11 +169,11 @@ class CoalescingSocket(Channel):
         nap_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
-        # Without spinning the reply would be late every time: the general way is cheaper.
+        # Without spinning, the reply would always be late, so the general way is cheaper.
         if not self._spin_policy.spin_ns:
             return AskOutcome.NOT_SENT
         with self._lock:
-            # The caller waits for this reply, so a burst of launches has ended here.
+            # The caller waits for this reply, so a burst of launches ends here.
             self._is_first = True
             if len(self._settled()) > MAX_OUTBOX_BYTES:
                 return AskOutcome.NOT_SENT
@@ -199,7 +200,7 @@ class CoalescingSocket(Channel):
         return AskOutcome.UNANSWERED
 
     def _look_into(self, room: memoryview, more_ns: int) -> None:
-        """Receive within a bounded time; the call that receives also stores the number of bytes in `_unfed`."""
+        """Receive for a bounded time. The call that receives also stores the number of bytes in `_unfed`."""
         clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unfed
         receive, until = self.sock.recv_into, clock() + policy.spin_ns + more_ns
         while clock() < until:
@@ -282,12 +283,12 @@ class CoalescingSocket(Channel):
     # --- the flusher's and a fork's ---
 
     def flush_idle(self, pending: "set[CoalescingSocket]") -> bool:
-        """Send the outbox; leave `pending` unless some of it is left. True if any bytes went."""
+        """Send the outbox, and remove it from `pending` if nothing is left. Returns True if any bytes were sent."""
         # Never wait for a session: its thread flushes the outbox itself.
         if not self._lock.acquire(blocking=False):
             return False  # a thread of the session is sending
         try:
-            # Everything sent means that the burst is over: the next frame counts as the first again.
+            # If everything is sent, the burst is over: the next frame counts as the first again.
             before = len(self._settled())
             if self._flush():
                 pending.discard(self)
@@ -317,8 +318,8 @@ class CoalescingSocket(Channel):
             return self._flush()
 
     def _settled(self) -> bytearray:
-        """The bytes that are still to be sent; drops those that `counts` says were sent."""
-        # What was sent is dropped here alone, also for a send that was interrupted after the kernel took the bytes.
+        """Drop the bytes that were sent according to `counts`, and return the rest."""
+        # Sent bytes are dropped only here, also those of a send that was interrupted after the kernel had taken them.
         outbox = self._outbox
         if outbox.counts:
             self._outbox = outbox = _Outbox(outbox.data[sum(outbox.counts) :])
@@ -342,7 +343,7 @@ class CoalescingSocket(Channel):
 
 
 class _Flusher:
-    """The thread that sends, for all channels, what no other thread sends in time."""
+    """The thread that sends the outboxes of all channels that no other thread sends in time."""
 
     def __init__(self) -> None:
         self._pending: set[CoalescingSocket] = set()
@@ -355,7 +356,8 @@ class _Flusher:
 
     def notice(self, channel: CoalescingSocket) -> None:
         """Register a channel before its empty outbox is filled. The caller holds the channel's lock."""
-        # Listed first, then the flusher's state: a flusher that is about to sleep makes one more round and finds it.
+        # List the channel first, then check the flusher's state: a flusher that is about to sleep does one more round
+        # and finds it.
         self._pending.add(channel)
         if not self._is_awake:
             self.ring()
@@ -381,12 +383,12 @@ class _Flusher:
             is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
             self._is_awake = True
             empty_rounds = 0
-            # Stay awake through short gaps: waking this thread costs the next launch a system call.
+            # Stay awake through short gaps, because to wake this thread costs the next launch a system call.
             while empty_rounds < EMPTY_ROUNDS:
                 time.sleep(FLUSH_PAUSE_S)
                 empty_rounds = 0 if self._round() else empty_rounds + 1
             self._is_awake = False
-            # One more round: whoever queued a frame just now saw the flusher awake, and did not wake it.
+            # Do one more round: a thread that queued a frame just now saw the flusher awake, and did not wake it.
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
     def _goes_on(self, is_idle: bool) -> bool:

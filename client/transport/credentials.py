@@ -22,7 +22,7 @@ MAX_PATH_BYTES: Final = 4095
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files; None where the program named none.
+    """Paths of PEM files; None for those that the program did not name.
 
     Attributes:
         certificate: The tenant's certificate, followed by those between it and its CA.
@@ -49,7 +49,7 @@ class TlsFiles:
 def _path(given: Any, what: str) -> str:
     """Check that the kernel accepts a path. Raises InvalidRequest."""
     try:
-        # Bytes, strings and path objects alike, as open(2) takes them.
+        # Accept bytes, strings and path objects.
         path = os.fsdecode(given)
         if len(os.fsencode(path)) <= MAX_PATH_BYTES and "\0" not in path:
             return path

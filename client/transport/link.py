@@ -1,12 +1,13 @@
 """The client's end of one connection, without I/O.
 
-A link has the protocol's state, the awaited replies, and the reads that put their data straight into the caller's
+A link has the protocol's state, the awaited replies, and the reads whose data is received straight into the caller's
 memory.
 
-An operation of the blocking API may be interrupted anywhere: Python runs a signal handler, which may raise, at the
-start of a function, after a call into C, and at each round of a loop. So statements that belong together have none of
-these between them, and whatever runs twice after an interrupt changes nothing the second time. A reply that brings a
-new object stays here until its handle is made (`claim`). `forget` gives back what an interrupted caller left here.
+An operation of the blocking API may be interrupted at almost any point: Python runs a signal handler, which may raise,
+at the start of a function, after a call into C, and at each turn of a loop. So there is none of these between
+statements that belong together, and a step that runs twice after an interrupt changes nothing the second time. A reply
+that brings a new object stays here until its handle is made (`claim`). `forget` gives back what an interrupted caller
+left here.
 """
 
 import struct
@@ -33,8 +34,8 @@ from gpulease.protocol.messages import Body, ModuleLoaded
 from gpulease.protocol.opcodes import Flag
 
 DIRECT_READ_BYTES: Final = 16 << 10
-"""Least size of a read with a reply in two pieces, header and data, so that the data is not copied. For a
-smaller one the second system call costs more than the copy."""
+"""Smallest read whose reply is received in two pieces, header and data, so that the data is not copied. For a smaller
+read, the second system call would cost more than the copy."""
 
 NOT_FOLLOWED_HINT: Final = (
     "Do the versions of the daemon and of this client differ? Or is it no gpuleased that answers?"
@@ -58,7 +59,7 @@ class Link:
 
     Attributes:
         connection: The protocol's state.
-        end: How the stream ended; None while it has not.
+        end: How the stream ended; None before its end.
         is_end_explained: True if `end` gives the reason: the peer sent a goodbye, or this side ended the stream. False
             if it only says that the stream is over.
         notifications: Events of subscriptions, for the subscriber to read.
@@ -73,12 +74,12 @@ class Link:
         self.said_goodbye = False
         self.notifications: deque[Notification | RegionNotification] = deque()
         self.received = 0
-        # Requests that await a reply; results that were not taken; what a reply makes, by the operation that gives it
-        # back.
+        # Requests that await a reply; results that were not taken; and, for replies with a new object, the operation
+        # that gives it back.
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._makes: dict[int, Opcode] = {}
-        # Targets of reads, in the order of their requests; then the read that is being received, and its part to come.
+        # Targets of reads, in the order of their requests; the read that is being received, and the rest of its target.
         self._targets: dict[int, memoryview] = {}
         self._target_id = 0
         self._target_rest: memoryview | None = None
@@ -96,7 +97,7 @@ class Link:
         """
         if self.end is not None:
             raise LinkEnded(self.end)
-        # Number it before it is listed: if it may not be sent now, nothing is listed.
+        # Number the request before it is listed: if it may not be sent now, nothing must be listed.
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
         if makes:
             self._makes[request_id] = op
@@ -122,9 +123,9 @@ class Link:
         Args:
             op: Its operation.
             target: Where the data of a MEM_READ goes.
-            makes: If the reply brings the handle of a new object: the operation that gives that back.
+            makes: The operation that gives back the new object whose handle the reply brings; None if there is none.
 
-        Raises LinkEnded if there can be no reply: a goodbye may follow directly after the reply before.
+        Raises LinkEnded if there can be no reply, because a goodbye may have followed directly after the last reply.
         """
         if self.end is not None:
             raise LinkEnded(self.end)
@@ -181,7 +182,7 @@ class Link:
         return None
 
     def leave(self, request_id: int, failure: Failure) -> None:
-        """Leave a failure that was taken for `forget`, as if the caller of its request had been interrupted."""
+        """Put back a failure that was taken, for `forget`, as if the caller of its request had been interrupted."""
         self._results[request_id] = failure
 
     def take_region_refusal(self, request_id: int) -> Failure | None:
@@ -206,7 +207,7 @@ class Link:
         """Drop replies to interrupted callers: those here and those still to come.
 
         Args:
-            given_back: Receives the (operation, handle) that give back what such a reply has brought.
+            given_back: Receives the (operation, handle) pairs that give back the objects in such replies.
 
         Returns:
             The failure of an earlier request, if one of these replies reported one.
@@ -214,17 +215,16 @@ class Link:
         results, makes = self._results, self._makes
         if not self._awaited and not results:
             return None
-        # No caller waits from here on: `advance` drops replies that come later, except failures and those that make
-        # something.
+        # From now on no caller waits: `advance` drops later replies, except failures and replies that bring an object.
         self._awaited.clear()
         self._targets.clear()
-        # A read's data is half received: the rest must be read, but not into the caller's memory.
+        # A read's data is half received: receive the rest, but not into the caller's memory.
         if self._target_rest is not None:
             self._target_rest = memoryview(bytearray(len(self._target_rest)))
         kept: Failure | None = None
         for request_id in list(results):
             result = results[request_id]
-            # A failure that names an earlier request is still to be reported; the others concern callers that are gone.
+            # Report only a failure that names an earlier request. The others concern callers that are gone.
             if isinstance(result, Failure):
                 kept = result if result.failed_request_id is not None else kept
             elif request_id in makes:
@@ -244,7 +244,7 @@ class Link:
 
     def forget_unsent(self) -> None:
         """Forget requests without a reply when all that were sent have one: an interrupt came before they were sent."""
-        # All requests that were sent have their reply, so what is left was never sent.
+        # All requests that were sent have their reply, so the remaining ones were never sent.
         self._makes.clear()
         self.connection.forget_unsent()
 
@@ -260,7 +260,7 @@ class Link:
         room = reader.get_buffer()
         # A large read is next: receive no more than its header here, and then its data into its target.
         if self._targets and next(iter(self._targets.values())).nbytes >= DIRECT_READ_BYTES:
-            # No more than the header: whatever follows it goes straight to the target.
+            # Receive no more than the header: the data after it goes straight to the target.
             missing = _PREFIX_BYTES - (reader.end - reader.start)
             if missing > 0:
                 return room[:missing]
@@ -280,8 +280,9 @@ class Link:
             self.advance()
 
     def end_of_stream(self, why: str) -> None:
-        """End the stream: the peer sends no more, for the reason `why`. Frames that came whole are still taken."""
-        # The connection reports the end after the last whole frame, in `advance`; an end that it reports has priority.
+        """End the stream, because the peer sends no more, for the reason `why`. Complete frames are still taken."""
+        # The connection reports the end after the last complete frame, in `advance`. An end that it reports has
+        # priority.
         self.connection.receive_eof()
         self._target_rest = None
         self.advance()
@@ -297,12 +298,12 @@ class Link:
         return b"" if MAGIC.startswith(begin[: len(MAGIC)]) else begin
 
     def break_off(self, failure: Failure, *, is_explained: bool = False) -> None:
-        """End the stream from this side. If it has ended already, that end stays."""
+        """End the stream from this side. If it has ended already, that end is kept."""
         if self.end is None:
             self.end, self.is_end_explained = failure, is_explained
 
     def advance(self) -> None:
-        """Take what was received apart, as far as it goes. Calling it again is harmless."""
+        """Parse the received bytes as far as possible. Calling it again is harmless."""
         # A read's data was received into its target. The connection now gets that reply, without data.
         if self._target_rest is not None:
             if self._target_rest:
@@ -343,7 +344,7 @@ class Link:
             # Only a successful reply to a known read is diverted. A failure, or anything else, is parsed as usual.
             op, flags, status, length, request_id, _ = parse_header(reader.buffer, reader.start)
         except FramingError:
-            return False  # the connection meets the same error, and describes it better
+            return False  # the connection finds the same error, and describes it better
         if op != Opcode.MEM_READ or flags != Flag.REPLY or status or request_id not in self._targets:
             return False
         # Step 1: the data must have the size that was requested, because it goes to the caller's memory.
@@ -362,7 +363,7 @@ class Link:
             reader.start = reader.end
             self._target_id, self._target_rest = request_id, target[here:]
             return True
-        # All data is here. Its place in the buffer is free now: write there the header of a reply without data.
+        # All data is here, and its place in the buffer is free: write the header of a reply without data there.
         reader.start = data_at + here - _PREFIX_BYTES
         reader.buffer[reader.start : data_at + here] = data_prefix(0, request_id=request_id, session_id=0)
         return False

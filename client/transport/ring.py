@@ -1,6 +1,6 @@
 """A session's channel through a ring: its frames go through memory shared with the worker (`protocol.ring`).
 
-The socket stays open. A byte on it, a bell, wakes this side; its end means that the worker is gone.
+The socket stays open. A byte on it (a bell) wakes this side; if the peer closes it, the worker is gone.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def wanted_of(address: Address) -> Wanted:
 
 
 class Shared(NamedTuple):
-    """A session's channel, and the shared memory in addition to it, as far as the worker provides any."""
+    """A session's channel, and the shared memory that the worker provides."""
 
     channel: Channel
     arena: Arena | None
@@ -58,10 +58,10 @@ class Shared(NamedTuple):
 
 def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
     """Make the session's channel and shared memory from the options of ATTACH's reply. Raises Disconnected."""
-    # What the worker gives, by the options of its reply; the descriptors came with the reply's first byte.
+    # The reply's options show what the worker provides; the descriptors came with the reply's first byte.
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
-    # The descriptors come in a fixed order: ring, arena, words; those that were not given are left out.
+    # The descriptors come in a fixed order (ring, arena, words), without those that are not provided.
     try:
         through: Channel
         if given.ring is None:
@@ -116,7 +116,7 @@ class RingChannel(Channel):
         return self._requests
 
     def announce(self) -> None:
-        """Ring without a request: the worker polls for the daemon's order then (`ORDER_POLL_NS` of its server)."""
+        """Ring without a request, so that the worker polls for the daemon's order (`ORDER_POLL_NS` of its server)."""
         if self._spin_ns and not self._is_closed:
             with contextlib.suppress(OSError):
                 _ring(self.sock)
@@ -151,15 +151,16 @@ class RingChannel(Channel):
         nap_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request and spin for its reply in the ring."""
-        # The request goes into the ring whole or not at all; then poll for exactly the reply's bytes.
+        # Put the request into the ring, completely or not at all, then poll for exactly the reply's bytes.
         requests, replies = self._requests, self._replies
         try:
-            # If bytes wait already, the next ones are not this request's reply: take the general way.
+            # If there are bytes already, they are not this request's reply: take the general way.
             if replies.has_bytes or not requests.put_whole(request):
                 return AskOutcome.NOT_SENT
-            # The worker is at it: what is left to prepare costs no time now.
+            # The worker is busy with the request, so the rest of the preparation costs no time now.
             expected = b"".join(reply)
-            # Awake before the reply can come: after a sleep that the reply ends, the core and this code are slow.
+            # Wake up before the reply can come: after a sleep that the reply ends, the core and this code would be
+            # slow.
             if nap_ns and self._naps:
                 time.sleep(nap_ns / NS_PER_S)
             if self._spin(len(expected) + len(into), more_ns):
@@ -174,7 +175,7 @@ class RingChannel(Channel):
         # The worker answers the word only while it polls the ring; if it sleeps, a SYNC wakes it.
         if not self._spin_ns or replies.has_bytes or not words.ask(number):
             return False
-        # Look at the word and at the ring: a reply in the ring means that something else has to be handled first.
+        # Check both the word and the ring: a reply in the ring means that something else has to be handled first.
         until = clock() + self._spin_ns
         times = 1 if self._yields else LOOKS_PER_CLOCK
         while (answer := words.poll(number, times)) is None:
@@ -187,7 +188,7 @@ class RingChannel(Channel):
     def doze(self, *, for_room: bool) -> bool:
         """Ask the worker for a bell; False if there is something to do already."""
         try:
-            # Set the sleep words, then check once more (`protocol.ring`): without that check a wake-up could be lost.
+            # Set the sleep words, then check once more (`protocol.ring`); otherwise a wake-up could be lost.
             sleeps = self._replies.doze() and not (for_room and not self._requests.doze())
         except FramingError as error:
             self._distrust(error)
@@ -197,13 +198,13 @@ class RingChannel(Channel):
 
     def pump(self) -> bool:
         """Receive what has arrived in the ring; False if nothing has."""
-        # The sleep is over: bells are not needed until the next one, and those that came are void.
+        # The sleep is over: no bells are needed until the next sleep, so take those that have come.
         if self._is_dozing:
             self._is_dozing = False
             self._replies.rise()
             self._requests.rise()
             self._take_bells()
-        # Bytes in the ring first, then the end of the socket: the worker's last replies are still there.
+        # Take the bytes in the ring before the end of the socket: the worker's last replies are still there.
         if self._take():
             return True
         if not self._end_of_socket:
@@ -212,12 +213,14 @@ class RingChannel(Channel):
         return True
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Put as much of `parts` into the ring as it has room for and drop it; True if any went."""
+        """Put as much of `parts` into the ring as it has room for, and drop that.
+
+        Returns True if any bytes were put.
+        """
         # Work on copies: `parts` changes only at the end, by the ring's counter.
         writer, whole, left = self._requests, tuple(parts), deque(parts)
         before = writer.tail
-        # A part may go in piece by piece; the counter of the ring shows afterwards how much went, also to whoever
-        # comes after an interrupt.
+        # A part may be put in piece by piece. The ring's counter shows how much was put, also after an interrupt.
         self.unfinished = lambda: keep_rest(parts, whole, writer.tail - before)
         try:
             while left and (sent := writer.put(left[0])):
@@ -242,7 +245,7 @@ class RingChannel(Channel):
 
     def close(self) -> None:
         """Close the socket and unmap the ring. Calling it twice is harmless."""
-        # The socket first: its end shows the worker that this side is gone.
+        # Close the socket first, which shows the worker that this side is gone.
         super().close()
         if not self._is_closed:
             self._is_closed = True
@@ -276,7 +279,7 @@ class RingChannel(Channel):
 
     def _take_bells(self) -> None:
         try:
-            # A bell only wakes; an end of the stream means that the worker is gone.
+            # A bell only wakes this side; the end of the stream means that the worker is gone.
             if not self.sock.recv(BELLS_BYTES):
                 self._end_of_socket = f"the daemon at {self.address} closed the connection"
         except BlockingIOError:
@@ -292,7 +295,7 @@ class RingChannel(Channel):
 
 
 def _ring(sock: socket.socket) -> None:
-    # No room for another bell: the worker has yet to receive the earlier ones.
+    # There is no room for another bell, because the worker has not received the earlier ones yet.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 

@@ -1,4 +1,4 @@
-"""The session's words, mapped read-only: one load, without a system call, shows whether lease and regions are alive."""
+"""The session's words, mapped read-only: one load, without a system call, shows whether a lease or region is alive."""
 
 import mmap
 from typing import Final
@@ -14,7 +14,7 @@ from gpulease.protocol.session_words import (
     views_of,
 )
 
-# A plain integer: an operation on a member of its enum costs more than the rest.
+# A plain integer, because an operation on an enum's member costs more than the rest.
 _ACTIVE: Final = int(RegionWord.ACTIVE)
 
 NO_WORD: Final = memoryview(bytes(8)).cast("Q")
@@ -28,16 +28,15 @@ class SessionWords:
         fd: The page's descriptor; it is not needed afterwards.
 
     Attributes:
-        lease: The lease's word alone; not 0 once the lease has ended.
-        epoch: The epoch alone, which is raised after each change of a region's word.
+        lease: A view of the lease's word, which is not 0 once the lease has ended.
+        epoch: A view of the epoch, which is raised after each change of a region's word.
 
     Raises:
         OSError, ValueError: The descriptor is not such a page.
     """
 
     def __init__(self, fd: int) -> None:
-        # Read-only: a client can't change what the broker wrote. Each field is a view of its own, so that a look is one
-        # load.
+        # Map it read-only, so that the client can't change it. Make a view for each field, so that a read is one load.
         self._page = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
         views = views_of(memoryview(self._page))
         self.lease, self.epoch = views.lease, views.epoch
