@@ -1,7 +1,7 @@
 """A daemon's address as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`).
 
-The parser also accepts `tls://HOST:PORT` and `tcp://HOST:PORT`, as people type URLs; addresses print without slashes. A
-fleet's address consists of those of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
+The parser also accepts `tls://HOST:PORT` and `tcp://HOST:PORT`, because people type URLs; addresses print without
+slashes. A fleet's address consists of those of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
 """
 
 import errno
@@ -60,7 +60,7 @@ Address = UnixAddress | TcpAddress | TlsAddress
 FLEET_SCHEME: Final = "fleet:"
 
 MAX_DIRECTORIES: Final = 16
-"""Most directories of one fleet's address. A tenant tries one after the other; two to five serve any fleet."""
+"""Most directories of one fleet's address. A tenant tries one after the other; two to five are enough for any fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def parse_address(text: str) -> Address:
     if len(text) > MAX_ADDRESS_CHARS:
         raise ValueError(f"{text[:40]!r}... is not an address: it has {len(text)} characters")
     try:
-        # A lone surrogate, as a command line of broken bytes gives it, could be neither sent nor printed.
+        # A lone surrogate, which a command line with invalid bytes may contain, could be neither sent nor printed.
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{text!r} is not an address: it contains half of a surrogate pair") from None
@@ -93,7 +93,7 @@ def parse_address(text: str) -> Address:
         return TcpAddress(*_parse_host_and_port(text, scheme, rest))
     if scheme == "tls":
         return TlsAddress(*_parse_host_and_port(text, scheme, rest))
-    # The fleet scheme comes last: it is known, but only `parse_fleet_address` takes it.
+    # The fleet scheme is known, but only `parse_fleet_address` accepts it.
     if text.startswith(FLEET_SCHEME):
         raise ValueError(f"{text!r} is a fleet's address; a single daemon's is needed here, without {FLEET_SCHEME}")
     raise ValueError(f"{text!r} is not an address: write unix:/path/to/socket, tcp:HOST:PORT or tls:HOST:PORT")
@@ -106,11 +106,11 @@ def parse_fleet_address(text: str) -> FleetAddress:
     if not text.startswith(FLEET_SCHEME):
         raise ValueError(f"{text!r} is not a fleet's address: write {FLEET_SCHEME}tls:HOST:PORT")
     parts = text.removeprefix(FLEET_SCHEME).split(",")
-    # Count the parts before any is parsed: parsing one costs far more than splitting.
+    # Count the parts before any is parsed, because parsing costs far more than splitting.
     if len(parts) > MAX_DIRECTORIES:
         raise ValueError(f"{text[:40]!r}...: a fleet's address names at most {MAX_DIRECTORIES} directories")
     directories = tuple(parse_address(part) for part in parts)
-    # A directory given twice would be asked twice, and would hide that a fleet has only one.
+    # Refuse a directory that is given twice: it would be asked twice, and would hide that a fleet has only one.
     if len(set(directories)) < len(directories):
         raise ValueError(f"{text!r} names a directory twice")
     return FleetAddress(directories)
@@ -140,7 +140,7 @@ def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
 
 
 def _check_host(text: str, host: str) -> None:
-    """Raise ValueError for a name that no look-up accepts, which would fail otherwise than an unknown name does."""
+    """Raise ValueError for a name that no look-up accepts: its look-up would not fail like that of an unknown name."""
     try:
         # A NUL would end the name for the C library, and a slash shows that a URL's path was pasted with it. The IDNA
         # codec refuses empty and overlong labels (RFC 3490).

@@ -1,4 +1,4 @@
-"""Pauses after failed attempts: each is twice the one before, up to a maximum."""
+"""Pauses after failed attempts: each is twice the previous one, up to a maximum."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The permissions of a token, and the way its holder narrows it: the parts that every side must agree on.
+"""The permissions of a token, and the way in which its holder narrows it: the parts that all sides must agree on.
 
 A token is opaque bytes to its carrier. Inside it is a Biscuit (biscuitsec.org, specification version 3): a block that
 the daemon signed, and any number of blocks that holders appended. An appended block can only take permissions away. A
@@ -28,8 +28,8 @@ class Permission(IntFlag):
 class AttachOption(IntEnum):
     """The types of ATTACH's options that do not concern shared memory.
 
-    TOKEN: the token by which the session is opened. OWN_MEMORY, without a value: what the connection makes in the
-    session shall end with it.
+    TOKEN: the token by which the session is opened. OWN_MEMORY, without a value: the objects that the connection makes
+    in the session end with it.
     """
 
     TOKEN = 16
@@ -76,11 +76,11 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
 
     Raises ValueError for a time that a daemon refuses, or for no permission at all.
     """
-    # The pattern that a daemon matches has a bounded number of digits, so a longer time could never be presented.
+    # A daemon's pattern has a bounded number of digits, so a token with a longer time could never be used.
     if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
         raise ValueError(f"{expires_ms} ms is not a time of a node's clock")
     source = f"check if time($t), $t <= {expires_ms};\n"
-    # Without permissions the block narrows the time alone, and a reader takes all permissions as kept.
+    # Without permissions the block narrows only the time, and a reader assumes that all permissions are kept.
     if permissions is None:
         return source
     if not permissions:
@@ -98,7 +98,7 @@ def parse_narrowing(source: str) -> tuple[int, Permission]:
     match = _NARROWING.fullmatch(source)
     if match is None:
         raise ValueError("a block has something other than an expiry and a set of permissions")
-    # A block without a permission check narrows the time alone.
+    # A block without a permission check narrows only the time.
     if match[2] is None:
         return int(match[1]), ALL_PERMISSIONS
     return int(match[1]), permissions_of(name.strip('"') for name in match[2].split(", "))

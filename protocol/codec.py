@@ -30,7 +30,7 @@ MAX_GREETING_BYTES: Final = 1024
 
 _last_built: dict[type[Body], tuple[bytes, Body]] = {}
 _last_parsed: dict[type[Body], tuple[bytes, Body]] = {}
-"""The payload and the body of the last greeting of each kind that was built, and that was parsed."""
+"""The payload and body of the last greeting of each kind that was built, and of the last one that was parsed."""
 
 
 def build_body(body: Body) -> bytes:
@@ -42,7 +42,7 @@ def build_body(body: Body) -> bytes:
     if is_greeting and (last := _last_built.get(kind)) is not None and last[1] == body:
         return last[0]
     schema = _SCHEMAS[kind]
-    # Step 1: the plain form. It raises for everything that construct might refuse, so its success is final.
+    # Step 1: try the plain form. It raises for everything that construct might refuse, so its success is final.
     plain: bytes | None
     try:
         plain = schema.plain.write(body)
@@ -52,7 +52,7 @@ def build_body(body: Body) -> bytes:
         if is_greeting and len(plain) <= MAX_GREETING_BYTES:
             _last_built[kind] = plain, body
         return plain
-    # Step 2: construct, for its verdict and its message alone. A value that the plain form refused wrongly is still
+    # Step 2: use construct, for its verdict and its message. A value that the plain form refused wrongly is still
     # encoded here.
     try:
         return bytes(schema.build(body))
@@ -65,11 +65,12 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     if not payload and kind is Empty:
         return _EMPTY  # type: ignore[return-value]
     schema, data = _SCHEMAS[kind], bytes(payload)
-    # The same bytes make the same body, and a body can't change.
+    # Return the last body for the same bytes: a body can't change.
     is_greeting = kind in _GREETINGS
     if is_greeting and (last := _last_parsed.get(kind)) is not None and last[0] == data:
         return last[1]  # type: ignore[return-value]
-    # Step 1: the plain form, which must also have used every byte: a read past the payload's end gives another offset.
+    # Step 1: try the plain form, which must also have used every byte: a read past the payload's end gives another
+    # offset.
     try:
         body, end = schema.plain.read(data, 0)
     except NOT_PLAIN:
@@ -102,8 +103,8 @@ def reply_body(op: Opcode) -> type[Body]:
 
 
 def _reason(error: Exception) -> str:
-    # The kinds of errors from the most helpful to the least: our own texts, the end of the payload, then construct's
-    # first line. Its other lines describe its own call path.
+    # Choose the most helpful text: our own, then the end of the payload, then construct's first line. Its other lines
+    # describe its call path.
     if isinstance(error, BadValue):
         return str(error.args[0]) if error.args else "a value is not allowed"
     if isinstance(error, c.StreamError):

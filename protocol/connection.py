@@ -1,17 +1,17 @@
 """A connection without I/O: bytes in, events out; messages in, bytes out. Its states are a table.
 
 Both peers keep the same state and change it by the same table, whichever side sends. A connection starts with HELLO,
-and then carries control requests, any number in flight. ATTACH is the last control request, and may only be sent while
-no other request is in flight: the daemon passes the socket, with every byte after the ATTACH, to the session's worker,
-and could not answer earlier requests any more. GPU_SUBMIT does the same with a worker of its own. If the daemon
-refuses, the connection is a control connection again. If it accepts, the connection carries session operations until it
-is closed.
+and then carries control requests, any number of them in flight. ATTACH is the last control request, and may only be
+sent while no other request is in flight: the daemon passes the socket, with every byte after the ATTACH, to the
+session's worker, and after that can't answer earlier requests. GPU_SUBMIT does the same with the submit's own worker.
+If the daemon refuses, the connection is a control connection again. If it accepts, the connection carries session
+operations until it is closed.
 
 `TRANSITIONS` lists everything that is allowed. A forbidden request gets the answer INVALID_REQUEST and changes nothing.
 
 Order of calls: pass received bytes to `receive_data`, or through the `reader`'s `get_buffer` and `buffer_updated`. Then
-take events with `next_event` until it returns None. Each `send_*` returns the bytes to write; nothing is buffered on
-the way out. After a `StreamBroken` or `EndOfStream` event no further event comes.
+take events with `next_event` until it returns None. Each `send_*` returns the bytes to write; outgoing bytes are not
+buffered. No further event comes after `StreamBroken` or `EndOfStream`.
 """
 
 from enum import Enum, auto
@@ -100,14 +100,14 @@ class RegionNotification:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The peer's reason for closing the connection, which it does next."""
+    """The peer is about to close the connection, for this reason."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """The peer's bytes are not valid frames any more. Send a goodbye with `failure`, then close."""
+    """The peer's bytes are no longer valid frames. Send a goodbye with `failure`, then close."""
 
     failure: Failure
 
@@ -152,13 +152,12 @@ class Connection:
             buffer_bytes=min(buffer_bytes, max_payload_bytes + HEADER_BYTES),
             retained_bytes=retained_bytes,
         )
-        # A client's requests that await their reply, or those that this server has yet to answer.
+        # The client's requests that await their reply, or those that the server has yet to answer.
         self._in_flight: dict[int, Opcode] = {}
         self.last_request_id = 0
         self._has_eof = False
         self._subscriptions = Subscriptions()
-        # A client's request that was written right after HELLO, before the daemon agreed to talk: (op, request id,
-        # body).
+        # The client's request that was written right after HELLO, before HELLO's reply: (op, request id, body).
         self._behind_hello: tuple[Opcode, int, Body] | None = None
 
     # --- receiving ---
@@ -167,7 +166,10 @@ class Connection:
         self.reader.receive_data(data)
 
     def receive_eof(self) -> None:
-        """The peer has closed its end: once all received frames are taken, `next_event` returns EndOfStream."""
+        """Record that the peer has closed its end.
+
+        Once all received frames are taken, `next_event` returns EndOfStream.
+        """
         self._has_eof = True
 
     def take_rest(self) -> bytes:
@@ -185,7 +187,7 @@ class Connection:
 
     def next_event(self) -> Event | None:
         """Return the next event, or None until more bytes arrive."""
-        # After a goodbye, a broken stream or an end, bytes that remain are not looked at.
+        # After a goodbye, a broken stream or an end, ignore the remaining bytes.
         if self.state is State.CLOSED:
             return None
         start = self.reader.start
@@ -200,14 +202,14 @@ class Connection:
             # Ctrl-C in a client's process: rewind, so that the next call starts with the same frame.
             self.reader.start = start
             raise
-        # Report the end of the stream only after every whole frame that came before it.
+        # Report the end of the stream only after every complete frame before it.
         if self._has_eof:
             self.state = State.CLOSED
             return EndOfStream(is_clean=not self.reader.is_mid_frame)
         return None
 
     def _receive_request(self, frame: Frame) -> Event:
-        # Step 1: what no valid client sends. The stream can't be trusted any more, so these end the connection.
+        # Step 1: errors that no valid client makes. The stream can no longer be trusted, so they end the connection.
         if frame.is_reply:
             raise FramingError("a client sent a reply")
         if frame.request_id in self._in_flight:
@@ -216,14 +218,14 @@ class Connection:
             raise FramingError("request id 0 is reserved for goodbyes")
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise FramingError(f"more than {MAX_IN_FLIGHT} requests await their reply", Status.BUSY)
-        # Step 2: what is wrong in this frame alone gets an error reply; the state and the next frames are not affected.
+        # Step 2: errors within this frame get an error reply; the state and the next frames are not affected.
         try:
             op = self._accept_request(frame)
             body = parse_body(request_body(op), frame.payload)
         except BodyError as error:
             failure = Failure(error.status, str(error))
             return Rejected(frame.op, frame.request_id, frame.session_id, frame.is_quiet, failure)
-        # Step 3: the request counts from here on. A quiet one gets no reply, so it is never in flight.
+        # Step 3: accept the request. A quiet one gets no reply, so it is never in flight.
         self.state = TRANSITIONS[self.state, _trigger(op)]
         if not frame.is_quiet:
             self._in_flight[frame.request_id] = op
@@ -231,7 +233,7 @@ class Connection:
         return Request(op, frame.request_id, frame.session_id, frame.is_quiet, body)
 
     def _accept_request(self, frame: Frame) -> Opcode:
-        # An operation of a later version is UNSUPPORTED, so that a newer client can distinguish that from its own
+        # Answer UNSUPPORTED for an operation of a later version, so that a newer client can tell it from its own
         # mistakes.
         try:
             op = Opcode(frame.op)
@@ -241,9 +243,9 @@ class Connection:
         if trigger is None or (self.state, trigger) not in TRANSITIONS:
             raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
         if op in EVENTS_OF and frame.request_id in self._subscriptions:
-            # Events and LEASE_UNSUBSCRIBE could not distinguish two subscriptions with one number.
+            # With two subscriptions of one number, events and LEASE_UNSUBSCRIBE would be ambiguous.
             raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
-        # The worker that takes the connection over knows no subscription and no open request of the broker.
+        # The worker that takes over the connection knows no subscriptions and open requests of the broker.
         if op in HANDING_OVER and self._subscriptions:
             raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
         if op in HANDING_OVER and self._in_flight:
@@ -255,7 +257,7 @@ class Connection:
     def _receive_reply(self, frame: Frame) -> Event:
         if not frame.is_reply:
             raise FramingError("the daemon sent a request")
-        # Goodbye and events belong to no request, so they come first.
+        # Goodbye and events belong to no request, so check for them first.
         if frame.op == Opcode.GOODBYE and frame.request_id == 0:
             self.state = State.CLOSED
             return Goodbye(_failure_of(frame))
@@ -269,7 +271,7 @@ class Connection:
             result = _failure_of(frame) if frame.status else parse_body(reply_body(op), frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
-        # The daemon refused or accepted: both move the state, as the daemon did when it sent this.
+        # Move the state for the refusal or the success, as the daemon did when it sent this.
         state = _state_after(self.state, reply_trigger(op, refused=frame.status != 0), op)
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
         behind = self._behind_hello if op is Opcode.HELLO and not frame.status else None
@@ -280,7 +282,8 @@ class Connection:
             self._in_flight[request_id] = next_op
             self._subscriptions.on_request(request_id, body)
         reply = Reply(op, frame.request_id, result)
-        # No call from here on: an interrupted call can be repeated, or it has done all of it.
+        # No call may follow: after an interrupt, either nothing has changed and the call can be repeated, or everything
+        # has.
         self.state = state
         if behind is not None:
             self._behind_hello = None
@@ -292,7 +295,7 @@ class Connection:
             event: Any = parse_body(reply_body(op), frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
-        # A sequence must rise, so that a client can't be made to count an event twice.
+        # A sequence must rise, so that a client does not count an event twice.
         if frame.status or not self._subscriptions.is_next(op, frame.request_id, event.sequence):
             raise FramingError(f"event {event.sequence} of unknown subscription {frame.request_id}")
         if isinstance(event, RegionEvent):
@@ -302,13 +305,13 @@ class Connection:
     # --- sending ---
 
     def next_request_id(self) -> int:
-        """Return the number for a quiet request; the caller builds its frame."""
+        """Return the number for a quiet request, whose frame the caller builds."""
         self.last_request_id += 1
         return self.last_request_id
 
     def send_request(self, op: Opcode, body: Body, *, session_id: int = 0, quiet: bool = False) -> tuple[int, bytes]:
         """Return the request id and the bytes to write. Raises LocalProtocolError for a request not allowed now."""
-        # The same checks as the daemon's `_accept_request`: what would be refused there is not sent.
+        # Make the same checks as the daemon's `_accept_request`, so that a request that it would refuse is not sent.
         if op in HANDING_OVER and (self._in_flight or self._subscriptions):
             raise LocalProtocolError(f"{op.name} while other requests are in flight, or there are subscriptions")
         if type(body) is not request_body(op):
@@ -318,11 +321,11 @@ class Connection:
         request_id = self.last_request_id + 1
         flags = Flag.QUIET if quiet else 0
         frame = build_frame(op, build_body(body), request_id=request_id, session_id=session_id, flags=flags)
-        # A quiet request only moves the state; no reply follows that could be matched with it.
+        # A quiet request has no reply, so it only moves the state.
         if quiet:
             self._move(request_trigger(op), op)
             return self.next_request_id(), frame
-        # `expect_reply` takes the same number that the frame has; nothing else numbers requests between these lines.
+        # `expect_reply` uses the frame's number, because no other request is numbered between these lines.
         self.expect_reply(op)
         self._subscriptions.on_request(request_id, body)
         return request_id, frame
@@ -343,7 +346,7 @@ class Connection:
         return request_id, build_frame(op, build_body(body), request_id=request_id, session_id=session_id)
 
     def expect_reply(self, op: Opcode) -> int:
-        """Return the number for a session request, and await its reply; the caller builds the frame."""
+        """Return the number for a session request, whose frame the caller builds, and await its reply."""
         # The daemon ends a connection that exceeds this, so fail this request alone.
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
@@ -367,7 +370,7 @@ class Connection:
         return self._answer(request, payload, Status.OK)
 
     def send_reply_header(self, request: Request, payload_bytes: int) -> bytes:
-        """Return the header of a successful reply. The body, which many peers may get, is sent unchanged after it."""
+        """Return the header of a successful reply, before a body that is the same for many peers."""
         header = build_header(
             request.op,
             payload_bytes,
@@ -391,7 +394,7 @@ class Connection:
 
     def send_goodbye(self, failure: Failure) -> bytes:
         """Return the last bytes on a connection, with the reason for closing it."""
-        # Nothing may follow a goodbye, not even the replies that are due.
+        # Nothing may follow a goodbye, not even replies that are due.
         self.state = State.CLOSED
         return failure.to_frame(Opcode.GOODBYE, request_id=0)
 
@@ -450,7 +453,7 @@ class Subscriptions:
         return number in self._last
 
     def on_request(self, request_id: int, body: Any) -> None:
-        """Take note of a request that awaits a reply, because a reply alone does not say which subscription it ends."""
+        """Record a request that awaits a reply, because a reply does not say which subscription it ends."""
         if type(body) is LeaseUnsubscribe:
             self._ending[request_id] = body.subscription
 

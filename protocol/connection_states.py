@@ -14,7 +14,7 @@ class State(Enum):
     connection is on its way to a worker. SESSION: a worker serves requests. CLOSED: no more messages are taken or sent.
     """
 
-    # Looked up with each frame, as are the triggers. `Enum` hashes the members' names, which is slow.
+    # States and triggers are looked up with each frame. `Enum` hashes the members' names, which is slow.
     __hash__ = object.__hash__
 
     OPENING = auto()
@@ -49,7 +49,7 @@ TRANSITIONS: Final[dict[tuple[State, WireTrigger], State]] = {
     (State.OPENING, WireTrigger.HELLO): State.GREETING,
     (State.GREETING, WireTrigger.HELLO_REPLY): State.CONTROL,
     (State.GREETING, WireTrigger.HELLO_REFUSED): State.CLOSED,
-    # Control requests leave the state alone, in flight or answered.
+    # Control requests do not change the state, in flight or answered.
     (State.CONTROL, WireTrigger.CONTROL_REQUEST): State.CONTROL,
     (State.CONTROL, WireTrigger.CONTROL_REPLY): State.CONTROL,
     (State.CONTROL, WireTrigger.PING): State.CONTROL,
@@ -58,7 +58,7 @@ TRANSITIONS: Final[dict[tuple[State, WireTrigger], State]] = {
     (State.CONTROL, WireTrigger.ATTACH): State.ATTACHING,
     (State.ATTACHING, WireTrigger.ATTACH_REPLY): State.SESSION,
     (State.ATTACHING, WireTrigger.ATTACH_REFUSED): State.CONTROL,
-    # No message leads from a session back to CONTROL: the broker has given its socket away.
+    # No message leads from a session back to CONTROL, because the broker has passed its socket to a worker.
     (State.SESSION, WireTrigger.SESSION_REQUEST): State.SESSION,
     (State.SESSION, WireTrigger.SESSION_REPLY): State.SESSION,
     (State.SESSION, WireTrigger.PING): State.SESSION,

@@ -1,4 +1,4 @@
-"""An error reply as one value, and the sentences that say how a lease ended.
+"""An error reply as one value, and the sentences about the ends of leases.
 
 `Failure` holds an error's status, text and details; the details travel as TLVs. `LEASE_ENDS` is the one table of ends:
 each cause with its status, its words and what the tenant can do next.
@@ -28,13 +28,13 @@ _TLV: Final = struct.Struct(">BH")
 
 @dataclass(slots=True)
 class Failure:
-    """A failed request. Never changed; not frozen, because a frozen one takes three times as long to make.
+    """A failed request. It is never changed, but not a frozen class, which would take three times as long to make.
 
     Attributes:
         status: The kind of failure.
         message: A sentence that says what failed and why.
         hint: A sentence that says what to do about it, or "".
-        failed_request_id: The quiet request that failed, if that was an earlier one than the answered request.
+        failed_request_id: The quiet request that failed, if that is an earlier one than the answered request.
         failed_op: The operation of that quiet request.
         kernel: The kernel that failed.
         address: The device address that the kernel faulted at.
@@ -45,8 +45,8 @@ class Failure:
         site: Number of the launch that did not begin, in its burst or graph.
         flipped_ns: When the broker changed the region's word, on the host's monotonic clock.
         position: The position that the launch gave.
-        is_kill: Whether a lease ended because its worker was killed from outside, not by a fault of its own work. It is
-          derived from LEASE_QUERY's report, and not sent.
+        is_kill: Whether a lease ended because its worker was killed from outside, and not by a fault of its own work.
+          This is not sent, but derived from LEASE_QUERY's report.
     """
 
     status: Status
@@ -66,7 +66,7 @@ class Failure:
 
     def to_body(self) -> ErrorBody:
         """Return the reply's payload, with texts cut to MAX_ERROR_TEXT_BYTES."""
-        # Only details that are there travel: a detail without a value would look like an empty one.
+        # Send only details that have a value: one without a value would look like an empty one.
         details = [
             Tlv(kind, value)
             for kind, value in (
@@ -102,7 +102,7 @@ class Failure:
 
         Skips unknown TLVs and numbers of a wrong width. An unknown status becomes INTERNAL.
         """
-        # Of a TLV that is there twice the last one counts.
+        # If a TLV occurs twice, the last one counts.
         return cls._with_details(status, body.message, {tlv.type: tlv.value for tlv in body.details})
 
     @classmethod
@@ -113,7 +113,7 @@ class Failure:
         """
         data = bytes(payload)
         found: dict[int, bytes] = {}
-        # Step 1: read it by hand, as `ErrorBody` defines it: the time of a refusal is the time of its reply's parser.
+        # Step 1: parse it by hand, as `ErrorBody` defines it, because the parser takes most of a refusal's time.
         with suppress(struct.error, UnicodeDecodeError):
             (message_bytes,) = _U32.unpack_from(data)
             at = _U32.size + message_bytes
@@ -125,10 +125,10 @@ class Failure:
                     kind, value_bytes = _TLV.unpack_from(data, at)
                     at += _TLV.size + value_bytes
                     found[kind] = data[at - value_bytes : at]
-                # Every byte is used, and none beyond the payload's end.
+                # The payload is valid if every byte was used, and none beyond its end.
                 if at == len(data):
                     return cls._with_details(status, message, found)
-        # Step 2: the definition says what is wrong.
+        # Step 2: parse by the definition, which reports what is wrong.
         return cls.from_body(status, parse_body(ErrorBody, data))
 
     @classmethod
@@ -137,8 +137,8 @@ class Failure:
         for kind, value in details.items():
             name, width_bytes = _DETAILS.get(kind, ("", 0))
             if width_bytes:
-                # Another width comes from a later version, or from a peer's mistake: no number is better than a wrong
-                # one.
+                # Another width comes from a later version, or from a peer's mistake. Ignore it: no number is better
+                # than a wrong one.
                 if len(value) == width_bytes:
                     setattr(failure, name, int.from_bytes(value, "big"))
             elif name:
@@ -196,7 +196,7 @@ KILLED: Final = "was killed by SIGKILL"
 own work ends it with other signals, and each of the daemon's own kills has its own cause."""
 
 REGION_KEPT: Final = "could not be taken away"
-"""The reason of a lease's end has these words if the lease ended because one of its regions kept its memory."""
+"""If a lease ended because the memory of one of its regions could not be removed, the reason contains these words."""
 
 _ACQUIRE_OR_REPORT: Final = "Acquire a new lease; if it happens again, report it to the operator."
 
@@ -248,8 +248,8 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             "ended because the daemon is shutting down",
             "Acquire a new lease once the daemon is back, or on another node.",
         ),
-        # Ends that the session's own work, or its worker, caused. Each has the status SESSION_FAILED: what failed is
-        # over, and a new lease can be acquired at once.
+        # Ends that the session's own work, or its worker, caused. Each has the status SESSION_FAILED: a new lease can
+        # be acquired at once.
         "faulted": LeaseEnd(
             Status.SESSION_FAILED,
             "the session's GPU context failed",
@@ -310,7 +310,7 @@ _REGION_KEPT_END: Final = LeaseEnd(
     "Keep launches that name regions shorter than the operator's region_grace_ms; if they are, report it to the"
     " operator.",
 )
-"""Replaces the words of `kernel_timeout`, which are about `max_kernel_secs`."""
+"""Replaces the end of `kernel_timeout`, whose words are about `max_kernel_secs`."""
 
 
 def lease_end(cause: str, reason: str = "") -> LeaseEnd:
@@ -327,7 +327,7 @@ def lease_end(cause: str, reason: str = "") -> LeaseEnd:
 
 
 SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
-    # What a session says of its lease's end, where the broker would say it in the words of LEASE_ENDS.
+    # A session's words about its lease's end; the broker uses those of LEASE_ENDS.
     {
         Status.LEASE_EXPIRED: ("the lease has expired", LEASE_ENDS["expired"].hint),
         Status.REVOKED: (LEASE_ENDS["revoked"].words, LEASE_ENDS["revoked"].hint),
@@ -351,8 +351,8 @@ SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
 )
 """Words and hint of a session's refusal, by the status on its control page.
 
-A session knows the status of its lease's end, not the cause. DENIED is on no page: guests with an expired token
-get it."""
+A session knows the status of its lease's end, but not the cause. DENIED is never on the page; it is for guests with an
+expired token."""
 
 
 def _integer(value: int | None, width_bytes: int) -> bytes:
@@ -380,7 +380,7 @@ _REGION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
         Status.FENCED: ("has ended or never began", "Make a region set without it."),
     }
 )
-"""By the refusal's status: what is said of the region, and the hint."""
+"""The words about the region and the hint, by the refusal's status."""
 
 
 def region_refusal(
@@ -399,18 +399,17 @@ def region_refusal(
         region_id: The region.
         word: Its word; NONE if its slot has another region.
         flipped_ns: When the word was written, on the host's monotonic clock.
-        is_repeat: Whether an earlier refusal has said how the region ended: then this one says FENCED.
+        is_repeat: Whether an earlier refusal has reported how the region ended: then this one reports FENCED.
         kernel: The kernel; "" for a copy, and for a graph of several.
         site: Number of the launch in its burst or graph.
-        position: What the launch said of itself; None for a copy.
+        position: The position that the launch passed; None for a copy.
     """
-    # A word that is not in the table, NONE included, says that the slot has no such region any more.
+    # A word that is not in the table, including NONE, means that the region is no longer in the slot.
     status = STATUS_OF_WORD.get(word, Status.FENCED)
-    # How a region ended is said once; a program that launches on regardless gets FENCED, which says nothing of the
-    # cause.
+    # Report once how a region ended. A program that continues to launch gets FENCED, which does not report the cause.
     if is_repeat and word in ENDED_WORDS:
         status = Status.FENCED
-    # Kernel, site and position say which launch it was, so that a program can find the work that was not done.
+    # Kernel, site and position identify the launch, so that a program can find the work that was not done.
     said, hint = _REGION_REFUSALS[status]
     return Failure(
         status,

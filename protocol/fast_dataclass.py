@@ -1,11 +1,11 @@
-"""Replaces `dataclass` of the standard library, in a fifth of the time: for all classes that a start makes.
+"""A replacement for the standard library's `dataclass` that takes a fifth of the time, for all classes made at a start.
 
 The standard library compiles six functions for each frozen class, which took a fifth of a daemon's start, and three for
 any other. This module compiles only the constructor. The others are closures over the fields' names.
 
 A frozen class refuses assignment, so its constructor sets each field by a call of `object.__setattr__`, which takes ten
-times as long as an assignment. A class of many fields therefore has a twin: the same slots without the refusal. The
-constructor makes the new instance one of the twin's, assigns, and makes it one of its class again.
+times as long as an assignment. Therefore a class with many fields has a twin: a class with the same slots that accepts
+assignment. The constructor sets the new instance's class to the twin, assigns the fields, and sets the class back.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ else:
             raise TypeError("use dataclasses.dataclass for a class that has no slots")
 
         def finish(cls: C) -> C:
-            # Without a text the standard library makes one from a signature, which takes longer than all the rest.
+            # Without a docstring the standard library makes one from a signature, which takes longer than all the rest.
             if not cls.__doc__:
                 cls.__doc__ = cls.__name__
             # With these arguments the standard library finds the fields and makes the slots, and compiles nothing. Only
@@ -52,7 +52,8 @@ else:
     def replace(instance: Any, /, **changes: Any) -> Any:
         """Copy an instance of one of these classes, with other values for some fields.
 
-        In a quarter of the time of the standard library's. Raises TypeError for a name that is not a field's.
+        Takes a quarter of the time of the standard library's `replace`. Raises TypeError for a name that is not a
+        field's.
         """
         return _copier(type(instance))(instance, changes)
 
@@ -79,7 +80,7 @@ else:
 
     def _finished(cls: C, *, frozen: bool, eq: bool) -> C:
         found = fields(cls)
-        # A field with init=False would need a value from elsewhere, which the compiled constructor does not know.
+        # The compiled constructor does not support fields with init=False.
         if not all(item.init for item in found):
             raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are not parameters")
         # Code that inspects the class needs these, and the standard library, which lets only frozen classes derive from
@@ -87,13 +88,13 @@ else:
         parameters = cls.__dataclass_params__
         parameters.init = parameters.repr = True
         parameters.eq, parameters.frozen = eq, frozen
-        # Step 1: what every instance needs: a constructor, and for a frozen class no assignment afterwards.
+        # Step 1: set what every instance needs: a constructor and, for a frozen class, methods that refuse assignment.
         cls.__init__ = _constructor(cls, found, frozen=frozen)
         if frozen:
             cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete
             # Copying and unpickling can't set attributes one by one on a frozen instance.
             cls.__getstate__, cls.__setstate__ = _state_of, _restore
-        # Step 2: the methods that the class does not define itself, from the fields that take part in each.
+        # Step 2: set the methods that the class does not define itself, from the fields that take part in each.
         own = vars(cls)
         if "__repr__" not in own:
             cls.__repr__ = _representation([item.name for item in found if item.repr])
@@ -112,10 +113,10 @@ else:
         return lambda self: hash(hashed(self))
 
     def _constructor(cls: type, found: tuple[Field[Any], ...], *, frozen: bool) -> Callable[..., None]:
-        # The names that the constructor's source refers to: values go in as objects, so none is written as text.
+        # The names that the constructor's source refers to. Values are passed as objects, so none is written as text.
         names: dict[str, Any] = {"_set": object.__setattr__, "_MISSING": MISSING, "__name__": cls.__module__}
         parameters, lines = ["self"], []
-        # Frozen instances refuse assignment: their fields are set through `object`, or while they are the twin's.
+        # Frozen instances refuse assignment, so set their fields through `object`, or while their class is the twin.
         has_twin = frozen and len(found) >= FIELDS_WITH_TWIN
         sets = "_set(self, {0!r}, {1})" if frozen and not has_twin else "self.{0} = {1}"
         # Keyword-only parameters must follow all others, and `sorted` keeps the fields' order otherwise.
@@ -123,7 +124,7 @@ else:
             value = item.name
             if item.kw_only and "*" not in parameters:
                 parameters.append("*")
-            # A default made by a call is made in the body, once for each instance.
+            # Call a default factory in the body, once for each instance.
             if item.default_factory is not MISSING:
                 names[f"_make_{item.name}"] = item.default_factory
                 parameters.append(f"{item.name}=_MISSING")
@@ -147,10 +148,10 @@ else:
         return made
 
     def _twin_of(cls: type) -> type:
-        """Return a class with the instance layout of `cls`; its instances can be assigned to."""
+        """Return a class with the instance layout of `cls` whose instances accept assignment."""
         own = vars(cls)
         members = {"__slots__": own["__slots__"], "__module__": cls.__module__}
-        # Both methods are the standard ones, or the interpreter takes assignments for calls of Python's.
+        # Both methods must be the standard ones; otherwise the interpreter calls Python code for each assignment.
         members |= {"__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
         # A generic class is derived from Generic with these parameters alone.
         if "__orig_bases__" in own:
@@ -174,8 +175,7 @@ else:
 
     def _equality(compared: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any, object], bool]:
         def equal(self: Any, other: object) -> bool:
-            # Only instances of the same class are compared, as in the standard library; a subclass may have more
-            # fields.
+            # Compare only instances of the same class, as the standard library does: a subclass may have more fields.
             return compared(self) == compared(other) if other.__class__ is self.__class__ else NotImplemented
 
         return equal

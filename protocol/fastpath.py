@@ -28,7 +28,7 @@ from gpulease.protocol.messages import (
 )
 from gpulease.protocol.opcodes import Flag, Opcode
 
-# Offsets of the header: the request id changes with every frame, what stands before and behind it does not.
+# Offsets in the header: the request id changes with every frame; the bytes before and after it do not.
 REQUEST_ID_OFFSET: Final = 16
 MIDDLE_AT: Final = REQUEST_ID_OFFSET + 8
 _U32: Final = struct.Struct(">I")
@@ -64,22 +64,22 @@ _LAUNCH_GEOMETRY: Final = fixed_struct(
 )
 REGIONS: Final = fixed_struct(LaunchIn, "region_set", "position")
 ATTRIBUTES: Final = fixed_struct(LaunchWith, "flags", "cluster_x", "cluster_y", "cluster_z")
-# Where the kernel's name begins in a LAUNCH's payload, and the bytes between it and the arguments' length.
+# Offset of the kernel's name in a LAUNCH's payload, and the number of bytes between it and the arguments' length.
 _NAME_AT: Final = _LAUNCH_MODULE.size
 _AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
 
 
-# What LAUNCH_IN and LAUNCH_WITH have behind a LAUNCH's fields.
+# The fields that LAUNCH_IN and LAUNCH_WITH have after those of a LAUNCH.
 _TRAILERS: Final = {
     Opcode.LAUNCH: "",
     Opcode.LAUNCH_IN: REGIONS.format[1:],
     Opcode.LAUNCH_WITH: REGIONS.format[1:] + ATTRIBUTES.format[1:],
 }
 
-# A LAUNCH_WITH is never taken by its pattern.
+# A LAUNCH_WITH is never recognised by its pattern.
 _PATTERN_TRAILERS: Final = {op: _TRAILERS[op] for op in (Opcode.LAUNCH, Opcode.LAUNCH_IN)}
 
-# A frame up to its data: the header's first twelve bytes, which depend on op and flags alone, and its rest.
+# A frame up to its data: the header's first twelve bytes, which depend only on op and flags, and its rest.
 _HEADER_REST: Final = "IQ16s"
 _WRITE_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}QQI")
 _WRITE_FIXED_BYTES: Final = _MEM_WRITE.size + _U32.size
@@ -94,7 +94,7 @@ def _head(op: Opcode, flags: int) -> bytes:
     return build_frame(op, request_id=0, flags=flags)[:12]
 
 
-# Each head is the first twelve bytes of a frame that the general code built, so both always agree.
+# Take each head from a frame that the general code builds, so that both always agree.
 _WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, 0)
 _QUIET_WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, _QUIET)
 _READ_HEAD: Final = _head(Opcode.MEM_READ, 0)
@@ -116,16 +116,16 @@ ARENA_FRONTS: Final = tuple(
     for op in (Opcode.ARENA_WRITE, Opcode.ARENA_READ)
     for size_bytes, flags in ((ARENA_COPY.size, 0), (0, _REPLY))
 )
-"""The beginnings of an ARENA_WRITE with a reply, of that reply, and the same of an ARENA_READ."""
+"""The beginnings of an ARENA_WRITE that wants a reply, of that reply, and of the same two for an ARENA_READ."""
 
 
 class LaunchTemplate:
     """A quiet LAUNCH, LAUNCH_IN or LAUNCH_WITH frame without its request id and argument bytes, sent many times.
 
     Attributes:
-        layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`; of a LAUNCH_IN also
-            the region set and the position, of a LAUNCH_WITH behind these its flags and cluster.
-        args_bytes: The exact number of argument bytes; struct would cut or pad any other.
+        layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`; for a LAUNCH_IN also
+            the region set and the position, and for a LAUNCH_WITH in addition its flags and cluster.
+        args_bytes: The exact number of argument bytes; struct would silently cut or pad any other.
     """
 
     __slots__ = ("after", "args_bytes", "before", "head", "layout")
@@ -156,23 +156,23 @@ class LaunchTemplate:
         Args:
             request_id: The frame's number.
             args: The argument bytes.
-            trailer: The integers behind what a LAUNCH has.
+            trailer: The integers after the fields of a LAUNCH.
         """
         return self.layout.pack(self.head, request_id, self.before, args, self.after, *trailer)
 
 
 class LaunchPattern:
-    """The bytes of a quiet LAUNCH or LAUNCH_IN around those that differ each time, to recognise the next such frame.
+    """The constant bytes of a quiet LAUNCH or LAUNCH_IN, by which the next such frame is recognised.
 
-    A frame has the pattern exactly if it is `frame_bytes` long, and `front`, `middle` and `tail` stand at 0,
-    `MIDDLE_AT` and `args_end`. All other bytes are the request id, at `REQUEST_ID_OFFSET`, the arguments, from
-    `args_at` to `args_end`, and the last `trailer_bytes`: of a LAUNCH_IN the region set and the position, else none.
+    A frame matches if it is `frame_bytes` long and has `front`, `middle` and `tail` at 0, `MIDDLE_AT` and `args_end`.
+    The other bytes are the request id, at `REQUEST_ID_OFFSET`, the arguments, from `args_at` to `args_end`, and the
+    last `trailer_bytes`: the region set and the position of a LAUNCH_IN, else none.
     """
 
     __slots__ = ("args_at", "args_end", "frame_bytes", "front", "middle", "tail", "trailer_bytes")
 
     def __init__(self, payload: bytes | memoryview, session_id: int, op: Opcode = Opcode.LAUNCH) -> None:
-        # The frame that such a launch would be, with request id 0; all but its arguments and trailer is compared.
+        # Build such a launch's frame with request id 0. Everything except the id, arguments and trailer is compared.
         frame = build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
         self.trailer_bytes = struct.calcsize(f">{_PATTERN_TRAILERS[op]}")
         shape, args = split_launch(memoryview(payload)[: len(payload) - self.trailer_bytes])
@@ -190,7 +190,7 @@ def split_regions(payload: memoryview) -> tuple[memoryview, int, int]:
 
     The first part is not checked here. Raises BodyError if the payload is too short.
     """
-    # The trailer has a fixed size, so it is cut off from the end and the rest needs no parsing.
+    # The trailer has a fixed size, so cut it off at the end; the rest needs no parsing.
     at = len(payload) - REGIONS.size
     if at < 0:
         raise BodyError("LaunchIn is malformed: it ends too early")
@@ -212,7 +212,7 @@ def split_attributes(payload: memoryview) -> tuple[memoryview, int, tuple[int, i
 def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
     """Split a LAUNCH payload into everything but the argument bytes, and the argument bytes.
 
-    The first part is equal for two launches exactly if they have the same kernel, shape and argument sizes. So it can
+    Two launches have the same first part if and only if they have the same kernel, shape and argument sizes. So it can
     be the key of a cache of checked launches. It is not checked here. Raises BodyError if the lengths don't fit.
     """
     # Walk over the two fields of variable length: the kernel's name, then the arguments. Each length is checked before
@@ -225,12 +225,12 @@ def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
         (args_bytes,) = _U32.unpack_from(payload, length_at)
     except struct.error:
         raise BodyError("Launch is malformed: it ends too early") from None
-    # Behind the arguments at least the u16 count of their sizes must follow.
+    # After the arguments, at least the u16 count of their sizes must follow.
     begin = length_at + 4
     end = begin + args_bytes
     if args_bytes > MAX_ARGUMENT_BYTES or end + 2 > len(payload):
         raise BodyError(f"Launch is malformed: {args_bytes} argument bytes do not fit")
-    # The name with the geometry and the argument sizes: all that is checked of a launch once.
+    # The first part is the name, the geometry and the argument sizes, which are checked once per shape.
     return b"".join((payload[:begin], payload[end:])), bytes(payload[begin:end])
 
 
@@ -239,7 +239,7 @@ def graph_launch_payload(graph: int, args: bytes, *regions: int) -> bytes:
 
     Raises LocalProtocolError.
     """
-    # struct would take any length here, so the limit of the definition is checked by hand.
+    # struct would accept any length, so check the definition's limit by hand.
     if len(args) > MAX_ARGUMENT_BYTES:
         raise LocalProtocolError(f"{len(args)} bytes of parameters; at most {MAX_ARGUMENT_BYTES} are allowed")
     try:
@@ -267,7 +267,7 @@ def parse_graph_launch(payload: memoryview) -> tuple[int, bytes]:
 
 def parse_mem_write(payload: memoryview) -> tuple[int, int, memoryview]:
     """Return handle, offset and a view of the data of a MEM_WRITE payload, without a copy. Raises BodyError."""
-    # The checks of the definition, with its texts, so that a sender sees no difference between the two codecs.
+    # Make the definition's checks, with its texts, so that a sender sees no difference between the two codecs.
     data_at = _MEM_WRITE.size + _U32.size
     if len(payload) < data_at:
         raise BodyError("MemWrite is malformed: it ends too early")
@@ -301,12 +301,12 @@ def mem_read_frame(handle: int, offset: int, length: int, *, request_id: int, se
 
 
 def pack_mem_read(request_id: int, session_bytes: bytes, handle: int, offset: int, length: int) -> bytes:
-    """`mem_read_frame` without a keyword, for a session id in its bytes. Raises struct.error."""
+    """`mem_read_frame` without keywords, for a session id given as bytes. Raises struct.error."""
     return _READ_FRAME.pack(_READ_HEAD, MEM_READ.size, request_id, session_bytes, handle, offset, length)
 
 
 def pack_quiet_write(request_id: int, session_bytes: bytes, handle: int, offset: int, length: int) -> bytes:
-    """`mem_write_prefix` of a quiet MEM_WRITE in the same way, for at most MAX_DATA_BYTES. Raises struct.error."""
+    """`mem_write_prefix` of a quiet MEM_WRITE without keywords, for at most MAX_DATA_BYTES. Raises struct.error."""
     return _WRITE_PREFIX.pack(
         _QUIET_WRITE_HEAD, _WRITE_FIXED_BYTES + length, request_id, session_bytes, handle, offset, length
     )

@@ -11,9 +11,9 @@ def printable(text: str, *, kept: str = "", instead: str | None = None) -> str:
     Args:
         text: Any text; lone surrogates are replaced, too.
         kept: Characters that stay unchanged.
-        instead: The replacement of each other character; None: its escape.
+        instead: The replacement of each other character; None for its escape.
     """
-    # Nearly every text is printable: this test runs in C, the replacement below in Python.
+    # Return early, because nearly every text is printable: this test runs in C, the replacement below in Python.
     if text.isprintable():
         return text
     return "".join(

@@ -43,14 +43,14 @@ HEADER: Final = c.Struct(
 HEADER_BYTES: Final[int] = HEADER.sizeof()
 
 _OP_AT: Final = len(MAGIC) + 2
-"""The offset of the op, behind the version and the flags."""
+"""The offset of the op, after the version and the flags."""
 
 _FAST: Final = struct.Struct(">QhHIQ16s")
 """The fields: head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
 
 # The first eight bytes of every valid header as one number: magic and version here, flags and op added by `head_of`.
 _HEAD_BASE: Final = int.from_bytes(MAGIC, "big") << 32 | PROTOCOL_VERSION << 24
-# Plain integers: an operation on an IntFlag costs more than reading the whole header.
+# Plain integers, because an operation on an IntFlag costs more than reading the whole header.
 _REPLY: Final = int(Flag.REPLY)
 _QUIET: Final = int(Flag.QUIET)
 _REPLY_AND_QUIET: Final = int(Flag.REPLY | Flag.QUIET)
@@ -68,7 +68,7 @@ _PLAIN_HEADS: Final = {
 
 
 class Frame(NamedTuple):
-    """A frame. A received payload is a view into the reader: copy what must outlive the next read."""
+    """A frame. A received payload is a view into the reader's buffer: copy what must outlive the next read."""
 
     op: int
     flags: int
@@ -105,7 +105,7 @@ def build_header(
 ) -> bytes:
     """Return the header of a frame; its payload is sent after it. Raises LocalProtocolError as `build_frame` does."""
     flags = int(flags)
-    # Refuse here what the receiver would refuse: it would end the connection, and with it every other request.
+    # Refuse what the receiver would refuse, because that would end the connection, and with it every other request.
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
     if op >> 16:
@@ -123,11 +123,11 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
     The caller has HEADER_BYTES at `offset`. Raises FramingError.
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
-    # Step 1: the usual header, found by one look-up. Only its length and ids remain, and any of these is valid.
+    # Step 1: recognise the usual headers by one look-up. Only the length and ids remain, and any of these is valid.
     known = _PLAIN_HEADS.get(head)
     if known is not None and not status and not reserved:
         return *known, 0, length, request_id, session_id
-    # Step 2: a header that is unusual or wrong. The magic first: without it nothing else has a meaning.
+    # Step 2: the header is unusual or wrong. Check the magic first, because without it nothing else has a meaning.
     if head >> 32 != _HEAD_BASE >> 32:
         raise FramingError("the stream does not start with GPLS: the peer speaks another protocol")
     version = head >> 24 & 0xFF
@@ -136,7 +136,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
             f"version {version} of the protocol; this side speaks version {PROTOCOL_VERSION}",
             Status.UNSUPPORTED,
         )
-    # An unknown operation passes: the connection refuses it by name, and the stream stays in step.
+    # Accept an unknown operation here: the connection refuses it by name, and the stream continues.
     flags = head >> 16 & 0xFF
     _check_header(flags, status, reserved, FramingError)
     return head & 0xFFFF, flags, status, length, request_id, session_id
@@ -153,7 +153,7 @@ def _check_header(flags: int, status: int, reserved: int, error: type[FramingErr
     if status and not flags & _REPLY:
         raise error("a request carries a status")
     if status > 0:
-        # An unknown negative status passes, so that a later version may add one without cutting off older clients.
+        # Accept an unknown negative status, so that a later version may add one without cutting off older clients.
         raise error(f"status {status}; no status is positive")
 
 
@@ -183,12 +183,12 @@ class FrameReader:
 
     def get_buffer(self) -> memoryview:
         """Return the room for the next bytes, never empty. Views of earlier frames become invalid."""
-        # Nothing is pending: begin at the front again, and give back the memory of a very large frame.
+        # Nothing is pending: begin at the front again, and release the memory of a very large frame.
         if self.start == self.end:
             self.start = self.end = 0
             if len(self.buffer) > self._retained_bytes:
                 self._resize(self._initial_bytes)
-        # No room behind the pending bytes, or more than half of the buffer lies before them.
+        # There is no room after the pending bytes, or more than half of the buffer is before them.
         elif self.end == len(self.buffer) or self.start > len(self.buffer) >> 1:
             self._make_room()
         return self.view[self.end :]
@@ -201,8 +201,8 @@ class FrameReader:
         """Take all of these bytes, however many frames they hold."""
         room = self.get_buffer()
         pending = self.end - self.start
-        # More than the room: one new buffer that holds both, at least twice as large, so that many small feeds stay
-        # linear.
+        # If there is no room, make one new buffer for both, at least twice as large, so that many small feeds take
+        # linear time.
         if len(room) < len(data):
             self._resize(max(pending + len(data), self._next_size()))
             self.start, self.end = 0, pending
@@ -215,8 +215,8 @@ class FrameReader:
         return self.buffer[begin] << 8 | self.buffer[begin + 1] if self.end > begin + 1 else 0
 
     def next_frame(self) -> Frame | None:
-        """Return the next whole frame, or None until more arrives. After a FramingError the reader is useless."""
-        # The length is known once the header is there. It is checked at once, before the buffer grows for the payload.
+        """Return the next complete frame, or None until more arrives. After a FramingError the reader is unusable."""
+        # Once the header has arrived, check the length at once, before the buffer grows for the payload.
         have = self.end - self.start
         if have < HEADER_BYTES:
             return None
@@ -228,8 +228,7 @@ class FrameReader:
         if have < HEADER_BYTES + length:
             return None
         begin = self.start + HEADER_BYTES
-        # Take the frame before its view is made: an interruption between the two is undone by the caller, which rewinds
-        # `start`.
+        # Take the frame before its view is made: after an interrupt between the two, the caller rewinds `start`.
         self.start = begin + length
         payload = self.view[begin : self.start]
         return Frame(op, flags, status, request_id, int.from_bytes(session_id, "big"), payload)
@@ -247,8 +246,8 @@ class FrameReader:
 
     def _make_room(self) -> None:
         pending = self.end - self.start
-        # Move the pending bytes to the front if they fill at most half the buffer; otherwise a larger buffer takes
-        # them.
+        # Move the pending bytes to the front if they fill at most half the buffer; otherwise move them to a larger
+        # buffer.
         if pending <= len(self.buffer) >> 1:
             self.buffer[:pending] = self.buffer[self.start : self.end]
         else:

@@ -1,4 +1,4 @@
-"""Checks the headers of every request to an HTTP server of ours: Host, Origin, Sec-Fetch-Site and the length.
+"""Checks the headers of every request to our HTTP servers: Host, Origin, Sec-Fetch-Site and the length.
 
 Our HTTP servers listen on loopback. Two attacks reach such a server through a browser on its host:
 
@@ -53,7 +53,7 @@ class KnownHosts:
 
 
 def parse_host_names(names: Iterable[str]) -> frozenset[str]:
-    """The operator's further host names, in lower case. Raises ValueError."""
+    """Return the operator's additional host names, in lower case. Raises ValueError."""
     names = list(names)
     for name in names:
         if _HOST_NAME.fullmatch(name) is None:
@@ -62,12 +62,12 @@ def parse_host_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def loopback_hosts(address: str) -> frozenset[str]:
-    """The names of a face that listens at a loopback IP address."""
+    """Return the names of a server that listens at a loopback IP address."""
     return frozenset({f"[{address}]" if ":" in address else address, "localhost"})
 
 
 def headers_of(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Headers by name, from the pairs of an ASGI scope."""
+    """Return the headers by name, from the pairs of an ASGI scope."""
     headers: dict[bytes, list[bytes]] = {}
     for name, value in pairs:
         headers.setdefault(name, []).append(value)
@@ -87,24 +87,23 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
     hosts = headers.get(b"host", [])
     if len(hosts) != 1:
         return 400, "There must be one Host header."
-    # The name first: after DNS rebinding all other headers look like those of a genuine request.
+    # Check the name first: after DNS rebinding all other headers look like those of a genuine request.
     if known.own is not None and host_of(hosts[0]) not in known.own | known.named:
         return MISDIRECTED, f"This server is not asked by that name: see {known.setting}."
-    # The name is known or need not be; what remains of the header must still be safe in a URL.
+    # The name is known or need not be. The rest of the header must still be safe in a URL.
     if not _is_host(hosts[0]):
         return 400, "The Host header must be a host and a port."
-    # Two lengths: the attack on proxies that the module describes.
+    # A request with two lengths may be the attack on proxies that the module describes.
     if b"content-length" in headers and b"transfer-encoding" in headers:
         return 400, "There must be Content-Length or Transfer-Encoding, and not both."
-    # A page that the operator admits: its browser checks the rest (Fetch Standard, CORS protocol).
+    # If the operator admits the page, its browser checks the rest (Fetch Standard, CORS protocol).
     origins = headers.get(b"origin", [])
     if len(origins) == 1 and known.origins & {b"*", origins[0]}:
         return None
-    # Acts need proof that this server's own page, or a program, sends them.
+    # For a request that changes something, require that this server's own page, or a program, sent it.
     if is_act and not _is_own_page(headers, hosts[0], known.named):
         return 403, "The request does not come from this server's own page."
-    # Reading is refused to foreign pages only where no link may lead here: a browser says that it navigates by the same
-    # header.
+    # Refuse reading to foreign pages only where no link may lead here: for a link, a browser sends the same header.
     if headers.get(b"sec-fetch-site", [b"none"])[0] in _FOREIGN and not is_linked:
         return 403, "The request comes from another site's page."
     return None
@@ -123,7 +122,7 @@ def _is_host(header: bytes) -> bool:
 
 def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
     """Return whether this server's own page asks, or a program. Browsers send the origin of every script."""
-    # Every current browser sends Sec-Fetch-Site; without it the Origin decides, and without both it is a program.
+    # Every current browser sends Sec-Fetch-Site. Without it the Origin decides; without both, the sender is a program.
     if headers.get(b"sec-fetch-site", [b"same-origin"]) != [b"same-origin"]:
         return False
     origins = headers.get(b"origin")
@@ -136,7 +135,7 @@ def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
 
 
 def host_of(header: bytes) -> str:
-    """The host of a Host header, without its port; "" for what is none (RFC 9110, 7.2)."""
+    """Return the host of a Host header, without its port; "" if the header is invalid (RFC 9110, 7.2)."""
     text = header.decode("latin-1").lower()
     # An IPv6 address has colons of its own and ends with a bracket, unless a port follows it.
     host, _, port = text.rpartition(":") if not text.endswith("]") and ":" in text else (text, "", "")

@@ -25,8 +25,8 @@ class LeaseId(int):
 
     def __format__(self, spec: str) -> str:
         """Format the text, or the number if the specification asks for one: `f"{lease_id:d}"`, `f"{lease_id:,}"`."""
-        # "08x" and "d" ask for a number; "", ">40" and "s" ask for the text. What the text refuses, the number may
-        # take.
+        # "08x" and "d" ask for a number; "", ">40" and "s" ask for the text. If the text refuses the format, try the
+        # number.
         if spec[-1:] not in _INTEGER_KINDS:
             with suppress(ValueError):
                 return format(str(self), spec)

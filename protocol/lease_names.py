@@ -4,7 +4,8 @@ import re
 from typing import Final
 
 MAX_NAME_CHARS: Final = 128
-"""Longest name or label's part. Stops names from filling the fleet's store, and none is a path into another's keys."""
+"""Longest name, or part of a label. Stops names from filling the fleet's store; `NAME` excludes paths to others'
+keys."""
 
 NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
 """A name, to be matched in full."""

@@ -1,9 +1,9 @@
-"""The options of a lease: one `LeaseOption` for each tag, with every fact about it that more than one place needs.
+"""The options of a lease: one `LeaseOption` for each tag, with all facts about it that more than one place needs.
 
-A tenant gives options in LEASE_ALLOC, as lease parameters. Whatever says such a fact elsewhere is derived from these
-declarations or compared with them: the builder's setters, the broker's parser, a lease's terms and its row in the
+A tenant gives options in LEASE_ALLOC, as lease parameters. All other places that state such a fact are derived from
+these declarations or compared with them: the builder's setters, the broker's parser, a lease's terms and its row in the
 journal, the worker's terms, and the tables of `README.md` and of the client's guide. A new option begins here, with its
-constant and its field; a fact left out is an error when this module, or the client's builder, is imported.
+constant and its field. If a fact is missing, the import of this module, or of the client's builder, fails.
 """
 
 from abc import abstractmethod
@@ -29,13 +29,13 @@ REQUEST_ID_BYTES: Final = 16
 
 
 class JournalRow(Enum):
-    """How a lease's row in the journal has an option, where no value of an earlier row says it."""
+    """How a lease's row in the journal has an option, if no value stands for earlier rows without it."""
 
     ALWAYS = auto()
-    """Every row has it, those of the first version too."""
+    """Every row has it, even those of the first version."""
 
     NEVER = auto()
-    """No row has it: it decides whether the node grants the lease, and nothing afterwards."""
+    """No row has it: it only decides whether the node grants the lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,15 +44,15 @@ class LeaseOption(Generic[Value, Default]):
 
     Attributes:
         tag: Its number in LEASE_ALLOC.
-        default: What a request without it means.
-        rule: What is said of a malformed value, or of an option given twice.
+        default: The meaning of a request without it.
+        rule: The message about a malformed value, or about an option that is given twice.
         wire: Its value, for a cell of the specification's table.
-        call: The builder's method and its arguments, such as "max_kernel_secs(seconds)". "" for an option that the
-            client gives by itself.
-        effect: What the method does, for a cell of the guide's table.
-        in_submits: Whether a submit's worker obeys it too; None for an option that no worker receives.
-        before: What a row means that lacks it, because its daemon did not know it; a row with this value leaves it out.
-            A `JournalRow` if no such rows exist.
+        call: The builder's method and its arguments, such as "max_kernel_secs(seconds)"; "" for an option that the
+            client sets by itself.
+        effect: The method's effect, for a cell of the guide's table.
+        in_submits: Whether a submit's worker also obeys it; None for an option that no worker receives.
+        before: The value in rows that lack it because their daemon did not know it. A row with this value leaves it
+            out. A `JournalRow` if there are no such rows.
         report_key: Its key in a lease's report; "" if no report has it.
     """
 
@@ -76,7 +76,7 @@ class LeaseOption(Generic[Value, Default]):
 
     @abstractmethod
     def _decode(self, data: bytes) -> Value:
-        """Return the value of bytes from a peer. Raises Refused."""
+        """Return the value that a peer's bytes encode. Raises Refused."""
 
     @property
     def row(self) -> list[str]:
@@ -93,8 +93,8 @@ class LeaseOption(Generic[Value, Default]):
         return LeaseParameter(self.tag, self._encode(value))
 
     def read(self, parameters: Sequence[LeaseParameter]) -> Value | Default:
-        """Return the value that a request gives, or the default. Raises Refused."""
-        # An option given twice could mean either value to two readers, so it is refused.
+        """Return the value in a request, or the default. Raises Refused."""
+        # Refuse an option that is given twice, because two readers could use different values.
         values = [parameter.value for parameter in parameters if parameter.tag == self.tag]
         if not values:
             return self.default
@@ -133,7 +133,7 @@ class NumberOption(LeaseOption[int, Default]):
         return value.to_bytes(self.size_bytes, "big")
 
     def _decode(self, data: bytes) -> int:
-        # The width alone bounds the largest number, so only the smallest one is checked.
+        # The width bounds the largest number, so check only the smallest one.
         value = int.from_bytes(data, "big")
         if len(data) != self.size_bytes or value < self.least:
             raise self._malformed()
@@ -146,7 +146,7 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
 
     Attributes:
         kind: The enumeration.
-        noun: What a member is called in refusals.
+        noun: The word for a member in refusals.
         never: A byte that no version will know; None without one.
     """
 
@@ -163,8 +163,8 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
     def _decode(self, data: bytes) -> Choice:
         if len(data) != 1:
             raise self._malformed()
-        # The order of the checks decides the status: never valid is the tenant's mistake, unknown may be a newer
-        # client's.
+        # The order of the checks decides the status: a byte that is never valid is the tenant's mistake; an unknown one
+        # may be a newer client's.
         number = data[0]
         if number == self.never:
             raise self._malformed(f"{self.noun} {number} is never valid")
@@ -187,7 +187,7 @@ class FlagOption(LeaseOption[bool, bool]):
     def _encode(self, value: bool) -> bytes:
         return bytes([value])
 
-    # Any other byte is left to a later version, which would announce its meaning.
+    # Any other byte is reserved for a later version, which would announce its meaning.
     def _decode(self, data: bytes) -> bool:
         if data not in (b"\0", b"\1"):
             raise self._malformed()
@@ -208,7 +208,7 @@ class NameOption(LeaseOption[str, str]):
         return value.encode()
 
     def _decode(self, data: bytes) -> str:
-        # Bytes that are not UTF-8 become a character that no name has, and are refused as a wrong name is.
+        # Bytes that are not UTF-8 become a character that no name has, so they are refused like a wrong name.
         name = data.decode(errors="replace")
         if not NAME.fullmatch(name):
             raise self._malformed()
@@ -256,13 +256,13 @@ class RequestIdOption(LeaseOption[str, str]):
         return data
 
     def _decode(self, data: bytes) -> str:
-        # Zeros are what a client sends that forgot to make an id; they must not join different acquires.
+        # A client that forgot to make an id sends zeros, which must not join different acquires.
         if len(data) != REQUEST_ID_BYTES or not any(data):
             raise self._malformed()
         return data.hex()
 
 
-# Tags, rules and texts of the options. A tag keeps its meaning for ever: older workers and journals have it.
+# Tags, rules and texts of the options. A tag keeps its meaning forever, because older workers and journals have it.
 EXCLUSIVITY: Final = ChoiceOption(
     tag=0x0903,
     kind=Exclusivity,
@@ -444,13 +444,15 @@ PARKABLE: Final = NumberOption(
 
 @fast_dataclass.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """The options that are part of a worker's description: the worker obeys them, or the broker by what it sees of it.
+    """The options in a worker's description.
+
+    The worker obeys them, or the broker enforces them by observing the worker.
 
     Attributes:
-        max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
-        waiting: How both ends of the session wait for each other; None: as the host allows.
-        regions_required: The session refuses a launch that names no region set.
-        latency: The card's other sessions hold back while this one has work outstanding.
+        max_kernel_ms: Longest run of one kernel; 0 for as long as the lease lasts.
+        waiting: How both ends of the session wait for each other; None for the hosts' default.
+        regions_required: Whether the session refuses a launch that names no region set.
+        latency: Whether the card's other sessions hold back while this one has work outstanding.
     """
 
     max_kernel_ms: Annotated[int, MAX_KERNEL] = MAX_KERNEL.default
@@ -464,15 +466,16 @@ class LeaseOptions(WorkerOptions):
     """The options that a lease keeps.
 
     Attributes:
-        exclusivity: Other leases that the card may have while this one lives.
-        submit_bytes: Part of the lease's bytes kept for submits. With 0, a submit runs in place of a session that was
-            never opened.
-        orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default.
-        name: Name that the node's fleet serves once; "": a lease without a name, which no fleet knows of.
-        request_id: The tenant's number of this acquire over all its tries, in 32 hexadecimal digits; "" if it has none.
+        exclusivity: Which other leases the card may have at the same time.
+        submit_bytes: The part of the lease's bytes that is reserved for submits. If 0, a submit runs in place of a
+            session that was never opened.
+        orphan_ms: Longest time without a connection before the lease ends; 0 for no bound, None for the node's default.
+        name: A name that is unique in the node's fleet; "" for a lease without a name, which the fleet does not know.
+        request_id: The tenant's number of this acquire, the same in all its tries, in 32 hexadecimal digits; "" if it
+          has none.
         weight: Its weight when the time of its card is shared.
-        park_idle_ms: Time without an operation after which the session is parked; 0: not by idleness; None: the session
-            can't be parked.
+        park_idle_ms: Time without an operation after which the session is parked; 0 if idleness does not park it; None
+            if the session can't be parked.
     """
 
     exclusivity: Annotated[Exclusivity, EXCLUSIVITY] = EXCLUSIVITY.default
@@ -486,8 +489,8 @@ class LeaseOptions(WorkerOptions):
 
 def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any]]:
     hints = get_type_hints(options, include_extras=True)
-    # Read the annotations with their metadata: an option is declared once, next to its field.
-    # The annotation holds the declaration, so no field can be without one.
+    # Read the annotations with their metadata, where each option is declared next to its field. The annotation holds
+    # the declaration, so no field can be without one.
     found = {item.name: hints[item.name].__metadata__[0] for item in fields(options)}
     return dict(sorted(found.items(), key=lambda item: item[1].tag))
 
@@ -499,28 +502,29 @@ KEPT_OPTIONS: Final = _by_field(LeaseOptions)
 """The options that a lease keeps, by their fields, in the order of their tags."""
 
 OPTIONS: Final[tuple[LeaseOption[Any, Any], ...]] = tuple(
-    # Collect the declarations from this module: one that is in no list would be forgotten.
+    # Collect the declarations from this module, so that none can be missing in a list.
     sorted((value for value in list(globals().values()) if isinstance(value, LeaseOption)), key=lambda one: one.tag)
 )
 """All options, in the order of their tags."""
 
 
 def _mistakes() -> Iterator[str]:
-    """Yield what contradicts itself in the declarations above."""
-    # Each check names the option and what its declaration must have; all mistakes are reported at once.
-    # Two options with one tag would each read the other's value.
+    """Yield the contradictions in the declarations above."""
+    # Each check names the option and the rule for its declaration. All mistakes are reported together. Two options with
+    # one tag would each read the other's value.
     if len({option.tag for option in OPTIONS}) < len(OPTIONS):
         yield "each option must have a tag of its own"
     kept = list(KEPT_OPTIONS.values())
     for option in OPTIONS:
         where = f"option 0x{option.tag:04x}"
-        # An option is stored in the lease, or is for the acquire alone.
+        # An option is either stored in the lease or only for the acquire.
         if kept.count(option) != (option.before is not JournalRow.NEVER):
             yield f"{where} must be in one field of LeaseOptions, or have before=Row.NEVER"
-        # Whether submits obey it makes sense only for what a worker obeys.
+        # `in_submits` makes sense only for an option that a worker obeys.
         if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):
             yield f"{where} must say with in_submits whether a submit's worker obeys it, if it is in WorkerOptions"
-        # A bar would end the table's cell; a method without an effect, or the reverse, a row with a hole.
+        # A bar would end the table's cell. A method without an effect, or an effect without a method, would leave a
+        # cell empty.
         if (
             not option.wire
             or "|" in option.wire + option.call + option.effect

@@ -21,13 +21,14 @@ DATA_CHUNK_BYTES: Final = 1 << 20
 delay the session's other requests."""
 
 MAX_DATA_BYTES: Final = 16 << 20
-"""Most bytes one MEM_WRITE may carry or one MEM_READ may ask for. Bounds the reply a worker has to hold."""
+"""Most bytes that one MEM_WRITE may carry or one MEM_READ may request. Bounds the reply that a worker has to hold."""
 
 MAX_TEXT_BYTES: Final = 1024
 """Longest text of a control message (agent, device, reason). Stops log flooding through names."""
 
 MAX_NOTE_BYTES: Final = 4096
-"""Longest note for the audit log. Bounds what waits for the disk, and stops a tenant from storing files in the log."""
+"""Longest note for the audit log. Bounds the bytes that wait for the disk, and stops a tenant from storing files in the
+log."""
 
 MAX_KERNEL_NAME_BYTES: Final = 4096
 """Longest kernel name. Mangled C++ template names run to a kilobyte or two."""
@@ -42,14 +43,14 @@ MAX_ARGUMENTS: Final = 4096
 """Most arguments of a launch. Stops a sizes list that is longer than the bytes it describes."""
 
 MAX_GRAPH_NODES: Final = 4096
-"""Most nodes of a launch graph. The worker checks each node, which takes memory of host and card until the graph goes.
-A graph of a million would keep a worker from its other requests for minutes."""
+"""Most nodes of a launch graph. The worker checks each node, which takes memory of the host and the card until the
+graph is closed. A graph of a million would keep a worker from its other requests for minutes."""
 
 MAX_GRAPH_NODE_BYTES: Final = 64 << 10
 """Longest body of a node. The largest launch fits; larger data belongs in the arena, from which a graph copies."""
 
 MAX_GRAPH_BYTES: Final = 4 << 20
-"""Longest payload of a GRAPH_CREATE. The worker keeps its content until the graph goes."""
+"""Longest payload of a GRAPH_CREATE. The worker keeps its content until the graph is closed."""
 
 MAX_GRAPH_HANDLES: Final = 4096
 """Most buffers of a graph. Stops a list that is longer than the buffers of a session."""
@@ -61,20 +62,21 @@ MAX_GRAPH_PLACES: Final = 4096
 """Most arguments that take a graph's parameters. One GRAPH_LAUNCH may set all of them."""
 
 MAX_PARAMETER_NAME_BYTES: Final = 256
-"""Longest name of a parameter; names appear in messages alone."""
+"""Longest name of a parameter. Names appear only in messages."""
 
 MAX_SUBMIT_ARGUMENTS: Final = 256
 """Most arguments of a submit, each a number or a buffer on the card. Stops a list of millions of empty ones."""
 
 MAX_SUBMIT_OUTPUT_BYTES: Final = 16 << 20
-"""Most bytes of all outputs of a submit. They come back in one reply, which the worker holds."""
+"""Most bytes of all outputs of a submit. They are sent in one reply, which the worker holds."""
 
 MAX_KERNELS: Final = 4096
 """Most kernels of one module listed in a reply. Stops a generated image from making a reply too large to send."""
 
 MAX_STREAMS: Final = 32
-"""Most streams of a session besides its default one. Each costs the driver queues on host and card, which no slice
-bounds. A card runs no more side by side (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS)."""
+"""Most streams of a session in addition to its default one. Each costs the driver queues on the host and the card,
+which no slice bounds. A card does not run more at the same time (CUDA C++ Programming Guide,
+CUDA_DEVICE_MAX_CONNECTIONS)."""
 
 MAX_PRINTED_BYTES: Final = 1 << 20
 """Most bytes of kernels' output that wait for their tenant. Stops a kernel that prints from filling the
@@ -84,19 +86,19 @@ MAX_EVENTS: Final = 1024
 """Most events of a session. Each costs the driver memory of the host, which no slice bounds."""
 
 MAX_KEPT: Final = 256
-"""Most allocations of a lease that are kept by name. Stops a loop that keeps each under another name."""
+"""Most allocations of a lease that are kept by name. Stops a loop that keeps each allocation under a new name."""
 
 MAX_KEPT_NAME_BYTES: Final = 256
 """Longest of these names. One reply lists all of them."""
 
 MAX_REGIONS: Final = 256
-"""Most regions of a session at a time, and most that a region set names: their words share one page with the worker."""
+"""Most regions of a session at a time, and most in one region set: their words share one page with the worker."""
 
 MAX_LABELS: Final = 32
 """Most labels that a request for a place names. A directory compares each with every node's."""
 
 MAX_CANDIDATES: Final = 16
-"""Most nodes that a directory names at a time. Whoever tried them all in vain asks again."""
+"""Most nodes that a directory names at a time. A client that has tried all of them in vain asks again."""
 
 MAX_NODE_ADDRESSES: Final = 8
 """Most addresses of one node."""
@@ -105,7 +107,7 @@ MAX_TRIED: Final = 256
 """Most nodes that a request for a place leaves out."""
 
 MAX_TLVS: Final = 64
-"""Most TLVs of one list. Unknown ones are skipped, so a peer could make the receiver skip for long."""
+"""Most TLVs in one list. Unknown ones are skipped, so without this a peer could keep the receiver busy."""
 
 MAX_TOKEN_BYTES: Final = 4096
 """Longest token. The daemon's tokens have some 450 bytes, and each narrowing adds some 200. Bounds the work of a
@@ -118,8 +120,8 @@ PUBLIC_KEY_BYTES: Final = 32
 """Length of a key that verifies tokens: Ed25519 (RFC 8032)."""
 
 MAX_METRICS_BYTES: Final = 8 << 20
-"""Longest exposition in a reply to METRICS. A daemon bounds its series and stays far below. Stops a daemon that does
-not from filling a reader's memory."""
+"""Longest exposition in a reply to METRICS. A daemon bounds its series and stays far below this. Stops another one from
+filling a reader's memory."""
 
 MAX_IN_FLIGHT: Final = 1024
 """Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
@@ -129,7 +131,7 @@ MAX_SUBSCRIPTIONS: Final = 64
 its leases changes."""
 
 RECEIVE_BUFFER_BYTES: Final = 128 << 10
-"""The initial buffer of a frame reader. It grows with the bytes that arrive, never by the length announced."""
+"""The initial buffer of a frame reader. It grows with the bytes that arrive, never by the announced length."""
 
 RETAINED_BUFFER_BYTES: Final = 4 << 20
 """The largest buffer that a frame reader keeps between frames. A copy is a stream of large frames, and allocating the

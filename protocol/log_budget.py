@@ -1,8 +1,8 @@
-"""Bounds the log lines that others can cause: a burst, then a rate per second, and a count of the omitted ones."""
+"""Bounds the log lines that others can cause: allows a burst, then a rate per second, and counts the omitted lines."""
 
 
 class LogBudget:
-    """A token bucket. A token is a line, a record or a byte; the bucket starts full.
+    """A token bucket, which starts full. A token is a line, a record or a byte.
 
     Args:
         at_once: Tokens of a full bucket.
@@ -24,16 +24,16 @@ class LogBudget:
     def spend(self, now_ns: int, tokens: int = 1) -> int | None:
         """Spend tokens at a monotonic time.
 
-        Returns how many spendings were refused since the last admitted one, or None if this one is refused too.
+        Returns how many spendings were refused since the last admitted one, or None if this one is refused as well.
         """
-        # Add the time that passed, up to a full bucket; a clock that stands still adds nothing.
+        # Add the time that has passed, up to a full bucket.
         self._left_ns = min(self._full_ns, self._left_ns + now_ns - self._at_ns)
         self._at_ns = now_ns
-        # Too few tokens: count the refusal, and keep what is there for the next spending.
+        # There are too few tokens: count the refusal, and keep them for the next spending.
         if self._left_ns < tokens * self._token_ns:
             self.omitted += 1
             return None
-        # Admitted: hand out the count of refusals, so that the next line can say how many are missing.
+        # Admit the spending, and return the count of refusals, so that the line can say how many are missing.
         self._left_ns -= tokens * self._token_ns
         omitted, self.omitted = self.omitted, 0
         return omitted
