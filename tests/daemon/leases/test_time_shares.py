@@ -289,7 +289,7 @@ def test_every_tenant_gets_its_part_or_what_it_wants(mix: list[SimulatedSession]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("first", "last"), [(0, 30), pytest.param(30, 200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("first", "last"), [(0, 30), (30, 80), pytest.param(80, 200, marks=pytest.mark.slow)])
 def test_of_many_mixes_none_leaves_a_tenant_without_its_part(first: int, last: int) -> None:
     draw = random.Random(1)
     mixes = [
