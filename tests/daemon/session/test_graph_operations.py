@@ -226,10 +226,10 @@ def test_at_most_a_segment_begins_after_the_end(rig: Rig, word: Status, monkeypa
     assert begun == 2 * SEGMENT_STEPS
 
 
-@pytest.mark.parametrize("op", Opcode, ids=lambda op: op.name)
-def test_only_what_is_recorded_can_be_a_node(rig: Rig, op: Opcode) -> None:
-    failure = rig.refused(Opcode.GRAPH_CREATE, GraphCreate((GraphNode(op, b""),), (), (), ()))
-    assert ("can't be a node" in failure.message) == (Trait.RECORDED not in SPECS[op].traits)
+def test_only_what_is_recorded_can_be_a_node(rig: Rig) -> None:
+    refused = {op: rig.refused(Opcode.GRAPH_CREATE, GraphCreate((GraphNode(op, b""),), (), (), ())) for op in Opcode}
+    kinds = {op for op, failure in refused.items() if "can't be a node" not in failure.message}
+    assert kinds == {op for op in Opcode if Trait.RECORDED in SPECS[op].traits}
 
 
 def test_graphs_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
