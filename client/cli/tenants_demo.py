@@ -62,6 +62,9 @@ END_S: Final = 60.0
 """Longest time, in seconds, until bob's thread gets the error after his lease has ended, and until his memory is
 granted again."""
 
+FIRST_LAUNCH_S: Final = 30.0
+"""Longest time, in seconds, that a phase is prolonged until one of ann's launches is checked in it."""
+
 LOOK_S: Final = 0.25
 PATTERN: Final = 0xA5A5A5A5
 WORD_BYTES: Final = 4
@@ -145,9 +148,14 @@ class Ann:
         self._lines.settle()
 
     def watch_for(self, seconds: float) -> None:
-        """Show her work for this many seconds, whatever happens meanwhile."""
-        until_s = time.monotonic() + seconds
-        self.watch(lambda: time.monotonic() >= until_s)
+        """Show her work for this many seconds; on a slow host, until something was launched in the phase."""
+        phase, until_s = self.phases[-1], time.monotonic() + seconds
+
+        def is_over() -> bool:
+            late_s = time.monotonic() - until_s
+            return late_s >= 0 and bool(phase.launches or phase.errors or late_s >= FIRST_LAUNCH_S)
+
+        self.watch(is_over)
 
     def claim(self) -> Claim:
         """The claim that no launch of hers was wrong or failed, in any phase."""
