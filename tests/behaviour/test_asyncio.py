@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from gpulease.client import AllocFailed, CapacityExceeded, KernelArgs, Revoked, SyncFailed, aio
+from gpulease.client.core import lease as leases
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers, scale_args
 from helpers.waiting import wait_until
@@ -112,7 +113,10 @@ def test_failures_are_typed(run: Callable[[Main], None]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_renew_and_keep_alive(run: Callable[[Main], None]) -> None:
+def test_renew_and_keep_alive(run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Early enough for a busy host.
+    monkeypatch.setattr(leases, "RENEW_AT", 0.1)
+
     async def main(daemon: Daemon) -> None:
         async with await builder(daemon, seconds=4).acquire() as lease, aio.GpuSession(lease) as session:
             async with lease.keep_alive() as keeper:

@@ -53,8 +53,9 @@ def test_what_a_session_did_stays_when_its_lease_ends(daemon: Daemon) -> None:
         during = Scrape(daemon)
         assert during.value("gpu_lease_active", tenant=TENANT) == 1
         assert during.value("gpu_lease_slice_bytes", tenant=TENANT) == 1 << 20
-        session.mem_alloc(4096)
+        kept = session.mem_alloc(4096)
         assert Scrape(daemon).value("gpu_session_mem_alloc_bytes") >= 4096
+        session.mem_free(kept)
         session.sync()
     after = Scrape(daemon)
     did = [now - then for now, then in zip(after.of_tenant(*SESSION), before.of_tenant(*SESSION), strict=True)]

@@ -11,6 +11,7 @@ from gpulease.client.core import lease as leases
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
 from helpers.model_rig import SLOW, SLOW_STEPS, code_of, item, obey, right, serving, until
+from helpers.waiting import PATIENCE_S
 
 
 def test_one_lease_for_all_requests(daemon: Daemon) -> None:
@@ -72,9 +73,9 @@ def test_a_batch_waits_for_more_until_it_is_full_or_its_time_is_over(daemon: Dae
             assert list(await asyncio.gather(rig.ask(item(1)), rig.ask(item(2)))) == [right(1), right(2)]
             assert time.monotonic() - began >= 0.3
             assert rig.counted("kernel_launch_total") == 1
-        async with serving(daemon, obey(max_batch=3, max_delay_ms=10_000)) as rig:
+        async with serving(daemon, obey(max_batch=3, max_delay_ms=1000 * round(PATIENCE_S))) as rig:
             await rig.leased()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*(rig.ask(item(value)) for value in range(3)))
             assert rig.counted("kernel_launch_total") == 1
 
@@ -128,19 +129,23 @@ def test_what_can_not_be_done_in_time_is_refused_at_once(daemon: Daemon) -> None
 
 
 def test_what_the_lease_can_not_outlast_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Early enough for a busy host.
     monkeypatch.setattr(leases, "RENEW_AT", 0.1)
 
-    async def play() -> None:
+    async def play(scale: int) -> bool:
         # It is renewed in time while a batch runs for longer than it lasts; but that is nothing to count on.
-        async with serving(daemon, obey(max_batch=1, lease_secs=0.6)) as rig:
-            for steps in (1, 9 * SLOW_STEPS):
-                assert await rig.ask(item(steps, SLOW)) == right(steps)
+        async with serving(daemon, obey(max_batch=1, lease_secs=0.6 * scale)) as rig:
+            for steps in (1, 9 * SLOW_STEPS * scale):
+                answer = await rig.ask(item(steps, SLOW))
+                if answer != right(steps):
+                    assert code_of(answer) is CallErrorCode.LEASE_LOST
+                    return False
             outcome = await rig.ask(item(1))
             assert code_of(outcome) is CallErrorCode.TOO_LATE
             assert "the lease ends in" in str(outcome)
+            return True
 
-    asyncio.run(play())
+    # A host that is too busy to renew in time gets more of it.
+    assert any(asyncio.run(play(scale)) for scale in (1, 4, 16))
 
 
 def test_who_is_not_begun_in_time_or_went_away_is_not_computed(daemon: Daemon) -> None:
@@ -165,20 +170,22 @@ def test_who_is_not_begun_in_time_or_went_away_is_not_computed(daemon: Daemon) -
 
 
 def test_a_burst_model_is_leased_while_it_is_warm(daemon: Daemon) -> None:
-    async def play() -> None:
-        async with serving(daemon, obey(idle_secs=0.3)) as rig:
+    async def play(idle_s: float) -> bool:
+        async with serving(daemon, obey(idle_secs=idle_s)) as rig:
             await asyncio.sleep(0.1)
             assert daemon.leases() == []
             assert await rig.ask(item(1)) == right(1)
             first = rig.lease_id()
             assert await rig.ask(item(2)) == right(2)
-            assert rig.lease_id() == first
+            is_first = rig.lease_id() == first
             await until(lambda: not daemon.leases())
             assert daemon.query(first)["cause"] == "freed"
             assert await rig.ask(item(3)) == right(3)
             assert rig.lease_id() != first
+            return is_first
 
-    asyncio.run(play())
+    # A busy host may take longer from one request to the next than the model is kept.
+    assert any(asyncio.run(play(idle_s)) for idle_s in (0.3, 3.0, 30.0))
 
 
 @pytest.mark.exhaustive

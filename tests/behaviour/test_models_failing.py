@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from gpulease.client.core import lease as leases
 from gpulease.client.serve.models.request_queue import WaitingRequest
 from gpulease.client.serve.rpc import Answer
 from gpulease.client.sync.driver import ask
@@ -197,16 +198,20 @@ def test_a_model_that_does_not_load_makes_nobody_wait(daemon: Daemon) -> None:
     asyncio.run(play())
 
 
-def test_a_drained_node(daemon: Daemon) -> None:
+def test_a_drained_node(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some hundredths of a second after it was granted.
+    monkeypatch.setattr(leases, "RENEW_AT", 1e-3)
+
     async def play() -> None:
-        async with serving(daemon, obey(lease_secs=0.5)) as rig:
+        async with serving(daemon, obey(lease_secs=60)) as rig:
             lease_id = await rig.leased()
-            await asyncio.to_thread(ask, Opcode.DRAIN, Drain(1200), daemon.address)
+            await asyncio.to_thread(ask, Opcode.DRAIN, Drain(50_000), daemon.address)
             try:
                 # Its lease is good to its end, though it can't be renewed beyond that.
-                await asyncio.sleep(0.6)
+                await asyncio.sleep(0.3)
                 assert await rig.ask(item(1)) == right(1)
                 assert rig.lease_id() == lease_id
+                await asyncio.to_thread(ask, Opcode.DRAIN, Drain(0), daemon.address)
                 await until(lambda: not rig.lease_id())
                 outcome = await rig.ask(item(2), deadline_s=0.2)
                 assert code_of(outcome) in (CallErrorCode.UNAVAILABLE, CallErrorCode.TOO_LATE)

@@ -8,6 +8,7 @@ import pytest
 
 from gpulease.client import (
     Denied,
+    GpuLease,
     GpuLeaseError,
     GpuSession,
     InvalidRequest,
@@ -17,6 +18,7 @@ from gpulease.client import (
     Revoked,
     keep_alive,
 )
+from gpulease.client.core import lease as leases
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.messages import LeaseRef, LeaseRenew
 from helpers.daemon import SHORT_LEASES_S, Daemon
@@ -24,21 +26,22 @@ from helpers.kernels import Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.waiting import wait_until
 
-SHORT_S = 0.5
-
 
 def wait_past(deadline: float) -> None:
     wait_until(lambda: time.monotonic() > deadline, "the first deadline is past")
 
 
 def test_a_renewed_lease_outlives_its_first_deadline(daemon: Daemon) -> None:
-    with daemon.builder(seconds=SHORT_S).acquire() as lease, GpuSession(lease) as session:
-        first_deadline = time.monotonic() + SHORT_S
-        neighbour = Neighbour(session)
-        generation = lease.generation
-        lease.renew(30)
+    def renewed(lease: GpuLease) -> float:
+        first_deadline, generation = time.monotonic() + lease.remaining_s, lease.generation
+        lease.renew(300)
         assert lease.generation > generation
-        assert 25 < lease.remaining_s <= 30
+        assert 250 < lease.remaining_s <= 300
+        return first_deadline
+
+    lease, first_deadline, _ = daemon.short_lease(renewed)
+    with lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
         # The timer of the first generation fires now, and must do nothing.
         wait_past(first_deadline + 0.3)
         neighbour.check()
@@ -49,14 +52,18 @@ def test_a_renewed_lease_outlives_its_first_deadline(daemon: Daemon) -> None:
 
 
 def test_many_renewals_leave_one_deadline(daemon: Daemon) -> None:
-    with daemon.builder(seconds=SHORT_S).acquire() as lease, GpuSession(lease) as session:
+    def renewed(lease: GpuLease) -> tuple[GpuSession, float]:
+        session, seconds = GpuSession(lease), lease.query()["ttl_ms"] / 1000
         for _ in range(50):
-            lease.renew(SHORT_S)
-        last_deadline = time.monotonic() + SHORT_S
-        daemon.wait_for_end(lease.lease_id)
-        assert time.monotonic() >= last_deadline - 0.1
-        with pytest.raises(LeaseExpired):
-            session.sync()
+            asked_s = time.monotonic()
+            lease.renew(seconds)
+        return session, asked_s + seconds
+
+    lease, (session, last_deadline), _ = daemon.short_lease(renewed)
+    daemon.wait_for_end(lease.lease_id)
+    assert time.monotonic() >= last_deadline
+    with session, pytest.raises(LeaseExpired):
+        session.sync()
 
 
 def test_renewing_never_shortens(daemon: Daemon) -> None:
@@ -147,7 +154,8 @@ def check_keep_alive(daemon: Daemon, seconds: float) -> None:
             session.sync()
 
 
-def test_keep_alive_tells_a_loss_once(daemon: Daemon) -> None:
+def test_keep_alive_tells_a_loss_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "RENEW_AT", 0.01)
     losses: list[GpuLeaseError] = []
     lost = threading.Event()
 
@@ -155,7 +163,7 @@ def test_keep_alive_tells_a_loss_once(daemon: Daemon) -> None:
         losses.append(error)
         lost.set()
 
-    with daemon.builder(seconds=SHORT_S).acquire() as lease:
+    with daemon.builder(seconds=60).acquire() as lease:
         keeper = keep_alive(lease, on_loss)
         daemon.revoke(lease.lease_id)
         assert lost.wait(60)
@@ -164,11 +172,14 @@ def test_keep_alive_tells_a_loss_once(daemon: Daemon) -> None:
         assert keeper.loss is losses[0]
 
 
-def test_keep_alive_of_a_lease_that_is_given_back_is_no_loss(daemon: Daemon) -> None:
+def test_keep_alive_of_a_lease_that_is_given_back_is_no_loss(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "RENEW_AT", 1e-3)
     losses: list[GpuLeaseError] = []
-    lease = daemon.builder(seconds=SHORT_S).acquire()
+    lease = daemon.builder(seconds=60).acquire()
     with lease.keep_alive(losses.append) as keeper:
         lease.free()
         daemon.wait_for_end(lease.lease_id)
+        # For it, the time of a renewal ends its wait.
+        wait_until(lambda: not keeper._thread.is_alive(), "it ends by itself")
     assert keeper.loss is None
     assert not losses

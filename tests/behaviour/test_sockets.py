@@ -28,7 +28,8 @@ def test_tenants_come_back_through_a_socket_that_was_removed(start_daemon: Calla
         wait_until(daemon.socket_path.exists, "the socket was made again")
         session.sync()
         assert ask(Opcode.PING, Ping(7), daemon.address) == Ping(7)
-    assert "a socket's file was removed: the socket was made again" in daemon.log()
+    told = "a socket's file was removed: the socket was made again"
+    wait_until(lambda: told in daemon.log(), "the log says it", seen=daemon.log)
 
 
 def test_the_next_daemon_finds_what_was_made_anew(lasting: LastingDaemon) -> None:

@@ -20,7 +20,7 @@ from gpulease.protocol.messages import FenceClear
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job, start_endless
 from helpers.processes import is_running
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -45,9 +45,12 @@ def warm_pids(daemon: Daemon) -> list[int]:
 
 
 @pytest.fixture
-def pool(start_daemon: Callable[..., Daemon]) -> Iterator[Daemon]:
-    """A card of 1 GiB whose contexts cost 100 MiB, and a pool of two of them; afterwards no lease is left."""
-    config = "warm_contexts = 2\n[limits]\nadopt_timeout_s = 1\n"
+def pool(start_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    """A card of 1 GiB whose contexts cost 100 MiB, and a pool of two of them; afterwards no lease is left.
+
+    A test's parameter is the time, in seconds, that a context has to be taken.
+    """
+    config = f"warm_contexts = 2\n[limits]\nadopt_timeout_s = {getattr(request, 'param', 60)}\n"
     daemon = start_daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
     wait_until_full(daemon)
     yield daemon
@@ -86,9 +89,12 @@ def test_a_lease_on_a_warm_context_is_like_any_other(pool: Daemon) -> None:
             session.mem_alloc(MIB + 1)
         assert lease.query()["launches"] == 0
     wait_until_full(pool)
-    lease = pool.builder(seconds=1.5).acquire()
-    session = GpuSession(lease)
-    kept = start_endless(session)
+
+    def endless(lease: GpuLease) -> tuple[GpuSession, object]:
+        session = GpuSession(lease)
+        return session, start_endless(session)
+
+    lease, (session, kept), _ = pool.short_lease(endless)
     with pytest.raises(LeaseExpired):
         session.sync()
     wait_until_full(pool)
@@ -134,14 +140,15 @@ def test_a_lease_that_needs_the_pools_room_gets_it(pool: Daemon) -> None:
     # The same for one that waits in line meanwhile.
     first = pool.builder(500 * MIB).acquire()
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(pool.builder(GIB - CONTEXT_BYTES).timeout(20).acquire)
+        waiting = threads.submit(pool.builder(GIB - CONTEXT_BYTES).timeout(PATIENCE_S).acquire)
         wait_until(lambda: ready(pool) == 2, "the pool is full")
         first.free()
-        with waiting.result(10) as lease, GpuSession(lease) as session:
+        with waiting.result() as lease, GpuSession(lease) as session:
             check_main_job(session)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("pool", [1], indirect=True)
 def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
     pids = wait_until_full(pool)
     os.kill(pids[0], signal.SIGKILL)
@@ -154,7 +161,7 @@ def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
         os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
     with pool.builder().acquire() as lease, GpuSession(lease) as session:
-        assert 1 <= time.monotonic() - started < 5
+        assert time.monotonic() - started >= 1
         assert pool.worker_pid(lease.lease_id) not in pids
         check_main_job(session)
     assert sum(map(is_running, pids)) == 1

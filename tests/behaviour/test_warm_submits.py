@@ -182,11 +182,22 @@ def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(pool: Daemon, g
 def test_its_lease_expires_while_it_takes_one(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config="warm_contexts = 1\n[limits]\nadopt_timeout_s = 30\n")
     wait_until_warm(daemon)
-    lease = daemon.builder(seconds=1.5).submits(ROOM).acquire()
-    (made,) = wait_until_warm(daemon)
-    os.kill(made, signal.SIGSTOP)
-    with pytest.raises(LeaseExpired):
-        scaling(lease).launch()
+
+    def taking(lease: GpuLease) -> tuple[Running, int]:
+        (made,) = wait_until_warm(daemon)
+        os.kill(made, signal.SIGSTOP)
+        work = Running(scaling(lease))
+        wait_until(
+            lambda: work.is_over or daemon.query(lease.lease_id).get("submit", {}).get("state") == "starting",
+            "it takes it",
+        )
+        if work.error is not None:
+            raise work.error
+        return work, made
+
+    lease, (work, made), _ = daemon.short_lease(taking, submit_bytes=ROOM)
+    work.wait()
+    assert isinstance(work.error, LeaseExpired)
     daemon.wait_for_end(lease.lease_id)
     assert not is_running(made)
 

@@ -197,7 +197,7 @@ def test_a_folder_that_can_not_be_made(required: bool) -> None:
             assert daemon.log().rstrip().endswith(f"{NO_FOLDER}: Operation not permitted.")
         else:
             daemon.wait_until_it_answers()
-            assert CAN_NOT_BE_WRITTEN in daemon.log()
+            wait_until(lambda: CAN_NOT_BE_WRITTEN in daemon.log(), "the log says it", seen=daemon.log)
             use(daemon)
     finally:
         daemon.stop()

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.client import Disconnected, GpuLeaseError, GpuSession, GpuSessionFailed, LeaseExpired, Revoked
+from gpulease.client import Disconnected, GpuLease, GpuLeaseError, GpuSession, GpuSessionFailed, LeaseExpired, Revoked
 from gpulease.protocol import Failure, Opcode, Reply, RevokeOutcome, Status
 from helpers.daemon import Daemon
 from helpers.kernels import Neighbour, check_main_job, start_endless
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running
 from helpers.raw_peer import RawPeer, lease_alloc
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 ZYGOTE_DIED = "the zygote died"
 
@@ -52,10 +52,16 @@ def test_a_worker_is_killed_while_its_tenant_waits_for_a_kernel(daemon: Daemon) 
 
 @pytest.mark.parametrize("end", ["expire", "revoke", "free"])
 def test_a_stopped_worker_still_ends(daemon: Daemon, end: str) -> None:
-    lease = daemon.builder(seconds=0.4 if end == "expire" else 60).acquire()
-    session = GpuSession(lease)
-    worker = daemon.worker_pid(lease.lease_id)
-    os.kill(worker, signal.SIGSTOP)
+    def stopped(lease: GpuLease) -> tuple[GpuSession, int]:
+        session, worker = GpuSession(lease), daemon.worker_pid(lease.lease_id)
+        os.kill(worker, signal.SIGSTOP)
+        return session, worker
+
+    if end == "expire":
+        lease, (session, worker), _ = daemon.short_lease(stopped)
+    else:
+        lease = daemon.builder().acquire()
+        session, worker = stopped(lease)
     if end == "revoke":
         assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
     elif end == "free":
@@ -194,15 +200,19 @@ def sync_until(end: float, session: GpuSession) -> None:
 def test_a_stopped_broker_holds_no_expiry_up(start_daemon: Callable[..., Daemon]) -> None:
     """The worker reads the deadline itself: a broker that hangs can't give a tenant more time."""
     daemon = start_daemon()
-    lease = daemon.builder(seconds=0.5).acquire()
-    session = GpuSession(lease)
-    check_main_job(session)
+
+    def stopped(lease: GpuLease) -> GpuSession:
+        session = GpuSession(lease)
+        check_main_job(session)
+        return session
+
+    lease, session, _ = daemon.short_lease(stopped)
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         wait_until(lambda: lease.remaining_s == 0, "its time is over")
         # The client counts from the grant's arrival, so its clock runs out a moment after the worker's, or before.
         with pytest.raises(LeaseExpired):
-            sync_until(time.monotonic() + 10, session)
+            sync_until(time.monotonic() + PATIENCE_S, session)
     finally:
         daemon.process.send_signal(signal.SIGCONT)
     wait_until(lambda: daemon.query(lease.lease_id)["state"] == "torndown", "the broker catches up")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease.client import GpuLease, GpuSession, Revoked
+from gpulease.daemon.session.connection import UNSENT_TIMEOUT_S
 from gpulease.protocol import Exclusivity, Opcode
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_PAYLOAD_BYTES
@@ -20,8 +21,9 @@ from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.exhaustive
 
-HELD_UP_S = 5.0
-"""A round of the neighbour's takes milliseconds; before, it waited for the hostile peer for as long as that pleased."""
+HELD_UP_S = UNSENT_TIMEOUT_S / 2
+"""A round of the neighbour's takes milliseconds; one that waited for the hostile peer would wait until that is cut off.
+"""
 
 
 @pytest.fixture

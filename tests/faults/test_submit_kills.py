@@ -92,7 +92,13 @@ def test_who_is_killed_without_a_broker_is_told_by_its_lease(start_lasting: Star
     killed = lasting.now
     lasting.kill()
     wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
-    told = [line for line in killed.log().splitlines() if "the zygote killed the worker" in line and f"={pid}" in line]
+
+    def kills() -> list[str]:
+        return [
+            line for line in killed.log().splitlines() if "the zygote killed the worker" in line and f"={pid}" in line
+        ]
+
+    told = wait_until(kills, "the log says it", seen=killed.log)
     assert [f"lease_id={lease.lease_id:032x}" in line for line in told] == [True]
     lasting.start()
     work.wait()

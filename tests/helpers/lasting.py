@@ -5,11 +5,12 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gpulease.client import GpuLease, LeaseExpired
 from gpulease.daemon.remote.acceptor import SPARE_RELAYS
-from helpers.daemon import FOLDER, Daemon, Faults
+from helpers.daemon import FOLDER, SHORT_LEASES_S, Daemon, Faults, T
 from helpers.processes import ProcessInfo, marked
 from helpers.waiting import wait_until
 
@@ -95,6 +96,16 @@ class LastingDaemon:
             for info in self.processes()
             if info.name.startswith("gpul-") and info.name != "gpul-zygote"
         }
+
+    def short_lease(self, set_up: Callable[[GpuLease], T]) -> tuple[GpuLease, T]:
+        """As `Daemon.short_lease`, of the present daemon, whichever of them made the worker."""
+        for seconds in SHORT_LEASES_S:
+            lease = self.now.builder(seconds=seconds).acquire()
+            try:
+                return lease, set_up(lease)
+            except (LeaseExpired, KeyError):
+                self.now.wait_for_end(lease.lease_id)
+        raise AssertionError(f"{set_up} takes longer than {SHORT_LEASES_S[-1]:g} s")
 
     def worker_pid(self, lease_id: int) -> int:
         return self.workers()[f"gpul-{lease_id:032x}"[:15]]
