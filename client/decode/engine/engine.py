@@ -1,8 +1,8 @@
 """The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
 
 A step is one graph launch that names the regions of its rows' tenants. It begins only if all of them are valid. Two
-steps may be under way, so that the host plans the next one while the card computes: if the host does not know a row's
-token yet, the row takes it from the step before, on the card.
+steps may be under way, so that the host plans the next one while the card computes. If the host does not know a row's
+token yet, the row takes it from the previous step, on the card.
 """
 
 from collections import deque
@@ -50,8 +50,8 @@ from gpulease.client.decode.row_records import (
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
-"""Most steps under way: one is computed, one waits behind it. On another host only one may be: without shared memory a
-step's graph can't copy rows and results, so separate requests copy them before and after it."""
+"""Most steps under way: one is computed, and one waits. With a worker on another host only one may be: without shared
+memory a step's graph can't copy rows and results, so separate requests copy them before and after it."""
 
 MAX_REGION_SETS: Final = 256
 """Most sets of regions that are kept, one for each combination of tenants in a step. The oldest one is dropped, and
@@ -61,11 +61,12 @@ COPY_BYTES: Final = 8 << 20
 """Bytes of blocks in one copy. A step waits for one such copy at most, 0.2 ms on a card's bus."""
 
 MAX_COPY_TRIES: Final = 100
-"""Tries to copy blocks. Each fails only if a region ended meanwhile, so this many mean that regions end continually."""
+"""Most tries to copy blocks. A try fails only if a region ended during it, so this many failures mean that regions end
+continually."""
 
 
 SPARE_BYTES: Final = 64 << 20
-"""Memory of the lease for what is not counted: the kernels' code, and the scratch memory of regions that ended."""
+"""Memory of the lease for uncounted bytes: the kernels' code, and the scratch memory of ended regions."""
 
 REGION_GRANULE_BYTES: Final = 2 << 20
 """On a card, a region's size is a multiple of this."""
@@ -108,7 +109,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _GuideArrays:
-    """Arrays of the arena that a guided step's copies read and write: as each of the two steps under way needs them."""
+    """Arrays in the arena that a guided step's copies read and write. Each of the two steps under way has its own."""
 
     guides: Rows
     entries: Rows
@@ -123,10 +124,10 @@ class DecodeEngine:
         lease: The lease that it is on.
         session: The engine's session.
         limits: Rows, sequences and positions that it has room for.
-        max_steps: Steps that may be under way: MAX_STEPS, or 1 in a session that shares no memory.
+        max_steps: Number of steps that may be under way: MAX_STEPS, or 1 in a session without shared memory.
         ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None
             if that step had no guidance.
-        normed: The rows behind the last norm, f32 [rows, width], of the step that `finish` returned last; None if that
+        normed: The rows after the last norm, f32 [rows, width], of the step that `finish` returned last; None if that
             step was not pooled.
     """
 
@@ -137,7 +138,7 @@ class DecodeEngine:
         self.lease = lease
         self._forward: ForwardPass | None = forward
         self._buckets = buckets_of(self.limits.max_rows)
-        # By bucket of rows, by parity, and by kind: each of the two steps under way has its own stream, row and result
+        # Graphs by bucket of rows, parity and kind: each of the two steps under way has its own stream, row and result
         # arrays.
         self._graphs: dict[tuple[int, int, StepKind], Graph] = {}
         self._guide_arrays: list[_GuideArrays] = []
@@ -152,8 +153,8 @@ class DecodeEngine:
         self._results: list[Results] = []
         self._steps: deque[_Step] = deque()
         self._next = 1
-        # The refusal of the earliest step that did not begin, until that step's turn to finish; and how many came so
-        # far.
+        # The refusal of the earliest step that did not begin, until that step's turn to finish; and the number of
+        # refusals so far.
         self._refused: RegionFailed | None = None
         self._refusals = 0
 
@@ -225,8 +226,8 @@ class DecodeEngine:
             begun = min(rows, self.limits.tables)
             self._prefix_arrays.append(session.empty((begun, self.limits.table_blocks), np.int32))
             # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
-            # `start` and `_fetch` do the copies. Each kind of step has graphs of its own, so that plain ones have no
-            # kernel more for the others.
+            # `start` and `_fetch` do the copies. Each kind of step has its own graphs, so that plain steps run no
+            # kernels for the others.
             for bucket in self._buckets:
                 for kind in forward.kinds(bucket):
                     async with session.record() as graph:
@@ -269,8 +270,8 @@ class DecodeEngine:
             try:
                 await pool.region.close()
             except RegionFailed as error:
-                # Not about this request: it is a step's refusal, which `finish` reports in that step's turn. So try
-                # again.
+                # This is not about the request, but a step's refusal, which `finish` reports in that step's turn. So
+                # try again.
                 if not self._keep(error):
                     raise
             else:
@@ -279,7 +280,7 @@ class DecodeEngine:
     async def save_pool(self, pool: BlockPool, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
 
-        Steps that name other pools continue meanwhile; none that names this one may be under way. Raises RegionFailed
+        Steps that name other pools may continue, but no step that names this one may be under way. Raises RegionFailed
         if the pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and
         again meanwhile, and what a session's end raises.
         """
@@ -294,7 +295,7 @@ class DecodeEngine:
         return kept
 
     async def load_pool(self, pool: BlockPool, blocks: Sequence[int], kept: NDArray[np.uint8]) -> None:
-        """Copy into blocks of a pool what `save_pool` returned. Raises what `save_pool` raises."""
+        """Copy the result of `save_pool` into blocks of a pool. Raises what `save_pool` raises."""
         expected = len(blocks), block_bytes(self.forward.weights.config)
         if kept.shape != expected or kept.dtype != np.uint8 or not kept.flags.c_contiguous:
             raise RequestRejected(
@@ -316,8 +317,8 @@ class DecodeEngine:
     ) -> None:
         """Copy blocks, in runs of adjacent ones.
 
-        After a step's refusal, the worker skips requests without replies until the refusal is reported. So if any
-        refusal is reported meanwhile, all blocks are copied again.
+        After a step's refusal, the worker skips requests without replies until the refusal is reported. So if a refusal
+        is reported during the copy, all blocks are copied again.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
             raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
@@ -328,7 +329,7 @@ class DecodeEngine:
             try:
                 for first, last in _runs(blocks, max(1, COPY_BYTES // size_bytes)):
                     await copy(blocks[first] * size_bytes, kept[first:last])
-                # Copies behind a refused step are skipped in silence. Only this wait shows whether they took place.
+                # Copies after a refused step are skipped silently. Only this wait shows whether they were done.
                 await self.session.default_stream.sync()
             except RegionFailed as error:
                 if error.lease_id == pool.region.lease_id:
@@ -373,7 +374,7 @@ class DecodeEngine:
         *,
         is_pooled: bool = False,
     ) -> int:
-        """Start a step behind those under way, without waiting for it. Returns its number.
+        """Start a step after those under way, without waiting for it. Returns its number.
 
         Args:
             rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before.
@@ -384,15 +385,15 @@ class DecodeEngine:
             is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
-        NoModelLoaded after `close`, and what a session's end raises. The step is not under way then; those before it
-        are.
+        NoModelLoaded after `close`, and what a session's end raises. Then this step is not under way, but earlier ones
+        still are.
         """
         count, most = len(rows), self.forward.limits.max_rows
         if not 0 < count <= most:
             raise RequestRejected(f"A step must have 1 to {most} rows, not {count}")
         if len(self._steps) >= self.max_steps:
             raise RequestRejected(f"{self.max_steps} steps are under way", "Await `finish` first")
-        # The step before was refused, so this one has no tokens to start from.
+        # The previous step was refused, so this one has no tokens to start from.
         if self._refused is not None:
             raise self._refused
         # The two steps under way alternate between two streams and two sets of arrays.
@@ -407,7 +408,7 @@ class DecodeEngine:
             self._check_guidance(guidance, count)
         if prefixes:
             self._check_prefixes(prefixes)
-        # Under way from here on: a copy of blocks in another task may receive its refusal.
+        # From now on the step is under way: a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count, guidance is not None, is_pooled))
         try:
             named = await self._region_set(frozenset(pools))
@@ -415,20 +416,20 @@ class DecodeEngine:
                 # The card orders the two streams' steps; the host does not wait.
                 await stream.wait_for(self._streams[1 - parity])
             else:
-                # Another host's session: send the rows now, ahead of the launch on the same stream.
+                # The worker is on another host: send the rows now, before the launch on the same stream.
                 await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
             if guidance is not None:
                 await self._send(guidance, parity, count, bucket)
             if prefixes:
                 await self._write_tables(prefixes, parity)
-            # `position` comes back in a refusal, by which it is assigned to its step.
+            # A refusal reports `position`, which identifies its step.
             graph = self._graphs[bucket, parity, self._kind_of(bucket, rows, guidance)]
             await graph.launch(stream=stream, regions=named, position=number)
             if is_pooled and self.session.shares_memory:
-                # Ahead of the next step, which writes the same buffer.
+                # Read the rows before the next step, which writes the same buffer.
                 await self._read_normed(parity, count)
         except BaseException as error:
-            # It did not start. A refusal here may be that of the step before, which `_keep` then remembers for
+            # The step did not start. A refusal here may be that of the previous step, which `_keep` then keeps for
             # `finish`.
             self._steps.pop()
             if isinstance(error, RegionFailed):
@@ -456,9 +457,9 @@ class DecodeEngine:
                 raise RequestRejected(f"A prefix must have a table below {self.limits.tables} and {positions} blocks")
 
     async def _write_tables(self, prefixes: Sequence[tuple[int, Sequence[int]]], parity: int) -> None:
-        """Write block tables on the step's stream: behind the step before, and ahead of the launch.
+        """Write block tables on the step's stream: after the previous step, and before the launch.
 
-        The step before may still have a row of the table's former sequence, which is discarded.
+        The previous step may still have a row of the table's former sequence, which is discarded.
         """
         array, forward, entry_bytes = self._prefix_arrays[parity], self.forward, np.dtype(np.int32).itemsize
         for place, (table, blocks) in enumerate(prefixes):
@@ -468,10 +469,10 @@ class DecodeEngine:
             await self.session.mem_write(forward.tables, offset, entries, stream=self._streams[parity])
 
     async def _send(self, guidance: StepGuidance, parity: int, count: int, bucket: int) -> None:
-        """Copy a step's guidance to the card, on the step's stream: behind the step before, and ahead of the launch."""
+        """Copy a step's guidance to the card, on the step's stream: after the previous step, and before the launch."""
         arrays, stream = self._guide_arrays[parity], self._streams[parity]
         arrays.guides[:count] = guidance.guides
-        # Padded rows are guided by nothing.
+        # Padding rows have no guidance.
         padding = arrays.guides[count:bucket]
         padding["count"] = padding["ranks"] = 0
         padding["mask"], padding["target"] = NO_MASK, NO_TARGET
@@ -488,9 +489,9 @@ class DecodeEngine:
     async def finish(self) -> Results:
         """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
 
-        Raises RegionFailed, with the `lease_id` of the pool that ended: then this step and those behind it did not
-        begin, and they are not under way any more. The same holds for the errors of a session's end. Raises
-        RequestRejected if no step is under way.
+        Raises RegionFailed, with the `lease_id` of the pool that ended: then this step and those after it did not
+        begin, and are no longer under way. The same holds for the errors of a session's end. Raises RequestRejected if
+        no step is under way.
         """
         if not self._steps:
             raise RequestRejected("No step is under way", "`start` one first")
@@ -498,7 +499,7 @@ class DecodeEngine:
         parity = step.number % self.max_steps
         try:
             await self._wait(parity)
-            # This step was refused, or one before it. A refusal of the step behind it waits for that step's turn.
+            # This step or an earlier one was refused. A refusal of the next step waits for that step's turn.
             if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
             if not self.session.shares_memory:
@@ -508,7 +509,7 @@ class DecodeEngine:
             self._refused = None
             raise
         self._steps.popleft()
-        # Copies, because the next but one step writes the same arrays.
+        # Make copies, because the step after the next one writes the same arrays.
         self.ranked = self._guide_arrays[parity].ranked[: step.rows].copy() if step.is_guided else None
         self.normed = f32_of_bf16(self._normed_arrays[parity][: step.rows]) if step.is_pooled else None
         return self._results[parity][: step.rows].copy()
@@ -524,7 +525,7 @@ class DecodeEngine:
             await self._read_normed(parity, step.rows)
 
     async def _read_normed(self, parity: int, rows: int) -> None:
-        """Copy a step's rows behind the last norm, on the step's stream."""
+        """Copy a step's rows after the last norm, on the step's stream."""
         array = self._normed_arrays.get(parity)
         if array is None:
             shape = self.limits.max_rows, self.forward.weights.config.width
@@ -544,13 +545,13 @@ class DecodeEngine:
             await self._streams[parity].sync()
 
     def _keep(self, error: RegionFailed) -> bool:
-        """Remember a step's refusal until that step's turn to finish. Returns False if no step under way was refused.
+        """Keep a step's refusal until that step's turn to finish. Returns False if no step under way was refused.
 
-        Of two refusals the earlier step's is kept. When it has been reported, the step behind it is refused, too.
+        Of two refusals, the earlier step's is kept. Once it is reported, the next step is refused as well.
         """
         self._refusals += 1
         number = error.position
-        # Not one of our steps: for example a copy of a pool that has ended.
+        # The refusal is not of a step, but for example of a copy of a pool that has ended.
         if number is None or all(step.number != number for step in self._steps):
             return False
         if self._refused is None or number < (self._refused.position or 0):
@@ -565,7 +566,7 @@ class DecodeEngine:
         splits, _ = parts_of(vocabulary, forward.weights.config.width)
         parts = np.empty((splits, bucket, vocabulary), np.float32)
         await self.session.mem_read(forward.logits, 0, parts.nbytes, into=parts)
-        # Added in ascending order, like the kernels do, so that they are the logits of which the token was chosen.
+        # Add in ascending order, like the kernels, so that these are the logits by which the token was chosen.
         total = parts[0, :rows]
         for part in parts[1:]:
             total += part[:rows]
@@ -598,7 +599,7 @@ class DecodeEngine:
         return next(bucket for bucket in self._buckets if bucket >= rows)
 
     async def _region_set(self, pools: frozenset[BlockPool]) -> RegionSet:
-        # Steps of the same tenants name the same set, so in the steady state nothing is created here.
+        # Steps of the same tenants name the same set, so usually it exists already.
         found = self._sets.get(pools)
         if found is None:
             if len(self._sets) >= MAX_REGION_SETS:

@@ -22,21 +22,22 @@ from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RA
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
-"""Sums are cut while a launch has at most this many programs of 64 columns: two for each of an H100's 132
+"""Sums are split while a launch has at most this many programs of 64 columns: two for each of an H100's 132
 multiprocessors."""
 
 MAX_SPLITS: Final = 8
 """Most parts of a sum. Each part is written to memory and read again."""
 
 LEAST_CHUNK: Final = 384
-"""Least columns in one part. With fewer, writing and reading the part costs more than the parallel sum saves."""
+"""Fewest columns in one part. With fewer, to write and read the part would cost more than the parallel sum saves."""
 
 CHUNK_STEP: Final = 256
 """The columns of a part are a multiple of this: of Q4_K's block, and of every tile's depth."""
 
 BUCKET_STEP: Final = 128
-"""Rows between the buckets of large steps: the rows of the largest tiles, so that fewer rows take no less time. (H200,
-Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8, 4.0, 4.8 ms.)"""
+"""Rows between the buckets of large steps: the number of rows of the largest tiles, because fewer rows take the same
+time. (H200, Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8, 4.0, 4.8
+ms.)"""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
@@ -49,10 +50,10 @@ MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 
 
 MAX_GUIDED_ROWS: Final = 64
-"""Most rows of a step with entries or a mask. Each may need as many entries as it has tokens, in memory of its own."""
+"""Most rows of a step with entries or a mask. Each may need as many entries as it has tokens, in separate memory."""
 
 MAX_BIASES: Final = 1024
-"""Most tokens that a request changes the logits of by itself, besides those in its sequence."""
+"""Most tokens whose logits a request changes, in addition to those in its sequence."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
@@ -86,10 +87,10 @@ def buckets_of(max_rows: int) -> tuple[int, ...]:
 
 
 class StepKind(NamedTuple):
-    """What decides a step's kernels besides its number of rows.
+    """The properties of a step that, with its number of rows, decide its kernels.
 
     Attributes:
-        is_guided: Whether the step reads `guides`, too.
+        is_guided: Whether the step also reads `guides`.
         has_prompts: Whether adjacent rows are of one sequence.
     """
 
@@ -189,9 +190,9 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "rows": rows * ROW.itemsize,
         "results": rows * RESULT.itemsize,
         "tables": limits.tables * limits.table_blocks * 4,
-        # Of models with experts alone.
+        # Only for models with experts.
         **experts,
-        # Of guided steps alone.
+        # Only for guided steps.
         "guided": rows * config.vocabulary * 4,
         "guided_bests": rows * _scanned_blocks(config) * 4,
         "guided_tokens": rows * _scanned_blocks(config) * 4,

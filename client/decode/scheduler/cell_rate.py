@@ -3,7 +3,7 @@
 from typing import Final
 
 ROUNDING_S: Final = 1e-6
-"""Seconds too early that a permit is given: sums of floats fall short of the reported delay."""
+"""Seconds by which a permit may be given too early, because sums of floats may fall short of the reported delay."""
 
 
 class CellRate:

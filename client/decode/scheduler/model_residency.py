@@ -1,6 +1,6 @@
-"""Which of a decode server's models have their memory on the card, and which requests wait for one. Pure.
+"""Decides which of a decode server's models have their memory on the card, and which requests wait. It does no I/O.
 
-Events and the time in, effects out: the pool (`model_pool`) carries the effects out and reports how they ended.
+It turns events and the time into effects. The pool (`model_pool`) carries out the effects and reports how they ended.
 
     unloaded --Load--> loading --> loaded --Park--> parking --> parked --Return--> returning --> loaded
         ^                 |          |                            |
@@ -9,14 +9,15 @@ Events and the time in, effects out: the pool (`model_pool`) carries the effects
 
 The rules:
 
-1. The memory of all models that are loaded, or on their way to or from the card, never exceeds `card_bytes`; that of
-   the parked ones, and those on their way to or from the host's memory, never exceeds `parked_bytes`.
+1. The memory of all models that are loaded, or being moved to or from the card, never exceeds `card_bytes`. The memory
+   of all models that are parked, or being moved to or from the host's memory, never exceeds `parked_bytes`.
 2. A model with a request in use is never parked or unloaded.
-3. Models get room in the order in which their first waiting requests came. Nothing overtakes the first of them.
-4. Room is made by the model that was used least recently, but by none that came less than `min_stay_s` ago. If all of
-   those are in use, the one that has been on the card for the longest time yields: its new requests wait, until those
-   in use have ended and it has left. So no model waits longer than the stay and the longest request of another.
-5. A model whose load failed is not tried by itself: only a request after `retry_at` loads it again.
+3. Models get room in the order in which their first waiting requests came. No model overtakes the first one.
+4. To make room, the model that was used least recently leaves, but no model leaves within `min_stay_s` of its arrival.
+   If all models that may leave are in use, the one that has been on the card for the longest time yields: its new
+   requests wait until those in use have ended and it has left. So no model waits longer than another's minimum stay
+   plus its longest request.
+5. After a failed load, a model is loaded again only for a request that comes after `retry_at`.
 """
 
 from collections import deque
@@ -31,8 +32,8 @@ from gpulease.protocol.back_off import back_off_s
 
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
-"""Back-off after failed loads in seconds, doubled each time: a model whose files are broken would otherwise be read
-again for every request, and evict others for it."""
+"""Longest back-off after failed loads, in seconds. It is doubled each time. Otherwise a model with broken files would
+be read again for every request, and would evict others for that."""
 
 
 class ModelState(StrEnum):
@@ -54,13 +55,13 @@ _IN_HOST: Final = frozenset({ModelState.PARKING, ModelState.PARKED, ModelState.R
 
 @dataclass(frozen=True, slots=True)
 class ModelTerms:
-    """What the decisions need to know of a model.
+    """The terms of a model that the decisions depend on.
 
     Attributes:
-        size_bytes: Memory of its lease.
+        size_bytes: Bytes of its lease.
         is_parkable: Whether its lease can be parked.
         is_preloaded: Whether it is loaded without a request.
-        version: Differs if its other settings do, so that a reload loads it again.
+        version: Changes with its other settings, so that a reload loads the model again.
     """
 
     size_bytes: int
@@ -69,7 +70,7 @@ class ModelTerms:
     version: object = None
 
     def is_same_engine(self, other: "ModelTerms") -> bool:
-        """Return whether a model with the other terms can serve under these without being loaded again."""
+        """Return whether a model loaded under `other` can serve under these terms without another load."""
         mine = self.size_bytes, self.is_parkable, self.version
         return mine == (other.size_bytes, other.is_parkable, other.version)
 
@@ -80,9 +81,9 @@ class ResidencyLimits:
 
     Attributes:
         card_bytes: Most memory of models on the card.
-        parked_bytes: Most memory of parked models, in the host's memory; 0: models are unloaded, never parked.
+        parked_bytes: Most host memory of parked models; if 0, models are unloaded and never parked.
         min_stay_s: Seconds after its load or return for which a model keeps its place.
-        idle_s: Seconds without a request in use after which a model is parked; None: only by need.
+        idle_s: Seconds without a request in use after which a model is parked; None to park only when room is needed.
         max_waiting: Most requests that wait for one model.
     """
 
@@ -170,16 +171,16 @@ class ResidentModel:
         in_use: Requests that use it.
         is_wanted: Whether it is loaded without a request: it is preloaded, or a request has waited too long for it.
         yields: Whether new requests wait, so that it can leave.
-        since: When it came onto the card, in monotonic seconds.
-        used_at: When it was used last, likewise.
-        order: The place of its own demand, for `is_wanted`.
+        since: Time at which it came onto the card, in monotonic seconds.
+        used_at: Time at which it was used last, in monotonic seconds.
+        order: The place of `is_wanted` in the order of demands.
         failures: Failed loads in a row.
-        retry_at: When a request may load it again.
+        retry_at: Time from which a request may load it again.
         reason: Why it failed; "" if it did not.
-        can_park: Whether parking did not fail since its load.
-        leaves_card: In `UNLOADING`: whether it comes from the card.
-        awaits_room: Whether its load was refused for a lack of room that the end of a parked model may give.
-        next_terms: Terms after it was unloaded, from a reload.
+        can_park: Whether it may be parked: parking has not failed since its load.
+        leaves_card: In `UNLOADING`: whether its memory was on the card.
+        awaits_room: Whether its load was refused for a lack of room that unloading a parked model may provide.
+        next_terms: Terms from a reload, which apply once it is unloaded.
         is_removed: Whether a reload removed it: it is unloaded after its last request.
         is_ended: Whether it is unloaded because of a fault: then it is FAILED.
     """
@@ -206,24 +207,24 @@ class ResidentModel:
 
     @property
     def card_bytes(self) -> int:
-        """Memory of it that is on the card, or on its way there or from there."""
+        """Bytes of it that are on the card, or being moved to or from it."""
         is_leaving = self.state is ModelState.UNLOADING and self.leaves_card
         return self.terms.size_bytes if self.state in _ON_CARD or is_leaving else 0
 
     @property
     def host_bytes(self) -> int:
-        """Memory of it that is parked, or on its way there or from there."""
+        """Bytes of it that are parked, or being moved to or from the host's memory."""
         is_leaving = self.state is ModelState.UNLOADING and not self.leaves_card
         return self.terms.size_bytes if self.state in _IN_HOST or is_leaving else 0
 
     @property
     def is_going(self) -> bool:
-        """Whether it is to be unloaded by a reload."""
+        """Whether a reload requires it to be unloaded."""
         return self.is_removed or self.next_terms is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests into use at once."""
+        """Whether requests are admitted at once."""
         return self.state is ModelState.LOADED and not self.yields and not self.is_going
 
 
@@ -247,18 +248,18 @@ class ModelResidency:
 
     @property
     def card_bytes(self) -> int:
-        """Memory of models on the card, or on its way there or from there."""
+        """Bytes of models that are on the card, or being moved to or from it."""
         return sum(model.card_bytes for model in self.models.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of models that are parked, or on their way there or from there."""
+        """Host memory of models that are parked, or being moved to or from the host's memory."""
         return sum(model.host_bytes for model in self.models.values())
 
     # --- requests ---
 
     def request(self, ticket: int, model: str, now: float, deadline: float) -> list[Effect]:
-        """A request comes. Its effects end with its admission or refusal, now or later.
+        """Process a new request. It is admitted or refused by an effect, now or later.
 
         Args:
             ticket: Its number, used once.
@@ -284,7 +285,7 @@ class ModelResidency:
         return self._advance(now)
 
     def release(self, ticket: int, now: float) -> list[Effect]:
-        """A request uses its model no more, or does not wait for it any more. Ignored if it was refused."""
+        """Process that a request no longer uses its model, or no longer waits for it. Ignored if it was refused."""
         found = self.models.get(self._tickets.pop(ticket, ""))
         if found is None:
             return []
@@ -298,14 +299,14 @@ class ModelResidency:
     # --- how effects ended ---
 
     def loaded(self, model: str, now: float) -> list[Effect]:
-        """Take in that a load is complete: requests that waited for the model are admitted."""
+        """Process the end of a load: admit the requests that waited for the model."""
         found = self.models[model]
         found.failures, found.reason, found.can_park = 0, "", True
         self._arrive(found, now)
         return self._advance(now)
 
     def load_failed(self, model: str, reason: str, now: float, *, is_for_room: bool = False) -> list[Effect]:
-        """A load failed, and nothing of it is left.
+        """Process a failed load, of which nothing is left.
 
         Args:
             model: The model.
@@ -319,31 +320,31 @@ class ModelResidency:
         parked = self._parked()
         if is_for_room and parked and self._is_demanded(found):
             found.awaits_room = True
-            # A reload that came meanwhile: as long as it is pending, nothing would load the model.
+            # Apply a reload that came during the load; while it is pending, nothing would load the model.
             self._take_next_terms(found)
             return [self._unload(parked[0]), *self._advance(now)]
         return [*self._fail(found, reason, now), *self._advance(now)]
 
     def returned(self, model: str, now: float) -> list[Effect]:
-        """A parked model's memory is back on the card."""
+        """Process that a parked model's memory is back on the card."""
         if (found := self._in(model, ModelState.RETURNING)) is not None:
             self._arrive(found, now)
         return self._advance(now)
 
     def return_failed(self, model: str, now: float) -> list[Effect]:
-        """A parked model can't come back: it is unloaded, and loaded again if requests wait for it."""
+        """Process that a parked model can't return: unload it, and load it again if requests wait for it."""
         if (found := self._in(model, ModelState.RETURNING)) is None:
             return []
         return [self._unload(found, leaves_card=True), *self._advance(now)]
 
     def parked(self, model: str, now: float) -> list[Effect]:
-        """Take in that a model's memory has left the card, which gives its room to others."""
+        """Process that a model's memory has left the card, so that others can have its room."""
         if (found := self._in(model, ModelState.PARKING)) is not None:
             found.state = ModelState.PARKED
         return self._advance(now)
 
     def park_failed(self, model: str, now: float, *, is_for_good: bool) -> list[Effect]:
-        """A model can't be parked: its memory is still on the card.
+        """Process that a model can't be parked: its memory is still on the card.
 
         Args:
             model: The model.
@@ -357,7 +358,7 @@ class ModelResidency:
         return self._advance(now)
 
     def unloaded(self, model: str, now: float) -> list[Effect]:
-        """A model is closed, and its lease was given back."""
+        """Process that a model is closed and its lease is freed."""
         found = self.models[model]
         found.state = ModelState.UNLOADED
         if found.is_ended:
@@ -370,7 +371,7 @@ class ModelResidency:
         return self._advance(now)
 
     def ended(self, model: str, reason: str, now: float) -> list[Effect]:
-        """A model that was loaded has ended by a fault of its own: it is closed, as if its load had failed."""
+        """Process that a loaded model has ended by a fault: close it, as if its load had failed."""
         found = self.models[model]
         if not found.card_bytes + found.host_bytes or found.state in (ModelState.LOADING, ModelState.UNLOADING):
             return []
@@ -381,9 +382,9 @@ class ModelResidency:
         return [self._unload(found, leaves_card=found.state is not ModelState.PARKED), *self._advance(now)]
 
     def came_back(self, model: str, now: float) -> list[Effect]:
-        """A parked model's lease was lost, and its decoder has opened another one on the card: it is unloaded.
+        """Process that a parked model's lease was lost and its decoder has opened another one on the card: unload it.
 
-        Until it is, models may have more memory on the card than `card_bytes`.
+        Until that is done, models may have more memory on the card than `card_bytes`.
         """
         if (found := self._in(model, ModelState.PARKED)) is None:
             return []
@@ -398,9 +399,9 @@ class ModelResidency:
     def change(self, models: Mapping[str, ModelTerms], now: float) -> list[Effect]:
         """Serve these models from now on.
 
-        New ones are added. Others are unloaded after their last request in use; requests that wait for one are refused.
-        Models with other terms are loaded again, and their requests wait for that. Raises ValueError for a model that
-        is larger than the card: nothing changes then.
+        New models are added. Models that are no longer listed are unloaded after their last request in use, and their
+        waiting requests are refused. Models with other terms are loaded again, and their requests wait for that. Raises
+        ValueError for a model that is larger than the card: nothing changes then.
         """
         self._check(models)
         effects: list[Effect] = []
@@ -416,14 +417,14 @@ class ModelResidency:
             found.next_terms = None if terms.is_same_engine(found.terms) else terms
             if found.state in (ModelState.UNLOADED, ModelState.FAILED):
                 if found.next_terms is not None:
-                    # Its settings may be the remedy, so the next request tries it at once.
+                    # The new settings may have fixed it, so let the next request load it at once.
                     found.state, found.reason, found.failures = ModelState.UNLOADED, "", 0
                 found.terms, found.next_terms = terms, None
         self._add({name: terms for name, terms in models.items() if name not in self.models})
         return [*effects, *self._advance(now)]
 
     def drain(self, now: float) -> list[Effect]:
-        """Refuse the requests that wait, and all that come. Those in use continue."""
+        """Refuse the waiting requests, and all that come later. Those in use continue."""
         self._is_stopping = True
         effects: list[Effect] = []
         for found in self.models.values():
@@ -434,7 +435,7 @@ class ModelResidency:
     # --- the time ---
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: refuse requests that waited too long, park idle models, make room after a stay."""
+        """Refuse requests that have waited too long, park idle models, and make room after a stay."""
         return self._advance(now)
 
     def next_deadline(self, now: float) -> float | None:
@@ -457,10 +458,10 @@ class ModelResidency:
         effects: list[Effect] = list(self._expire(now))
         for model in self.models.values():
             model.yields = False
-            # Models that a reload removed or changed leave as soon as nothing uses them.
+            # Unload models that a reload removed or changed as soon as no request uses them.
             if model.is_going and not model.in_use and model.state in (ModelState.LOADED, ModelState.PARKED):
                 effects.append(self._unload(model))
-        # Room for the first model that waits, then for the next one, until one has to wait.
+        # Make room for the first model that waits, then for the next one, until one has to wait.
         while (head := self._head()) is not None and self._make_room(head, now, effects):
             pass
         for model in self.models.values():
@@ -478,7 +479,7 @@ class ModelResidency:
         """Bring a model onto the card, or make room for it. Returns whether it is on its way."""
         size, free = head.terms.size_bytes, self._limits.card_bytes - self.card_bytes
         if head.awaits_room:
-            # The end of the parked model is under way.
+            # A parked model is being unloaded for this already.
             if any(model.state is ModelState.UNLOADING for model in self.models.values()):
                 return False
             head.awaits_room = False
@@ -494,7 +495,7 @@ class ModelResidency:
             for model in self.models.values()
             if model.state is ModelState.LOADED and model.since + self._limits.min_stay_s <= now
         ]
-        # First those that nothing uses, the one used least recently first.
+        # First evict models that no request uses, the least recently used first.
         for model in sorted(loaded, key=lambda model: model.used_at):
             # A request that waits for a loaded model is admitted before the model can be idle.
             if coming >= size:
@@ -502,7 +503,7 @@ class ModelResidency:
             if not model.in_use and not model.waiting:
                 coming += model.terms.size_bytes
                 self._evict(model, effects)
-        # Then those in use have to yield, the one that is there for the longest time first.
+        # Then make models in use yield, the one that has been on the card for the longest time first.
         for model in sorted(loaded, key=lambda model: model.since):
             if coming >= size:
                 break
@@ -511,7 +512,7 @@ class ModelResidency:
             coming += model.terms.size_bytes
             model.yields = True
             if not model.in_use:
-                # Only requests that came while it yielded are left: they wait for their turn.
+                # Only requests that came while it yielded are left, and they wait for their turn.
                 self._evict(model, effects)
         return False
 
@@ -525,7 +526,7 @@ class ModelResidency:
                 effects.append(Park(model.name))
                 return
             free += sum(one.host_bytes for one in self.models.values() if one.state is ModelState.UNLOADING)
-            # Parked models that were used less recently give way; the model leaves the card after them.
+            # Unload parked models that were used less recently first; then this model can leave the card.
             older = deque(one for one in self._parked() if one.used_at <= model.used_at)
             if free + sum(one.terms.size_bytes for one in older) >= size:
                 while free < size:
@@ -543,9 +544,9 @@ class ModelResidency:
                 yield Park(model.name)
 
     def _may_park_idle(self, model: ResidentModel) -> bool:
-        # A pool that stops closes its models, which a park under way would meet.
+        # Start no park while the pool stops, because it closes the models.
         is_idle = model.is_open and not model.in_use and not model.waiting and not self._is_stopping
-        # Only into free memory: no model needs its place on the card.
+        # Park idle models only into free memory, because no model needs their place on the card.
         has_room = self._limits.parked_bytes - self.host_bytes >= model.terms.size_bytes
         return is_idle and has_room and self._may_park(model)
 
@@ -569,7 +570,7 @@ class ModelResidency:
         return min(found, key=_order_of, default=None)
 
     def _in(self, model: str, state: ModelState) -> ResidentModel | None:
-        """Return a model if it is in this state; None if an answer about it comes after its end."""
+        """Return a model if it is in this state; None if not, because the answer about it is late."""
         found = self.models.get(model)
         return found if found is not None and found.state is state else None
 
@@ -611,10 +612,11 @@ class ModelResidency:
     def _expire(self, now: float) -> Iterator[Effect]:
         for model in self.models.values():
             late = [one for one in model.waiting if one.deadline <= now]
-            # A request of a loaded model is admitted rather than refused for the time it took.
+            # Admit a late request of a loaded model rather than refuse it.
             if not late or model.is_open:
                 continue
-            # It keeps its place in the order, for its caller will ask again: by short waits it would never come.
+            # The model keeps its place in the order, because the caller will ask again: otherwise requests with short
+            # waits would never get it.
             model.order = min(late[0].order, model.order) if model.is_wanted else late[0].order
             model.is_wanted = not self._is_stopping
             model.waiting = deque(one for one in model.waiting if one.deadline > now)

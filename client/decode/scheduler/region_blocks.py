@@ -1,12 +1,12 @@
-"""The blocks of one tenant's region: which are free, which sequences use, and which keep a prefix that may come again.
+"""The blocks of one tenant's region: which are free, which are in use, and which keep a prefix for later sequences.
 
-A full block of keys and values depends on its own tokens and on all tokens before it. A chain of hashes names exactly
-that: a block's key is the hash of the key of the block before it and of its own tokens, and the chain begins with the
-region's generation. So equal keys mean equal contents, bit for bit, and no key of a lost region is ever found again.
+A full block of keys and values depends on its own tokens and on all tokens before it, and its key identifies these: it
+is the hash of the previous block's key and of the block's own tokens. The chain of keys begins with the region's
+generation. So equal keys mean equal contents, bit for bit, and no key of a lost region is ever found again.
 
-Blocks that no sequence uses keep their contents until their place is needed: the least recently used goes first. Only
-full blocks are shared, and no row writes into a full block again, so a shared block is never copied. The last, partly
-filled block of a prefix is computed again by each sequence: at most PAGE rows.
+Blocks that no sequence uses keep their contents until their place is needed; then the least recently used is freed
+first. Only full blocks are shared, and no row writes into a full block again, so a shared block is never copied. The
+last, partly filled block of a prefix is computed again by each sequence: at most PAGE rows.
 
 Blocks of the operator's shared prefixes lie in other regions, which no tenant's rows write. Their numbers follow those
 of the region's own blocks: block `size + i` is block i of the one shared prefix that the sequence uses.
@@ -21,17 +21,17 @@ from typing import Final
 from gpulease.client.decode.row_records import PAGE
 
 KEY_BYTES: Final = 16
-"""Bytes of a key. Only a tenant's own tokens meet in a region, and 2^64 blocks would be needed for a collision."""
+"""Bytes of a key. A region has only one tenant's tokens, and a collision would need 2^64 blocks."""
 
 _TOKENS: Final = Struct(f"<{PAGE}i")
 
 
 class RegionBlocks:
-    """The blocks of one region. Pure: its contents are only numbers and keys.
+    """The blocks of one region, as numbers and keys.
 
     Attributes:
         size: The number of blocks.
-        evictions: How many kept blocks have been given up for their place.
+        evictions: How many kept blocks were freed because their place was needed.
     """
 
     def __init__(self, size: int, generation: int = 0) -> None:
@@ -39,15 +39,15 @@ class RegionBlocks:
         self.size = size
         self.evictions = 0
         self._root = generation.to_bytes(KEY_BYTES, "big")
-        # Descending, so that `pop` gives the lowest block first.
+        # In descending order, so that `pop` returns the lowest block first.
         self._free = list(range(size - 1, -1, -1))
         self._references = [0] * size
-        # Published blocks by their keys, and the other way round.
+        # Published blocks by their keys, and keys by their blocks.
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         # Published blocks without a reference, the least recently used first.
         self._kept: OrderedDict[int, None] = OrderedDict()
-        # Who computes the block with a key now, so that others wait for it instead of computing it, too.
+        # The writer that computes the block with a key now, so that others wait for it instead of computing it as well.
         self._writers: dict[bytes, object] = {}
         # The shared prefixes that have the block with a key.
         self._shared: dict[bytes, list[str]] = {}
@@ -79,7 +79,7 @@ class RegionBlocks:
             keys.append(parent)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return how many of the first blocks with these keys are there, and how many of those no sequence uses."""
+        """Return how many of the first blocks with these keys are published, and how many of those no sequence uses."""
         found = kept = 0
         for key in keys:
             block = self._blocks.get(key)
@@ -118,7 +118,7 @@ class RegionBlocks:
         if self._free:
             block = self._free.pop()
         elif self._kept:
-            # Give up the prefix that was not used for the longest time.
+            # Free the kept block that was not used for the longest time.
             block, _ = self._kept.popitem(last=False)
             del self._blocks[self._keys.pop(block)]
             self.evictions += 1
@@ -128,7 +128,7 @@ class RegionBlocks:
         return block
 
     def share(self, key: bytes) -> int | None:
-        """Return the published block with a key, with one reference more; None if there is none."""
+        """Add a reference to the published block with a key, and return it; None if there is none."""
         block = self._blocks.get(key)
         if block is not None:
             if not self._references[block]:
@@ -137,10 +137,10 @@ class RegionBlocks:
         return block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one reference from each block. Those published longest ago in this call should come last."""
+        """Remove one reference from each block. Those published longest ago should come last in the call."""
         for block in blocks:
             if block >= self.size:
-                continue  # A shared prefix's, which has no references.
+                continue  # The block is a shared prefix's, which has no references.
             self._references[block] -= 1
             if not self._references[block]:
                 if block in self._keys:

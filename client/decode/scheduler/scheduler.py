@@ -1,8 +1,8 @@
-"""The scheduler of continuous batches: events and the time in, decisions out. Pure: no I/O, no clock, no randomness.
+"""The scheduler of continuous batches: makes decisions from events and the time. No I/O, no clock, no randomness.
 
 A harness drives it: `plan` returns the rows of the next step, and the harness reports the step's outcome with
-`completed` or `failed`. One step of run-ahead is possible: a step may be planned while the one before it is not
-answered. Times are monotonic seconds, of any origin.
+`completed` or `failed`. One step of run-ahead is possible: a step may be planned before the previous one is answered.
+Times are monotonic seconds, of any origin.
 """
 
 from collections import Counter, deque
@@ -31,14 +31,14 @@ from gpulease.client.decode.scheduler.step_plan import StepPlan
 from gpulease.client.decode.scheduler.tenant_state import NO_BLOCK, LiveSequence, TenantState, UnadmittedRequest
 
 MAX_UNANSWERED_STEPS: Final = 2
-"""Steps planned and not answered: a third would need tokens that no step before it has."""
+"""Most steps that are planned and not answered: a third would need tokens that are not computed yet."""
 
 PREFILL_GRAIN: Final = PAGE
-"""Rows of prompts that one tenant gets before the next one's turn."""
+"""Rows of prompts that one tenant gets before the next tenant's turn."""
 
 MAX_PREEMPTIONS: Final = 2
-"""How often one request may be preempted. Without a limit, a stream of heavier tenants' requests could keep it from
-ever ending."""
+"""How often one request may be preempted. Without a limit, a stream of heavier tenants' requests could prevent its end
+forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SchedulerSettings:
         max_sequences: Most live sequences: rows of the block tables.
         max_rows: Most rows of a step. With `max_sequences + prefill_rows`, prompts keep their speed when every
             sequence decodes.
-        prefill_rows: Most rows of prompts in a step that has rows of decoding sequences, too.
+        prefill_rows: Most rows of prompts in a step that also has rows of decoding sequences.
         context: Most positions of a sequence.
         vocabulary: Number of tokens.
         end_tokens: Tokens that end a sequence.
@@ -57,12 +57,13 @@ class SchedulerSettings:
         replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
         rebinds_at_once: How often a tenant's region may be rebuilt at once.
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
-        reuses_prefixes: Whether a prompt's first blocks are taken from the tenant's sequences before it, if they are
-            equal. Tokens are the same either way.
-        window: Most positions that a row sees, its own included, in any layer of the model; None: all before it.
-        guided_rows: Most rows of a step whose choice of a token is guided (`PromptRequest.guide`).
-        preempts: Whether tenants of a higher weight get the tables of those of a lower one. Off by default, because a
-            preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
+        reuses_prefixes: Whether a prompt reuses the equal first blocks of the tenant's earlier sequences. Tokens are
+            the same either way.
+        window: Most positions that a row sees, including its own, in any layer of the model; None if it sees all before
+          it.
+        guided_rows: Most rows of a step with a guided choice of the token (`PromptRequest.guide`).
+        preempts: Whether tenants with a higher weight may take the tables of those with a lower one. Off by default,
+            because a preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
     """
 
     max_sequences: int
@@ -91,40 +92,40 @@ class SchedulerSettings:
 
 
 class ContinuousBatchScheduler:
-    """Decides who is admitted and which rows a step has.
+    """Decides which requests are admitted and which rows a step has.
 
     **Admission.** A request is admitted when its tenant's `max_concurrent`, its region's free blocks and the engine's
-    tables let it in. It gets the blocks of its prompt then, and further ones as it grows. A tenant's requests are
-    admitted in their order. A tenant contends while the engine's lack of tables alone keeps its first
-    request out. Of the tenants that contend, the one with the least weighted virtual counter is admitted (VTC, arXiv
-    2401.00588). A counter grows by a prompt's tokens at its admission, and by each emitted token, over the weight. A
-    tenant that begins to contend is lifted to the least counter of those who do; if none does, to that of the last
-    admission. So neither idle time nor time behind its own limits earns it anything.
+    tables let it in. At its admission it gets the blocks of its prompt, and later further ones as it grows. A tenant's
+    requests are admitted in order. A tenant contends while only the engine's lack of tables keeps its first request
+    out. Of the tenants that contend, the one with the least weighted virtual counter is admitted (VTC, arXiv
+    2401.00588). A counter grows by a prompt's tokens at its admission, and by each emitted token, over the weight. When
+    a tenant begins to contend, its counter is raised to the least counter of the contending tenants; if there is none,
+    to that of the last admission. So a tenant gains nothing from idle time or from time spent at its own limits.
 
     **Service bound.** S is a tenant's service in those tokens, and w its weight. While tenants f and g both contend,
     |S_f / w_f - S_g / w_g| grows by U_f + U_g at most. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
     tenant is charged from one admission to the next.
 
-    **Blocks.** A region serves its tenant alone (`RegionBlocks`). A prompt begins with the blocks that the tenant's
-    sequences before it have computed for the same tokens, as far as these were answered. If another sequence is
-    computing the next one, the prompt waits for that. A sequence that needs a block first frees those behind its
-    `window`, if the model has one. When none is left, the tenant's youngest sequence ends, and its replay waits first
-    in the queue. So the oldest sequence always continues, and by itself it fits into the region. No other tenant is
-    affected. A prompt is charged whole, however much it reused.
+    **Blocks.** A region serves only its tenant (`RegionBlocks`). A prompt begins with the blocks that the tenant's
+    earlier sequences have computed for the same tokens, if their steps were answered. If another sequence is computing
+    the next block, the prompt waits for that. A sequence that needs a block first frees its blocks behind its `window`,
+    if the model has one. If the region has no block left, the tenant's youngest sequence ends, and its replay waits
+    first in the queue. So the oldest sequence always continues, and alone it fits into the region. No other tenant is
+    affected. A prompt is charged in full, however much of it was reused.
 
     **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). They lie in
     regions of their own, which no row writes. A prompt that begins with them needs no blocks of its tenant's region for
-    them. When such a region ends (`prefix_lost`), the sequences that use it are replayed in their tenants' regions
-    alone, so a request must fit its tenant's region without it.
+    them. When such a region ends (`prefix_lost`), the sequences that use it are replayed only in their tenants'
+    regions, so a request must fit its tenant's region without the prefix.
 
-    **Rows.** Each decoding sequence has a row in every step. With more live sequences than rows they take turns: while
-    none joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get the rows that their
-    own turns would have. The remaining rows go to prompts, up to `prefill_rows`. The tenant with the least weighted
-    prompt rows is first, and within it the prompt that was admitted first.
+    **Rows.** Each decoding sequence has a row in every step. If there are more live sequences than rows, they take
+    turns: while no sequence joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get
+    the rows of their own turns. The remaining rows go to prompts, up to `prefill_rows`. The tenant with the least
+    weighted prompt rows is first, and within it the prompt that was admitted first.
 
-    **Guides.** A sequence with a guide has its next row when the guide is ready, and if each of its tokens depends on
-    the one before, when that is known. Other sequences do not wait for it. Of guided sequences, `guided_rows` have a
-    row in one step; the others are first in the next.
+    **Guides.** A sequence with a guide has its next row once the guide is ready and, if each of its tokens depends on
+    the previous one, once that is known. Other sequences do not wait for it. At most `guided_rows` guided sequences
+    have a row in one step; the others are first in the next one.
 
     **Priorities.** A tenant's waiting requests are admitted by their priority, the lowest first, and of equal ones in
     their order; replays come before them. Other tenants are not affected.
@@ -133,14 +134,14 @@ class ContinuousBatchScheduler:
     ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
     be reused at once: a discarded row writes before any row of their next owner does.
 
-    **Preemption**, if `settings.preempts`. If the next tenant in turn finds no free table, the youngest sequence of
-    the tenant with the lowest weight ends, provided that weight is lower than its own. A replay of the sequence waits:
-    first in its tenant's queue, without a deadline, and not charged again. The order of turns does not change, so the
-    service bound holds. No request starves: it is preempted MAX_PREEMPTIONS times at most for its table, and then keeps
-    that to its end.
+    **Preemption**, if `settings.preempts`. If there is no free table for the next tenant in turn, the youngest sequence
+    of the tenant with the lowest weight ends, provided that this weight is lower than the next tenant's. The sequence's
+    replay waits first in its tenant's queue, without a deadline, and is not charged again. The order of turns does not
+    change, so the service bound holds. No request starves: it loses its table MAX_PREEMPTIONS times at most, and then
+    keeps it to its end.
 
-    **Rebinds.** A revoked tenant's sequences end. Each is replayed by a request of its own, first in the tenant's
-    queue, that waits for the new region.
+    **Rebinds.** When a tenant's region is revoked, its sequences end. Each is replayed by a new request, first in the
+    tenant's queue, which waits for the new region.
 
     Attributes:
         settings: The engine's limits.
@@ -154,25 +155,26 @@ class ContinuousBatchScheduler:
         self.settings = settings
         self.tenants: dict[str, TenantState] = {}
         self.prefixes: dict[str, SharedPrefix] = {}
-        # They outlive engines, so they are not part of what `engine_lost` clears.
+        # These outlive engines, so `engine_lost` does not clear them.
         self.prefix_requests, self.prefix_tokens = Counter[str](), Counter[str]()
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
         # Tenants with prompts to compute, as an ordered set.
         self._prefilling: dict[TenantState, None] = {}
-        # Free rows of the block tables, highest first, so that `pop` gives the lowest.
+        # Free rows of the block tables, the highest first, so that `pop` returns the lowest.
         self._tables = list(range(settings.max_sequences - 1, -1, -1))
         self._unanswered: list[StepPlan] = []
         # Live sequences that need guided steps. Usually there are none, and the check costs nothing.
         self._guided = 0
         self._step_number = self._admissions = self._arrivals = self._regions = 0
-        # Decoding sequences that need a block, while their region has none left.
+        # Decoding sequences that need a block while their region has none left.
         self._short: list[LiveSequence] = []
         self._prompt_turns = 0
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline = float("inf")
-        # `_has_room`: something that admission depends on changed. `_has_ended`: `_decoding` still has ended sequences.
+        # `_has_room`: whether something that admission depends on has changed. `_has_ended`: whether `_decoding` still
+        # has ended sequences.
         self._has_room = self._has_ended = False
         self._isolated: Set[str] | None = None
         for tenant in tenants:
@@ -190,7 +192,7 @@ class ContinuousBatchScheduler:
 
     @property
     def unanswered_steps(self) -> int:
-        """The number of steps planned and not answered. Another can be planned while it is at most 1."""
+        """The number of steps that are planned and not answered. Another can be planned while it is at most 1."""
         return len(self._unanswered)
 
     @property
@@ -216,7 +218,10 @@ class ContinuousBatchScheduler:
     # --- Tenants and requests come and go. ---
 
     def add_tenant(self, config: TenantConfig, blocks: int | None = None) -> None:
-        """Add a tenant with a region of `blocks` blocks; None means `max_blocks`, and 0 that it waits for `rebound`."""
+        """Add a tenant with a region of `blocks` blocks.
+
+        None means `max_blocks`; 0 means that it waits for `rebound`.
+        """
         if config.id in self.tenants:
             raise ValueError(f"tenant {config.id} is there already")
         # The limiter belongs to the tenant and not to the engine, so an engine's loss does not reset it.
@@ -240,8 +245,8 @@ class ContinuousBatchScheduler:
             raise RequestRejected(f"the decoder has no tenant {request.tenant_id!r}")
         if request.request_id in self._live or request.request_id in self._waiting:
             raise RequestIdInUse(f"request {request.request_id!r} lives or waits already", "Give another id")
-        # Refused at once, because no wait would help: too large for the region or the context, a token outside the
-        # vocabulary, or a region that comes too late.
+        # Refuse at once what no wait would help: a request that is too large for the region or the context, or a region
+        # that comes too late.
         if detail := self._excess(tenant, request):
             return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
@@ -250,14 +255,16 @@ class ContinuousBatchScheduler:
             )
         if limited := self._limited(tenant, request, request.wait_s, now):
             return [limited]
-        # Enqueue first and admit by the usual order: a request gets no table ahead of one that waited before it.
+        # Enqueue the request first, and admit in the usual order, so that it gets no table ahead of one that waited
+        # longer.
         was_queue_full = len(tenant.waiting) >= tenant.config.max_waiting
         self._enqueue(tenant, request, now + request.wait_s)
         self._has_room = True
         events = self._admit()
         if request.request_id not in self._waiting:
             return events  # It was admitted, and perhaps made room for another at once.
-        # A replay of what was preempted just now joins the queue, but takes no other request's place in it.
+        # The replay of a sequence that was preempted just now joins the queue, but does not take another request's
+        # place.
         is_queue_full = was_queue_full and len(tenant.waiting) > tenant.config.max_waiting
         if request.wait_s and not is_queue_full:
             self._next_deadline = min(self._next_deadline, now + request.wait_s)
@@ -267,12 +274,12 @@ class ContinuousBatchScheduler:
         return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
 
     def cancel(self, request_id: str, reason: CompletionReason = CompletionReason.CANCELLED) -> list[AnyEvent]:
-        """End a request for a reason of the harness's; an id that neither lives nor waits changes nothing.
+        """End a request for the harness's reason. An id that is neither live nor waiting changes nothing.
 
         Returns:
             One Completed, or nothing.
         """
-        # Live: its rows under way are discarded when their step is answered.
+        # If it is live, its rows under way are discarded when their step is answered.
         if sequence := self._live.get(request_id):
             return [self._finish(sequence, reason)]
         if waiting := self._waiting.get(request_id):
@@ -283,17 +290,18 @@ class ContinuousBatchScheduler:
     # --- Steps. ---
 
     def plan(self, now: float) -> StepPlan:
-        """Plan the next step; without rows there is nothing to do, and the plan is not to be answered.
+        """Plan the next step. A plan without rows means that there is nothing to do, and must not be answered.
 
         Raises ValueError if MAX_UNANSWERED_STEPS are not answered.
         """
         if len(self._unanswered) >= MAX_UNANSWERED_STEPS:
             raise ValueError(f"step {self._unanswered[0].number} is to be answered first")
-        # Step 1: end requests that are past their deadline, so that they take no place from others; admit new ones.
+        # Step 1: end requests that are past their deadline, so that they do not take others' places, and admit new
+        # ones.
         events = self._expire(now) if now >= self._next_deadline else []
-        # Emitted tokens change the order of turns, and so which tenant may preempt.
+        # Emitted tokens change the order of turns, and so may change which tenant may preempt.
         self._has_room |= self.settings.preempts
-        # What lives goes before what waits: blocks for sequences that grow, then those of prompts.
+        # Live sequences come before waiting requests: first find blocks for sequences that grow.
         if self._short:
             events += self._relieve()
         # Prompts without a row may find blocks to reuse by now, which frees their own for others.
@@ -313,8 +321,8 @@ class ContinuousBatchScheduler:
         step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks), guided)
         for sequence, count in chunks:
             step.add_chunk(sequence, count)
-            # The whole prompt has rows now. Its last row yields the first token, so the sequence decodes from the
-            # next step on, unless that token is its only one.
+            # The whole prompt has rows now. Its last row yields the first token, so the sequence decodes from the next
+            # step on, unless that is its only token.
             if sequence.next == sequence.prompt:
                 self._leave_prefill(sequence)
                 if sequence.next <= sequence.last:
@@ -357,7 +365,7 @@ class ContinuousBatchScheduler:
         emit, event = events.append, SchedulerEvent.Token
         for sequence, row in zip(step.sampled, step.sampled_rows, strict=True):
             if sequence.is_ended:
-                # It ended by the step before this one: this row was planned ahead, and its token is discarded.
+                # The sequence has ended by the previous step. This row was planned ahead, so discard its token.
                 continue
             token = results[row]
             tokens = sequence.tokens
@@ -372,13 +380,15 @@ class ContinuousBatchScheduler:
             elif position >= sequence.acts_at:
                 if position > sequence.last:
                     emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
-                # A row at `position` may be under way, but not the one behind it: `plan` finds a block before that.
+                # A row at `position` may be under way, but not the next one: before that, `plan` finds a block.
                 elif position < sequence.last and not self._grow(sequence):
                     self._short.append(sequence)
         return events
 
     def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
-        """Take a step's failure. It and the step after it changed nothing; their rows are planned again.
+        """Process a step's failure.
+
+        Neither this step nor the one after it changed anything; their rows are planned again.
 
         A tenant's failure ends the tenant's sequences, as `revoked` does. If the engine itself is lost, call
         `engine_lost`. Raises ValueError if the step was answered.
@@ -386,7 +396,7 @@ class ContinuousBatchScheduler:
         if not step.is_void:
             if step not in self._unanswered:
                 raise ValueError(f"step {step.number} was answered already")
-            # The step behind a failed one took tokens from it, so it is void, too.
+            # The step after a failed one took tokens from it, so it is void as well.
             self._void(self._unanswered.index(step))
         return [] if tenant_id is None else self.revoked(tenant_id, reason, now)
 
@@ -398,7 +408,7 @@ class ContinuousBatchScheduler:
     # --- Regions come and go. ---
 
     def revoked(self, tenant_id: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
-        """Take the loss of a tenant's region: its sequences end, and their replays wait for `rebound`.
+        """Process the loss of a tenant's region: its sequences end, and their replays wait for `rebound`.
 
         Requests that waited keep waiting. Steps under way remain valid for the other tenants. A replay that would have
         to wait too long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
@@ -410,13 +420,13 @@ class ContinuousBatchScheduler:
     def engine_lost(
         self, now: float, reason: CompletionReason = CompletionReason.ENGINE_ERROR, wait_s: float = 0.0
     ) -> list[AnyEvent]:
-        """Take the loss of the engine: steps under way are void, every tenant's sequences end and are replayed.
+        """Process the loss of the engine: steps under way are void, and every tenant's sequences end and are replayed.
 
         It costs no tenant a permit of its limiter. Replays, also those of earlier losses, may wait for at least
         `wait_s` seconds.
         """
         self._void(0)
-        # The next engine shares its own.
+        # The next engine has its own shared prefixes.
         self.prefixes.clear()
         for waiting in self._waiting.values():
             # Replays of an earlier loss, still in the queue, wait for the same new engine.
@@ -428,14 +438,14 @@ class ContinuousBatchScheduler:
         return events
 
     def share(self, prefix: SharedPrefix) -> None:
-        """Let prompts begin behind the blocks of a prefix, which are computed. Raises ValueError if it is shared."""
+        """Let prompts begin with the computed blocks of a prefix. Raises ValueError if it is shared already."""
         if prefix.name in self.prefixes:
             raise ValueError(f"prefix {prefix.name} is shared already")
         self.prefixes[prefix.name] = prefix
         for tenant in self.tenants.values():
             if tenant.region_blocks:
                 tenant.blocks.attach(prefix.name, prefix.token_ids)
-        # What waits may need fewer blocks now.
+        # Waiting requests may need fewer blocks now.
         self._has_room = True
 
     def prefix_lost(self, name: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
@@ -742,7 +752,7 @@ class ContinuousBatchScheduler:
         region, blocks = sequence.tenant.blocks, min(blocks, len(sequence.keys))
         for index in range(sequence.published, blocks):
             region.publish(sequence.blocks[index], sequence.keys[index])
-        # What waits may need fewer blocks now.
+        # Waiting requests may need fewer blocks now.
         self._has_room |= bool(self._waiting) and blocks > sequence.published
         sequence.published = max(blocks, sequence.published)
 

@@ -282,7 +282,7 @@ class DecodeAudit(DecoderObserver):
 
     async def _write(self, lease: Callable[[], GpuLease]) -> None:
         while True:
-            # Cleared before the queue is read, so that a record that arrives meanwhile wakes the next round.
+            # Clear this before the queue is read, so that a record that arrives in between starts the next round.
             self._wake.clear()
             while self._kept:
                 # Records stay in the queue until their outcome is known, so a cancelled write loses none of them.
@@ -302,7 +302,7 @@ class DecodeAudit(DecoderObserver):
         try:
             outcomes = await lease().notes(batch)
         except GpuLeaseError as error:
-            # The call itself failed, so which records the daemon wrote is unknown: all are written again.
+            # The call failed, so it is unknown which records the daemon wrote: write all of them again.
             outcomes = [error] * len(batch)
         undone = []
         for note, failure in zip(batch, outcomes, strict=True):

@@ -1,4 +1,4 @@
-"""Serves prompts from one model on a lease of its own. `Decoder` is what callers use.
+"""Serves prompts from one model on its own lease. Callers use `Decoder`.
 
 A scheduler decides what is computed (`scheduler`), an engine computes it (`engine`), one task drives both
 (`step_loop`), and a supervisor replaces the engine when it is lost (`engine_supervisor`).
@@ -7,8 +7,8 @@ A scheduler decides what is computed (`scheduler`), an engine computes it (`engi
         async for piece in decoder.generate("The capital of France is", max_tokens=32):
             print(piece, end="", flush=True)
 
-The end of a tenant's region ends that tenant's sequences and no others. The decoder opens a new region, and replays
-the prompts with the tokens already emitted: the next tokens are the same as without the loss.
+The end of a tenant's region ends only that tenant's sequences. The decoder opens a new region, and replays the prompts
+with the tokens already emitted, so the next tokens are the same as without the loss.
 """
 
 import asyncio
@@ -188,7 +188,7 @@ class Decoder:
     Attributes:
         scheduler: Decides what steps compute; only the decoder may change it.
         log: Where losses and recoveries are written.
-        prompts: Parses prompts in processes of its own: texts of several tenants must be tokenized there.
+        prompts: Parses prompts in separate processes, where texts of several tenants must be tokenized.
         grammars: Compiles grammars, and computes their masks during the steps.
     """
 
@@ -240,12 +240,12 @@ class Decoder:
         is_parkable: bool = False,
         tokenizer: "Tokenizer | None" = None,
     ) -> AsyncIterator[Self]:
-        """Acquire a lease, load the model, open each tenant's region; end all of it with the block.
+        """Acquire a lease, load the model, and open each tenant's region. The end of the block ends all of this.
 
         Args:
             model: A folder with safetensors, a `.gguf` file, or an opened checkpoint.
-            tenants: Who may submit; without any, one tenant, "default", with the engine's whole room.
-            settings: What to make room for.
+            tenants: The tenants that may submit; by default one tenant, "default", with all of the engine's room.
+            settings: The sizes to make room for.
             address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
             progress: Called with the bytes loaded and the bytes in all.
             observers: Get the decoder's reports.
@@ -258,7 +258,7 @@ class Decoder:
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
         spec = _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable)
-        # Everything that can be refused without a daemon is checked before the lease is acquired.
+        # Check everything that needs no daemon before the lease is acquired.
         scheduler = ContinuousBatchScheduler(
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants
         )
@@ -267,26 +267,26 @@ class Decoder:
             decoder._tokenizer = asyncio.get_running_loop().create_future()
             decoder._tokenizer.set_result(tokenizer)
         decoder._spec_with = partial(_engine_spec, checkpoint, spec.tenants, settings, is_parkable=is_parkable)
-        # From here on the lease exists, and the block's end frees it.
+        # From now on the lease exists, and the block's end frees it.
         try:
             async with decoder._serve(progress):
                 yield decoder
         finally:
-            # A checkpoint that the caller has opened is the caller's to close.
+            # The caller closes a checkpoint that it has opened.
             if checkpoint is not model:
                 checkpoint.close()
 
     @asynccontextmanager
     async def _serve(self, progress: Callable[[int, int], None] | None = None) -> AsyncIterator[None]:
         """Open the first engine and run the loop; end all of it with the block."""
-        # The loop starts once the first engine is there: without one, `open` fails and there is nothing to undo.
+        # Start the loop only once there is an engine: without one, `open` fails and there is nothing to undo.
         await self._supervisor.open(self._steps, progress)
         self._steps.start()
         self._supervisor.start(self.moves.watch())
         try:
             yield
         except BaseException:
-            # The block's own error counts, whatever the end of the lease raises.
+            # An error of the end of the lease must not replace the block's own error.
             with suppress(GpuLeaseError):
                 await self._stop()
             raise

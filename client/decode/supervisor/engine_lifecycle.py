@@ -1,4 +1,4 @@
-"""The life of a decoder's engine: its phases, and what each event changes and requires. Pure.
+"""The life of a decoder's engine: its phases, and each event's changes and effects. It does no I/O.
 
     Serving --fault isolation--> Isolating --all cleared--> Serving
     Serving | Isolating --loss--> Lost
@@ -103,7 +103,7 @@ class Adopting(Generic[EngineT]):
 
     Attributes:
         successor: The engine that is ready.
-        before: The phase that continues until the successor takes over; its engine may be lost meanwhile.
+        before: The phase that continues until the successor takes over. Its engine may be lost during that time.
     """
 
     successor: EngineT
@@ -232,7 +232,7 @@ Effect = (
 
 
 class RequestsInProgress(Protocol):
-    """What fault isolation needs to know of requests, by their callers' ids."""
+    """The part of the requests' state that fault isolation needs, by their callers' ids."""
 
     def is_in_progress(self, request_id: str) -> bool:
         """Return whether the request has not ended."""
@@ -328,7 +328,7 @@ class EngineLifecycle(Generic[EngineT]):
     # --- an engine is lost ---
 
     def report_loss(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
-        """Take the report of an engine's loss from outside of any step. Reports on other engines change nothing."""
+        """Process the report of an engine's loss from outside a step. Reports on other engines change nothing."""
         # A late report of an engine that was lost or replaced before.
         if not self.is_engaged(engine):
             return []
@@ -355,7 +355,7 @@ class EngineLifecycle(Generic[EngineT]):
             self.phase = replace(phase, pending_loss=pending)
 
     def lose(self, error: Exception, now: float, *, steps: int, under_way: Mapping[str, int]) -> list[Effect[EngineT]]:
-        """Take the engine as gone: all sequences end, and wait for another engine.
+        """Process the loss of the engine: all sequences end, and wait for another engine.
 
         Args:
             error: What ended it.
@@ -403,7 +403,10 @@ class EngineLifecycle(Generic[EngineT]):
         return effects
 
     def refuse(self, error: Exception, now: float) -> tuple[float, list[Effect[EngineT]]]:
-        """Take the refusal of another engine. Returns the pause in seconds before the next attempt, and the effects."""
+        """Process the refusal of another engine.
+
+        Returns the pause in seconds before the next attempt, and the effects.
+        """
         loss = self.phase
         assert isinstance(loss, Lost)
         pause_s, tries = engine_losses.pause_s(loss.tries), loss.tries + 1

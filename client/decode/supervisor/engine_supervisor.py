@@ -1,7 +1,7 @@
 """Supervises a decoder's engine: opens the first and the next ones, moves the load, and isolates faults.
 
 `engine_lifecycle` decides, and this module carries out its effects with the daemon, the scheduler and the clock.
-Between two steps, the step loop checks whether a change is due, and it reports the losses that it meets.
+Between two steps, the step loop checks whether a change is due. It also reports the losses that it finds.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class SupervisedSteps(Protocol):
         """Wake the loop if it is idle, so that it checks again what is to be computed or changed."""
 
     def abort(self) -> None:
-        """Stop waiting for the steps under way; the pending loss is to be taken next."""
+        """Stop waiting for the steps under way, because the pending loss is handled next."""
 
     def drop(self) -> Iterable[str]:
         """Forget the steps under way. Returns the requests with rows in them, by their callers' ids."""
@@ -94,7 +94,7 @@ class EngineSupervisor:
         # By the name of a prefix: its last region that was reported.
         self._prefix_regions: dict[str, int] = {}
         self._hand_over: asyncio.Future[None] | None = None
-        # One change of engines at a time: a recovery, a move or a departure from a node.
+        # Held during a change of engines: a recovery, a move or a departure from a node.
         self._changing = asyncio.Lock()
         self._tasks = BackgroundTasks()
         self._ended = asyncio.Event()
@@ -130,7 +130,7 @@ class EngineSupervisor:
             PrefixState(
                 name=prefix.name,
                 tokens=prefix.blocks * PAGE,
-                # While the decoder closes, the scheduler still shares what has no region any more.
+                # While the decoder closes, the scheduler may still share prefixes without a region.
                 region_bytes=pools[prefix.name][1].region.size_bytes
                 if prefix.name in scheduler.prefixes.keys() & pools.keys()
                 else 0,
@@ -163,8 +163,8 @@ class EngineSupervisor:
     # --- what the step loop calls ---
 
     def lose(self, error: Exception) -> None:
-        """Take the engine as gone; the step loop met this error, or it was pending."""
-        # The steps under way are dropped first: their results will not come, and their requests may be suspects.
+        """Process the loss of the engine: the step loop found this error, or it was pending."""
+        # Drop the steps under way first: their results will not come, and their requests may be suspects.
         under_way = {name: self.emitted_tokens(name) for name in self._steps.drop()}
         self._apply(self._life.lose(error, self._clock(), steps=self._steps.computed, under_way=under_way))
 
@@ -189,7 +189,7 @@ class EngineSupervisor:
         self.log.info(
             "engine_opened", cause=cause, without_engine_s=took_s, tries=0 if loss is None else loss.tries + 1
         )
-        # A planned move took no time without an engine but this change; after a loss the time counts from the loss.
+        # Without a loss, only this change was without an engine; after a loss, the time counts from the loss.
         is_known = loss is None or engine_losses.is_known(loss.error)
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
@@ -197,7 +197,7 @@ class EngineSupervisor:
     # --- what the engine calls ---
 
     def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
-        """Take a region that replaces one that ended. Ignored if the engine was lost or replaced meanwhile."""
+        """Process a region that replaces an ended one. Ignored if the engine was lost or replaced by then."""
         if self._life.is_engaged(serving):
             self.reopened += 1
             self.log.info("region_reopened", tenant=tenant.id, region=lease_text(pool.region.lease_id))
@@ -206,7 +206,7 @@ class EngineSupervisor:
             self._steps.wake()
 
     def engine_failed(self, serving: ServingEngine, error: Exception) -> None:
-        """Take the report that a lease is lost, or is about to be, from outside of any step."""
+        """Process the report, from outside a step, that a lease is lost or is about to be."""
         if not self._life.is_engaged(serving):
             return
         # A drain ends the lease only later. In a fleet `lease_warned` moves the load in time; on a single daemon only
@@ -278,9 +278,9 @@ class EngineSupervisor:
         """
         self._share_prefixes()
         now, regions = self._clock(), self.serving.regions
-        # A copy, because replacing a region removes it from `pools`.
+        # Iterate over a copy, because replacing a region removes it from `pools`.
         for tenant_id, pool in list(regions.pools.items()):
-            # The limiter outlives engines: a new engine must not give a tenant its permits back.
+            # The limiter outlives engines, so that a new engine does not renew a tenant's permits.
             if self.scheduler.rebind_delay_s(tenant_id, now):
                 regions.replace(tenant_id)
             else:
@@ -290,7 +290,7 @@ class EngineSupervisor:
         """Let prompts use the engine's shared prefixes, in those regions that have not ended."""
         for name, (prefix, pool) in self.serving.regions.prefixes.items():
             self.scheduler.share(prefix)
-            # The same engine shares them again after its sequences were restarted: then nothing was computed.
+            # If the same engine shares them again, after its sequences were restarted, nothing was computed.
             if self._prefix_regions.get(name) != pool.region.lease_id:
                 self._report_prefix(prefix, pool)
 
@@ -347,7 +347,7 @@ class EngineSupervisor:
 
         `Decoder.move` says more. Further engines are opened with `spec`, too, if one is given.
         """
-        # In a task of its own, so that a cancelled caller can still wait for the undoing.
+        # Run it in a separate task, so that a cancelled caller can still wait until it is undone.
         task = self._tasks.start(self._move(address, spec))
         try:
             await asyncio.shield(task)
@@ -367,7 +367,8 @@ class EngineSupervisor:
             try:
                 await self._take_over(successor)
             finally:
-                # Also if the caller was cancelled at the moment of the hand-over: the old lease must not be kept.
+                # Do this even if the caller was cancelled at the moment of the hand-over: the old lease must not be
+                # kept.
                 if self.serving is successor:
                     self._address, self._spec = address, spec
                     await old.abandon()
@@ -382,7 +383,7 @@ class EngineSupervisor:
             try:
                 successor = await ServingEngine.open(self._spec, self, self._address)
                 if isinstance(warning, Disconnected):
-                    # Its steps continue without the daemon if the host is well, and never end otherwise.
+                    # If the host is well, its steps continue without the daemon. If not, they never end.
                     self._tasks.start(self._await_answers(left, warning))
                 await self._take_over(successor)
             # No other node has room now. The engine keeps serving, and the next warning tries again.
@@ -391,7 +392,7 @@ class EngineSupervisor:
                 return
             finally:
                 if successor is not None and self.serving is successor:
-                    # Not awaited: the new engine does not wait for a daemon that is away.
+                    # Do not wait for this: the daemon may be away.
                     self._tasks.start(left.abandon())
 
     async def _take_over(self, successor: ServingEngine) -> None:
@@ -407,7 +408,7 @@ class EngineSupervisor:
             await self._hand_over
         except BaseException:
             if self.serving is not successor:
-                # Not adopted: the decoder ended, or the caller was cancelled.
+                # It was not adopted, because the decoder ended or the caller was cancelled.
                 self._life.withdraw(successor)
                 await successor.abandon()
             raise
@@ -429,7 +430,7 @@ class EngineSupervisor:
         failure = self._life.failure
         assert failure is not None
         self._ended.set()
-        # Every caller gets the error now; nothing computes their requests any more.
+        # Report the error to every caller now, because nothing computes their requests any more.
         self._ledger.end_all(failure)
         self._steps.release_waiters()
         if self._hand_over is not None and not self._hand_over.done():

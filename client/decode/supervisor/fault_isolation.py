@@ -1,8 +1,8 @@
-"""Finds the request that ends engines: suspects are computed in groups, which are halved with each further loss. Pure.
+"""Finds the request that ends engines: suspects are computed in groups, which are halved with each further loss.
 
 After a fault of the context, the requests with rows in the steps under way are suspects. They are computed again in
-halves: a half that ends an engine is halved again, and a request that ends an engine alone is given up. A worker that
-was killed from outside makes suspects only of requests that were under way, at the same position, at the kill before.
+halves: a half that ends an engine is halved again, and a request that ends an engine alone is given up. If a worker was
+killed from outside, only requests that were also under way at the previous kill, at the same position, become suspects.
 """
 
 from collections import deque
@@ -36,8 +36,8 @@ class FaultIsolation:
         current, self.current = self.current, ()
         blamed = list(under_way)
         if current:
-            # The guilty request is in this group. Members without rows in the lost steps stay suspects, in a group of
-            # their own: they may not have reached the place of the fault.
+            # The guilty request is in this group. Members without rows in the lost steps stay suspects, in a separate
+            # group, because they may not have reached the place of the fault.
             innocent = tuple(name for name in current if name not in blamed)
             blamed = [name for name in current if name in blamed]
             if innocent:
@@ -45,10 +45,10 @@ class FaultIsolation:
             if len(blamed) == len(current) == 1:
                 return blamed[0]
         else:
-            # All requests were computed, so no group is narrower than the rows. Earlier suspects keep their places.
+            # All requests were computed, so the suspects are those with rows. Earlier suspects keep their places.
             suspected = {name for group in self._groups for name in group}
             blamed = [name for name in blamed if name not in suspected]
-        # Halve what is left. Both halves go first, so that one guilty request is found in log2(n) losses.
+        # Halve the rest. Both halves come first, so that one guilty request is found in log2(n) losses.
         middle = -(-len(blamed) // 2)
         self._groups.extendleft(filter(None, (tuple(blamed[middle:]), tuple(blamed[:middle]))))
         return ""
@@ -64,7 +64,7 @@ class FaultIsolation:
         return [name for name, count in tokens.items() if name in before and count < before[name] + most]
 
     def defer(self, names: Iterable[str]) -> None:
-        """Move members of the current group into a group of their own, behind the others."""
+        """Move members of the current group into a separate group after the others."""
         if waiting := tuple(names):
             self.current = tuple(name for name in self.current if name not in waiting)
             self._groups.append(waiting)

@@ -20,9 +20,9 @@ class Emitted:
 
     Attributes:
         token: The token.
-        position: Its place in the sequence; the prompt's first token has 0.
+        position: Its place in the sequence; the prompt's first token has place 0.
         log_probability: The natural logarithm of its probability, before temperature, top_p and top_k.
-        attempt: How often the sequence had been replayed by then. Tokens are equal whatever this is.
+        attempt: How often the sequence had been replayed by then, which does not affect the tokens.
         ranks: The likeliest tokens at its place with the logarithms of their probabilities, if they were requested.
     """
 
@@ -41,10 +41,10 @@ class Generation:
         request: The request; that of its last replay if it was replayed.
         reason: Why it ended; None while it is in progress.
         error: What the iterator raises after the last token; None while in progress, or if it ends without an error.
-        failure: Why it is to end with an error although nothing of the engine failed; None usually.
+        failure: Why it must end with an error although the engine did not fail; usually None.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
-        reused_tokens: Tokens of the prompt with keys and values that were there when its first token was computed.
+        reused_tokens: Number of the prompt's tokens whose keys and values were reused and not computed.
         pooled: The prompt's rows, if its request has a pooling: complete before the first emitted token.
         prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
             token.
@@ -117,12 +117,12 @@ class Generation:
         self, token: int, position: int, log_probability: float, ranks: tuple[tuple[int, float], ...] = ()
     ) -> None:
         self.tokens.append(token)
-        # Buffered without a limit: a caller that is slow delays no step, and max_tokens bounds the buffer.
+        # Buffer without a limit: a slow caller must not delay a step, and max_tokens bounds the buffer.
         self._emitted.append(Emitted(token, position, log_probability, self.replays, ranks))
         self._wake()
 
     def pool(self, position: int, rows: NDArray[np.float32]) -> None:
-        """Add rows of the prompt behind the last norm, from `position` on."""
+        """Add rows of the prompt after the last norm, from `position` on."""
         if self.pooled is None:
             assert self.request.pooling is not None
             self.pooled = PooledRows(self.request.pooling, rows.shape[1])

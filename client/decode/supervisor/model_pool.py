@@ -1,4 +1,4 @@
-"""Many models on one server: each is a decoder of its own, opened, parked and closed by need.
+"""Many models on one server: each is a separate decoder, which is opened, parked and closed as needed.
 
 `model_residency` decides, and this module carries out its effects. Each model's decoder has its own lease, step loop
 and processes for texts, so loading one delays no step of another.
@@ -53,7 +53,8 @@ STREAM_WAIT_S: Final = 600.0
 
 PARK_TRIES: Final = 50
 PARK_RETRY_S: Final = 0.02
-"""Tries to park an engine that the daemon still counts as returning or busy, and the pause between them."""
+"""The number of tries to park an engine that the daemon still counts as returning or busy, and the pause between
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class ModelSpec:
         wait_s: Seconds that a request may wait for its admission, once the model is on the card.
         chat_tokens: Default tokens of a chat's answer.
         prefixes: The prefixes that all of its tenants share.
-        aliases: Its further names in requests, which no other model has.
+        aliases: Its additional names in requests, which no other model has.
         is_preloaded: Whether it is loaded at the start.
     """
 
@@ -138,8 +139,8 @@ class ModelPool:
     Attributes:
         log: Where loads, parks and failures are written.
         residency: The decisions: where each model is. Only the pool changes it.
-        counts: By model and what happened to it ("load", "load_failed", "return", "park", "unload"): how often.
-        seconds: By model: how long its last load took.
+        counts: How often each of "load", "load_failed", "return", "park" and "unload" happened, by model and event.
+        seconds: The seconds that each model's last load took.
     """
 
     def __init__(
