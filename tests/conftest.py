@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 # one that forks would have started threads that remain; and tests run concurrently, not each on all cores
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -26,6 +26,11 @@ from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
 from helpers.leaks import SHARED_FOLDERS, Holdings, check_for_leaks
+
+if TYPE_CHECKING:
+    # Their packages need not be there where no test takes these fixtures.
+    from helpers.etcd_cluster import EtcdCluster
+    from helpers.remote import Pki
 
 # Where bytecode is not to be written, each process of this run would compile all tests, and each daemon the product:
 # that takes longer than the tests do.
@@ -252,6 +257,23 @@ def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
         neighbour.check()
         yield neighbour
         neighbour.check()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator["EtcdCluster"]:
+    """An etcd of the test's own."""
+    from helpers.etcd_cluster import EtcdCluster
+
+    with EtcdCluster(tmp_path / "etcd") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> "Pki":
+    """An authority, and certificates for a node and tenants."""
+    from helpers.remote import Pki
+
+    return Pki.make(tmp_path_factory.mktemp("pki"))
 
 
 @pytest.fixture

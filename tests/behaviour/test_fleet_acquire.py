@@ -25,12 +25,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path / "etcd") as cluster:
-        yield cluster
-
-
-@pytest.fixture
 def directory(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Directory]:
     with Directory(cluster, tmp_path / "d") as directory:
         directory.wait_for("view of its fleet is current")

@@ -24,12 +24,6 @@ from helpers.waiting import wait_until
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path / "etcd") as cluster:
-        yield cluster
-
-
-@pytest.fixture
 def directory(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Directory]:
     with Directory(cluster, tmp_path / "d") as directory:
         yield directory

@@ -15,13 +15,8 @@ from gpulease.daemon.remote.pki.certificates import PkiAuthority
 from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster, issued_tenant
 from helpers.fleet_rig import FleetNode, fleet
-from helpers.processes import open_files
+from helpers.processes import open_files, status_of
 from helpers.waiting import wait_until
-
-
-def status_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def test_the_fleet_process_is_shut_in_with_all_its_threads(tmp_path: Path) -> None:

@@ -155,11 +155,6 @@ def test_every_operation_that_makes_something_is_here() -> None:
 
 
 @pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki.make(tmp_path_factory.mktemp("pki"))
-
-
-@pytest.fixture(scope="module")
 def remote_daemon(pki: Pki) -> Iterator[Daemon]:
     with pki.daemon() as daemon:
         yield daemon

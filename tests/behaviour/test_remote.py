@@ -41,11 +41,6 @@ from helpers.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki.make(tmp_path_factory.mktemp("pki"))
-
-
-@pytest.fixture(scope="module")
 def remote_daemon(pki: Pki) -> Iterator[Daemon]:
     with pki.daemon('operators = ["ops"]') as daemon:
         yield daemon

@@ -22,7 +22,7 @@ from gpulease.daemon.zygote.worker_output import MAX_OUTPUT_BYTES
 from gpulease.protocol.limits import MAX_PRINTED_BYTES
 from helpers.daemon import Daemon, python_environment, running
 from helpers.kernels import Neighbour, check_main_job
-from helpers.processes import open_files
+from helpers.processes import open_files, status_of
 from helpers.waiting import wait_until
 
 LANDLOCK_CREATE_RULESET = 444
@@ -33,11 +33,6 @@ BY_ROOT: set[str] = set() if os.geteuid() == 0 else {"user"}
 
 def findings(daemon: Daemon) -> dict[str, dict[str, Any]]:
     return {found["measure"]: found for found in daemon.inventory().details[0]["sandbox"]}
-
-
-def status_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def test_a_worker_is_shut_in_as_told_and_does_its_job(daemon: Daemon) -> None:

@@ -20,12 +20,10 @@ from gpulease.client import (
     GpuLease,
     GpuLeaseError,
     GpuSession,
-    GpuSessionFailed,
     InvalidRequest,
     KernelArgs,
     LaunchFailed,
     LeaseExpired,
-    LeaseFreed,
     LoadFailed,
     Revoked,
     SyncFailed,
@@ -39,6 +37,7 @@ from helpers.daemon import Daemon, Faults, python_environment
 from helpers.kernels import FAULTS, TRANSFORM, Neighbour, numbers, start_stray_store
 from helpers.remote import Pki
 from helpers.submits import (
+    ENDS,
     ROOM,
     Running,
     check_scaled,
@@ -216,25 +215,6 @@ def test_max_kernel_secs_binds_submits_too(daemon: Daemon) -> None:
         with pytest.raises(TimedOut):
             endless(lease).launch()
         assert lease.query()["state"] == "active"
-
-
-def revoke(daemon: Daemon, lease: GpuLease) -> None:
-    daemon.revoke(lease.lease_id, "maintenance at noon")
-
-
-def free(daemon: Daemon, lease: GpuLease) -> None:
-    lease.free()
-
-
-def lose_the_session(daemon: Daemon, lease: GpuLease) -> None:
-    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGKILL)
-
-
-ENDS = {
-    "revoked": (revoke, Revoked),
-    "freed": (free, LeaseFreed),
-    "its session's worker killed": (lose_the_session, GpuSessionFailed),
-}
 
 
 @pytest.mark.parametrize(("end", "kind"), ENDS.values(), ids=ENDS)

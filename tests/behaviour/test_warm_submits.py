@@ -14,12 +14,8 @@ from gpulease.client import (
     Disconnected,
     Drained,
     GpuLease,
-    GpuLeaseError,
     GpuSession,
-    GpuSessionFailed,
     LeaseExpired,
-    LeaseFreed,
-    Revoked,
     SyncFailed,
     TimedOut,
 )
@@ -30,6 +26,7 @@ from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, Neighbour
 from helpers.processes import is_running
 from helpers.submits import (
+    ENDS,
     ROOM,
     Running,
     check_scaled,
@@ -108,33 +105,13 @@ def test_all_that_is_kept_for_submits_can_be_had_and_no_more(pool: Daemon, gpu: 
         check_scaled(scaling(gpu).launch())
 
 
-def revoke(daemon: Daemon, lease: GpuLease) -> None:
-    daemon.revoke(lease.lease_id, "maintenance at noon")
-
-
-def free(daemon: Daemon, lease: GpuLease) -> None:
-    lease.free()
-
-
-def lose_the_session(daemon: Daemon, lease: GpuLease) -> None:
-    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGKILL)
-
-
 def drain(daemon: Daemon, lease: GpuLease) -> None:
     ask(Opcode.DRAIN, Drain(200), daemon.address)
 
 
-ENDS: dict[str, tuple[Callable[[Daemon, GpuLease], None], type[GpuLeaseError]]] = {
-    "revoked": (revoke, Revoked),
-    "freed": (free, LeaseFreed),
-    "its session's worker killed": (lose_the_session, GpuSessionFailed),
-    "drained": (drain, Drained),
-}
-
-
 @pytest.mark.exhaustive
 def test_it_ends_with_its_lease_whatever_ends_that(pool: Daemon) -> None:
-    for what, (end, kind) in ENDS.items():
+    for what, (end, kind) in [*ENDS.items(), ("drained", (drain, Drained))]:
         (made,) = wait_until_warm(pool)
         lease = pool.builder().submits(ROOM).acquire()
         (made,) = wait_until_warm(pool)

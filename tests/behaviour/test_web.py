@@ -20,6 +20,7 @@ from gpulease.protocol.messages import Drain, Empty
 from helpers import audit_log
 from helpers.browser import Browser, lacks_browser
 from helpers.daemon import Daemon, python_environment
+from helpers.free_ports import free_port
 from helpers.kernels import check_main_job
 from helpers.log_story import story_of
 from helpers.waiting import wait_until
@@ -34,11 +35,6 @@ RECONNECT_S = 120.0
 """For a page that tries every five seconds, on a busy host."""
 
 with_browser = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def token_file(folder: Path) -> Path:

@@ -35,11 +35,6 @@ SIDE_PROCESS = "gpulease.daemon.workers.helper_process"
 
 
 @pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki.make(tmp_path_factory.mktemp("pki"))
-
-
-@pytest.fixture(scope="module")
 def remote_daemon(pki: Pki) -> Iterator[Daemon]:
     with running(Daemon(tls=True, config=pki.settings("max_connections_per_tenant = 12"))) as daemon:
         yield daemon

@@ -11,17 +11,12 @@ from gpulease.client.verify.faulty_kernels import compiling_long
 from helpers.daemon import Daemon
 from helpers.kernels import PTX, check_main_job
 from helpers.nvml import Cards
-from helpers.processes import open_files
+from helpers.processes import open_files, status_of
 from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 
 MAY_BE_OPEN = ("/dev/null", "/dev/nvidia", "socket:", "pipe:", "anon_inode:", "/memfd:gpulease-")
-
-
-def status_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def test_a_worker_of_a_card_is_shut_in_as_told(daemon: Daemon) -> None:

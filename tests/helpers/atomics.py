@@ -5,18 +5,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from helpers.exact import signed
+
 Step = Callable[[int, int], int]
-
-
-def _signed(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def integer(kind: str, operation: str) -> Step:
     bits = int(kind[1:])
 
     def number(value: int) -> int:
-        return _signed(value, bits) if kind[0] == "s" else value
+        return signed(value, bits) if kind[0] == "s" else value
 
     table: dict[str, Step] = {
         "add": lambda old, b: old + b,

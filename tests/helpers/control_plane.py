@@ -7,7 +7,6 @@ the host's.
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from helpers.etcd_cluster import EtcdCluster
+from helpers.free_ports import free_port
 from helpers.kubernetes_api import MANIFESTS
 from helpers.waiting import wait_until
 
@@ -59,7 +59,7 @@ class ControlPlane:
     def __init__(self, folder: Path) -> None:
         need_control_plane()
         self.folder = folder
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"https://127.0.0.1:{self._port}"
         self.ca = folder / "certificates" / "apiserver.crt"
         self._etcd = EtcdCluster(folder / "etcd")
@@ -71,7 +71,7 @@ class ControlPlane:
             self._start_api_server()
             for name in PROGRAMS[1:]:
                 options = [f"--kubeconfig={self.config(f'system:{name}')}", "--leader-elect=false"]
-                options += [*OF_VERSION, "--authorization-always-allow-paths=*", f"--secure-port={_free_port()}"]
+                options += [*OF_VERSION, "--authorization-always-allow-paths=*", f"--secure-port={free_port()}"]
                 options += [f"--cert-dir={self.folder / name}", "--bind-address=127.0.0.1"]
                 if name == "kube-controller-manager":
                     options += [f"--service-account-private-key-file={self.folder / 'account.key'}"]
@@ -188,9 +188,3 @@ class ControlPlane:
             )
         )
         return path
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

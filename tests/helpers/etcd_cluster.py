@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Final
 import pytest
 
 from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
+from helpers.free_ports import free_ports
 from helpers.waiting import wait_until
 
 START_LIMIT_S: Final = 60.0
@@ -80,7 +80,7 @@ class EtcdCluster:
         need_etcd()
         self._authority = authority
         self._server = authority.issue_server(["127.0.0.1", "localhost"]) if authority is not None else None
-        ports = _free_ports(2 * members)
+        ports = free_ports(2 * members)
         self.members = []
         for number in range(members):
             host, within = places[number] if places is not None else ("127.0.0.1", ())
@@ -262,14 +262,3 @@ def issued_tenant(authority: PkiAuthority, name: str) -> Issued:
     """A client's certificate of that name: made by the first call, and found again by others."""
     issued = Issued(authority.folder / f"tenant-{name}.pem", authority.folder / f"tenant-{name}.key")
     return issued if issued.certificate.exists() else authority.issue_tenant(name)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

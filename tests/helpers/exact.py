@@ -76,6 +76,22 @@ def encode(value: Number, kind: Kind, mode: str = "rn") -> int:
     return sign | (((exponent + kind.bias) << kind.digits) + count - (1 << kind.digits))
 
 
+def signed(value: int, bits: int) -> int:
+    """The number that bits are in two's complement."""
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def number(pattern: int, kind: str) -> int:
+    """The number that a pattern is in an integer's type."""
+    return signed(pattern, int(kind[1:])) if kind[0] == "s" else pattern
+
+
+def limits(kind: str) -> tuple[int, int]:
+    """The least and the greatest number of an integer's type."""
+    bits = int(kind[1:])
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+
+
 def _whole(value: Fraction, mode: str, negative: bool) -> int:
     if mode == "rn":
         return round(value)

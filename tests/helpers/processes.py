@@ -99,6 +99,12 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status (proc_pid_status(5))."""
+    with open(f"/proc/{pid}/status") as file:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+
+
 def open_files(pid: int | str = "self") -> dict[int, str]:
     """The file descriptors of a process, each with what it leads to."""
     files = {}

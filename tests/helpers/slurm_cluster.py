@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from helpers.daemon import python_environment
+from helpers.free_ports import free_port, free_ports
 from helpers.waiting import wait_until
 
 LOGS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "service")
@@ -120,7 +121,7 @@ class SlurmCluster:
             raise
 
     def _configure(self, vram_mib: int, cards: int, card_type: str) -> None:
-        ports = [_free_port() for _ in range(2)]
+        ports = free_ports(2)
         of_type = f":{card_type}" if card_type else ""
         gres = f"vram{of_type}:{vram_mib},vram_cards:no_consume:{cards}"
         lines = f"""
@@ -175,7 +176,7 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=INFINITE State=UP OverSubscrib
         wait_until(database.exists, "the database listens", seen=self.logs)
         # The client library of slurmdbd finds the database's socket by this variable.
         self.environment |= {"MYSQL_UNIX_PORT": str(database)}
-        port = _free_port()
+        port = free_port()
         configuration = self.folder / "slurmdbd.conf"
         configuration.write_text(f"""
 DbdHost=localhost
@@ -290,12 +291,6 @@ PidFile={self.folder}/run/slurmdbd.pid
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _is_locked(path: Path) -> bool:

@@ -1,5 +1,7 @@
 """One-shot jobs for tests: a correct one, one that faults, and one that never ends."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +9,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from gpulease.client import GpuLease, GpuLeaseError, KernelArgs, Submission, TimedOut
+from gpulease.client import (
+    GpuLease,
+    GpuLeaseError,
+    GpuSessionFailed,
+    KernelArgs,
+    LeaseFreed,
+    Revoked,
+    Submission,
+    TimedOut,
+)
 from gpulease.daemon.session.main import WARM_NAME
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers
@@ -136,6 +147,26 @@ def start_endless(daemon: Daemon) -> Callable[[GpuLease], Running]:
         return work
 
     return start
+
+
+def revoke(daemon: Daemon, lease: GpuLease) -> None:
+    daemon.revoke(lease.lease_id, "maintenance at noon")
+
+
+def free(daemon: Daemon, lease: GpuLease) -> None:
+    lease.free()
+
+
+def lose_the_session(daemon: Daemon, lease: GpuLease) -> None:
+    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGKILL)
+
+
+ENDS: Final[dict[str, tuple[Callable[[Daemon, GpuLease], None], type[GpuLeaseError]]]] = {
+    "revoked": (revoke, Revoked),
+    "freed": (free, LeaseFreed),
+    "its session's worker killed": (lose_the_session, GpuSessionFailed),
+}
+"""What ends a lease, and the error of its submit."""
 
 
 def is_launched(daemon: Daemon, lease_id: int) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -119,10 +118,3 @@ def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
 
     with caplog.at_level("INFO", "gpulease.decode"):
         asyncio.run(part())
-
-
-def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "gpulease.client.http.uvicorn_server", raising=False)
-    done = CliRunner().invoke(main, ["serve", "decode", "--demo"])
-    assert (done.exit_code, "pip install '.[serve,decode]' in gpulease's repository" in done.output) == (1, True)

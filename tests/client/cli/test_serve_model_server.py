@@ -1,7 +1,5 @@
 """`gpulease serve models`: its refusals before it serves; tests/behaviour has the serving."""
 
-import sys
-
 import pytest
 from click.testing import CliRunner
 
@@ -21,11 +19,3 @@ from gpulease.client.serve.models.model_settings import EXAMPLE
 def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
     done = CliRunner().invoke(main, ["serve", "models", *words], env={"GPULEASE_ADDRESS": "unix:/nowhere"})
     assert (done.exit_code, said in done.output) == (status, True), done.output
-
-
-def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delitem(sys.modules, "gpulease.client.serve.models.model_server", raising=False)
-    monkeypatch.delitem(sys.modules, "gpulease.client.http.application", raising=False)
-    done = CliRunner().invoke(main, ["serve", "models", "--demo"])
-    assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
 import pytest
@@ -121,12 +120,6 @@ class Broker:
         """Go away, which ends the process."""
         self.channel.close()
         assert self.process.wait(PATIENCE_S) == 0
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path) as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -140,12 +138,6 @@ BOUND_BYTES: Final = 256 << 10
 
 SMALL_BYTES: Final = 700
 """What a beat may add while nothing is compacted; with eight cards in each beat it was 2,100."""
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path) as cluster:
-        yield cluster
 
 
 @pytest.mark.exhaustive

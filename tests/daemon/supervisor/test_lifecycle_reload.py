@@ -1,5 +1,4 @@
 import signal
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,11 @@ from gpulease.daemon.config.settings import Config
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 from gpulease.daemon.supervisor.lifecycle import settings_that_wait
 from helpers import audit_log
+from helpers.free_ports import free_port
 from helpers.service_manager import ServiceManager
 from helpers.waiting import wait_until
 
 BAD_RULES = ("max_leases = 0", "devices = [99]")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,6 @@ NODE = NodeRecord("n", inventory=InventoryRecord(("tls:gpu.example:7443",), {}, 
 PLACE = Place(1 << 30, 0, "", (), None, ())
 
 
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki.make(tmp_path_factory.mktemp("pki"))
-
-
 class Watch(FleetWatch):
     """A watch that has read a fleet of one node and three names, and that etcd confirms as long as the test says so."""
 

@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
-
-import pytest
+from collections.abc import Awaitable, Callable
 
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
@@ -20,12 +17,6 @@ from helpers.fleet_directory import put_claim, put_node, record_of
 from helpers.waiting import PATIENCE_S
 
 ADDRESS = "tls:gpu.example:7443"
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path) as cluster:
-        yield cluster
 
 
 class CompactingClient(EtcdClient):

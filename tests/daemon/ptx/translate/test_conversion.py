@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.exact import limits, number
+
 pytestmark = pytest.mark.exhaustive
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
@@ -14,16 +16,6 @@ ComputeAll = Callable[..., dict[str, list[int]]]
 
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 ROUND: dict[str, Callable[[float], int]] = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
-
-
-def limits(kind: str) -> tuple[int, int]:
-    bits = int(kind[1:])
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
-
-
-def number(pattern: int, kind: str) -> int:
-    bits = int(kind[1:])
-    return pattern - (1 << bits) if kind[0] == "s" and pattern >> (bits - 1) else pattern
 
 
 def decoded(pattern: int, kind: str) -> float:

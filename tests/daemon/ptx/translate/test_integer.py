@@ -4,21 +4,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.exact import number, signed
 from helpers.rows import Case, alike
 
 pytestmark = pytest.mark.exhaustive
 
 ComputeAll = Callable[..., dict[str, list[int]]]
 Reference = Callable[..., int]
-
-
-def signed(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def number(value: int, kind: str) -> int:
-    """A bit pattern as the type reads it."""
-    return signed(value, int(kind[1:])) if kind[0] == "s" else value
 
 
 def quotient(a: int, b: int) -> int:

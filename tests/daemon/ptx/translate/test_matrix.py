@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from gpulease.daemon.ptx.translate import module
-from helpers.exact import KINDS, Kind
+from helpers.exact import KINDS, Kind, signed
 from helpers.matrices import FORMATS, SHAPES, Place, Shape, dot, of_bytes
 
 pytestmark = pytest.mark.exhaustive
@@ -162,10 +162,6 @@ BYTES = [
     for shape in ("m8n8k16", "m16n8k16", "m16n8k32")
     for a, b, stops in (("s8", "s8", ".satfinite"), ("u8", "s8", ""), ("s8", "u8", ".satfinite"), ("u8", "u8", ""))
 ]
-
-
-def signed(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 @pytest.mark.parametrize(("shape", "a", "b", "stops"), BYTES)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
+from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed, limits, number
 
 pytestmark = pytest.mark.exhaustive
 
@@ -55,16 +55,6 @@ def integers(kind: str) -> st.SearchStrategy[int]:
 
 
 sign = st.sampled_from([1, -1])
-
-
-def number(pattern: int, kind: str) -> int:
-    bits = int(kind[1:])
-    return pattern - (1 << bits) if kind[0] == "s" and pattern >> (bits - 1) else pattern
-
-
-def limits(kind: str) -> tuple[int, int]:
-    bits = int(kind[1:])
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
 
 
 NARROW = [
