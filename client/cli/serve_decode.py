@@ -72,9 +72,11 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
     # The extras may be missing: import their packages first, so that the error names them.
     with needing("serve,decode"):
         from gpulease.client.decode.openai.decode_settings import DEFAULT_LISTEN, load_decode_settings
-        from gpulease.client.http.uvicorn_server import known_hosts, listening
+        from gpulease.client.http.uvicorn_server import known_hosts, listening, log_to_stderr
     if (config is None) is not demo:
         raise click.UsageError("give CONFIG, or try --demo")
+    # Loads are logged, too.
+    log_to_stderr()
     # The socket is open before the model is loaded, so a taken port shows at once.
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)

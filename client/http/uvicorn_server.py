@@ -243,6 +243,11 @@ def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) ->
     asyncio.run(serve_within(app, sock, known=known, stop_s=stop_s))
 
 
+def log_to_stderr() -> None:
+    """Have this process's log lines written. `serve_within` does it, too, but what comes before would be lost."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+
+
 async def serve_within(
     app: Any,
     sock: socket.socket,
@@ -263,7 +268,7 @@ async def serve_within(
         keeps_path: Whether to recreate a Unix socket whose file was removed. Only one of several processes that accept
             from one socket may do that.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    log_to_stderr()
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     # No access log, no websockets and no header that names the server; limits are those of this module.

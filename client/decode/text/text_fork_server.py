@@ -57,6 +57,8 @@ def main(control_fd: int, tokenizer_fd: int) -> None:
     # ends: it has replies to finish first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Sent to the whole group, it means that the server is to read its settings again.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     with open(tokenizer_fd, "rb", closefd=True) as file:
         values, context, limits = unpacked(file.read())

@@ -2,9 +2,11 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+import gpulease.client.decode
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason
 from gpulease.client.decode.decode_reports import (
     EngineRebuilt,
@@ -114,6 +116,8 @@ def test_every_family_is_described() -> None:
     described = set(re.findall(r"gpulease_decode_\w+", str(decode_metrics.__doc__)))
     counted = {family.name + "_total" * (family.type == "counter") for family in DecodeMetrics([]).registry.collect()}
     assert {name for name in counted if name.startswith("gpulease_decode_")} == described
+    page = Path(gpulease.client.decode.__path__[0]) / "README.md"
+    assert set(re.findall(r"gpulease_decode_\w+", page.read_text())) <= described
 
 
 def test_an_unknown_tenant_gets_no_series_of_its_own() -> None:

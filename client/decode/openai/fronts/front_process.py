@@ -6,6 +6,7 @@ decoder's process is gone.
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from typing import TYPE_CHECKING, Final
@@ -91,6 +92,8 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
 
 
 def main() -> None:
+    # Sent to the whole group, it means that the decoder's process is to read the settings again.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     control, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     asyncio.run(serve_front(control, listening))
 

@@ -280,6 +280,7 @@ def test_a_form_may_be_where_other_servers_have_it(said: dict[str, Any], form: A
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "invalid_value"),
         ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "invalid_value"),
         ({"guided_choice": ["a"], "stop": "a"}, "stop", "invalid_value"),
+        ({"guided_regex": "a", "stop_token_ids": [5]}, "stop_token_ids", "invalid_value"),
     ],
 )
 def test_a_form_that_is_wrong_is_refused_by_its_parameter(said: dict[str, Any], param: str | None, code: str) -> None:

@@ -124,6 +124,8 @@ def test_a_front_that_is_killed_loses_its_own_streams_alone(shared_daemon: Daemo
         expected = complete(rig).json()["choices"][0]["text"]
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "stream": True}
         (before,) = front_pids()
+        # A reload that is sent to the whole group ends none.
+        os.kill(before, signal.SIGHUP)
         with rig.http() as http, http.stream("POST", "/v1/completions", json=asked) as reply:
             pieces = reply.iter_bytes()
             next(pieces)

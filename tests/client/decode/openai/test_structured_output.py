@@ -97,6 +97,13 @@ def test_an_answer_is_one_of_the_choices_or_matches_the_expression(client: opena
         extra_body={"structured_outputs": {"regex": r"\d\.\d{2}/x"}},
     )
     assert re.fullmatch(r"\d\.\d{2}/x", done.choices[0].text)
+    # As vLLM's examples have it: the stop is part of what the expression matches.
+    body = {"guided_regex": r"\w{1,9}@\w{1,9}\.com\n"}
+    (choice,) = client.completions.create(
+        model=MODEL, prompt="Mail", max_tokens=60, seed=3, stop=["\n"], extra_body=body
+    ).choices
+    assert re.fullmatch(r"\w{1,9}@\w{1,9}\.com", choice.text)
+    assert choice.finish_reason == "stop"
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, extra_body={"guided_regex": "a(?=b)"})
     assert (refused.value.param, refused.value.code) == ("guided_regex", "grammar_refused")
