@@ -49,6 +49,9 @@ MAX_PRIORITY: Final = 2**31 - 1
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request. Ids are logged, audited and returned, so they must not fill disks."""
 
+MAX_SALT_CHARACTERS: Final = 1024
+"""Longest cache salt. It stays in memory with its request; a random one has some 40 characters."""
+
 MAX_WAIT_S: Final = 3600.0
 """Longest time in seconds that a request may wait, so that it can't occupy a place in the queue forever."""
 
@@ -230,6 +233,7 @@ class PromptRequest:
         ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
         scores_prompt: Whether the prompt's tokens are reported with their probabilities.
         pooling: How the prompt's rows become a vector; None if none is wanted. One token is emitted then, too.
+        cache_salt: It shares blocks only with requests that have the same one.
         guide: Changes the logits; None if tokens are chosen from the model's. Replays continue with the same one.
     """
 
@@ -246,6 +250,7 @@ class PromptRequest:
     ranks: int = 0
     scores_prompt: bool = False
     pooling: Pooling | None = None
+    cache_salt: str = ""
     guide: "TokenGuide | None" = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -260,6 +265,9 @@ class PromptRequest:
             raise RequestRejected(f"wait_s must be 0 to {MAX_WAIT_S:g} seconds, not {self.wait_s!r}")
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         _check_integer("ranks", self.ranks, 0, MAX_RANKS)
+        if len(self.cache_salt) > MAX_SALT_CHARACTERS:
+            most = f"at most {MAX_SALT_CHARACTERS} characters"
+            raise RequestRejected(f"cache_salt must have {most}, not {len(self.cache_salt)}")
 
     @property
     def has_guidance(self) -> bool:

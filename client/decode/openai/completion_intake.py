@@ -237,6 +237,7 @@ class DecoderSource:
                         wait_s=self._wait_s,
                         request_id=_name_of(tenant, request_id, place),
                         priority=asked.priority,
+                        cache_salt=asked.cache_salt,
                         ranks=asked.ranks,
                         scores_prompt=asked.is_echo and asked.has_logprobs,
                         masks=None if masks is None else masks.fork(),

@@ -82,6 +82,9 @@ class CompletionRequest:
         prompts: Texts, or their tokens; () for a chat.
         messages: A chat's messages, each with `role` and `content`; () for a completion.
         variables: Further variables of the chat's template; the tools are one.
+        begins: Whether prompts begin with the tokenizer's begin token; None: those of completions do, those of chats as
+            the tokenizer's files say.
+        cache_salt: The prompts share blocks only with requests that have the same one.
         form: The form of the answer; None for any text.
         tools: What the model may call; () if it may call nothing.
         must_call: Whether the answer is calls alone.
@@ -108,6 +111,8 @@ class CompletionRequest:
     prompts: tuple[str | tuple[int, ...], ...]
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
+    begins: bool | None
+    cache_salt: str
     form: AnswerForm | None
     tools: tuple[Tool, ...]
     must_call: bool
@@ -169,6 +174,8 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         prompts=prompts,
         messages=messages,
         variables=variables,
+        begins=parse_begins(said),
+        cache_salt=_text(said, "cache_salt"),
         form=form,
         tools=tools,
         must_call=must_call,
@@ -199,6 +206,11 @@ def parse_chat_prompt(said: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any],
     tools, _ = _tools(said)
     variables = {**_variables(said.get("chat_template_kwargs")), **({"tools": said["tools"]} if tools else {})}
     return _messages(said.get("messages")), variables
+
+
+def parse_begins(said: Mapping[str, Any]) -> bool | None:
+    """Return a body's `add_special_tokens`; None if it leaves that out. Raises ApiError."""
+    return None if said.get("add_special_tokens") is None else _flag(said, "add_special_tokens")
 
 
 def _tools(said: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:

@@ -44,9 +44,12 @@ def read_completion(
 def read_prompts(reader: "PromptReader", asked: CompletionRequest) -> list[list[int]]:
     """Return the tokens of each of a request's prompts. Raises what the reader raises."""
     if asked.is_chat:
-        return [reader.read_chat(asked.messages, asked.variables)]
+        return [reader.read_chat(asked.messages, asked.variables, begins=asked.begins)]
     return [
-        reader.checked(prompt) if isinstance(prompt, tuple) else reader.read_text(prompt) for prompt in asked.prompts
+        reader.checked(prompt)
+        if isinstance(prompt, tuple)
+        else reader.read_text(prompt, begins=asked.begins is not False)
+        for prompt in asked.prompts
     ]
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
-from gpulease.client.decode.openai.completion_request import check_model, parse_chat_prompt, parse_object
+from gpulease.client.decode.openai.completion_request import check_model, parse_begins, parse_chat_prompt, parse_object
 from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
 
 if TYPE_CHECKING:
@@ -21,11 +21,12 @@ def read_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[s
             if name not in MEMBERS and value is not None:
                 raise invalid(f"{name} is not a known parameter here; leave it out", code="unknown_parameter")
         check_model(said.get("model") or "", names)
+        begins = parse_begins(said)
         if said.get("messages") is not None:
-            return {"tokens": packed_tokens(reader.read_chat(*parse_chat_prompt(said)))}
-        prompt, begins = said.get("prompt"), said.get("add_special_tokens")
-        if not isinstance(prompt, str) or begins not in (None, True, False):
-            raise invalid("prompt must be a string, and add_special_tokens true or false", "prompt")
+            return {"tokens": packed_tokens(reader.read_chat(*parse_chat_prompt(said), begins=begins))}
+        prompt = said.get("prompt")
+        if not isinstance(prompt, str):
+            raise invalid("prompt must be a string", "prompt")
     except ApiError as error:
         return _packed(error)
     return {"tokens": packed_tokens(reader.read_text(prompt, begins=begins is not False))}

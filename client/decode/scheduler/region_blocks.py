@@ -70,9 +70,15 @@ class RegionBlocks:
 
     # --- keys ---
 
-    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], count: int) -> None:
-        """Append to a sequence's keys until it has those of its first `count` blocks."""
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], count: int, salt: str = "") -> None:
+        """Append to a sequence's keys until it has those of its first `count` blocks.
+
+        Only sequences with the same salt have the same keys.
+        """
         parent = keys[-1] if keys else self._root
+        if salt and not keys:
+            # JSON's strings may have unpaired surrogates.
+            parent = blake2b(parent + salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
         for index in range(len(keys), count):
             block = _TOKENS.pack(*tokens[index * PAGE : (index + 1) * PAGE])
             parent = blake2b(parent + block, digest_size=KEY_BYTES).digest()

@@ -777,7 +777,7 @@ class ContinuousBatchScheduler:
             return
         # Other prompts may still begin with them.
         if sequence.tenant.reuses:
-            region.extend_keys(sequence.keys, sequence.tokens, left)
+            region.extend_keys(sequence.keys, sequence.tokens, left, sequence.request.cache_salt)
             self._publish(sequence, left)
         region.release(reversed(sequence.blocks[sequence.left : left]))
         sequence.blocks[sequence.left : left] = [NO_BLOCK] * (left - sequence.left)
@@ -924,7 +924,7 @@ class ContinuousBatchScheduler:
                 # Whatever is full can be part of a prompt that continues this sequence.
                 full = sequence.length // PAGE
                 region.withdraw(sequence, sequence.keys[full:])
-                region.extend_keys(sequence.keys, sequence.tokens, full)
+                region.extend_keys(sequence.keys, sequence.tokens, full, request.cache_salt)
                 self._publish(sequence, full)
             # Backwards, so that a chain is given up from its end.
             region.release(reversed(sequence.blocks[sequence.left :]))

@@ -195,9 +195,9 @@ class TenantState:
         """Return the keys of a waiting request's prompt in the region that the tenant has."""
         if waiting.keys is None:
             waiting.keys = []
-            tokens = waiting.request.token_ids
+            tokens, salt = waiting.request.token_ids, waiting.request.cache_salt
             if self.reuses:
-                self.blocks.extend_keys(waiting.keys, tokens, len(tokens) // PAGE)
+                self.blocks.extend_keys(waiting.keys, tokens, len(tokens) // PAGE, salt)
         return waiting.keys
 
     def bind(self, blocks: int, generation: int, prefixes: Iterable[SharedPrefix] = ()) -> None:

@@ -366,6 +366,7 @@ class Decoder:
         scores_prompt: bool = False,
         masks: GrammarMasks | None = None,
         pooling: Pooling | None = None,
+        cache_salt: str = "",
     ) -> Generation:
         """Submit a prompt's tokens. Returns the generation, which yields tokens as they are computed.
 
@@ -381,6 +382,8 @@ class Decoder:
             scores_prompt: Whether `Generation.prompt_scores` has the prompt's tokens with their probabilities.
             masks: What `grammars.compile` returned for the sampling's grammar, and no other request has.
             pooling: How `Generation.pooled` makes a vector of the prompt; None: it makes none.
+            cache_salt: The prompt shares computed blocks only with the tenant's requests that have the same text here.
+                With one, no shared prefix is used either.
 
         Without an engine it waits for the next one. Raises RequestRejected for an invalid request, NoModelLoaded if the
         decoder is closed, EngineDecodeFailed if a fault of its own ended it.
@@ -404,6 +407,7 @@ class Decoder:
             ranks=ranks,
             scores_prompt=scores_prompt,
             pooling=pooling,
+            cache_salt=cache_salt,
             guide=self._guide_of(tokens, sampling, masks),
         )
         # A parked engine comes back with the request's first step.

@@ -51,8 +51,12 @@ class PromptReader:
         self._check_bytes(_text_bytes(text), "the prompt")
         return self.checked(self._tokenizer.encode(text, begins=begins))
 
-    def read_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+    def read_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, begins: bool | None = None
+    ) -> list[int]:
         """Put a chat into the model's template, and tokenize the result.
+
+        The begin token comes first, once, if `begins`; None: as the tokenizer's files say.
 
         Raises AdmissionRefused for a chat that can't fit, RequestRejected for one that the template refuses.
         """
@@ -61,7 +65,8 @@ class PromptReader:
         self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat")
         tokenizer = self._tokenizer
         # A template may add text, so the rendered prompt is checked again.
-        return self.read_text(tokenizer.render_chat(messages, variables), begins=tokenizer.chat_begins)
+        begins = tokenizer.chat_begins if begins is None else begins
+        return self.read_text(tokenizer.render_chat(messages, variables), begins=begins)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, with the names of special ones."""

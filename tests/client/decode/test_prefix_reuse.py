@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import CompletionReason, RequestRejected
 from gpulease.client.decode.decode_reports import DecoderObserver
-from gpulease.client.decode.decode_requests import SamplingParameters, SharedPrefix, TenantConfig
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SharedPrefix, TenantConfig
 from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
@@ -244,6 +244,31 @@ def test_a_model_with_windows_has_the_same_tokens_in_fewer_blocks(daemon: Daemon
             assert [emitted.token for emitted in await read(turn)] == [one.token for one in alone[0][60:66]]
 
     asyncio.run(part())
+
+
+def test_prompts_with_different_salts_share_no_block(daemon: Daemon) -> None:
+    """So the time to the first token shows a caller nothing about the prompts of others in its tenant."""
+    prompt, short = tokens_of(15, 40), tokens_of(16, 10)
+
+    async def part() -> None:
+        async with opened(daemon, prefixes=[SharedPrefix("all", tuple(prompt))]) as decoder:
+
+            async def ask(tokens: list[int], salt: str, most: int = 6) -> tuple[list[Emitted], int]:
+                generation = decoder.submit(tokens, max_tokens=most, tenant_id="a", sampling=HOT, cache_salt=salt)
+                return await read(generation), generation.reused_tokens
+
+            plain = [await ask(prompt, salt) for salt in ("", "one", "two", "one", "")]
+            assert [reused for _, reused in plain] == [32, 0, 0, 32, 32]
+            assert all(output == plain[0][0] for output, _ in plain)
+            # A prompt without a full block of its own: the blocks of its answer are salted, too.
+            output, _ = await ask(short, "one", 30)
+            longer = [*short, *(emitted.token for emitted in output)]
+            assert [(await ask(longer, salt))[1] for salt in ("two", "", "one")] == [0, 0, 32]
+            assert decoder.scheduler.prefix_requests["all"] == 2
+
+    asyncio.run(part())
+    with pytest.raises(RequestRejected, match="cache_salt must have at most 1024 characters"):
+        PromptRequest("a", "x", (1,), HOT, 1, cache_salt="x" * 1025)
 
 
 LONG, SHORT = SharedPrefix("long", tuple(tokens_of(8, 75))), SharedPrefix("short", tuple(tokens_of(8, 40)))

@@ -177,15 +177,15 @@ TestAnyUse = AnyUse.TestCase
 def test_a_chain_s_keys_depend_on_all_tokens_before_and_on_the_generation() -> None:
     tokens = list(range(4 * PAGE))
     chains: list[list[bytes]] = []
-    for generation, changed in [(0, None), (0, 0), (0, 3 * PAGE), (1, None)]:
+    for generation, changed, salt in [(0, None, ""), (0, 0, ""), (0, 3 * PAGE, ""), (1, None, ""), (0, None, "\ud800")]:
         keys: list[bytes] = []
         its = [99 if place == changed else token for place, token in enumerate(tokens)]
-        RegionBlocks(1, generation).extend_keys(keys, its, 2)
-        RegionBlocks(1, generation).extend_keys(keys, its, 4)
+        RegionBlocks(1, generation).extend_keys(keys, its, 2, salt)
+        RegionBlocks(1, generation).extend_keys(keys, its, 4, salt)
         chains.append(keys)
-    same, first, last, other = chains
+    same, first, last, other, salted = chains
     assert all(len(set(keys)) == 4 for keys in chains)
-    assert not {*first, *other}.intersection(same)
+    assert not {*first, *other, *salted}.intersection(same)
     assert last[:3] == same[:3]
     assert last[3] != same[3]
 

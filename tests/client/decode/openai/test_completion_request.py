@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpulease.client.decode import TINY_MODEL, open_model
 from gpulease.client.decode.openai.answer_forms import AnswerForm
 from gpulease.client.decode.openai.api_errors import ApiError
 from gpulease.client.decode.openai.completion_request import CompletionRequest, parse_request
+from gpulease.client.decode.openai.prompt_job import read_prompts
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS
+from gpulease.client.decode.text.prompt_reader import PromptReader
 
 NAMES = sorted({*PARAMETERS, *STREAM_OPTIONS, "content", "role", "type", "text"})
 VALUES = st.recursive(
@@ -20,6 +23,7 @@ VALUES = st.recursive(
 )
 BODIES = VALUES | st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
 SEED = 7
+BEGINS, NOT_BEGINS = {"add_special_tokens": True}, {"add_special_tokens": False}
 
 
 def parsed(is_chat: bool = False, **said: Any) -> CompletionRequest:
@@ -286,3 +290,19 @@ def test_a_form_may_be_where_other_servers_have_it(said: dict[str, Any], form: A
 def test_a_form_that_is_wrong_is_refused_by_its_parameter(said: dict[str, Any], param: str | None, code: str) -> None:
     found = refused(**said)
     assert (found.status, found.param, found.code) == (400, param, code)
+
+
+def test_a_begin_token_is_added_as_the_request_says() -> None:
+    tokenizer = open_model(TINY_MODEL).tokenizer()
+    tokenizer.begin_token, tokenizer.chat_begins = 7, False
+    reader = PromptReader(tokenizer, 160)
+
+    def first(is_chat: bool, **said: Any) -> bool:
+        return read_prompts(reader, parsed(is_chat, **said))[0][0] == 7
+
+    assert [first(False, **said) for said in ({}, BEGINS, NOT_BEGINS)] == [True, True, False]
+    # vLLM's default for chats is false: their template writes the token, if the model wants it.
+    assert [first(True, **said) for said in ({}, BEGINS, NOT_BEGINS)] == [False, True, False]
+    tokenizer.chat_begins = True
+    assert [first(True, **said) for said in ({}, NOT_BEGINS)] == [True, False]
+    assert refused(add_special_tokens="no").param == "add_special_tokens"

@@ -12,7 +12,9 @@ from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_
 TOOLS: Final = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 USED_VALUES: Final[dict[str, Any]] = {
+    "add_special_tokens": False,
     "best_of": 2,
+    "cache_salt": "a",
     "chat_template_kwargs": {"enable_thinking": False},
     "echo": True,
     "frequency_penalty": 0.5,
@@ -88,7 +90,7 @@ DEFAULTS_OF_CLIENTS: Final[dict[str, Any]] = {
     "echo": False,
     "suffix": None,
     "user": None,
-    "add_special_tokens": True,
+    "include_reasoning": True,
     "priority": 0,
 }
 """What programs send that write every parameter of vLLM's SamplingParams, at its default."""

@@ -85,7 +85,8 @@ def test_an_answer_is_one_of_the_choices_or_matches_the_expression(client: opena
     import openai
 
     kinds = ["billing / invoice", "technical", "other"]
-    for body in ({"structured_outputs": {"choice": kinds}}, {"guided_choice": kinds}):
+    bodies: list[dict[str, Any]] = [{"structured_outputs": {"choice": kinds}}, {"guided_choice": kinds}]
+    for body in bodies:
         answers = [chat(client, seed=seed, extra_body=body).choices[0] for seed in range(3)]
         assert {answer.message.content for answer in answers} <= set(kinds)
         assert {answer.finish_reason for answer in answers} == {"stop"}
@@ -98,9 +99,9 @@ def test_an_answer_is_one_of_the_choices_or_matches_the_expression(client: opena
     )
     assert re.fullmatch(r"\d\.\d{2}/x", done.choices[0].text)
     # As vLLM's examples have it: the stop is part of what the expression matches.
-    body = {"guided_regex": r"\w{1,9}@\w{1,9}\.com\n"}
+    mail = {"guided_regex": r"\w{1,9}@\w{1,9}\.com\n"}
     (choice,) = client.completions.create(
-        model=MODEL, prompt="Mail", max_tokens=60, seed=3, stop=["\n"], extra_body=body
+        model=MODEL, prompt="Mail", max_tokens=60, seed=3, stop=["\n"], extra_body=mail
     ).choices
     assert re.fullmatch(r"\w{1,9}@\w{1,9}\.com", choice.text)
     assert choice.finish_reason == "stop"
