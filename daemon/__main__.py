@@ -79,7 +79,7 @@ def main(
     try:
         begin_logging(LogStyle(log_format or "auto"))
     except NoThread as error:
-        # The log has a thread of its own, which could not be started, so there is no log.
+        # The log's own thread could not be started, so nothing can be logged.
         click.echo(f"gpuleased: {_with_hint(str(error), error.hint)}", err=True)
         sys.exit(error.status)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}

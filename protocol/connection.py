@@ -107,7 +107,7 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """The peer's bytes are no longer valid frames. Send a goodbye with `failure`, then close."""
+    """The peer's bytes have stopped being valid frames. Send a goodbye with `failure`, then close."""
 
     failure: Failure
 
@@ -233,7 +233,7 @@ class Connection:
         return Request(op, frame.request_id, frame.session_id, frame.is_quiet, body)
 
     def _accept_request(self, frame: Frame) -> Opcode:
-        # Answer UNSUPPORTED for an operation of a later version, so that a newer client can tell it from its own
+        # Answer UNSUPPORTED for an operation of a later version, so that a newer client can distinguish it from its own
         # mistakes.
         try:
             op = Opcode(frame.op)
@@ -305,7 +305,7 @@ class Connection:
     # --- sending ---
 
     def next_request_id(self) -> int:
-        """Return the number for a quiet request, whose frame the caller builds."""
+        """Return the number for a quiet request. The caller builds its frame."""
         self.last_request_id += 1
         return self.last_request_id
 
@@ -346,7 +346,7 @@ class Connection:
         return request_id, build_frame(op, build_body(body), request_id=request_id, session_id=session_id)
 
     def expect_reply(self, op: Opcode) -> int:
-        """Return the number for a session request, whose frame the caller builds, and await its reply."""
+        """Return the number for a session request and await its reply. The caller builds the request's frame."""
         # The daemon ends a connection that exceeds this, so fail this request alone.
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)

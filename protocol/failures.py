@@ -310,7 +310,7 @@ _REGION_KEPT_END: Final = LeaseEnd(
     "Keep launches that name regions shorter than the operator's region_grace_ms; if they are, report it to the"
     " operator.",
 )
-"""Replaces the end of `kernel_timeout`, whose words are about `max_kernel_secs`."""
+"""Replaces the end of `kernel_timeout`, because that is about `max_kernel_secs`."""
 
 
 def lease_end(cause: str, reason: str = "") -> LeaseEnd:
@@ -404,7 +404,7 @@ def region_refusal(
         site: Number of the launch in its burst or graph.
         position: The position that the launch passed; None for a copy.
     """
-    # A word that is not in the table, including NONE, means that the region is no longer in the slot.
+    # A word that is not in the table, including NONE, means that the region has left the slot.
     status = STATUS_OF_WORD.get(word, Status.FENCED)
     # Report once how a region ended. A program that continues to launch gets FENCED, which does not report the cause.
     if is_repeat and word in ENDED_WORDS:

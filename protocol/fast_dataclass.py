@@ -148,7 +148,7 @@ else:
         return made
 
     def _twin_of(cls: type) -> type:
-        """Return a class with the instance layout of `cls` whose instances accept assignment."""
+        """Return a class with the instance layout of `cls`, but with instances that accept assignment."""
         own = vars(cls)
         members = {"__slots__": own["__slots__"], "__module__": cls.__module__}
         # Both methods must be the standard ones; otherwise the interpreter calls Python code for each assignment.

@@ -188,7 +188,7 @@ class FrameReader:
             self.start = self.end = 0
             if len(self.buffer) > self._retained_bytes:
                 self._resize(self._initial_bytes)
-        # There is no room after the pending bytes, or more than half of the buffer is before them.
+        # The pending bytes reach the buffer's end, or more than half of the buffer is before them.
         elif self.end == len(self.buffer) or self.start > len(self.buffer) >> 1:
             self._make_room()
         return self.view[self.end :]
@@ -201,7 +201,7 @@ class FrameReader:
         """Take all of these bytes, however many frames they hold."""
         room = self.get_buffer()
         pending = self.end - self.start
-        # If there is no room, make one new buffer for both, at least twice as large, so that many small feeds take
+        # If they do not fit, make one new buffer for both, at least twice as large, so that many small feeds take
         # linear time.
         if len(room) < len(data):
             self._resize(max(pending + len(data), self._next_size()))

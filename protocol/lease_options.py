@@ -52,7 +52,7 @@ class LeaseOption(Generic[Value, Default]):
         effect: The method's effect, for a cell of the guide's table.
         in_submits: Whether a submit's worker also obeys it; None for an option that no worker receives.
         before: The value in rows that lack it because their daemon did not know it. A row with this value leaves it
-            out. A `JournalRow` if there are no such rows.
+            out. A `JournalRow` if no such rows exist.
         report_key: Its key in a lease's report; "" if no report has it.
     """
 

@@ -143,7 +143,7 @@ def leases(tenant: str | None, as_json: bool) -> None:
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]
     spared = ("copies", "launches", "age", "GPU", "GPU time")
     click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
-    # Leases whose worker still runs the code of an earlier daemon.
+    # Leases on workers that still run the code of an earlier daemon.
     if earlier := [_earlier(lease) for lease in listed if lease.get("earlier_version")]:
         head = ["lease", "version of its worker", "stays there because"]
         click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))

@@ -234,7 +234,7 @@ def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, strea
         args.push_u64(0)
     else:
         args.push_buffer(source.buffer, source.layout.offset)
-    # Load the kernel on first use. This is no part of a recording in progress, because the worker does not know
+    # Load the kernel on first use. A recording in progress leaves this out, because the worker does not know
     # recordings.
     module = to.session._array_kernels
     if module is None or not module.is_alive:

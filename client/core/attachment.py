@@ -193,7 +193,7 @@ class Attachment:
             provides none, or is too old to accept a report of such a refusal.
         regions_epoch: The epoch in these words, which is raised after each change of a region's word.
         last_raised: The last failure of a reply, or end of the session, that was raised.
-        dropped: Handles whose last reference was dropped; the next operation frees them.
+        dropped: Handles without references; the next operation frees them.
         held: Buffers that were freed; the next allocation of their size reuses them.
         lent: Arrays that the worker may still use.
         chunk_bytes: Size of the pieces into which copies are cut.

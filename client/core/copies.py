@@ -46,7 +46,7 @@ NAP_PART: Final = 0.85
 """Fraction of the fastest copy's time for which the client sleeps before it spins."""
 
 MIN_TIMED_BYTES: Final = 16 << 20
-"""Smallest copy whose time is used to estimate the bus's rate."""
+"""Smallest copy that is timed to estimate the bus's rate."""
 
 
 class CopyCommands(Protocol):

@@ -168,7 +168,7 @@ class Subscription(Generic[E]):
                 # The lease has ended, so no further event can come; the program's loop ends by itself.
                 self.close()
             return event
-        # There is no event: either this side has closed the subscription, or the connection has ended.
+        # None instead of an event: either this side has closed the subscription, or the connection has ended.
         is_closed_here = self._is_over
         self.close()
         if is_closed_here or channel.link.end is None:

@@ -85,7 +85,7 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadli
     If `parts` is a deque of memoryviews, the sent bytes are removed from it.
 
     Returns when the kernel, or the ring, has all of the bytes. If the call is interrupted after some of them were sent,
-    the stream is no longer usable and is closed.
+    the stream is broken and is closed.
     """
     rest = parts if isinstance(parts, deque) else deque(memoryview(part) for part in parts if len(part))
     channel.finish()

@@ -1,4 +1,4 @@
-"""Requests whose reply is known byte for byte in advance: one frame out, one frame back, and no parsing.
+"""Requests with a reply that is known byte for byte in advance: one frame out, one frame back, and no parsing.
 
 A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
 comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
@@ -227,7 +227,7 @@ class FastRequest(_KnownReply):
 
 
 class SmallRead(_KnownReply):
-    """A MEM_READ whose reply is compared as a whole: a known beginning, then data that is received in place."""
+    """A MEM_READ with a reply that is compared as a whole: a known beginning, then data that is received in place."""
 
     def __init__(self, operations: RequestPipeline) -> None:
         super().__init__(operations, Opcode.MEM_READ)

@@ -200,7 +200,7 @@ class LeaseReport(TypedDict):
         unheld_bytes: Bytes of buffers that no open session holds: of a session that has ended while its kernels run, or
             of an older client, which leaves its buffers; absent together with `connections`.
         submit: The current job, until its memory is proved free; absent if there is none.
-        last_submit: The last job whose memory was proved free; absent if there was none.
+        last_submit: The last job that ended with its memory proved free; absent if there was none.
         parent: For a region, the text of its lease's id; absent for a lease.
         name: The lease's name, which is unique in its fleet; absent without one.
         epoch: The number of the name's claim; absent without a name.
@@ -790,7 +790,7 @@ class OwedReply(Owed):
             yield Locked(self.lease.lock, self._late(channel, number))
 
     def _late(self, channel: Channel, number: int) -> Procedure[None]:
-        # An interrupt before the request was sent: there is no reply. With TLS it can't be known.
+        # An interrupt before the request was sent: no reply will come. With TLS it can't be known.
         channel.finish()
         if type(channel) is Channel and sum(map(len, self._unsent)) == self._frame_bytes:
             channel.link.claim(number)

@@ -108,7 +108,7 @@ class RequestPipeline:
         deadline: Bounds the time of an operation.
         freed: (request id, operation, handle) of frees and reuses in flight; any later reply confirms or refutes them.
         acknowledged_id: Every request up to this one is known to have succeeded, or its failure was raised.
-        fences: Operations whose reply acknowledges everything before them.
+        fences: Operations with a reply that acknowledges everything before them.
     """
 
     def __init__(self, attachment: Attachment) -> None:

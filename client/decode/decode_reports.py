@@ -138,7 +138,7 @@ class EngineRebuilt:
 
 
 class PrefixChange(StrEnum):
-    """What happens to a shared prefix."""
+    """What happened to a shared prefix, as `PrefixChanged` reports it."""
 
     LOAD = "load"
     """Its blocks were computed, and prompts use them from now on."""

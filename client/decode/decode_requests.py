@@ -211,7 +211,7 @@ class SharedPrefix:
 
     @property
     def blocks(self) -> int:
-        """The blocks of its region."""
+        """Number of blocks that its region needs for its tokens."""
         return len(self.token_ids) // PAGE
 
 

@@ -265,8 +265,8 @@ async def serve_within(
         known: The host names that the server answers to.
         stop_s: Seconds for requests to finish when the server stops.
         began: Called with the server, which stops when its `should_exit` is set.
-        keeps_path: Whether to recreate a Unix socket whose file was removed. Only one of several processes that accept
-            from one socket may do that.
+        keeps_path: Whether to recreate the file of a Unix socket after it was removed. Only one of several processes
+            that accept from one socket may do that.
     """
     log_to_stderr()
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.

@@ -1,7 +1,6 @@
 """The client's end of one connection, without I/O.
 
-A link has the protocol's state, the awaited replies, and the reads whose data is received straight into the caller's
-memory.
+A link has the protocol's state, the awaited replies, and the reads that receive straight into the caller's memory.
 
 An operation of the blocking API may be interrupted at almost any point: Python runs a signal handler, which may raise,
 at the start of a function, after a call into C, and at each turn of a loop. So there is none of these between
@@ -34,8 +33,8 @@ from gpulease.protocol.messages import Body, ModuleLoaded
 from gpulease.protocol.opcodes import Flag
 
 DIRECT_READ_BYTES: Final = 16 << 10
-"""Smallest read whose reply is received in two pieces, header and data, so that the data is not copied. For a smaller
-read, the second system call would cost more than the copy."""
+"""From this size, a read's reply is received in two pieces, header and data, so that the data is not copied. For a
+smaller read, the second system call would cost more than the copy."""
 
 NOT_FOLLOWED_HINT: Final = (
     "Do the versions of the daemon and of this client differ? Or is it no gpuleased that answers?"
@@ -123,7 +122,7 @@ class Link:
         Args:
             op: Its operation.
             target: Where the data of a MEM_READ goes.
-            makes: The operation that gives back the new object whose handle the reply brings; None if there is none.
+            makes: The operation that frees the new object, if the reply brings a handle; None if it brings none.
 
         Raises LinkEnded if there can be no reply, because a goodbye may have followed directly after the last reply.
         """

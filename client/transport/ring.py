@@ -295,7 +295,7 @@ class RingChannel(Channel):
 
 
 def _ring(sock: socket.socket) -> None:
-    # There is no room for another bell, because the worker has not received the earlier ones yet.
+    # The socket is full of bells that the worker has not received yet, so another one would change nothing.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 

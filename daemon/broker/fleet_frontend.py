@@ -599,7 +599,7 @@ class FleetFrontend:
 
     def _stop(self, *, has_left: bool) -> None:
         if has_left:
-            # The next process then joins at once, and need not find out first that the node is no longer a member.
+            # The next process then joins at once, and need not find out first that the node has left the fleet.
             self._membership = replace(self._membership, incarnation=0)
             self._journal.remember_membership(self._membership)
         self._stopped.set()

@@ -159,7 +159,7 @@ def park_report(park: ParkSnapshot | None, now_ns: int) -> dict[str, Any] | None
 def submit_report(
     submit: SubmitSnapshot | None, last: SubmitSnapshot | None, page: BrokerPage | None
 ) -> dict[str, Any]:
-    """Report a lease's submits: the current one, and the last one whose bytes are proved free."""
+    """Report a lease's submits: the current one, and the last one with bytes that are proved free."""
     report: dict[str, Any] = {}
     if submit is not None:
         launches = 0 if page is None else page.counter(Counter.LAUNCHES)

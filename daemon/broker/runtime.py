@@ -290,7 +290,7 @@ class Runtime:
             await self._one_settled.wait()
 
     async def stop(self) -> None:
-        # Stop the timers first: nothing may post an event to a table that is no longer used.
+        # Stop the timers first: nothing may post an event to a table that has stopped.
         self.timers.stop()
         self.publisher.stop()
         await self._use_records.stop()
@@ -372,8 +372,8 @@ class Runtime:
             try:
                 self._handle(event, time.monotonic_ns())
             except Exception as error:
-                # This is a bug of ours, or a lack of memory. There is no caller to catch the error, so answer the
-                # event's request here. The events behind it are still handled.
+                # This is a bug of ours, or a lack of memory. No caller can catch the error, so answer the event's
+                # request here. The events behind it are still handled.
                 if isinstance(error, MemoryError):
                     self.memory_reserve.release()
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__}")
@@ -676,7 +676,7 @@ class PendingRequests:
         self._on_answered = on_answered
         self._last_number = 0
         self._answers: dict[int, OnResult] = {}
-        # Requests that the table has decided and whose outcome is not durable yet.
+        # Requests that the table has decided, with outcomes that are not durable yet.
         self._decided: set[int] = set()
         self._numbers: dict[RequestKey, int] = {}
         self._keys: dict[int, RequestKey] = {}
@@ -710,7 +710,7 @@ class PendingRequests:
     def refuse(self, number: int, failure: Failure) -> None:
         """Answer a request that the table does not decide, or that lacks its outcome because of a fault."""
         if number in self._answers:
-            # An outcome that was not durable yet is no longer answered.
+            # Do not answer with an outcome that was not durable yet.
             self.unanswered -= number in self._decided
             self._decided.discard(number)
             self._pop(number)(failure)

@@ -138,7 +138,7 @@ class Service:
         runtime: The runtime around the lease table.
         addresses: The addresses it listens on, with the ports that the kernel chose.
         url: The web page's URL, "" if there is none.
-        stale: Sockets that an earlier daemon left and whose addresses are no longer in the settings.
+        stale: Sockets that an earlier daemon left, at addresses that the settings have dropped.
         on_new_sockets: If set, called with the addresses that have got new sockets.
         leaves_sessions: Whether a stop leaves sessions to the next daemon. Unless a stop was requested, this is True if
           sessions can outlive the daemon: a failed start, or a fault, must not end sessions.

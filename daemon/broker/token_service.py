@@ -28,7 +28,7 @@ MAX_PRESENTED: Final = 64
 """Most leases for which one control connection can hold tokens. Stops a peer that presents tokens in a loop."""
 
 MAX_NAMES: Final = 4096
-"""Most tenants whose audiences are known by name, for the audit log. This is more than a host has users."""
+"""Most tenants for which audiences are known by name, for the audit log. This is more than a host has users."""
 
 KEY_FILE_NAME: Final = "token.key"
 
@@ -119,7 +119,7 @@ class TokenService:
         return denial or not_found(lease_id)
 
     def add_handed_over(self, claims: Claims) -> None:
-        """Keep the token of a guest whose connection is being passed to the worker."""
+        """Keep a guest's token while its connection is passed to the worker."""
         now_ms = time.monotonic_ns() // NS_PER_MS
         # A worker that has ended never answers, so drop expired tokens.
         self._handed_over = {key: one for key, one in self._handed_over.items() if one.expires_ms > now_ms}

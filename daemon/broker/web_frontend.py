@@ -294,5 +294,5 @@ class LoadHistory:
 
 
 def _log_fault(error: Exception) -> None:
-    # There was no thread, or this is a bug of ours. No lease depends on samples.
+    # No thread could be started, or this is a bug of ours. No lease depends on samples.
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="taking a sample of the cards")

@@ -446,7 +446,7 @@ class ReturnOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class RefuseReturn(Message):
-    """There is no room: the requests that wait are refused as BUSY, with `reason`, and the session stays parked.
+    """No room was found: the requests that wait are refused as BUSY, with `reason`, and the session stays parked.
 
     A later request asks again.
     """

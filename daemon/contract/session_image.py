@@ -192,7 +192,7 @@ class SessionImage(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Self:
-        """Read an image. Raises UnreadableImage."""
+        """Read an image of any version in IMAGE_VERSIONS. Raises UnreadableImage."""
         try:
             version, _, *fields, lease_id = msgpack.unpackb(data, use_list=False, max_bin_len=MAX_IMAGE_BYTES)
             if version not in IMAGE_VERSIONS:

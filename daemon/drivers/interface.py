@@ -226,9 +226,9 @@ class NativeLaunch:
         chain: Makes a chain of launches; raises DriverError. `MAX_CHAIN` at most.
         zero: Address of `int32 zero(state, address, bytes)`. It does what `Context.mem_reuse` does, and returns 0; any
           other number if that has to do it.
-        replay_graph: Address of `int32 replay_graph(state, graph, tag)`. It queues the graph whose `DriverGraph.native`
-          this is, as `DriverGraph.replay` does, and returns 0; any other number if that has to do it, nothing being
-          queued. 0 if the driver has no such function.
+        replay_graph: Address of `int32 replay_graph(state, graph, tag)`. It queues the graph that has this as
+          `DriverGraph.native`, as `DriverGraph.replay` does, and returns 0; any other number if that has to do it,
+          nothing being queued. 0 if the driver has no such function.
     """
 
     state: int
@@ -589,7 +589,7 @@ class Context(Protocol):
         """Prepare host memory for `park`, as `pin` does, until `unpin_host`."""
 
     def unpin_host(self, memory: memoryview) -> None:
-        """Undo a `pin_host` of the same memory."""
+        """Undo `pin_host`, which was called with the same memory before."""
 
     # --- leaving the process: a parked session's records, for a context of another process ---
 

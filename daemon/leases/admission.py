@@ -246,7 +246,7 @@ class Admission:
         """Return the denial for a claim that this node can't serve; None if it can, or if nothing is claimed."""
         name, epoch = event.terms.name, event.terms.epoch
         if event.step is AcquireStep.CHECK:
-            # There is no claim yet: it follows if this check succeeds.
+            # The claim follows if this check succeeds.
             return None
         # Past the membership deadline another node may serve the same claims.
         if event.terms.is_claimed and self._store.is_isolated(now_ns):
@@ -260,7 +260,7 @@ class Admission:
         if (waiting := self._store.queue.named(name)) is not None:
             is_own = waiting.acquire.tenant == event.tenant
             return denials.name_taken(name, waiting.acquire.lease_id if is_own else None)
-        # A claim whose epoch is not above the highest served here is old and arrives late. To grant it would give the
+        # A claim with an epoch not above the highest served here is old and arrives late. To grant it would give the
         # name to two tenants in turn.
         if (highest := self._store.epochs.of(name)) >= epoch:
             return denials.old_epoch(name, epoch, highest)

@@ -7,7 +7,7 @@
 2. The worker, which still has bytes of the card (above all its context), is passed to the pool as a warm context to
    drop. So the pool kills it, proves its bytes free, and fences them if that fails. The lease is charged nothing.
 3. The session returns as from a warm park: it is charged in full and waits in the queue of acquires. Once it has room,
-   a warm context or a new worker adopts the image. If there is no room in time, a worker adopts the session in its
+   a warm context or a new worker adopts the image. If it gets no room in time, a worker adopts the session in its
    parked state and refuses the requests that wait, provided that the card has room for this worker's context. If a
    worker ends before it receives the image, the session stays cold. If it ends with the image, the lease ends, because
    the session may have done anything by then.
@@ -80,7 +80,7 @@ class ColdParking:
         pool: The warm pool.
         await_return: Returns a parked session, or queues it for room.
         park: Parks a resident session for an operator; returns the denial if it can't be parked now.
-        condemn: Ends a lease whose session broke a rule.
+        condemn: Ends a lease after its session broke a rule.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ColdParking:
             self._arm_leaving(lease, state, now_ns, out)
 
     def on_return_refused(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Record that a session stays parked because there was no room for it in time."""
+        """Record that a session stays parked because it found no room in time."""
         # A return for a move was not requested by a client. If a client waits as well, it asks for the return next.
         is_move, denial = state.move is not None, denials.park_refused(lease.lease_id, reason)
         self.refuse_move(lease, denial, now_ns, out)
@@ -322,7 +322,7 @@ class ColdParking:
         self._upgrades.drop(state, "its session is in another worker", now_ns, out)
 
     def on_return_failed(self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> bool:
-        """End a lease whose session can't be restored exactly. Returns False if the session is parked warm again."""
+        """End a lease if its session can't be restored exactly. Returns False if the session is parked warm again."""
         state = lease.park
         if state is None or not event.is_mismatch:
             if state is not None:

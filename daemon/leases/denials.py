@@ -168,7 +168,7 @@ def shutting_down() -> Denial:
 
 def draining(left_ns: int) -> Denial:
     """Deny a lease because the node is drained; `left_ns` is the time until the remaining leases end."""
-    # After the deadline there is no time left to report.
+    # After the deadline no time is left to report.
     if left_ns <= 0:
         return Denial(
             DenialReason.DRAINED,
@@ -796,7 +796,7 @@ def no_place(lease_id: int, card_uuid: str) -> Denial:
 
 
 def no_room_to_return(lease_id: int, needed_bytes: int, free_bytes: int, waited_ms: int) -> str:
-    """Return the reason for which a parked session's operations are refused: there is no room to return."""
+    """Return the reason for which a parked session's operations are refused: it lacks the room to return."""
     return (
         f"Lease {lease_id:032x} is parked and can't return: it needs {size_text(needed_bytes)}, and its card has"
         f" {size_text(free_bytes)} free after a wait of {duration_text(waited_ms)}."

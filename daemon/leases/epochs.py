@@ -48,7 +48,7 @@ class HighestEpochs:
         changed: list[tuple[str, int | None]] = [(name, epoch)]
         if len(self._by_name) > MAX_NAMES:
             # Drop the name with the lowest epoch. From now on, refuse any claim of an unlisted name up to that epoch.
-            # This may refuse a valid claim of a rarely used name, whose client then acquires again, but never admits an
+            # This may refuse a valid claim of a rarely used name (the client then acquires again), but never admits an
             # old claim.
             lowest = min(self._by_name, key=self._by_name.__getitem__)
             self._floor = max(self._floor, self._by_name.pop(lowest))

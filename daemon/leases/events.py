@@ -148,7 +148,7 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process was reaped. Also the answer to a `KillWorker` for which there is no process.
+    """The worker's process was reaped. Also the answer to a `KillWorker` that finds no process.
 
     Attributes:
         is_by_daemon: Whether a `KillWorker` ended the process. This matters only for logs, not for the table.
@@ -993,7 +993,7 @@ class ProveRegion:
     """Poll the card until it shows at most `allowed_bytes` for the lease's worker; the answer is `RegionProved`.
 
     Attributes:
-        region_id: The region whose bytes were released, or the lease itself after its slice was reduced.
+        region_id: The region that released the bytes, or the lease itself after its slice was reduced.
     """
 
     lease_id: int
@@ -1263,7 +1263,7 @@ class DrainSet:
     """Reply to a drain or its cancellation.
 
     Attributes:
-        deadline_ns: Time at which the drain ends the remaining leases; None if there is no drain.
+        deadline_ns: Time at which the drain ends the remaining leases; None without a drain.
         active_leases: Number of active leases of the node, or of the card.
         card_uuid: The drained card; "" for the node.
     """

@@ -281,7 +281,7 @@ def _follow(
     return finish
 
 
-# The two classes whose leases have a card or a partition to themselves.
+# The two classes that give a lease a card or a partition to itself.
 ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
 
 
@@ -421,9 +421,9 @@ class Lease:
         has_session: Whether a client may have attached to the session, so that its memory stays until the lease ends.
         own_submit_bytes: Part of the charge held by a submit that runs in place of the session; 0 without one.
         extra_bytes: Part of the charge for this submit's context, lent by the card while the submit exists.
-        submit_id: The submit whose bytes are not yet proved free; 0 if there is none.
+        submit_id: The submit with bytes that are not yet proved free; 0 if there is none.
         next_submit: The request that waits for that submit's bytes.
-        last_submit: The last submit whose bytes are proved free, so that its client can ask how it ended.
+        last_submit: The last submit that ended with its bytes proved free, so that its client can ask how it ended.
         is_proved: Whether the bytes of the lease's own worker are proved free, while its submit's are not yet.
         regions: Its regions by id: those not yet returned, and those that still keep bytes in their place.
         slots: The regions that are not yet returned, by slot.

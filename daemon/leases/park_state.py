@@ -118,8 +118,8 @@ class ParkState:
             RETURNING for lack of room. If it is COLD, the whole charge.
         kept_bytes: Bytes of the slice that stayed on the card in the last park.
         requests: Park requests to answer once it is parked.
-        is_repeated: Whether it is parked again for requests whose first park ended early because an operation needed
-          the session.
+        is_repeated: Whether it is parked again for requests after their first park ended early because an operation
+          needed the session.
         depth: How much of it has left the card.
         stays_here: Why it can't leave its process in this park; "" if it can, or before the first attempt.
         move: The move that is in progress; None without one.

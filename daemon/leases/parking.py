@@ -594,7 +594,7 @@ class Parking(ParkingViews):
     def _plan_moves(self, waiter: Waiter, served: set[str], now_ns: int) -> NeedMoves | None:
         """Return the moves with the fewest bytes that make room for an acquire on one of its cards; None without any.
 
-        The card is served then. There are no moves if that card waits for sessions that are leaving it already.
+        The card is served then. Nothing moves if that card waits for sessions that are leaving it already.
         """
         terms = waiter.acquire.terms
         if not self._store.limits.moves_for_need or waiter.returning is not None or terms.exclusivity in ALONE:

@@ -92,7 +92,7 @@ class RegionRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WarmRow:
-    """A warm context whose bytes could not be proved free: they are fenced."""
+    """A warm context after the proof of free memory failed: its bytes are fenced."""
 
     warm_id: int
     card_uuid: str
@@ -252,7 +252,7 @@ def revive(kept: LeaseRow, max_story_entries: int, *, has_session: bool, horizon
         is_restored=True,
         horizon=horizon,
         has_session=has_session,
-        # The earlier daemon may have ordered regions whose rows were lost, and the session knows their numbers: skip
+        # The earlier daemon may have ordered regions and lost their rows, and the session knows their numbers: skip
         # these.
         region_number=min(MAX_NUMBER, kept.region_number + MAX_REGIONS),
         park=ParkState(parked_ns=kept.parked_ns) if kept.terms.is_parkable else None,

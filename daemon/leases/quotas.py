@@ -36,7 +36,7 @@ from gpulease.protocol.settings_reader import (
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 
 MAX_RATES: Final = 65_536
-"""Most tenants whose rates are kept at one time: as many as a host has ordinary users."""
+"""Most tenants for which rates are kept at one time: as many as a host has ordinary users."""
 
 
 def _read_devices(value: Any) -> tuple[str, ...]:
@@ -517,7 +517,10 @@ class LeasePhase:
 
     @property
     def key(self) -> tuple[Phase, str, int | None]:
-        """The part of the phase whose changes are notified. It does not include the time left of an active lease."""
+        """The part of the phase that causes a notice when it changes.
+
+        It does not include the time left of an active lease.
+        """
         return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, CARD_DRAINS, UNCONNECTED) else None
 
 

@@ -1,8 +1,8 @@
 """Regions: leases inside the session of another lease, from the request until their memory is proved free.
 
-1. A lease's tenant or an operator opens a region, whose bytes are part of the lease's slice. The region's own tenant
-   (or an operator) renews and frees it. The tenant of the surrounding lease can also renew it, and can revoke it like
-   an operator.
+1. A lease's tenant or an operator opens a region. Its bytes are part of the lease's slice. The region's own tenant (or
+   an operator) renews and frees it. The tenant of the surrounding lease can also renew it, and can revoke it like an
+   operator.
 2. An end first changes the region's word, so that no launch that names it starts. Then the worker removes the memory,
    and the bytes are returned to the slice once that is proved. Bytes that are not proved free in time stay fenced and
    charged until the lease ends or an operator vouches for them.
@@ -173,7 +173,7 @@ class Regions(RegionViews):
             return denial or denials.no_regions(event.lease_id)
         if event.granule_bytes < 1:
             return denials.no_regions(lease.lease_id)
-        # The session's worker is sending the image, or there is no worker: an order to open a region would be lost.
+        # The session's worker is sending the image, or is gone: an order to open a region would be lost.
         if lease.park is not None and lease.park.depth is not ParkDepth.WARM:
             return denials.is_parked(lease.lease_id)
         if not 0 < event.region_id < FIRST_WARM_ID or self._store.is_used(event.region_id):
@@ -601,7 +601,7 @@ def _word(region: TableRegion) -> SetRegion:
 
 
 def _due_ns(region: TableRegion, kind: TimerKind) -> int | None:
-    """Return the time at which a region's timer of that kind is due; None if it is no longer needed."""
+    """Return the time at which a region's timer of that kind is due; None if it can be dropped."""
     match (region.state, kind):
         case (RegionState.OPENING, TimerKind.SPAWN):
             return region.open_due_ns

@@ -3,7 +3,7 @@
 1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged for a second context.
    Such a submit uses only memory that the lease holds, so it always has room. Without `submit_bytes`, a submit runs in
    place of a session that was never opened, and gets the whole slice. Its context is charged to the card if there is
-   room, otherwise to the slice. Until that submit's bytes are proved free, no client may attach to the session, whose
+   room, otherwise to the slice. Until that submit's bytes are proved free, no client may attach to the session, and its
    worker holds only its context.
 2. A lease has one submit at a time. One more may wait for its bytes, for `MAX_WAIT_S`; others are refused.
 3. A submit ends with its connection, its own time, its lease, or any rule that it breaks. Its lease continues.
@@ -566,7 +566,7 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
 
 
 def _due_ns(submit: Submit, kind: TimerKind) -> int | None:
-    """Return the time at which a submit's timer of that kind is due; None if it is no longer needed."""
+    """Return the time at which a submit's timer of that kind is due; None if it can be dropped."""
     match (submit.state, kind):
         case (SubmitState.STARTING, TimerKind.SPAWN):
             return submit.spawn_due_ns

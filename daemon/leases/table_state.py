@@ -50,13 +50,13 @@ class LeaseStore:
         ended_regions: The regions returned last, oldest first. They are kept apart from `ended`, so that a tenant in a
           loop of regions displaces no lease.
         revoked: Every lease ever revoked, also after its tombstone was dropped.
-        cleared: Every lease whose fence an operator cleared, also after its tombstone was dropped. Its memory was never
-          proved free.
+        cleared: Every lease with a fence that an operator cleared, also after its tombstone was dropped. Its memory was
+          never proved free.
         warm: Contexts of the pool, by id.
         renamed: Tenant names that may have belonged to other people. No lease may reuse the contexts that these left.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         order: The order in which leases prefer cards.
-        submits: Submits whose bytes are not yet proved free, by id.
+        submits: Submits with bytes that are not yet proved free, by id.
         parkable: Live parkable leases, by id.
         parked_host_bytes: Host memory that is held for them.
         rates: Each tenant's rate of acquires.
@@ -467,8 +467,8 @@ class Waiter:
         since_ns: Time of joining.
         due_ns: Time at which it is refused.
         holds_until_ns: End of its right to hold others back; not later than `since_ns` if it has none.
-        returning: The parked lease whose session waits to return; None for an acquire. Its `acquire` is synthetic: its
-            request number is negative, and it is never answered.
+        returning: The parked lease, if its session waits to return; None for an acquire. Its `acquire` is synthetic:
+            its request number is negative, and it is never answered.
     """
 
     acquire: AcquireRequested

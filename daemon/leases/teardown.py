@@ -32,7 +32,7 @@ from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 
 def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
-    """Return the time at which a lease's timer of that kind is due; None if it is no longer needed.
+    """Return the time at which a lease's timer of that kind is due; None if it can be dropped.
 
     A timer that fires early is armed again for that time.
     """

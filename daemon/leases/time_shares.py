@@ -4,8 +4,8 @@ A card's time is shared if a lease has a weight, a tenant has `max_share`, a lea
 shares_time` is set. Otherwise nothing is limited. The rules, in every round:
 
 1. A tenant's demand is the time in which its sessions were busy in the last round plus a little more, or the whole card
-   while one of them is held back by its allowance. The card's time is divided by weights. A tenant whose demand is
-   smaller than its part gets its demand, and the rest goes to the others. Time that is still idle, because sessions
+   while one of them is held back by its allowance. The card's time is divided by weights. If a tenant's demand is
+   smaller than its part, it gets its demand, and the others get the rest. Time that is still idle, because sessions
    pause, is given away as well. So, apart from caps, no tenant is limited while the card is idle, and every tenant that
    demands its part gets it.
 2. A tenant's weight is the largest of its leases on the card. Its sessions share the tenant's part by their own
@@ -95,7 +95,7 @@ _TAKERS: Final = -1
 """A number that no session has, for all sessions that take turns together."""
 
 _OVERDRAWN_NS: Final = -20 * NS_PER_MS
-"""At this balance or below, a tenant's latency sessions are no longer obeyed until the tenant owes nothing."""
+"""At this balance or below, a tenant's latency sessions do not hold others back until the tenant owes nothing."""
 
 
 class SharedSession(NamedTuple):
@@ -144,7 +144,7 @@ class TimeShares:
 
     @property
     def obeyed(self) -> frozenset[str]:
-        """The tenants for whose latency sessions all others have held back since the last round."""
+        """The tenants with latency sessions that have held all others back since the last round."""
         return frozenset(self._obeyed)
 
     @property
@@ -412,7 +412,7 @@ class TimeShares:
         for tenant, own in by_tenant.items():
             if all(one.latency_word is None for one in own):
                 continue
-            # Compute its part by weights among the tenants with demand; if there is no other, that is the whole card.
+            # Compute its part by weights among the tenants with demand; alone, it gets the whole card.
             others = sum(weights[other] for other in by_tenant if other != tenant and wanted[other])
             due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
             owed_ns = before.get(tenant, 0.0) + due_ns - sum(one.time.more_gpu_ns for one in own)

@@ -220,7 +220,7 @@ class Turns:
         # ended, the others' turns change within the period. A new period would favor the first session.
         began_ns = self._began_ns if now_ns < self._until_ns else self._until_ns
         began_ns += (now_ns - began_ns) // period_ns * period_ns
-        # A session whose part is 0 gets no turn: even in a short one it could begin a long kernel each time.
+        # A session gets no turn while its part is 0: even in a short one it could begin a long kernel each time.
         switches_ns = sum(bool(part) for part in parts.values()) * SWITCH_NS
         edges = [0.0]
         for part in parts.values():

@@ -4,7 +4,7 @@
    adopts the image.
 2. Unlike in other moves, the former worker does not end: it is set aside until the new one has restored the whole
    session. It takes the session back if that does not fit the new version, if the image can't be read, if no worker can
-   be started, or if there is no room for both contexts in time. So an upgrade that fails costs its tenant only a pause.
+   be started, or if both contexts do not fit in time. So an upgrade that fails costs its tenant only a pause.
 3. During the upgrade the card is charged for both workers.
 4. A session that was parked is parked again.
 5. A table that restores a lease in the middle of its upgrade continues with the former worker, unless the new one may
@@ -60,7 +60,7 @@ class WorkerUpgrades:
     def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, out: list[Effect]) -> bool:
         """Set aside the worker that a session has left for its upgrade. Returns False if it left for another reason.
 
-        `held_bytes`: The bytes that the worker holds and that the lease is no longer charged for.
+        `held_bytes`: The bytes that the worker holds and that the charge of the lease leaves out now.
         """
         if state.move is None or not state.move.from_version:
             return False

@@ -56,7 +56,7 @@ def keep_for_workers(owner: int) -> int | None:
     directory, or creating it failed.
     """
     folder = None
-    # Without the operator's setting there is no shared folder: see the module's docstring.
+    # Only with the operator's setting is the folder shared: see the module's docstring.
     if os.environ.get(DIRECTORY_VARIABLE):
         folder = open_for(owner, Path(os.environ[DIRECTORY_VARIABLE]) / f"{WORKERS_FOLDER}-{owner}")
     _for_workers[:] = [None if folder is None else PrivateFolder(folder)]

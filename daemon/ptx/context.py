@@ -502,7 +502,7 @@ class CpuContext:
         return int.from_bytes(memory.bytes_at(event.address, STAMP_BYTES), "little")
 
     def adopt_event(self, time_ns: int) -> AdoptedEvent:
-        """Keep the time (`Context.adopt_event`)."""
+        """Keep the event's time, which is all that it has (`Context.adopt_event`)."""
         return AdoptedEvent(time_ns)
 
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------

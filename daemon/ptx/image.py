@@ -402,7 +402,7 @@ class CpuModule:
     kept_bytes: int = 0
 
     def variable(self, name: str) -> tuple[int, int]:
-        """Return a variable's address and size; (0, 0) if there is no variable of that name."""
+        """Return a variable's address and size; (0, 0) if no variable has that name."""
         for variable, address in zip(self.code.image.variables, self.variable_addresses, strict=True):
             if variable.name == name:
                 return address, variable.size

@@ -154,7 +154,7 @@ class TlsAcceptor:
     def __init__(
         self, channel: socket.socket, files: IdentityFiles, max_relays: int, max_relays_per_tenant: int
     ) -> None:
-        """Raises BadIdentity."""
+        """Read the node's identity from `files`. Raises BadIdentity."""
         self._channel = channel
         self._files = files
         self._identity: Identity | None = Identity(files)

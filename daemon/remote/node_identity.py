@@ -104,7 +104,7 @@ class Identity:
     """
 
     def __init__(self, files: IdentityFiles) -> None:
-        """Raises BadIdentity."""
+        """Read the certificates, the key and the revocations in `files`. Raises BadIdentity."""
         self._files = files
         self._stamps = files.stamps()
         self._keyless = _context(files, with_key=False)

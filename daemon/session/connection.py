@@ -12,7 +12,7 @@ Rings. A ring in shared memory replaces the socket's stream in both directions. 
 is the bell: a byte on it, of any value, means that the ring has changed. It is also the sign of life: when the peer
 closes it, the connection ends once the worker has served what is left in the ring.
 
-Slow readers. If there is no room for a reply, the worker waits for a short time: an honest peer on this host reads
+Slow readers. If the ring has no room for a reply, the worker waits for a short time: an honest peer on this host reads
 within microseconds. After that time the worker copies the rest into a send buffer and pauses the connection: it serves
 no request of that peer until the peer has read the rest. So a peer that does not read costs its session the memory of
 one reply, for a bounded time, and delays no other peer for longer than that wait.
@@ -119,7 +119,7 @@ class PinnedBuffer:
 
     Attributes:
         memory: The mapping, `view` all its bytes.
-        ticket: The ticket of the card's copy from it; None if there was no copy since it was acquired.
+        ticket: The ticket of the card's copy from it; None if nothing was copied since it was acquired.
         is_held: Whether a connection receives into it, or its payload is being handled.
     """
 
@@ -459,7 +459,7 @@ class RingWire:
             state: That process's counters.
 
         Raises:
-            OSError: There is no descriptor or no memory left for it.
+            OSError: It would need more descriptors or memory than are left.
             ValueError: The memory is too small.
         """
         self._sock = sock

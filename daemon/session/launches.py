@@ -297,7 +297,7 @@ class Planner:
         self.expected = plan.follower or plan
 
     def plan_at(self, address: int) -> Plan:
-        """Return the plan whose record is at this address."""
+        """Return the plan with its record at this address."""
         return self._plan_by_address[address]
 
     def forget(self) -> None:

@@ -284,7 +284,7 @@ class Ledger:
         self.used_bytes += size_bytes
 
     def void_region(self, address: int, what: str) -> None:
-        """Notify the dependents of a region whose end begins."""
+        """Notify a region's dependents that its end begins."""
         self.allocation_dependents.released(address, what)
 
     def end_region(self, address: int, kept_bytes: int) -> None:
@@ -423,7 +423,7 @@ class Ledger:
     def charge_kept(self, kept_bytes: int) -> None:
         """Charge `kept_bytes`, the total of what the context keeps for kernels.
 
-        Raises DriverError if there is no room, and what `make_room` raises.
+        Raises DriverError if it does not fit, and what `make_room` raises.
         """
         more_bytes = kept_bytes - self._kept_bytes
         if more_bytes > max(0, self.room_bytes):
@@ -494,7 +494,8 @@ class Ledger:
             self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
-        # Look up in order of frequency. No size is 0, so `or` continues with the variables if it is no allocation.
+        # Look up in order of frequency. No size is 0, so `or` continues with the variables if the allocations do not
+        # have it.
         size_bytes = self._allocations.get(handle) or self._variables.get(handle)
         if size_bytes is None:
             region = self._regions.get(handle)

@@ -152,7 +152,7 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
-        # Update the heartbeat: the broker kills a warm worker whose heartbeat stops.
+        # Update the heartbeat: without it the broker kills a warm worker.
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         if not poll.poll(LOOK_MS):
             continue

@@ -188,7 +188,7 @@ def _types_of(parameters: bytes) -> bytes:
 
 def _type_of(parameter: bytes) -> ParameterType:
     words = _WORD.findall(parameter)
-    # With more than one type, a vector or an array, there is no single type to report.
+    # With more than one type, a vector or an array, no single type can be reported.
     kinds = [_SCALARS[word] for word in words if word in _SCALARS]
     if len(kinds) != 1 or not _VECTORS.isdisjoint(words):
         return ParameterType.UNTOLD

@@ -414,7 +414,10 @@ class SessionParking:
         return True
 
     def want(self) -> None:
-        """Ask the broker for the return, because a request waits for it. Repeat this if there is no answer for long."""
+        """Ask the broker for the return, because a request waits for it.
+
+        Repeat this if the broker does not answer for long.
+        """
         now_ns = time.monotonic_ns()
         if self._wanted_ns is None or now_ns - self._wanted_ns >= WANTED_AGAIN_NS:
             self._wanted_ns = now_ns

@@ -66,8 +66,8 @@ UNASKED_GRACE_MS: Final = 1000
 does not know it."""
 
 MAX_MAPPED_REGIONS: Final = 4096
-"""Most regions of a session whose addresses it has not released, including ended ones. Otherwise a tenant could fill
-the driver's tables with regions that it never releases."""
+"""Most regions for which a session holds addresses, including ended ones. Otherwise a tenant could fill the driver's
+tables with regions that it never releases."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +90,7 @@ class _End:
 
 
 class _NeverDone:
-    """A ticket of work whose end can't be observed."""
+    """A ticket of work that can't be seen to end."""
 
     def is_done(self) -> bool:
         return False
@@ -187,7 +187,7 @@ class RegionMemory:
     def states(self) -> tuple[list[RegionState], list[list[int]]]:
         """Return all regions that are mapped or that a set names, and for each set the positions of its regions."""
         mapped, ledger = list(self._by_id.values()), self._resources.ledger
-        # A set may name regions whose addresses have been released: launches in it are refused.
+        # A set may name regions that have released their addresses: launches in it are refused.
         position = {region: at for at, region in enumerate(mapped)}
         sets = [[position.setdefault(one, len(position)) for one in made.regions] for made in self._gate.sets.values()]
         states = [
@@ -436,7 +436,7 @@ class RegionMemory:
         try:
             return self._mark(stream)
         except DriverError:
-            # There is no way to wait for its launches, so the end of a region that they use has to be given up.
+            # Nothing can wait for its launches, so the end of a region that they use has to be given up.
             return _NeverDone()
 
     def _mark(self, stream: int) -> Ticket:

@@ -119,7 +119,7 @@ class MappedRegion:
 
 
 def end_text(region: MappedRegion) -> str:
-    """Describe a region whose end has begun, for objects that used it."""
+    """Describe a region that has begun to end, for objects that used it."""
     return f"the region {region.region_id:032x}, which has ended"
 
 
@@ -180,7 +180,7 @@ class RegionGate:
 
     Attributes:
         page: The regions page; None before the first region.
-        regions: All regions whose addresses the session has not released, by slot and number.
+        regions: All regions for which the session still holds addresses, by slot and number.
         current: The set that was admitted last in the selected stream; None if there is none.
         mark: Returns a ticket for the current work of a stream.
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
@@ -289,7 +289,7 @@ class RegionGate:
             return region.ended
         page, slot = self.page, region.slot
         number, state = page.word(slot)
-        # Another region has this slot now, so this region's end is no longer on the page.
+        # Another region has this slot now, and the page shows that one instead.
         if number != region.number:
             return Flip(RegionWord.NONE, 0)
         if state is RegionWord.ACTIVE:

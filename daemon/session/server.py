@@ -550,7 +550,7 @@ class SessionServer:
             parking.report(ReturnFailedReport(order.number, str(error), True))
             return
         if order.refusal:
-            # There is no room for the session's bytes. Report that, and the broker has the waiting requests refused.
+            # The session's bytes do not fit. Report that, and the broker has the waiting requests refused.
             parking.report(ReturnFailedReport(order.number, order.refusal, False))
             self._tell_of_session()
             return
@@ -602,7 +602,7 @@ class SessionServer:
         # Step 4: serve its clients again.
         for connection in connections:
             self._connections[connection.fd] = connection
-            # Hold a connection whose requests wait for the return, as the previous process did.
+            # Hold a connection while its requests wait for the return, as the previous process did.
             if connection.receive_buffer.is_mid_frame:
                 self._held.add(connection.fd)
                 continue
@@ -1049,7 +1049,7 @@ class SubmitServer:
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         while (left_s := until_s - time.monotonic()) > 0:
-            # Update the heartbeat while waiting: the broker kills a worker whose heartbeat stops.
+            # Update the heartbeat while waiting: without it the broker kills the worker.
             self._session.poll()
             if not poll.poll(left_s * 1000):
                 continue

@@ -139,7 +139,7 @@ class Session:
         self.on_wait: Callable[[], None] = keep_waiting
         self._context, self._ledger, self._page = context, ledger, page
         self._counters = page.counters
-        # Native code may launch only if there is no bound on kernels' run times, which needs this watch.
+        # Native code may launch only if kernels' run times are unlimited, because a limit needs this watch.
         self.watch = KernelWatch(context, page.counters, options.max_kernel_ms)
         if self.watch.is_on:
             context.watch(self._check_lease)
@@ -440,7 +440,7 @@ class Session:
         """Keep a fault that was found outside a tenant's request. It is reported like any other."""
         failure = self._failure_of_fault(fault)
         if self.ended.has_any and not self._counters[Counter.CONNECTIONS]:
-            return  # The connection that launched it has ended, and there is no other to report it to.
+            return  # The connection that launched it has ended, and no other one could receive the report.
         # Only one failure is pending at a time; a further fault waits until that one is reported.
         if self._pending_failure is None:
             self._pending_failure, self._pending_from = failure, None
@@ -621,7 +621,7 @@ class Session:
 
     def use_latency_word(self, word: LatencyWord, fds: list[int]) -> None:
         """Map a latency word from its descriptor, which the caller closes."""
-        # If there is no memory for the mapping, ignore the word: the session then holds no launches back for it.
+        # If memory for the mapping is short, ignore the word: the session then holds no launches back for it.
         with contextlib.suppress(OSError, ValueError):
             if len(fds) == 1:
                 self.pacer.use_word(word.number, *fds, is_own=word.is_own)

@@ -155,7 +155,7 @@ class DrainOutcome(NamedTuple):
     """The outcome of a drain.
 
     Attributes:
-        left_ms: Milliseconds until the remaining leases are ended; None if there is no drain.
+        left_ms: Milliseconds until the remaining leases are ended; None without a drain.
         leases: The number of active leases of the node, or of the card.
     """
 

@@ -38,7 +38,7 @@ MAX_RENEWALS_AHEAD: Final = 1 << 20
 gets further ahead."""
 
 STRAY_TIMEOUT_S: Final = 5.0
-"""Longest wait for the end of a worker whose zygote has died: the kernel kills it with its parent."""
+"""Longest wait for the end of a worker after its zygote has died: the kernel kills it with its parent."""
 
 
 @dataclass(frozen=True, slots=True)

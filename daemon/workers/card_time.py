@@ -1,7 +1,7 @@
 """The time of the cards: samples of the workers' claims, each lease's account, and limits on the control pages.
 
-Each card is sampled by itself. A card whose time is shared (a lease there has a weight or is of the latency class, or
-its tenant has `max_share`) is sampled every 10 ms, and every 2 ms while a tenant's sessions there may hide how they
+Each card is sampled by itself. A card with shared time (a lease there has a weight or is of the latency class, or its
+tenant has `max_share`) is sampled every 10 ms, and every 2 ms while a tenant's sessions there may hide how they
 overlap. Any other card is sampled only for the account: once a second, and 20 times a second while two or more sessions
 are busy in parts of the time. A card without sessions is not sampled.
 
@@ -311,7 +311,7 @@ class CardTimes:
         claims: dict[int, TimeClaims] = {}
         for number, member in card.members.items():
             page = member.worker.page
-            # Skip sessions whose claims have not changed: most are idle most of the time.
+            # Skip sessions with unchanged claims: most are idle most of the time.
             seen = page.time_bytes()
             if seen == member.seen and number not in card.words:
                 continue
@@ -320,7 +320,7 @@ class CardTimes:
             if claim is not None:
                 claims[number] = claim
                 member.seen = b"" if claim.busy_since_ns or claim.held_back_since_ns else seen
-        # The tenants for whose latency sessions the others have held back since the last sample.
+        # The tenants with latency sessions that have held the others back since the last sample.
         obeyed = card.shares.obeyed
         first = [one for one in card.words if one in card.members and card.members[one].tenant in obeyed]
         account = card.account

@@ -1,7 +1,7 @@
 """A helper process of the broker: the broker starts it, pings it, kills it if it hangs, and replaces it when it ends.
 
-The relays' acceptor, the web process and the fleet process are helper processes. `Heartbeat` also pings the zygote,
-which is no helper process: it may be an earlier broker's, and is left to the next one.
+The relays' acceptor, the web process and the fleet process are helper processes. `Heartbeat` also pings the zygote.
+That process is different: it may be an earlier broker's, and is left to the next one.
 """
 
 import asyncio

@@ -130,7 +130,7 @@ class KernelWatchdog:
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
-        # Rule 3: there is no new heartbeat. Operations that are known to wait inside the driver are exempt, because
+        # Rule 3: the heartbeat has stopped. Operations that are known to wait inside the driver are exempt, because
         # rules 1 and 2 and the lease's deadline bound them.
         last = self._looks.get(worker.spec.lease_id)
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
@@ -149,7 +149,7 @@ driver busy with listing processes. Memory that a session takes during the pause
 FAILED_POLL_PAUSE_S: Final = 0.2
 MAX_FAILED_POLLS: Final = 5
 """Pause before a session is polled again if the card gave no figure, and the number of such polls in a row after which
-the session is ended. A driver may fail once and recover. But a session whose memory is unknown must end within about a
+the session is ended. A driver may fail once and recover. But a session with unknown memory must end within about a
 second, because nothing would stop it from taking another lease's bytes."""
 
 
@@ -319,7 +319,7 @@ class Reclaimer:
     def prove(self, lease_id: int, card_uuid: str, pid: int) -> None:
         """Post `WorkerUnlisted` at each poll that does not list the process.
 
-        Post `ReclaimProved` if there was no process.
+        Without a process, post `ReclaimProved`.
         """
         task = asyncio.get_running_loop().create_task(self._look(lease_id, card_uuid, pid))
         self._tasks[lease_id] = task

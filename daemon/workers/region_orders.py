@@ -134,7 +134,7 @@ class RegionOrders:
                 self._condemn(worker.spec.lease_id, error)
 
     def _condemn(self, lease_id: int, error: OSError) -> None:
-        """End a session whose worker can't be sent its regions' words: without them no region could be ended."""
+        """End a session if its worker can't be sent its regions' words: without them no region could be ended."""
         reason = f"it can't be shown its regions page: {error.strerror}"
         self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
@@ -232,7 +232,7 @@ def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevokedReport) 
     if message.told_ns and not message.seen_ns <= message.told_ns <= now_ns:
         return False
     if message.status == -Status.FENCED:
-        # A deadline that passes writes no word, so there is no time to compare.
+        # A deadline that passes writes no word, so no time can be compared.
         return True
     # Every end is in the table before it is on the page, except that the worker may notice first that a deadline has
     # passed.

@@ -188,7 +188,7 @@ class Workers:
             self._remove(worker)
 
     async def leave(self) -> None:
-        """Leave zygotes and workers to the next broker. If there are no workers, end the zygotes.
+        """Leave zygotes and workers to the next broker. Without workers, end the zygotes.
 
         An unused zygote would keep the daemon's standard error open for a minute, and a reader of it would wait.
         """
@@ -358,7 +358,8 @@ class Workers:
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
-        # Post this in a later turn, because the caller is executing an effect, whose event is logged after it.
+        # Post this in a later turn, because the caller is executing an effect, and logs that effect's event only
+        # afterwards.
         asyncio.get_running_loop().call_soon(self._post_not_started, spec, str(error.strerror))
 
     def _post_not_started(self, spec: WorkerSpec, reason: str) -> None:
@@ -393,7 +394,7 @@ class Workers:
             worker.page.give_grace(until_ns)
 
     def kill(self, lease_id: int) -> None:
-        # The lease table waits for WorkerExited after every kill, so post one if there is no worker.
+        # The lease table waits for WorkerExited after every kill, so post one if the worker is gone already.
         if (worker := self._workers.get(lease_id)) is None:
             exited = WorkerExited(lease_id, "it had no process", is_by_daemon=True)
             asyncio.get_running_loop().call_soon(self._post, exited)
@@ -486,8 +487,8 @@ class Workers:
             case Ready():
                 worker.is_ready = True
                 if worker.pid:
-                    # Wait for the pid, without which its bytes could not be told apart from others'. The zygote sends
-                    # it at once.
+                    # Wait for the pid, because without it its bytes could not be distinguished from others'. The zygote
+                    # sends it at once.
                     self._post(WorkerReady(lease_id))
             case Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
@@ -520,7 +521,7 @@ class Workers:
                 assert_never(message)
 
     def _on_zygote_exit(self, zygote: ZygoteClient) -> None:
-        # The kernel kills the workers with their zygote (PR_SET_PDEATHSIG), but there is no zygote to report that.
+        # The kernel kills the workers with their zygote (PR_SET_PDEATHSIG), but no zygote is left to report that.
         for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:
             if worker.pidfd < 0:
                 self._on_ended(worker, "the zygote died before it could start the worker")

@@ -90,7 +90,7 @@ class Worker:
 
     @property
     def earlier_version(self) -> str:
-        """The daemon's version whose code it runs; "" for the code of this daemon, under its settings."""
+        """The daemon's version that its code comes from; "" for the code of this daemon, under its settings."""
         return "" if self.zygote.is_current else self.zygote.version
 
     @classmethod

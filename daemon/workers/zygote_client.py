@@ -175,7 +175,7 @@ class ZygoteClient:
 
     Attributes:
         findings: The measures its workers are under, as the zygote reported them when it was ready.
-        version: The daemon's version whose code it and its workers run.
+        version: The daemon's version that its code and its workers' code come from.
         is_current: Whether that is the code of this daemon, with the same settings for workers.
     """
 

@@ -289,7 +289,7 @@ IMAGE_MODEL_KEYS: Final[KeyTable] = {
     **{key: entry for key, entry in _COMMON.items() if entry.effect is not Effect.USED},
     **used("model_type", "architectures", "text_config", "eos_token_id", "tie_word_embeddings"),
     **refused("the engine reads no packed weights of models with images", {"quantization_config": ()}),
-    # The parts for images, and the tokens in whose place they come.
+    # The parts for images, and the tokens that they replace.
     **no_effect(
         "vision_config",
         "mm_tokens_per_image",

@@ -70,7 +70,7 @@ class RandomCheckpoint:
         raise ModelRejected(f"{self.name} have no tokenizer", "Use token ids as prompts")
 
     def close(self) -> None:
-        """Do nothing: there are no files."""
+        """Do nothing, because random weights are computed and not read from files."""
 
 
 def _reader(block: NDArray[np.uint16], start: int, columns: int) -> RowReader:

@@ -1,10 +1,10 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
 Theory of operation. All weights are planes of one allocation, because a card's driver takes up to a millisecond for
-each allocation. Its content is the image (`_Image`). The planes whose bytes are a file's own come first in the image,
-next to each other, and are filled through a few windows. A window is an array of the session's arena, which the card
-reads itself. Several threads fill it at once, each a part, from the page cache. Two windows are being copied at a time,
-each in a stream of its own, so that the bus never waits for the host. All else (norms, tables, weights in other
+each allocation. Its content is the image (`_Image`). The planes that have the same bytes as the file come first in the
+image, next to each other, and are filled through a few windows. A window is an array of the session's arena, which the
+card reads itself. Several threads fill it at once, each a part, from the page cache. Two windows are being copied at a
+time, each in a stream of its own, so that the bus never waits for the host. All else (norms, tables, weights in other
 encodings) is converted by the same threads and written from ordinary memory. So only a few windows and chunks of the
 model are in the host's memory at a time, besides the page cache.
 """
@@ -421,7 +421,7 @@ class _Copy:
 
 
 class _Loader:
-    """A load in progress."""
+    """Fills one image: threads prepare windows of host memory, and the card's copies follow in order."""
 
     def __init__(
         self, session: GpuSession, buffer: Buffer, image: _Image, progress: Callable[[int, int], None] | None
@@ -521,7 +521,7 @@ class _Loader:
         return copy.stream
 
     def _count(self, size_bytes: int) -> None:
-        """Report bytes that are on the card now."""
+        """Add `size_bytes`, which are on the card now, and report the progress."""
         self._done_bytes += size_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._image.filled_bytes)

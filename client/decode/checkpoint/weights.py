@@ -114,7 +114,7 @@ class ModelWeights:
     local_tables: tuple[Plane, Plane] | None = None
 
     def rotary_tables(self, layer: int) -> tuple[Plane, Plane]:
-        """Return the cosines and sines of a layer."""
+        """Return the cosines and sines that a layer rotates by: local layers may have their own."""
         if self.local_tables is not None and self.config.is_local(layer):
             return self.local_tables
         return self.cosines, self.sines

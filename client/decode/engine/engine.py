@@ -490,7 +490,7 @@ class DecodeEngine:
         """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
 
         Raises RegionFailed, with the `lease_id` of the pool that ended: then this step and those after it did not
-        begin, and are no longer under way. The same holds for the errors of a session's end. Raises RequestRejected if
+        begin, and have left the pipeline. The same holds for the errors of a session's end. Raises RequestRejected if
         no step is under way.
         """
         if not self._steps:

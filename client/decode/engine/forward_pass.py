@@ -53,7 +53,7 @@ MAX_GUIDED_ROWS: Final = 64
 """Most rows of a step with entries or a mask. Each may need as many entries as it has tokens, in separate memory."""
 
 MAX_BIASES: Final = 1024
-"""Most tokens whose logits a request changes, in addition to those in its sequence."""
+"""Most tokens for which a request may change logits, in addition to those in its sequence."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:

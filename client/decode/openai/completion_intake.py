@@ -36,7 +36,7 @@ MAX_BODY_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request whose sequences are submitted.
+    """A request after its sequences were submitted.
 
     Attributes:
         model: The name of its model.

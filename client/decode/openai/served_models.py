@@ -131,7 +131,7 @@ class ManyModels:
         self.log = pool.log
         self._pool, self.load_wait_s = pool, load_wait_s
         self._tenants = {tenant.id: tenant for tenant in tenants}
-        # By tenant: requests with bodies that are being read, or whose models are being loaded.
+        # By tenant: requests that wait for the rest of their bodies, or for their models to load.
         self.coming: Counter[str] = Counter()
 
     def has_tenant(self, tenant: str) -> bool:

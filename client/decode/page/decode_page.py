@@ -172,7 +172,10 @@ class PageFeed(DecoderObserver):
         self._events.add(self._clock(), "", kind, seconds=report.took_s, detail=report.cause)
 
     def on_prefix_changed(self, report: PrefixChanged) -> None:
-        """Add the event of the end of a shared prefix, or of its return. Loads are no events: all have one."""
+        """Add the event of the end of a shared prefix, or of its return.
+
+        Loads are left out, because every prefix has one.
+        """
         kinds = {PrefixChange.REBUILD: EventKind.PREFIX_REBUILT, PrefixChange.END: EventKind.PREFIX_ENDED}
         if kind := kinds.get(report.change):
             self._events.add(self._clock(), report.name, kind, detail=report.detail)

@@ -224,7 +224,7 @@ class ResidentModel:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are admitted at once."""
+        """Whether requests are admitted at once: it is loaded, and need not make room for another model."""
         return self.state is ModelState.LOADED and not self.yields and not self.is_going
 
 
@@ -399,9 +399,9 @@ class ModelResidency:
     def change(self, models: Mapping[str, ModelTerms], now: float) -> list[Effect]:
         """Serve these models from now on.
 
-        New models are added. Models that are no longer listed are unloaded after their last request in use, and their
-        waiting requests are refused. Models with other terms are loaded again, and their requests wait for that. Raises
-        ValueError for a model that is larger than the card: nothing changes then.
+        New models are added. Models that the new list leaves out are unloaded after their last request in use, and
+        their waiting requests are refused. Models with other terms are loaded again, and their requests wait for that.
+        Raises ValueError for a model that is larger than the card: nothing changes then.
         """
         self._check(models)
         effects: list[Effect] = []

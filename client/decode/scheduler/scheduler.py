@@ -134,8 +134,8 @@ class ContinuousBatchScheduler:
     ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
     be reused at once: a discarded row writes before any row of their next owner does.
 
-    **Preemption**, if `settings.preempts`. If there is no free table for the next tenant in turn, the youngest sequence
-    of the tenant with the lowest weight ends, provided that this weight is lower than the next tenant's. The sequence's
+    **Preemption**, if `settings.preempts`. If no table is free for the next tenant in turn, the youngest sequence of
+    the tenant with the lowest weight ends, provided that this weight is lower than the next tenant's. The sequence's
     replay waits first in its tenant's queue, without a deadline, and is not charged again. The order of turns does not
     change, so the service bound holds. No request starves: it loses its table MAX_PREEMPTIONS times at most, and then
     keeps it to its end.

@@ -49,7 +49,7 @@ class LiveSequence:
         published: How many of its blocks others can find, or could find when it got them.
         reused: Positions at its beginning that were computed before: its first row is behind them.
         reusable: Most positions that it may reuse.
-        prefix: The shared prefix whose blocks it uses; "" for none.
+        prefix: The shared prefix that it uses; "" for none.
         is_following: Whether it waits for another sequence that computes the next block of its prompt.
         acts_at: The first position of an emitted token at which it ends or needs another block.
         number: Its place in the order of admissions.

@@ -249,7 +249,7 @@ class Decoder:
             address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
             progress: Called with the bytes loaded and the bytes in all.
             observers: Get the decoder's reports.
-            prefixes: Tokens whose blocks all tenants share. They are computed before the decoder serves.
+            prefixes: Tokens of the prefixes that all tenants share. They are computed before the decoder serves.
             is_parkable: Whether `park` works.
             tokenizer: The model's tokenizer, if it was loaded before; None: it is loaded when it is first needed.
 

@@ -462,7 +462,7 @@ class PrefixState:
     Attributes:
         name: Its name.
         tokens: The tokens of its full blocks.
-        region_bytes: Memory of its region; 0 if that has ended, or while there is no engine.
+        region_bytes: Memory of its region; 0 if that has ended, or while no engine runs.
         requests: Requests that began with some of its blocks.
         reused_tokens: Tokens of prompts that were not computed because it has their blocks.
     """

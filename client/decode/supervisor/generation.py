@@ -44,7 +44,7 @@ class Generation:
         failure: Why it must end with an error although the engine did not fail; usually None.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
-        reused_tokens: Number of the prompt's tokens whose keys and values were reused and not computed.
+        reused_tokens: Number of the prompt's tokens for which keys and values were reused and not computed.
         pooled: The prompt's rows, if its request has a pooling: complete before the first emitted token.
         prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
             token.

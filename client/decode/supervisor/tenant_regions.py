@@ -43,7 +43,7 @@ class TenantRegions:
     Attributes:
         pools: The tenants' blocks by the tenants' ids. A tenant that is suspended, or waits for its next region, is not
             in it.
-        prefixes: The shared prefixes whose regions have not ended, by their names, each with its blocks.
+        prefixes: The shared prefixes with a region that has not ended, by name, each with its blocks.
         move_before_s: Seconds before a region's end at which its tenant is to move away.
     """
 

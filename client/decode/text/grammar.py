@@ -69,7 +69,7 @@ _BESIDE_REF: Final = frozenset({"$ref", "$defs", "definitions", "title", "descri
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _LISTS: Final = frozenset({"anyOf", "prefixItems", "items"})
 _SCHEMAS: Final = frozenset({"items", "additionalItems", "additionalProperties", "contains"})
-"""Keywords whose values have schemas: as an object's values, as a list, or one."""
+"""Keywords with schemas in their values: as an object's values, as a list, or a single one."""
 
 _ESCAPED: Final[Mapping[str, str]] = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 """Parts of a regular expression that a grammar has in another form."""
@@ -92,13 +92,13 @@ def regex_rule(regex: str) -> str:
 
 
 def choice_rule(texts: Iterable[str]) -> str:
-    """Return a grammar's rule for texts."""
+    """Return the right side of a grammar's rule that allows exactly these texts."""
     # Strings of grammars are those of JSON, with all but ASCII and the control character DEL escaped.
     return " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in texts)
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema whose objects have the members in their `properties` and no others, unless it allows others.
+    """Return a schema that limits objects to the members in their `properties`, unless it allows others.
 
     By JSON Schema an object may have any further members, and a model with nothing to say writes those until its tokens
     are used up. vLLM (by xgrammar) and llama.cpp close objects, too. Every text of the result is a text of the schema:

@@ -247,7 +247,7 @@ def _lease_file(record: PreparedClaim, device: HeldDevice) -> dict[str, Any]:
 
 
 def _of_tokens(found: dict[str, Any]) -> dict[str, Any]:
-    """Convert a record of the version whose pods had tokens: its leases are ended, and the claim is prepared again."""
+    """Convert a record of the version that gave pods tokens: its leases are ended, and the claim is prepared again."""
     user = found["user"]
     rest = {"number": 0, "user": user, "size_bytes": 0, "until_s": None}
     devices = [{name: lease[name] for name in _LEASE_MEMBERS_1} | rest for lease in found["leases"]]

@@ -1,8 +1,8 @@
 """The node's cards as a pool of devices, and the writes that bring its ResourceSlices to that state. Pure.
 
 A slice's name is made of the node's name and the slice's number, so a repeated create conflicts with the first instead
-of adding a second slice. A pool whose slices differ in their generation is incomplete: the scheduler ignores it until
-the slices agree. So the generation increases whenever more than one slice has to be written.
+of adding a second slice. A pool is incomplete while its slices differ in their generation: the scheduler ignores it
+until the slices agree. So the generation increases whenever more than one slice has to be written.
 """
 
 import hashlib

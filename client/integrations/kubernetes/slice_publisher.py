@@ -216,8 +216,8 @@ class SlicePublisher:
             return
         put = self._cluster.create_slice if write.verb is Verb.CREATE else self._cluster.replace_slice
         found = put(write.slice)
-        # The server may have dropped fields whose gates are off. Remember what it made of these devices: it is what
-        # the watch will report.
+        # The server may have dropped fields that its feature gates turn off. Remember what it made of these devices: it
+        # is what the watch will report.
         sent, stored = write.slice["spec"]["devices"], found["spec"].get("devices") or ()
         self._stored_as[write.name] = digest_of(sent), digest_of(stored)
         for name in sorted(dropped_fields(write.slice, found) - self._reported):

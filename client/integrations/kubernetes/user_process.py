@@ -55,7 +55,7 @@ class UserProcess:
         self._user, self._address, self._socket = user, address, socket
 
     def __enter__(self) -> Self:
-        """Start it. Raises NoUserProcess."""
+        """Start the process, and wait until it has its audience. Raises NoUserProcess."""
         # The group of the socket, which pods have as a supplemental group, too.
         group = self._socket.stat().st_gid
         command = [sys.executable, "-P", "-m", __name__, str(self._user), str(group), self._address]

@@ -108,7 +108,7 @@ class JobRecords:
         self._path(job).unlink(missing_ok=True)
 
     def used(self) -> list[str]:
-        """Return the numbers of all jobs whose usage is not yet reported to Slurm."""
+        """Return the numbers of all jobs with usage that is not yet reported to Slurm."""
         return [path.stem for path in sorted(self._folder.glob(f"*{_USAGE_SUFFIX}"))]
 
     def usage(self, job: str) -> JobUsage:

@@ -9,7 +9,7 @@ from gpulease.client.console.reports import Report
 from gpulease.client.integrations.slurm.slurm_jobs import MIB, JobRequest
 
 FENCED: Final = "fenced"
-"""State of a lease whose memory could not be proved free; the card's `fenced_bytes` has these bytes."""
+"""State of a lease after the proof of free memory failed; the card's `fenced_bytes` has these bytes."""
 
 
 def countable_mib(card: Report, jobs_per_card: int) -> int:

@@ -125,7 +125,7 @@ class CudaContext:
         self._contents: list[tuple[int, bytes]] = []
         self._wipes_memory = is_heap_wiped()
         self._markers: Markers | None = None
-        # An event whose time on the host's clock is known, once events leave the process or come from another.
+        # An event with a known time on the host's clock, once events leave the process or come from another.
         self._anchor: tuple[TimedEvent, int] | None = None
         self._launcher = Launcher(self._stream.handle)
         # The events behind work under a limit of time (CardProgress), once there was a limit.

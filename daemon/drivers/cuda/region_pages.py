@@ -35,7 +35,7 @@ AHEAD_BYTES: Final = 16 << 30
 """Addresses that are reserved at a time, in bytes: the driver needs 20 us for it, however many there are."""
 
 MAX_CUT_BYTES: Final = AHEAD_BYTES // 4
-"""Largest region whose addresses are cut from these; a larger one reserves its own. So the ends that are lost have at
+"""Largest region that gets its addresses from these; a larger one reserves its own. So the ends that are lost have at
 most a third as many addresses as the regions."""
 
 SCRATCH_PARTS: Final = 16

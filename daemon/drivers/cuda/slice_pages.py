@@ -204,7 +204,7 @@ class SlicePages:
     def adopt(self, saved: Iterable[tuple[int, int, int]], blocks: Mapping[int, int]) -> dict[int, SliceAllocation]:
         """Enter the pieces of another process's slice with the same range, and the sizes of its blocks by address.
 
-        Returns an allocation for each block. Raises ImageMismatch for a piece whose bytes are missing.
+        Returns an allocation for each block. Raises ImageMismatch if bytes of a piece are missing.
         """
         for address, size_bytes, saved_at in saved:
             self._pieces[address] = piece = self._pages.adopt_piece(size_bytes, saved_at)

@@ -105,7 +105,7 @@ class DirectoryServer:
         operators: frozenset[str] = frozenset(),
         tenants: Mapping[str, str] = NO_TENANTS,
     ) -> None:
-        """Raises BadIdentity."""
+        """Read the directory's identity from `files`; None without TLS. Raises BadIdentity."""
         self._fleet = fleet
         self._files = files
         self._operators = operators
@@ -282,7 +282,7 @@ class DirectoryConnection(asyncio.Protocol):
         fleet: The view to serve.
         metrics: The metrics that operators may read.
         peer_of: Identifies the peer; raises NoTenant.
-        turns: The queue of all connections, and the source whose turns this connection uses.
+        turns: The queue of all connections, and the source for this connection's turns.
         connections: All open connections, with this one.
         on_lost: Called once, when the connection is closed.
     """

@@ -60,7 +60,7 @@ def parse_etcd(value: Any) -> tuple[str, ...]:
 
 
 def parse_node(value: Any) -> str:
-    """Return a node's id. Raises ValueError."""
+    """Return `value` if it is a node's id. Raises ValueError otherwise."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise must_be("a node's id", value, "use letters, digits, dots, dashes and underscores")
     return value

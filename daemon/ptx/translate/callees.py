@@ -24,7 +24,7 @@ STACK_END = Value("i64", "%stack_end")
 GIVEN = (LAUNCH, Value("ptr", "%environment"), Value("ptr", "%local"), *(Value("i32", f"%{n}") for n in ARGUMENTS))
 SIGNATURE = ", ".join(map(str, (*GIVEN, PASSED, RETURNED, STACK, STACK_END)))
 
-# Functions' numbers are this far apart, and begin where there is no device memory.
+# Functions' numbers are this far apart, and begin at addresses that device memory never has.
 HANDLE_STEP = 16
 FIRST_HANDLE = 1 << 56
 

@@ -344,7 +344,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], known: RowDig
 
     sqlite3 releases the interpreter at each step of a statement, and gets it back when the broker's thread pauses. So
     hundreds of statements would last as long as the broker is busy: each takes many rows, and returns at most one. A
-    row whose digest is known is not read.
+    row with a known digest is not read.
 
     Raises sqlite3.Error, or ValueError if an existing row was not written by this code.
     """

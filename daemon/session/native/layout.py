@@ -200,32 +200,23 @@ class ServingState(ctypes.Structure):
     latest        Address of the PlanRecord of the last launch done, 0 for none.
     clock_ns      The monotonic clock when it was last read.
     region_set    The bytes, as they travel, of the handle of the region set in use.
-    set_epoch     The regions page's epoch when that set was compared; NO_EPOCH if there is no such set.
-    set_deadline  The least deadline of the set's regions, on the monotonic clock.
-    epoch         Address of the regions page's epoch, of a word that never changes if there is no such page.
-    seen_epoch    The epoch when Python last looked: at another one the serving of a ring ends after one portion.
-    synced        Launches counted when a SYNC was last answered.
-    write_front   Address of the 12 bytes at which a quiet MEM_WRITE begins, whatever its size.
-    read_front    Address of the 16 bytes of a MEM_READ before its request id.
-    data_front    Address of the 12 bytes at which its successful reply begins.
-    reuse_front   Address of the 16 bytes of a quiet MEM_REUSE before its request id.
-    allocations   Address of the AllocationRecords' table.
-    copied        Address of COPIED_BYTES where a MEM_READ's reply is put together; 0 before Python has served one.
-    copy_in       Address of the driver's NativeLaunch.copy_in.
-    copy_out      Address of its copy_out.
-    zero          Address of its zero.
-    replay        Address of its replay; 0 if there is none.
-    in_rows       Launches that were taken four or more in a row, since Python last reset the number.
-    refusal       Address of the RegionCheckRecord; 0 leaves every comparison of regions to Python.
-    pacing        Address of the PacingState.
-    graphs        Address of the GraphRecords' table.
-    replay_graph  Address of the driver's NativeLaunch.replay_graph; 0 if there is none.
-    replays       Address of the RecentReplays.
-    graph         Number of the graph replayed last, if no launch was done after it; otherwise 0.
-    arena_fronts  Address of the 16 bytes before the request id of an ARENA_WRITE, its reply, an ARENA_READ, its reply.
-    arena         Address of the session's arena; 0 if there is none.
-    arena_bytes   Its size.
-    extents       Address of the ends of the pinned extents that contain each of its granules; 0 for one not pinned.
+    set_epoch The regions page's epoch when that set was compared; NO_EPOCH without a set. set_deadline The least
+    deadline of the set's regions, on the monotonic clock. epoch Address of the regions page's epoch; without a page, of
+    a word that never changes. seen_epoch The epoch when Python last looked: at another one the serving of a ring ends
+    after one portion. synced Launches counted when a SYNC was last answered. write_front Address of the 12 bytes at
+    which a quiet MEM_WRITE begins, whatever its size. read_front Address of the 16 bytes of a MEM_READ before its
+    request id. data_front Address of the 12 bytes at which its successful reply begins. reuse_front Address of the 16
+    bytes of a quiet MEM_REUSE before its request id. allocations Address of the AllocationRecords' table. copied
+    Address of COPIED_BYTES where a MEM_READ's reply is put together; 0 before Python has served one. copy_in Address of
+    the driver's NativeLaunch.copy_in. copy_out Address of its copy_out. zero Address of its zero. replay Address of its
+    replay; 0 if there is none. in_rows Launches that were taken four or more in a row, since Python last reset the
+    number. refusal Address of the RegionCheckRecord; 0 leaves every comparison of regions to Python. pacing Address of
+    the PacingState. graphs Address of the GraphRecords' table. replay_graph Address of the driver's
+    NativeLaunch.replay_graph; 0 if there is none. replays Address of the RecentReplays. graph Number of the graph
+    replayed last, if no launch was done after it; otherwise 0. arena_fronts Address of the 16 bytes before the request
+    id of an ARENA_WRITE, its reply, an ARENA_READ, its reply. arena Address of the session's arena; 0 if there is none.
+    arena_bytes Its size. extents Address of the ends of the pinned extents that contain each of its granules; 0 for one
+    not pinned.
     """
 
     _fields_ = (

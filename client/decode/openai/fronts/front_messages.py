@@ -33,7 +33,7 @@ _LENGTH_BYTES: Final = 4
 
 
 class FrontProtocolError(GpuLeaseError):
-    """A frame was too long, or not a message."""
+    """A frame between a front and the server was too long, or was not a message of theirs."""
 
     default_hint = "Restart the server: its processes are of different versions, or a front was taken over"
 
