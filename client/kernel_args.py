@@ -52,7 +52,7 @@ class BoundParameter:
     """A parameter of a launch graph with a value.
 
     Attributes:
-        kind: The kind as which it was pushed.
+        kind: The kind that it was pushed as.
         value: Its bytes in a graph launch: for a buffer, its handle and the offset.
         argument_bytes: Size of the argument that it stands for.
         buffer: The buffer, if it is one.

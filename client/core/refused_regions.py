@@ -5,9 +5,9 @@ epoch is raised after every change, so a launch compares two numbers; only when 
 read. The worker checks every launch by itself: a client that does not read the page, or that has an earlier
 broker's page, learns of an end from the worker.
 
-The client refuses only what comes first after a wait. Otherwise the worker may have refused an earlier launch, and
-skipped what is behind that one, also in other regions. So the launch is sent, and the worker is asked at once instead
-of at the next wait: its error names the first launch that did not begin.
+The client refuses only the first operation after a wait. Later ones are sent, because the worker may already have
+refused an earlier launch, and skipped all after it, also in other regions. Then the worker is asked at once instead of
+at the next wait, and its error names the first launch that did not begin.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ class RefusedRegions:
 
         Args:
             regions: A set of this session.
-            position: What the launch says of itself.
+            position: The position that the launch states, for the error.
             kernel: The kernel; "" for a graph of several.
             doing: The operation, for the error's text.
 
@@ -46,14 +46,14 @@ class RefusedRegions:
         epoch = self._attachment.regions_epoch[0]
         if regions.epoch == epoch:
             return True
-        # The words have changed since this set was last compared, or it never was.
+        # The words have changed since this set was last compared, or it was never compared.
         if self._check(regions.regions, kernel, position, doing):
             regions.epoch = epoch
             return True
         return False
 
     def check_copy(self, buffer: object, doing: str) -> None:
-        """Do the same for a copy: RegionFailed is raised here if `buffer` is such a region, or by the worker."""
+        """Raise RegionFailed for a copy if `buffer` is a region that has ended, or leave that to the worker."""
         # Other buffers end only with their lease.
         if isinstance(buffer, RegionView):
             self._check((buffer,), "", None, doing)

@@ -52,13 +52,16 @@ class RegionSets:
     def granule_bytes(self) -> int:
         """Sizes of regions are multiples of this many bytes; 0 if the session's worker has no regions."""
         value = self._attachment.option_value(SessionOption.REGIONS)
-        # An option of another length comes from a daemon of another version: no regions then.
+        # An option of another length comes from a daemon of another version: treat it as one without regions.
         return int.from_bytes(value) if value is not None and len(value) == 4 else 0
 
     def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
-        """Name regions. Raises Unsupported, InvalidHandle, or InvalidRequest, also while the session records."""
+        """Make a set of regions.
+
+        Raises Unsupported, InvalidHandle, or InvalidRequest, also while the session records.
+        """
         self._operations.check_recording("region_set")
-        # A region named twice counts once; the order of the others stays.
+        # Drop repeated regions, and keep the order.
         return self._make(tuple(dict.fromkeys(regions)))
 
     def _make(self, regions: tuple[RegionView, ...]) -> Procedure[RegionSet]:

@@ -85,8 +85,8 @@ class RegionHandle(LeaseHandle):
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until it ends, at the latest with its lease; 0 once it has."""
-        # It ends with its lease at the latest.
+        """Seconds until the region or its lease ends; 0 once one has."""
+        # A region can't outlive its lease.
         return min(super().remaining_s, self.parent.remaining_s)
 
     @property
@@ -109,10 +109,10 @@ class RegionHandle(LeaseHandle):
         # Step 1: a failure that is not about this region.
         if said.status not in over and said.region is None:
             return said
-        # A failure of the lease's kind, in a reply about this region: it is this region's end.
+        # A failure that would end a lease, in a reply about this region, reports this region's end.
         if said.region is None:
             said = replace(said, region=self.grant.lease_id)
-        # Step 2: remember the end, and whether an error has said it: later errors say FENCED.
+        # Step 2: remember the end, and whether an error has reported it: later errors say FENCED.
         if said.status in over and said.flipped_ns is not None:
             self.is_end_raised = True
         if said.status in over and self.over is None:
@@ -128,7 +128,7 @@ class RegionHandle(LeaseHandle):
         self.over = Failure(Status.LEASE_FREED, "the region was freed", region=lease_id)
 
     def revoke(self, reason: str) -> Procedure[RevokeOutcome | int]:
-        """End the region, whoever uses it; its own tenant receives the reason."""
+        """End the region even while others use it; its tenant receives the reason."""
         body = LeaseRevoke(self.grant.lease_id, bounded(reason, "revoke: the reason", MAX_TEXT_BYTES))
         revoked = yield from self._control(Opcode.LEASE_REVOKE, body)
         # Recorded at once, so that every later request about it is refused here.
@@ -235,7 +235,7 @@ class RegionView(BorrowedBuffer):
 
     @property
     def expires_at_unix_secs(self) -> int:
-        """The date of its end, by the daemon's wall clock; for display."""
+        """The time of its end by the daemon's wall clock, in Unix seconds; for display."""
         return self._state.expires_at_unix_s
 
     @property
@@ -250,11 +250,11 @@ class RegionView(BorrowedBuffer):
 
     @property
     def revoked(self) -> bool:
-        """True while launches that name it are refused: it has ended, for whatever cause, or is cancelled.
+        """True while launches that name it are refused, because it has ended or is cancelled.
 
-        While a session with shared memory is open, this is one load of memory that the daemon writes: an engine may
-        read it between its own steps. Over TCP and TLS it turns True when an operation or the daemon has reported the
-        end.
+        While a session with shared memory is open, this reads one word of memory that the daemon writes, so it is cheap
+        enough to call in each of an engine's steps. Over TCP and TLS it turns True when an operation or the daemon has
+        reported the end.
         """
         return self._state.is_revoked
 
@@ -267,7 +267,7 @@ class RegionView(BorrowedBuffer):
 
 
 class OwedRegion(OwedReply):
-    """A region that an interrupted call was opening or closing: it is closed.
+    """A region that an interrupted call was opening or closing, and that is still to be closed.
 
     Attributes:
         region: The region; None while it was not granted.
@@ -327,6 +327,6 @@ def open_region(owed: OwedRegion, size: int | str, ttl_secs: float | None) -> Pr
 def resize(lease: LeaseHandle, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
     yield from lease.settle_owed()
-    # The wire has the new size; the program says by how much it changes.
+    # The caller passes the change, and the request the new size.
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{doing}: size")
     yield from lease.resize(whole(size_bytes, f"{doing}: the new size", least=1, most=MAX_WIRE_BYTES))

@@ -84,7 +84,7 @@ class SessionCore:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
         token = lease.token if grant is None else grant.token
         spin = spin_policy_of(lease.waiting, spin_ns, naps=naps)
-        # The parts in the order of their dependence: each knows only those before it.
+        # Build the parts in order: each depends only on earlier ones.
         self.attachment = Attachment(lease, lock, token=token, wanted=wanted, spin=spin)
         self.operations = RequestPipeline(self.attachment)
         self.streams = Streams(self.operations)
@@ -99,9 +99,9 @@ class SessionCore:
     def attach(self) -> Procedure[None]:
         """Open the session. Raises the reason if it can't be opened."""
         yield from self.attachment.attach()
-        # The operations that need the worker's abilities can be prepared only now.
+        # Prepare the operations now, because they depend on what the worker supports, which ATTACH's reply says.
         self.operations.begin()
-        # Weak, so that a lease that outlives its session does not keep it.
+        # A weak reference, so that a lease that outlives its session does not keep the session in memory.
         self.attachment.lease.attached = weakref.ref(self.operations)
 
 
@@ -142,8 +142,8 @@ class SessionView:
     def empty(self, shape: int | Sequence[int], dtype: Any = float) -> "NDArray[Any]":
         """Make an uninitialised numpy array in memory that is shared with the session's worker.
 
-        mem_write and mem_read of the array, or of a contiguous part of it, are as fast as the card's bus. Over TCP, or
-        if the session's arena has no room left, it is an ordinary array, and everything works the same. A forked
+        With the array, or with a contiguous part of it, mem_write and mem_read are as fast as the card's bus. Over TCP,
+        or if the session's arena has no room left, it is an ordinary array, and everything works the same. A forked
         process shares the arrays made before the fork with its parent.
 
         Args:
@@ -152,7 +152,7 @@ class SessionView:
 
         Raises InvalidRequest for a `dtype` that numpy does not know.
         """
-        # In a forked child the arena is the parent's memory: new arrays there would overwrite the parent's.
+        # A forked child shares the arena with its parent: new arrays in it would overwrite the parent's.
         if self._session.attachment.end is OF_PARENT:
             raise error_of(OF_PARENT, "empty")
         return empty(self._session.attachment.arena, shape, dtype)
@@ -195,7 +195,7 @@ class SessionView:
 
     @property
     def cuda_version(self) -> int:
-        """The CUDA version of the card's driver, 13000 for 13.0; 0 if there is none, or it is not reported."""
+        """The CUDA version of the card's driver, such as 13000 for 13.0; 0 without CUDA, or if it is not reported."""
         return int.from_bytes(self._card[2:])
 
     @property
@@ -207,13 +207,13 @@ class SessionView:
     @property
     def _card(self) -> bytes:
         value = self._session.attachment.option_value(SessionOption.CARD)
-        # An option of another width is a later version's: treated as missing.
+        # An option of another width comes from a later version. Treat it as missing.
         return value if value is not None and len(value) == CARD_BYTES else bytes(CARD_BYTES)
 
     def on_printed(self, callback: PrintedCallback | None) -> None:
         """Pass what kernels have printed to `callback` at each sync and at the end of the `with` block.
 
-        None stops this. The sync itself calls it, and only if something was printed. Its exceptions leave the sync.
+        None stops this. The sync itself calls `callback`, only if something was printed, and passes on its exceptions.
         Raises Unsupported if the session's daemon is too old.
         """
         self._session.attachment.require(Opcode.PRINTED, "on_printed")

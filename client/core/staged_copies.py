@@ -5,8 +5,8 @@ part of the arena into slots. While the worker's card copies one slot, threads h
 empty them (a read). No data goes through ring or socket, and the slots are pinned once. Pieces are requested in groups,
 quiet except for the last of each group: a reply costs both sides as much as a piece.
 
-If a failure is kept from an earlier operation, a write must not be done, and the failure must be reported once. So a
-SYNC precedes a write's pieces; the worker answers it while the first slots are being filled.
+If an earlier operation has failed and that was not reported yet, a write must not begin, and the failure must be
+reported once. So a SYNC precedes a write's pieces. The worker answers it while the first slots are being filled.
 """
 
 import ctypes
@@ -31,8 +31,7 @@ from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
 
 STAGED_FROM_BYTES: Final = 128 << 10
-"""Smallest copy that is staged: a smaller one's bytes are in the frame sooner than the copy of a slot could be
-requested."""
+"""Smallest copy that is staged. To send fewer bytes in the frame takes less time than to request the copy of a slot."""
 
 ONE_PIECE_BYTES: Final = 1 << 20
 """Largest copy in one piece, without threads: waking them takes as long as a part of it."""
@@ -45,8 +44,8 @@ MIN_PIECE_BYTES: Final = 512 << 10
 """Smallest piece of a copy that is cut into `MIN_PIECES`: the request for a smaller one takes longer than its copy."""
 
 MIN_PIECES: Final = 4
-"""Least pieces of a copy, unless they would be too small: the first and the last piece are copied sequentially, here
-and by the card."""
+"""Least pieces of a copy, unless they would be too small. The first and the last piece do not overlap with others: one
+side is idle while the other copies them."""
 
 SLOTS: Final = 8
 """Pieces in progress at a time. Times `SLOT_BYTES`, this is the arena's and the host's memory in use."""
@@ -84,7 +83,7 @@ class Staging:
 
     @property
     def is_ready(self) -> bool:
-        """True if the slots exist or could be allocated: the arena may have no room for them."""
+        """True if the slots exist or could be allocated now; False if the arena has no room for them."""
         if self._block is None:
             self._block = self._arena.allocate(SLOTS * SLOT_BYTES)
         return self._block is not None
@@ -106,7 +105,7 @@ class Staging:
         """Copy bytes to an allocation, from byte `offset` on."""
         yield from self._settle()
         source, slots = _address_of(data), self.slot_address(0)
-        # One piece fits slot 0: copy it there, and ask for it with a single request.
+        # One piece fits slot 0: copy it there, and send a single request.
         if len(data) <= ONE_PIECE_BYTES:
             ctypes.memmove(slots, source, len(data))
             yield from self._writes.do(self.request(handle, offset, _Piece(0, 0, len(data))))
@@ -132,13 +131,13 @@ class Staging:
             self._is_unsettled = False
 
     def _run(self, copy: "_StagedCopy", pieces: Procedure[None], doing: str) -> Procedure[None]:
-        # Until all replies have come, the next copy must not reuse the slots unasked.
+        # Until all replies have come, the next copy must wait for a SYNC before it reuses the slots.
         self._is_unsettled = True
         try:
             yield from pieces
             yield from copy.end_group()
         except BaseException:
-            # The caller gets its memory back: however this ended, no thread may touch it any more.
+            # However this ended, no thread may access the caller's memory after the return.
             self.close()
             raise
         self._is_unsettled = False
@@ -175,7 +174,7 @@ class _StagedCopy:
         # Slots that neither a thread nor the worker uses.
         self._free = deque(range(SLOTS))
         self._copying = 0
-        # Quiet pieces, which a later piece's reply answers for; then the requests with a reply, each with all its
+        # Quiet pieces, which a later piece's reply acknowledges; then the requests with a reply, each with all its
         # pieces.
         self._quiet: list[_Piece] = []
         self._asked: deque[tuple[int, list[_Piece]]] = deque()
@@ -222,12 +221,12 @@ class _StagedCopy:
                 self._copy(self._address + piece.at, self._staging.slot_address(piece.slot), piece)
 
     def end_group(self) -> Procedure[None]:
-        """After a failure, wait for earlier pieces that have no reply of their own: they may have failed too."""
+        """After a failure, wait for earlier pieces without their own replies, because they may have failed too."""
         if self._quiet:
             yield from self._take((yield from self._ask(Opcode.SYNC, b"")))
 
     def raise_failure(self, doing: str) -> None:
-        """Raise the first failure: it may be an earlier operation's, after which later pieces have succeeded."""
+        """Raise the first failure. It may be an earlier operation's, even though later pieces have succeeded."""
         self._operations.settle(self._failures[0] if self._failures else None, doing, self._own_requests)
 
     # --- slots ---
@@ -252,7 +251,7 @@ class _StagedCopy:
     # --- requests ---
 
     def _answered(self) -> list[_Piece]:
-        """Pieces that the worker has answered for, without waiting."""
+        """Return the pieces that the worker has acknowledged, without waiting."""
         channel, pieces = self._attachment.channel, []
         # Replies come in the order of requests, so the first one without a reply ends the search.
         while self._asked:
@@ -266,7 +265,7 @@ class _StagedCopy:
         return pieces
 
     def _answers(self) -> Procedure[list[_Piece]]:
-        """Wait for the next pieces that the worker answers for."""
+        """Wait until the worker acknowledges more pieces, and return them."""
         request_id, pieces = self._asked[0]
         yield from self._take(request_id)
         self._asked.popleft()
@@ -283,7 +282,7 @@ class _StagedCopy:
         self._quiet.append(piece)
         # Place and length of the slot's bytes, for the card.
         payload = self._staging.request(self._handle, self._offset, piece)
-        # This request has a reply, which also answers for the quiet pieces before it.
+        # This request has a reply, which also acknowledges the quiet pieces before it.
         if is_last or len(self._quiet) >= group:
             request_id = yield from self._ask(op, payload)
             self._asked.append((request_id, self._quiet))
@@ -312,7 +311,7 @@ def _address_of(data: memoryview) -> int:
 # --- threads that copy ---
 
 MAX_COPIERS: Final = 4
-"""Most threads of a session that copy: with four, an H100's host copies faster than the card fetches from the worker.
+"""Most copying threads of a session: with four, an H100's host copies faster than the card fetches from the worker.
 """
 
 CORES_PER_COPIER: Final = 4

@@ -28,8 +28,8 @@ DEFAULT: Final = 0
 """Number of the stream that always exists."""
 
 TRUSTED_NS: Final = 1_000_000
-"""How long after a sync an unused session is assumed to be alive, in nanoseconds. So a sync with nothing to wait for
-sends no request, and one after a lease's sudden end notices it at most this much later."""
+"""Nanoseconds after a sync for which an unused session is assumed to be alive. In this time a sync with nothing to wait
+for sends no request, so it may notice a lease's sudden end this much later."""
 
 _UNKNOWN: Final = -1
 
@@ -66,7 +66,7 @@ class StreamHandle(Handle):
 
 
 class EventHandle(Handle):
-    """The moment at which a stream has finished what was queued before; the base of both APIs' events."""
+    """The moment at which a stream has finished all work queued before the event; the base of both APIs' events."""
 
     __slots__ = ("_streams",)
 
@@ -118,7 +118,7 @@ class Streams:
         self._sync = FastRequest(operations, Opcode.SYNC)
         self._stream_sync = FastRequest(operations, Opcode.STREAM_SYNC, HANDLE.size)
 
-    # --- their life ---
+    # --- making and freeing streams ---
 
     def create(self, kind: type[S]) -> Procedure[S]:
         """Make a stream, as the API's kind. Raises InvalidRequest while the session records."""
@@ -141,7 +141,7 @@ class Streams:
         return stream
 
     def destroy(self, stream: StreamHandle) -> Procedure[None]:
-        """Free a stream. Its queued work still runs; its arrays stay lent until the session was waited for."""
+        """Free a stream. Its queued work still runs, and its arrays stay lent until a sync."""
         if stream.handle == DEFAULT:
             raise InvalidRequest("close: the default stream is always there")
         yield from self.operations.free(stream, StreamHandle, "close")
@@ -149,7 +149,7 @@ class Streams:
     # --- order ---
 
     def wait_for(self, stream: StreamHandle, other: StreamHandle | None) -> Procedure[None]:
-        """Make later launches and copies of a stream wait for all that another has queued now."""
+        """Make a stream's later launches and copies wait for all work that is now queued in another stream."""
         self._check_recording("wait_for")
         operations = self.operations
         # A quiet request: the order is the worker's business, and its failure is reported with a later reply.
@@ -166,8 +166,8 @@ class Streams:
     def _record(self, number: int, kind: type[E]) -> Procedure[E]:
         self._last_event += 1
         body = build_body(EventRecord(number, self._last_event))
-        # The client numbers events, so that recording one needs no reply. The event has an owner, and is freed at its
-        # end, only once its frame was queued.
+        # The client numbers events, so that recording one needs no reply. Only once its frame was queued does the event
+        # have an owner, and is freed when the last reference is dropped.
         event = kind(self, self._last_event)
 
         def note() -> None:
@@ -204,8 +204,8 @@ class Streams:
         """`sync`, tried immediately, under the session's lock."""
         attachment = self.attachment
         connection = attachment.connection
-        # Three ways, the cheapest first. No request since the last sync: all work has ended, and the session was alive
-        # moments ago. Then the shared sync word, without a frame. Then a SYNC request.
+        # Try three ways, the cheapest first. 1. Without a request since the last sync, all work has ended, and the
+        # session was alive moments ago. 2. The shared sync word, without a frame. 3. A SYNC request.
         if attachment.has_sync_word:
             if (
                 connection.last_request_id == self._ended_id
@@ -232,7 +232,7 @@ class Streams:
     def _note_end(self) -> None:
         """Record that the work of all requests so far has ended without failure."""
         operations, attachment = self.operations, self.attachment
-        # The next sync without any request in between needs nothing but this.
+        # If no request comes before the next sync, that sync returns by these values alone.
         self._ended_id = operations.acknowledged_id = attachment.connection.last_request_id
         self._ended_until_ns = monotonic_ns() + TRUSTED_NS
         if operations.freed:
@@ -262,8 +262,8 @@ class Streams:
     def fence(self, deadline: Deadline, stream: StreamHandle | None = None) -> Procedure[None]:
         """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before.
 
-        A session by token that loaded no module waits for its own requests only: kernels, and their failures, are
-        others'.
+        A session that was opened by token and loaded no module waits for its own requests only, because all kernels,
+        and their failures, are other sessions'.
         """
         # A failure that was raised already is not raised again at the end of the block.
         operations, raised = self.operations, self.attachment.last_raised
@@ -278,7 +278,7 @@ class Streams:
         try:
             yield from operations.guarded("sync", waiting)
         except GpuLeaseError as error:
-            # After a fault ended the context, every request gets that fault as its reply.
+            # After a fault that ended the context, every request is answered with that fault.
             if error.failure != raised:
                 raise
 
@@ -307,7 +307,8 @@ class Streams:
         self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
     ) -> Procedure[None] | None:
         """Start a copy between a buffer and the arena without waiting; None without a stream, or for other memory."""
-        # Only a copy of the arena can be left to run in a stream: other memory is the caller's again at once.
+        # Only a copy to or from the arena can continue after the call: other memory belongs to the caller again at
+        # once.
         number, arena = self.number(stream, "mem_write or mem_read"), self.attachment.arena
         place = None if number == DEFAULT or arena is None else arena.offset_of(view)
         if place is None:
@@ -328,12 +329,12 @@ class Streams:
             frame: The request.
             doing: The operation, for messages.
         """
-        # Another stream, or one that is unknown, has to be selected first.
+        # Select the stream first if the worker's selection is another one or unknown.
         if stream is not None or self.selected != DEFAULT:
             rest = self._put_in(stream, frame, doing)
         else:
             rest = b"" if self.operations.put(frame) else frame
-        # The launch went first; frees that are due follow it.
+        # Send the launch first, then the frees that are due.
         if self.attachment.dropped and not rest:
             self.operations.put_frees()
         return self.operations.go_on(doing, self._send_rest(number, rest)) if rest else number

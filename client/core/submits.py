@@ -36,8 +36,8 @@ Image = bytes | bytearray | memoryview | str
 """PTX text or a cubin, as bytes, a buffer or a string."""
 
 READY_LIMIT_S: Final = 150.0
-"""Longest time until a job may start, in seconds: the job before it, 30 s at most; if a prepared context is lost,
-freeing its bytes, 32 s at most; then making a context, 60 s at most. Beyond this the daemon hangs."""
+"""Longest time until a job starts, in seconds: at most 30 s for the job before it, 32 s to free the bytes of a prepared
+context that is lost, and 60 s to make a context. If it takes longer, the daemon hangs."""
 
 RUN_MARGIN_S: Final = 10.0
 """How long a job's reply is awaited beyond the job's own limit, in seconds: the daemon's grace, and a slow host."""
@@ -93,7 +93,7 @@ class SubmissionBase:
         Raises InvalidRequest for a Python number, which has no size.
         """
         try:
-            # A scalar has the buffer protocol with no dimension; everything else with it is a sequence of bytes.
+            # A scalar's buffer has no dimensions; any other buffer is a sequence of bytes.
             is_value = memoryview(data).ndim == 0
         except TypeError:
             hint = "Numbers need a size: np.uint32(n), or .args(KernelArgs().push_u32(n))"
@@ -111,7 +111,7 @@ class SubmissionBase:
             hint = "It has a context of its own: give it the bytes, with .arg(data)"
             raise InvalidRequest("args: a submit takes KernelArgs without a session's buffers", hint)
         at = 0
-        # Cut the packed bytes into arguments again: a job sends each with its own length.
+        # Split the packed bytes into arguments, because a job sends each with its own length.
         for kind, size in zip(args.kinds, args.sizes, strict=True):
             self._types[len(self._arguments)] = type_of(kind)
             self._push(ArgumentKind.VALUE, args.data[at : at + size])
@@ -120,7 +120,7 @@ class SubmissionBase:
 
     def out(self, size_bytes: int) -> Self:
         """Add an output argument of `size_bytes` zeros; `launch` returns its bytes."""
-        # The worker makes the bytes, zeroed: nothing of them is sent.
+        # The worker makes the zeroed bytes, so none are sent.
         size = whole(size_bytes, "out: size_bytes", least=1, most=MAX_SUBMIT_OUTPUT_BYTES)
         return self._add(SubmitArgument(ArgumentKind.OUTPUT, size, b""), size)
 
@@ -134,7 +134,7 @@ class SubmissionBase:
         return self
 
     def _push(self, kind: ArgumentKind, data: Any) -> Self:
-        # The bytes are copied now: the program may change them before the job runs.
+        # Copy the bytes now, because the program may change them before the job runs.
         raw = bytes(readable_bytes(data, "arg"))
         if not raw:
             raise InvalidRequest(f"argument {len(self._arguments)} must be at least one byte, not none")
@@ -166,9 +166,9 @@ class SubmissionBase:
         """Run the job; returns the outputs in the order of their arguments."""
         if lease.over is not None:
             raise error_of(lease.over, "submit")
-        # Without a time of its own, the job may take as long as the lease lasts.
+        # If `timeout_secs` was not called, the job may take as long as the lease lasts.
         limit_s = lease.remaining_s if self._timeout_ms is None else self._timeout_ms / 1000
-        # Check before sending anything: what does not fit is this program's mistake.
+        # Check the size before anything is sent, so that the error names this program's mistake.
         body = self._body()
         _check_size(body)
         timeout_ms = milliseconds(max(limit_s, 0.001), "timeout_secs", least_ms=1)
@@ -210,7 +210,7 @@ def _run(
         opening: The request that opens the job.
         limit_s: How long the job may take, in seconds.
     """
-    # A connection of its own: it becomes the job, and ends with it.
+    # Open a separate connection, which carries this job only and ends with it.
     channel, _ = yield from dial(lease.address, FixedDeadline(CONNECT_LIMIT_S, "connect", lease.address))
     number: int | None = None
     try:
@@ -219,7 +219,7 @@ def _run(
         opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, deadline, lease.grant.lease_id)
         if isinstance(opened, Failure):
             raise error_of(lease.note_failure(opened), "submit")
-        # The number finds this job in the lease's report, if the connection should end.
+        # If the connection ends, this number identifies the job in the lease's report.
         number = _number_of(opened)
         if any(option.type == SubmitOption.TYPED_VALUES for option in opened.options):
             body = typed

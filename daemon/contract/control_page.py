@@ -486,7 +486,7 @@ class BrokerPage:
         self._words[_WORD] = -status
 
     def give_grace(self, gone_by_ns: int) -> None:
-        """Write when the zygote ends the worker of a lease that has ended, if the broker does not."""
+        """Write the time at which the zygote ends the worker of an ended lease, if the broker does not."""
         self._words[_REFUSED_GONE_BY] = gone_by_ns
 
     def revoke_token(self, mark: int, until_ms: int, now_ms: int) -> bool:
@@ -507,7 +507,7 @@ class BrokerPage:
         place = next((at for at in known if words[_FIRST_MARK + at] == mark), None)
         if place is None:
             place = next((at for at in known if words[_FIRST_END + at] < now_ms), count)
-        # The caller must then refuse the operator's request: the token would be valid still.
+        # The page is full. The caller must refuse the operator's request, because the token is still valid.
         if place == MAX_REVOKED_TOKENS:
             return False
         # The time first, then the mark, then the count: a reader in between sees the old state or the new one.
@@ -526,7 +526,8 @@ class BrokerPage:
 
     def set_time_limits(self, limits: TimeLimits) -> None:
         """Limit the session's use of the card's time. The worker obeys from its next launch on."""
-        # The last field first: a worker that sees a new mask must have its patience, and a turn its period.
+        # Write the last field first, so that a worker that sees a new mask also sees its patience, and with a turn its
+        # period.
         for at, value in reversed(tuple(enumerate(limits, _TIME_LIMITS))):
             self._words[at] = value
 

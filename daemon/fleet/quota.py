@@ -37,7 +37,7 @@ DEFAULT: Final = "default"
 """Stands for all tenants without a quota of their own, like the table `[tenants.default]` in the settings."""
 
 ATTEMPTS: Final = 8
-"""Attempts to set a quota. A lease that begins or ends at the same time makes one fail."""
+"""Attempts to set a quota. An attempt fails if a lease begins or ends at the same time."""
 
 EXIT_FAILED: Final = 1
 

@@ -239,7 +239,7 @@ class _SizeClass:
         return self._fresh - self.start
 
     def restore(self, used: "set[int]", used_bytes: int) -> None:
-        """Enter the state of another arena: the blocks in use, and the bytes in which blocks were given out."""
+        """Take over another arena's state: its used blocks, and the bytes that it has cut into blocks."""
         self._fresh = self.start + used_bytes
         self._freed = [at for at in range(self.start, self._fresh, self.block_bytes) if at not in used]
 
@@ -254,7 +254,7 @@ _FIRST_SHIFT = _shift_of(1)
 
 def _mapped(size_bytes: int, at: int) -> "Mapping | PlacedMapping":
     if at:
-        # Where something is there already, the session can be parked, but can't leave its process.
+        # If those addresses are taken already, the session can be parked, but can't leave its process.
         with contextlib.suppress(DriverError):
             return PlacedMapping(size_bytes, at)
     return Mapping(size_bytes)
@@ -270,7 +270,7 @@ class MemoryArena:
 
     Args:
         slice_bytes: Room for allocations.
-        at: Where the memory should begin; anywhere for 0, or if something is there.
+        at: The address at which the memory should begin. It begins elsewhere for 0, or if that address is taken.
 
     Raises:
         DriverError: The host has no address space for a slice of that size.

@@ -147,7 +147,7 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     # Trust the tenants' CAs alone, not those of the host.
     _load(context, files.client_ca, "client_ca")
-    # The list is checked for the peer's own certificate, not for the CAs above it.
+    # Check the revocation list for the peer's own certificate, not for the CAs above it.
     if files.crl is not None:
         _load(context, files.crl, "crl")
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF

@@ -650,11 +650,11 @@ class SessionServer:
         sock.setblocking(False)
         guest = attach.guest
         connection = AttachedConnection(sock, attach.rest, self._session.pinned_buffers, self._spin_policy, guest)
-        # Drop ended connections first, which must not make the session look full.
+        # Drop ended connections first, because they must not make the session look full.
         self._drop_ended()
         failure = self._admission_failure()
         if failure is not None:
-            # Report this before the reply, because the peer may try again at once.
+            # Report the refusal before the reply, because the peer may try again at once.
             self._tell_of(guest, is_in=False)
             with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id

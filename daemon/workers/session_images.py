@@ -71,7 +71,7 @@ class _Image:
         former: The worker that it came from.
         regions: Where the bytes of its regions are in the host memory, by id.
         held: New connections, each with its socket.
-        watched: Sockets that are watched.
+        watched: Sockets that are watched for requests, which bring the session back.
     """
 
     number: int
@@ -117,7 +117,7 @@ class SessionImages:
         return theirs
 
     def on_imaged(self, lease_id: int, report: ImagedReport) -> bool:
-        """Receive the image that a worker has reported from its channel.
+        """Receive, from the channel, the image that a worker has reported.
 
         Returns False if there is none. Then the worker, which stopped serving when it sent the image, must serve the
         session again.

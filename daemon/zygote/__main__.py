@@ -428,7 +428,7 @@ class Zygote:
     ) -> NoReturn:
         status = 1
         try:
-            # First of all: nothing of another lease, nor of the broker, stays open here.
+            # First close everything that belongs to other leases or to the broker.
             stop_logging()
             self._workers.close()
             self._outbox.close()
@@ -453,7 +453,7 @@ class Zygote:
         except (OSError, SandboxBroken) as error:
             send_message(channel, Failed(str(error)).to_map())
             return WorkerExit.NO_CONTEXT
-        # The rest of the worker's life is in session/main.py.
+        # From here on, session/main.py runs the worker.
         begin = run_warm_worker if spec.is_warm else run_lease_worker
         return begin(spec, self._driver, channel, page_fds)
 

@@ -69,7 +69,7 @@ ALIGNMENT_BYTES: Final = 256
 Accesses")."""
 
 PAGE_BYTES: Final = 2 << 20
-"""A card gives an allocation of more than 1 MiB whole pages of this size."""
+"""Allocations of more than 1 MiB take whole pages of this size from the card."""
 
 Planes = tuple[NDArray[Any], ...]
 

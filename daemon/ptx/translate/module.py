@@ -126,7 +126,7 @@ class Part:
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
         self.needs[function.name] = runner.needs
-        # Step 3: functions that it calls, and those that these call.
+        # Step 3: translate the functions that it calls, directly or through others.
         while self.callees.pending:
             self._add_callee(self.callees.pending.pop(), places)
 
@@ -135,7 +135,7 @@ class Part:
         number = len(self.runners)
         if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
             return False
-        # Translated before anything is added, because it may fail at any instruction.
+        # Translate the kernel before anything is added, because it may fail at any instruction.
         try:
             lanes = LaneTranslator(function, places, self._declarations)
             definition = lanes.translate(f"thread{number}")
