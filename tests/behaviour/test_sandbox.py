@@ -290,4 +290,4 @@ def test_a_lease_is_revoked_in_time_while_its_kernel_compiles(daemon: Daemon) ->
     daemon.revoke(lease.lease_id)
     with pytest.raises(Revoked):
         session.sync()
-    wait_until(lambda: daemon.query(lease.lease_id)["state"] == "torndown", "it is over", 20)
+    wait_until(lambda: daemon.query(lease.lease_id)["state"] == "torndown", "it is over")

@@ -46,7 +46,10 @@ ERRORS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("status", ERRORS, ids=lambda status: str(status.name))
-def test_every_status_has_its_error(run: Run, peer: ScriptedPeer, status: Status) -> None:
+def test_every_status_has_its_error(
+    run: Run, peer: ScriptedPeer, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpulease.client.core.lease.END_REASON_WAIT_S", 0.05)
     peer.fail(Opcode.MEM_ALLOC, status, "no such luck", hint="pray")
 
     async def scenario(face: Face) -> None:

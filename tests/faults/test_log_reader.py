@@ -33,7 +33,7 @@ def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
     for fd in (read_end, write_end):
         os.close(fd)
     try:
-        wait_until(lambda: b"listens on" in log.read_bytes(), "it listens", 30)
+        wait_until(lambda: b"listens on" in log.read_bytes(), "it listens")
         reader.send_signal(signal.SIGSTOP)
         for _ in range(LEASES):
             with daemon.builder().acquire() as lease, GpuSession(lease) as session:

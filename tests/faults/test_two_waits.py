@@ -53,7 +53,7 @@ def test_an_attach_behind_unread_replies(start_daemon: Callable[..., Daemon]) ->
     files = len(daemon.open_files())
     with RawPeer(daemon.address).hello() as peer:
         ask_and_do_not_read(peer, frame_of(Opcode.ATTACH, Attach(()), 99_999, 1))
-        wait_until(lambda: len(daemon.open_files()) <= files, "the broker lets go of it, unread", 15)
+        wait_until(lambda: len(daemon.open_files()) <= files, "the broker lets go of it, unread")
 
 
 def test_half_sent_frames_have_one_budget(daemon: Daemon) -> None:

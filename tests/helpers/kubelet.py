@@ -21,7 +21,7 @@ from helpers.containers import run_container
 from helpers.control_plane import ControlPlane
 from helpers.daemon import Daemon, python_environment
 from helpers.kubernetes_api import ACCOUNT_TOKEN, KubernetesApi
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 DRIVER = "dra.gpulease.internal"
 NODE = "node-a"
@@ -315,7 +315,7 @@ class Node:
             self.process.kill()
         else:
             self.process.terminate()
-        status = self.process.wait(30)
+        status = self.process.wait(PATIENCE_S)
         assert kill or status == 0, self.log()
         self._log.close()
 

@@ -20,7 +20,7 @@ import pytest
 
 from helpers.daemon import python_environment
 from helpers.free_ports import free_port, free_ports
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 LOGS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "service")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
@@ -233,7 +233,7 @@ PidFile={self.folder}/run/slurmdbd.pid
     def stop_service(self) -> None:
         """Stop the service, which was started last."""
         self._processes[-1].terminate()
-        self._processes[-1].wait(20)
+        self._processes[-1].wait(PATIENCE_S)
 
     def _start(self, command: list[str]) -> None:
         name = "service" if command[0] == str(self._command) else command[0]
@@ -287,7 +287,7 @@ PidFile={self.folder}/run/slurmdbd.pid
             process.terminate()
         for process in reversed(self._processes):
             try:
-                process.wait(20)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

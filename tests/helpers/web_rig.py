@@ -25,6 +25,7 @@ from gpulease.protocol.connection import Connection, EndOfStream, Request, Role
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, Empty, HelloReply, Inventory, LeaseEvent, Metrics, Report
 from gpulease.protocol.opcodes import Opcode, Phase, RevokeOutcome
+from helpers.waiting import PATIENCE_S
 
 GIB = 1 << 30
 CARD = "GPU-00000000-0000-0000-0000-000000000001"
@@ -244,7 +245,7 @@ class WebRig:
 
     def _in_loop(self, coroutine: Any) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result(30)
+        return future.result(PATIENCE_S)
 
     def _stop(self) -> None:
         with suppress(Exception):

@@ -191,9 +191,9 @@ def test_lease_ids_complete_from_the_daemon(daemon: Daemon) -> None:
         return done.stdout.split()
 
     with daemon.builder().acquire() as lease:
-        wait_until(lambda: completed("") == [f"plain,{lease.lease_id_text}"], "the lease's id is offered", 30)
+        wait_until(lambda: completed("") == [f"plain,{lease.lease_id_text}"], "the lease's id is offered")
         begin = lease.lease_id_text[:5].upper()
-        wait_until(lambda: completed(begin) == [f"plain,{lease.lease_id_text}"], "so it is by its begin", 30)
+        wait_until(lambda: completed(begin) == [f"plain,{lease.lease_id_text}"], "so it is by its begin")
         assert completed("x") == []
 
 

@@ -207,8 +207,9 @@ def test_a_connection_that_breaks_ends_no_lease(run: Run, peer: ScriptedPeer, mo
     ],
 )
 def test_an_operation_that_fails_ends_no_lease(
-    run: Run, peer: ScriptedPeer, status: Status, error: type[GpuLeaseError]
+    run: Run, peer: ScriptedPeer, status: Status, error: type[GpuLeaseError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gpulease.client.core.lease.END_REASON_WAIT_S", 0.05)
     peer.fail(Opcode.SYNC, status, "the context was lost")
 
     async def scenario(face: Face) -> None:

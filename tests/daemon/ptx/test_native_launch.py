@@ -1,7 +1,6 @@
 """Launches by native code: the same as the context's own, or left to it."""
 
 import ctypes
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +9,7 @@ from gpulease.daemon.drivers.interface import Dim3, DriverKernel, KernelFault, N
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.ptx.limits import QUEUE_DEPTH
+from helpers.waiting import wait_until
 
 PTX = b"""
 .version 8.0
@@ -154,9 +154,7 @@ def test_what_is_refused_has_no_record(native: Native, grid: Dim3, shared_bytes:
 
 
 def wait_while_it_runs(native: Native) -> None:
-    until = time.monotonic() + 20
-    while native.query() == RUNS:
-        assert time.monotonic() < until
+    wait_until(lambda: native.query() != RUNS, "it ends")
 
 
 def release(native: Native) -> None:

@@ -207,7 +207,7 @@ def test_nobody_else_does(rig: WebRig, scene: Scene) -> None:
 
 def acted(rig: WebRig, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
     headers = BEARER if headers is None else headers
-    return httpx.request(method, f"{rig.url}api/v1/{path}", headers=headers, timeout=10, trust_env=False, verify=False)
+    return httpx.request(method, f"{rig.url}api/v1/{path}", headers=headers, timeout=60, trust_env=False, verify=False)
 
 
 @pytest.mark.exhaustive

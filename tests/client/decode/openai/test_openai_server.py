@@ -258,13 +258,13 @@ def test_a_request_on_its_way_takes_a_place_of_its_tenant_s_alone(rig: OpenAiRig
     address = httpx.URL(rig.url)
     with socket.create_connection((address.host, address.port or 0)) as slow, rig.client("bob") as bob:
         slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 1, "the first body is on its way", 30)
+        wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 1, "the first body is on its way")
         with pytest.raises(openai.RateLimitError) as refused:
             complete(bob)
         assert refused.value.code == "quota_exceeded"
         assert int(refused.value.response.headers["Retry-After"]) >= 1
         assert complete(client).choices[0].text
-    wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 0, "its place is free", 30)
+    wait_until(lambda: rig.do(lambda: rig.decoder.prompts.coming["bob"]) == 0, "its place is free")
 
 
 def test_no_text_is_read_in_the_process_of_the_steps(

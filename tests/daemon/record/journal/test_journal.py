@@ -189,7 +189,7 @@ def told_until_killed(folder: Path, after_s: float) -> list[list[str]]:
     command = [sys.executable, "-P", str(CHILD), str(folder)]
     output = folder.with_name("told")
     with output.open("wb") as file, subprocess.Popen(command, stdout=file, env=python_environment()) as child:
-        wait_until(lambda: output.stat().st_size > 0 or child.poll() is not None, "it was told something", 20)
+        wait_until(lambda: output.stat().st_size > 0 or child.poll() is not None, "it was told something")
         time.sleep(after_s)
         child.kill()
     return [line.split() for line in output.read_text().splitlines(keepends=True) if line.endswith("\n")]
