@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpulease.client import (
+    Disconnected,
     GpuLease,
     GpuLeaseError,
     GpuSessionFailed,
@@ -32,6 +33,9 @@ WORKER: Final = "gpul-submit"
 
 SHORT_S: Final = (1.0, 5.0, 25.0, 125.0)
 """Times of submits whose time is to be over soon."""
+
+LONG_S: Final = 600.0
+"""Time of a submit that something else is to end."""
 
 POOL_S: Final = 120.0
 """For a pool to be full again: on a card a context takes long, and after a loss the next one is made later."""
@@ -107,7 +111,8 @@ def running(daemon: Daemon, lease: GpuLease, submission: Submission | None = Non
     """One that never ends, its kernel running; over, one way or another, behind the block."""
     found = Running(submission or endless(lease).timeout_secs(60))
     try:
-        wait_until(lambda: is_launched(daemon, lease.lease_id), "its kernel is launched")
+        wait_until(lambda: found.is_over or is_launched(daemon, lease.lease_id), "its kernel is launched")
+        assert not found.is_over, found.error
         yield found
     finally:
         found.wait()
@@ -130,6 +135,10 @@ def timed_out(daemon: Daemon, lease: GpuLease, scene: Callable[[Running], bool])
             ran = not work.is_over and scene(work)
         finally:
             work.wait()
+        # A host that makes no context within ten seconds is the client's to give up.
+        if isinstance(work.error, Disconnected) and "did not answer within" in str(work.error):
+            wait_until(lambda: "submit" not in daemon.query(lease.lease_id), "what it began is gone")
+            continue
         assert isinstance(work.error, TimedOut), work.error
         if ran:
             return
@@ -140,7 +149,7 @@ def start_endless(daemon: Daemon) -> Callable[[GpuLease], Running]:
     """How `Daemon.short_lease` starts a submit that ends with its lease. Raises what ended it before its kernel ran."""
 
     def start(lease: GpuLease) -> Running:
-        work = Running(endless(lease))
+        work = Running(endless(lease).timeout_secs(LONG_S))
         wait_until(lambda: work.is_over or is_launched(daemon, lease.lease_id), "its kernel is launched")
         if work.error is not None:
             raise work.error
