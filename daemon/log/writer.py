@@ -288,6 +288,9 @@ def shown(text: str, limit: int) -> str:
 
     Control characters, and those that turn the direction of a line, are shown as Python's source writes them.
     """
+    # Nearly every text: two tests in C.
+    if len(text) <= limit and text.isprintable():
+        return text
     return shortened(printable(text[: limit + 1], kept="\t"), limit)
 
 
@@ -332,8 +335,11 @@ def _message_and_fields(message: str, fields: dict[str, Value], limit: int) -> s
     return f"{message}  {' '.join(parts)}" if parts else message
 
 
+_TO_QUOTE: Final = frozenset(' "=\t')
+
+
 def _quoted(text: str) -> str:
-    plain = text and not any(char in text for char in ' "=\t')
+    plain = text and _TO_QUOTE.isdisjoint(text)
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
