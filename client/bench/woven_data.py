@@ -8,7 +8,6 @@ from importlib.resources import files
 from typing import Final
 
 from gpulease.client import Buffer, GpuSession, KernelArgs, Module
-from gpulease.client.sync.regions import Region
 
 FACTOR: Final = 2654435761
 """Word i leads to word i * FACTOR + seed, modulo the number of words: one ring of all words if the seed is odd (Hull
@@ -71,9 +70,9 @@ class WovenData:
         if is_woven:
             self.weave(self.block)
 
-    def weave(self, block: Buffer | Region, origin: int | None = None) -> None:
-        """Weave a block of this size. Its words lead to `origin`: by default, into this object's own block."""
-        args = KernelArgs().push_buffer(block).push_u64(self.origin if origin is None else origin)
+    def weave(self, block: Buffer) -> None:
+        """Weave a block of this size. Its words lead into this object's own block."""
+        args = KernelArgs().push_buffer(block).push_u64(self.origin)
         self.session.launch(self.module, "weave", GRID, BLOCK, args.push_u64(self.mask).push_u64(self.seed))
 
     @property

@@ -4,14 +4,13 @@ import os
 from pathlib import Path
 
 
-def replace_file(path: Path, data: bytes, mode: int, *, owner: int | None = None, is_synced: bool = False) -> None:
+def replace_file(path: Path, data: bytes, mode: int, *, is_synced: bool = False) -> None:
     """Replace a file, or make it.
 
     Args:
         path: The file.
         data: What it contains.
         mode: Its permissions, whatever the umask.
-        owner: Its user; None for this process's.
         is_synced: Whether it is to be on the disk when this returns.
     """
     # Write a new file and rename it over the old one, so that readers see one or the other in full. O_EXCL refuses a
@@ -22,8 +21,6 @@ def replace_file(path: Path, data: bytes, mode: int, *, owner: int | None = None
     with os.fdopen(descriptor, "wb") as file:
         # Explicitly, because the umask may have removed bits at the creation.
         os.fchmod(file.fileno(), mode)
-        if owner is not None and owner != os.geteuid():
-            os.fchown(file.fileno(), owner, -1)
         file.write(data)
         file.flush()
         if is_synced:

@@ -28,9 +28,9 @@ class RandomCheckpoint:
     Equal configs and seeds give equal weights.
     """
 
-    def __init__(self, config: ModelConfig, seed: int, pooling: Pooling | None = None) -> None:
+    def __init__(self, config: ModelConfig, seed: int) -> None:
         """Generate the values. Raises ModelRejected for a shape that the engine can't compute."""
-        self.pooling = pooling
+        self.pooling: Pooling | None = None
         self.name = f"random weights of seed {seed}"
         check_config(config, self.name)
         self.config = config

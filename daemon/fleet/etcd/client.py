@@ -198,19 +198,12 @@ class EtcdClient:
     Args:
         settings: How to reach it.
         read: Returns the present certificates, None for plain text; without it the client reads the settings' files.
-        draw: Random numbers, for the order of the members.
 
     Raises BadEtcdSettings for unreadable certificates.
     """
 
-    def __init__(
-        self,
-        settings: EtcdSettings,
-        read: Callable[[], Certificates | None] | None = None,
-        draw: Random | None = None,
-    ) -> None:
+    def __init__(self, settings: EtcdSettings, read: Callable[[], Certificates | None] | None = None) -> None:
         self._settings = settings
-        self._draw = draw or Random()
         self._read_now = read or settings.read_certificates
         self._certificates = self._read_now()
         self._members = self._open()
@@ -295,7 +288,7 @@ class EtcdClient:
             credentials = grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
         # A random order spreads the nodes of a fleet over the members.
         endpoints = list(self._settings.endpoints)
-        self._draw.shuffle(endpoints)
+        Random().shuffle(endpoints)
         return [_EtcdMember(endpoint, credentials) for endpoint in endpoints]
 
     async def _connected(self, unfit: Sequence[_EtcdMember], until: float) -> _EtcdMember | None:

@@ -152,11 +152,11 @@ class BodyParser(CallParser):
             case "reg":
                 self._parse_registers()
             case "shared":
-                self._declare(parse_variable(cursor, Space.SHARED, 0), self.shared, at)
+                self._declare(parse_variable(cursor, Space.SHARED), self.shared, at)
             case "local":
-                self._declare(parse_variable(cursor, Space.LOCAL, 0), self.local, at)
+                self._declare(parse_variable(cursor, Space.LOCAL), self.local, at)
             case "param":
-                self._declare(parse_variable(cursor, Space.CALL, 0), self.calls, at)
+                self._declare(parse_variable(cursor, Space.CALL), self.calls, at)
             case "loc" | "file":
                 # Debug information and hints: neither changes what the kernel computes.
                 cursor.skip_line(at.line)

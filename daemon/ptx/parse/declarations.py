@@ -98,9 +98,9 @@ def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> 
     return _parse_variable(cursor, space, offset)
 
 
-def parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> DeclaredVariable:
+def parse_variable(cursor: Cursor, space: Space, *, is_extern: bool = False) -> DeclaredVariable:
     """Parse what follows .global, .const, .shared or .local, up to its semicolon."""
-    variable = _parse_variable(cursor, space, offset, is_extern=is_extern)
+    variable = _parse_variable(cursor, space, 0, is_extern=is_extern)
     cursor.expect(";")
     return variable
 

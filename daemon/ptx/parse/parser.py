@@ -153,7 +153,7 @@ class _ImageParser:
                 raise cursor.problem(f"{what[:60]!r} is not supported at the top level", at)
 
     def _parse_variable(self, space: Space, *, is_extern: bool) -> None:
-        variable = parse_variable(self.cursor, space, 0, is_extern=is_extern)
+        variable = parse_variable(self.cursor, space, is_extern=is_extern)
         # Shared variables get their place from the kernel; the most aligned dynamic array decides where theirs begin.
         if space is Space.SHARED:
             variable = replace(variable, offset=_NO_PLACE)
