@@ -18,7 +18,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import hypothesis
 import pytest
 
-from gpulease.client import GpuSession
+from gpulease.client import GpuLease, GpuSession
 from gpulease.client.sync import idle_frees
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, Faults, lent, python_environment, running
@@ -247,6 +247,13 @@ def shared_daemon() -> Iterator[Daemon]:
 def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
     """The shared daemon; afterwards it must be idle again, with all its bytes free and nothing left open."""
     yield from lent(shared_daemon)
+
+
+@pytest.fixture
+def session(lease: GpuLease) -> Iterator[GpuSession]:
+    """The session of a file's own fixture `lease`."""
+    with GpuSession(lease) as session:
+        yield session
 
 
 @pytest.fixture

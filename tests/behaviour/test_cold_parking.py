@@ -78,12 +78,6 @@ def lease(node: Daemon) -> Iterator[GpuLease]:
         yield lease
 
 
-@pytest.fixture
-def session(lease: GpuLease) -> Iterator[GpuSession]:
-    with GpuSession(lease) as session:
-        yield session
-
-
 def parkable(address: str, *, seconds: float = 120, idle_s: float = 0) -> GpuLease:
     builder = GpuBuilder(address).min_vram(SLICE).lease_secs(seconds).parkable(idle_s).device("0")
     return builder.exclusivity(GpuExclusivityClass.SHARED).acquire()

@@ -35,12 +35,6 @@ def lease(daemon: Daemon) -> Iterator[GpuLease]:
 
 
 @pytest.fixture
-def session(lease: GpuLease) -> Iterator[GpuSession]:
-    with GpuSession(lease) as session:
-        yield session
-
-
-@pytest.fixture
 def faults(session: GpuSession) -> Module:
     return session.module_load(FAULTS)
 

@@ -24,6 +24,7 @@ from gpulease.client.serve.rpc import CallFailed, RpcClient
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
 from helpers.model_process import ModelProcess, infer
+from helpers.processes import cpu_seconds
 from helpers.waiting import wait_until
 
 IMAGES, TRUE_DIGITS = load_tests()
@@ -329,11 +330,6 @@ def test_a_caller_that_sends_its_body_byte_by_byte_holds_nobody_up(server: Model
 
 def test_an_idle_server_uses_no_cpu(server: ModelProcess, rpc: RpcClient) -> None:
     rpc.call(1, IMAGES[0])
-    before = cpu_s(server.process.pid)
+    before = cpu_seconds(server.process.pid)
     time.sleep(0.5)
-    assert cpu_s(server.process.pid) - before < 0.05
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    assert cpu_seconds(server.process.pid) - before < 0.05

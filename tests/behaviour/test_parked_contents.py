@@ -34,12 +34,6 @@ def lease(node: Daemon) -> Iterator[GpuLease]:
         yield lease
 
 
-@pytest.fixture
-def session(lease: GpuLease) -> Iterator[GpuSession]:
-    with GpuSession(lease) as session:
-        yield session
-
-
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_the_main_job_before_between_and_after(lease: GpuLease, shared_memory: bool) -> None:
     with GpuSession(lease, shared_memory=shared_memory) as session:

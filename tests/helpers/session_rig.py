@@ -198,6 +198,19 @@ GAPS = b"""
 
 
 @dataclass
+class MadeModule:
+    """A module whose kernels nothing launches."""
+
+    kernels: dict[str, DriverKernel] = field(default_factory=dict)
+    device_bytes: int = 0
+    shared_bytes: int = 0
+    kept_bytes: int = 0
+
+    def variable(self, name: str) -> tuple[int, int]:
+        return 0, 0
+
+
+@dataclass
 class Rig:
     session: Session
     page: BrokerPage

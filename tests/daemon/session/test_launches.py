@@ -1,8 +1,8 @@
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from gpulease.daemon.drivers.interface import DriverKernel, Figures, Parameter
+from gpulease.daemon.drivers.interface import Figures, Parameter
 from gpulease.daemon.session.launches import MAX_PLANS, Plan, Planner
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.protocol.codec import build_body
@@ -10,6 +10,7 @@ from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Refused
 from gpulease.protocol.messages import Launch
 from gpulease.protocol.opcodes import Status
+from helpers.session_rig import MadeModule
 
 
 @dataclass
@@ -24,17 +25,6 @@ class MadeKernel:
 
     def figures(self) -> Figures:
         return Figures(0, 0)
-
-
-@dataclass
-class MadeModule:
-    kernels: dict[str, DriverKernel] = field(default_factory=dict)
-    device_bytes: int = 0
-    shared_bytes: int = 0
-    kept_bytes: int = 0
-
-    def variable(self, name: str) -> tuple[int, int]:
-        return 0, 0
 
 
 def kernel_of(*parameters: tuple[int, int], name: str = "k", parameter_bytes: int | None = None) -> MadeKernel:

@@ -1,28 +1,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
-from gpulease.daemon.drivers.interface import DriverError, DriverKernel, ImageRejected
+from gpulease.daemon.drivers.interface import DriverError, ImageRejected
 from gpulease.daemon.session.ledger import MAX_ALLOCATIONS, MAX_IMAGE_BYTES, MAX_MODULES, Ledger
 from gpulease.protocol.failures import Refused
 from gpulease.protocol.opcodes import Status
+from helpers.session_rig import MadeModule
 
 SLICE = 1000
-
-
-@dataclass
-class NoKernels:
-    """A module: the ledger only keeps it."""
-
-    kernels: dict[str, DriverKernel] = field(default_factory=dict)
-    device_bytes: int = 0
-    shared_bytes: int = 0
-    kept_bytes: int = 0
-
-    def variable(self, name: str) -> tuple[int, int]:
-        return 0, 0
 
 
 @contextmanager
@@ -49,7 +36,7 @@ def test_the_slice_is_the_limit() -> None:
 
 def test_what_a_card_takes_besides_is_on_the_allowance_first() -> None:
     ledger = Ledger(SLICE, allowance_bytes=100, page_bytes=10)
-    number = ledger.add_module(NoKernels(device_bytes=60), 1)
+    number = ledger.add_module(MadeModule(device_bytes=60), 1)
     ledger.charge_kept(30)
     ledger.charge_kept(20)
     assert (ledger.charged_bytes, ledger.room_bytes) == (0, SLICE + 10)
@@ -106,7 +93,7 @@ def test_what_is_kept_for_later_makes_room_for_what_comes() -> None:
 
 def test_pages_that_modules_share_are_charged_until_all_are_gone() -> None:
     ledger = Ledger(SLICE)
-    numbers = [ledger.add_module(NoKernels(device_bytes=300, shared_bytes=200), 1) for _ in range(2)]
+    numbers = [ledger.add_module(MadeModule(device_bytes=300, shared_bytes=200), 1) for _ in range(2)]
     assert ledger.charged_bytes == 600
     ledger.remove_module(numbers[0])
     assert ledger.charged_bytes == 500
@@ -169,9 +156,9 @@ def test_a_freed_handle_is_none() -> None:
 
 def test_module_numbers_are_never_given_twice() -> None:
     ledger = Ledger(SLICE)
-    first = ledger.add_module(NoKernels(), 10)
+    first = ledger.add_module(MadeModule(), 10)
     ledger.remove_module(first)
-    second = ledger.add_module(NoKernels(), 10)
+    second = ledger.add_module(MadeModule(), 10)
     assert first != second
     with refused(Status.INVALID_HANDLE, "not a loaded module"):
         ledger.module(first)
@@ -180,7 +167,7 @@ def test_module_numbers_are_never_given_twice() -> None:
 
 def test_the_number_of_modules_is_bounded() -> None:
     ledger = Ledger(SLICE)
-    numbers = [ledger.add_module(NoKernels(), 1) for _ in range(MAX_MODULES)]
+    numbers = [ledger.add_module(MadeModule(), 1) for _ in range(MAX_MODULES)]
     with refused(Status.LOAD_FAILED, f"{MAX_MODULES} modules"):
         ledger.check_load(1)
     ledger.remove_module(numbers[7])
@@ -189,7 +176,7 @@ def test_the_number_of_modules_is_bounded() -> None:
 
 def test_the_bytes_of_images_are_bounded() -> None:
     ledger = Ledger(SLICE)
-    number = ledger.add_module(NoKernels(), MAX_IMAGE_BYTES - 5)
+    number = ledger.add_module(MadeModule(), MAX_IMAGE_BYTES - 5)
     ledger.check_load(5)
     with refused(Status.LOAD_FAILED, "bytes of images"):
         ledger.check_load(6)
@@ -229,7 +216,7 @@ def test_dependents_learn_once_what_was_released() -> None:
     ledger, released = Ledger(SLICE), list[str]()
     for address in (0x10, 0x20):
         ledger.add_allocation(address, 1)
-    number = ledger.add_module(NoKernels(), 1)
+    number = ledger.add_module(MadeModule(), 1)
     ledger.allocation_dependents.add(0x10, 1, released.append)
     ledger.allocation_dependents.add(0x10, 2, released.append)
     ledger.allocation_dependents.add(0x20, 1, released.append)
@@ -246,7 +233,7 @@ def test_dependents_learn_once_what_was_released() -> None:
 
 def test_a_variable_is_named_until_its_module_goes() -> None:
     ledger = Ledger(SLICE)
-    number = ledger.add_module(NoKernels(), 10)
+    number = ledger.add_module(MadeModule(), 10)
     for _ in range(2):
         ledger.add_variable(number, 4096, 16)
     assert ledger.locate(4096, 8, 8) == 4104
