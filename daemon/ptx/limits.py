@@ -83,6 +83,10 @@ MAX_OPTIMISED_CALLING_ACCESSES = 2048
 # Kernels that call nothing and have up to this many are simplified, at least: 1024 take 3 to 5 s, 4000 took 36.
 MAX_SIMPLIFIED_ACCESSES = 1024
 
+# Lines of IR of a kernel that is optimised. LLVM takes time in the square of a block's instructions to select and order
+# them: 260,000 lines of matrix products took 27 s. Plainly they take 3 s, and the code is four fifths as fast.
+MAX_OPTIMISED_LINES = 200_000
+
 # Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
 

@@ -13,6 +13,7 @@ from gpulease.daemon.ptx.limits import (
     MAX_OPTIMISED_CALLING_ACCESSES,
     MAX_OPTIMISED_FUNCTIONS,
     MAX_OPTIMISED_INSTRUCTIONS,
+    MAX_OPTIMISED_LINES,
     MAX_SIMPLIFIED_ACCESSES,
     rejected,
 )
@@ -249,6 +250,9 @@ class _ImageTranslator:
         simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
         part = self._part(Effort.FULL if is_small else simplified)
         part.add(function, self._places)
+        # An instruction may be hundreds of lines of IR, so only now is it known how many there are.
+        if part.lines > MAX_OPTIMISED_LINES:
+            part.effort = Effort.LEAST
         self._apart.append(part)
 
     def _part(self, effort: Effort, *, calls: bool = False) -> Part:

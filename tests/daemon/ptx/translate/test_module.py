@@ -66,6 +66,18 @@ def test_the_more_accesses_a_kernel_has_the_less_it_is_optimised(monkeypatch: py
     assert efforts == [Effort.FULL, Effort.SOME, Effort.SOME, Effort.LEAST]
 
 
+@pytest.mark.parametrize("most_accesses", [10, 100], ids=["simplified", "optimised"])
+def test_a_kernel_of_too_many_lines_is_compiled_plainly(monkeypatch: pytest.MonkeyPatch, most_accesses: int) -> None:
+    monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    monkeypatch.setattr(module, "MAX_OPTIMISED_ACCESSES", most_accesses)
+    image = parse(HEAD + kernel("k", 40))
+    (part,) = translate(image)
+    monkeypatch.setattr(module, "MAX_OPTIMISED_LINES", part.lines)
+    assert [part.effort for part in translate(image)] == [part.effort] != [Effort.LEAST]
+    monkeypatch.setattr(module, "MAX_OPTIMISED_LINES", part.lines - 1)
+    assert [part.effort for part in translate(image)] == [Effort.LEAST]
+
+
 def test_kernels_that_call_functions_are_one_part_and_share_its_optimising(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_OPTIMISED_CALLING_ACCESSES", 40)
     function = ".func once(.param .b32 a) { .reg .b32 %a; ld.param.b32 %a, [a]; ret; }\n"
