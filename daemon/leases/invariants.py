@@ -47,7 +47,8 @@ def validate(store: LeaseStore) -> None:
     # Check each lease by itself, then each card, then the rules that span cards.
     by_card: dict[str, list[Lease]] = {account.card.uuid: [] for account in store.accounts}
     for lease in store.live.values():
-        _require(lease.card_uuid in by_card, f"{_name(lease)} is on card {lease.card_uuid}, which is not here.")
+        if lease.card_uuid not in by_card:
+            raise InvariantBroken(f"{_name(lease)} is on card {lease.card_uuid}, which is not here.")
         by_card[lease.card_uuid].append(lease)
         _validate_lease(store, lease)
     for account in store.accounts:
@@ -85,13 +86,10 @@ def validate_charges(store: LeaseStore, before: Charges) -> None:
         taken_over_bytes = max(0, before.stuck[account.card.uuid] - account.stuck_bytes)
         is_more = lease.charge_bytes > before.leases.get(lease.lease_id, 0) + taken_over_bytes
         held = account.held_bytes + account.stuck_bytes
-        sentence = f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
-        _require(not is_more or held <= account.capacity_bytes, sentence)
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise InvariantBroken(sentence)
+        if is_more and held > account.capacity_bytes:
+            raise InvariantBroken(
+                f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
+            )
 
 
 def _name(lease: Lease) -> str:
@@ -99,20 +97,29 @@ def _name(lease: Lease) -> str:
 
 
 def _validate_lease(store: LeaseStore, lease: Lease) -> None:
-    name, state = _name(lease), lease.state
+    state = lease.state
     # State, cause and fence must agree.
     has_ended = state in (LeaseState.DRAINING, LeaseState.FENCED)
-    _require(state is not LeaseState.TORNDOWN, f"{name} is torn down but still counted as live.")
-    _require(has_ended == (lease.cause is not None), f"{name} has cause {lease.cause}.")
-    _require((state is LeaseState.FENCED) == (lease.lease_id in store.fenced), f"{name} is misfiled as to fences.")
-    _require((state is LeaseState.FENCED) == (lease.ended_ns is not None), f"{name} ended at {lease.ended_ns}.")
+    if state is LeaseState.TORNDOWN:
+        raise InvariantBroken(f"{_name(lease)} is torn down but still counted as live.")
+    if has_ended != (lease.cause is not None):
+        raise InvariantBroken(f"{_name(lease)} has cause {lease.cause}.")
+    if (state is LeaseState.FENCED) != (lease.lease_id in store.fenced):
+        raise InvariantBroken(f"{_name(lease)} is misfiled as to fences.")
+    if (state is LeaseState.FENCED) != (lease.ended_ns is not None):
+        raise InvariantBroken(f"{_name(lease)} ended at {lease.ended_ns}.")
     # A pending lease has exactly one open acquire; an active one has a deadline and a worker.
     is_awaited = store.pending.get(lease.request) == lease.lease_id
-    _require((state is LeaseState.PENDING) == is_awaited, f"{name} and its acquire disagree on who waits.")
-    _require(state is not LeaseState.PENDING or lease.deadline_ns is None, f"{name} has a deadline already.")
-    _require(state is not LeaseState.ACTIVE or lease.deadline_ns is not None, f"{name} has no deadline.")
-    _require(state is not LeaseState.ACTIVE or not lease.is_worker_gone, f"{name} has no worker.")
-    _require(has_ended or not (lease.is_kill_sent or lease.revoke_requests), f"{name} is half torn down.")
+    if (state is LeaseState.PENDING) != is_awaited:
+        raise InvariantBroken(f"{_name(lease)} and its acquire disagree on who waits.")
+    if state is LeaseState.PENDING and lease.deadline_ns is not None:
+        raise InvariantBroken(f"{_name(lease)} has a deadline already.")
+    if state is LeaseState.ACTIVE and lease.deadline_ns is None:
+        raise InvariantBroken(f"{_name(lease)} has no deadline.")
+    if state is LeaseState.ACTIVE and lease.is_worker_gone:
+        raise InvariantBroken(f"{_name(lease)} has no worker.")
+    if not has_ended and (lease.is_kill_sent or lease.revoke_requests):
+        raise InvariantBroken(f"{_name(lease)} is half torn down.")
     # Bytes: either all of the lease's own bytes are still awaited, or none. If the lease took over a warm context, its
     # overhead is charged already and is not awaited.
     is_awaiting = lease.awaited_bytes > 0
@@ -123,78 +130,107 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     # A session that returns waits for the bytes that it had left; its lease may end before it has them.
     is_returning = park is not None and park.phase is ParkPhase.RETURNING
     returned_bytes = lease.terms.size_bytes - park.kept_bytes if park is not None and is_returning else 0
-    _require(lease.awaited_bytes in (0, own_bytes, returned_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
+    if lease.awaited_bytes not in (0, own_bytes, returned_bytes):
+        raise InvariantBroken(f"{_name(lease)} waits for {lease.awaited_bytes} bytes.")
     is_startless = is_awaiting and state is LeaseState.ACTIVE and not is_returning
-    _require(not is_startless, f"{name} is active and has no room.")
-    _require(lease.unconnected_ns is None or lease.orphan_ms > 0, f"{name} waits for a connection it may be without.")
-    _require(lease.warm_id not in store.warm, f"{name} and the pool have the same context.")
-    _require(has_ended or lease.free_request is None, f"{name} is being freed but has not ended.")
+    if is_startless:
+        raise InvariantBroken(f"{_name(lease)} is active and has no room.")
+    if lease.unconnected_ns is not None and lease.orphan_ms <= 0:
+        raise InvariantBroken(f"{_name(lease)} waits for a connection it may be without.")
+    if lease.warm_id in store.warm:
+        raise InvariantBroken(f"{_name(lease)} and the pool have the same context.")
+    if not has_ended and lease.free_request is not None:
+        raise InvariantBroken(f"{_name(lease)} is being freed but has not ended.")
     # Teardown: some timer must be armed, otherwise a lost answer would leave the lease DRAINING for ever.
     if state is LeaseState.DRAINING:
         is_moving = lease.grace_due_ns is not None or lease.reclaim_due_ns is not None
-        _require(is_moving, f"{name} has no timer, so nothing would ever end its teardown.")
+        if not is_moving:
+            raise InvariantBroken(f"{_name(lease)} has no timer, so nothing would ever end its teardown.")
     # Recycling needs a clean end: the tenant freed the lease, only the tenant used it, and nothing has killed its
     # worker.
     is_scrubbed_rightly = state is LeaseState.DRAINING and lease.cause is Cause.FREED and bool(lease.warm_id)
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_in_doubt or lease.fault or lease.revoke_requests)
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_kill_sent or lease.is_worker_gone)
-    _require(is_scrubbed_rightly or not lease.is_scrubbing, f"{name} is to be recycled and must not be.")
+    if not is_scrubbed_rightly and lease.is_scrubbing:
+        raise InvariantBroken(f"{_name(lease)} is to be recycled and must not be.")
     _validate_history(store, lease)
     _validate_park(store, lease)
 
 
 def _validate_park(store: LeaseStore, lease: Lease) -> None:
-    name, park = _name(lease), lease.park
-    _require((park is not None) == lease.terms.is_parkable, f"{name} is parkable, or is not, against its terms.")
-    _require((park is not None) == (store.parkable.get(lease.lease_id) is lease), f"{name} is misfiled as parkable.")
+    park = lease.park
+    if (park is not None) != lease.terms.is_parkable:
+        raise InvariantBroken(f"{_name(lease)} is parkable, or is not, against its terms.")
+    if (park is not None) != (store.parkable.get(lease.lease_id) is lease):
+        raise InvariantBroken(f"{_name(lease)} is misfiled as parkable.")
     waiter = store.queue.get(-lease.lease_id)
     if park is None:
-        _require(waiter is None, f"{name} waits to return and is not parkable.")
+        if waiter is not None:
+            raise InvariantBroken(f"{_name(lease)} waits to return and is not parkable.")
         return
     # Only a parked session has released its bytes, also while it gets a worker that refuses its waiting operations.
     is_off = park.off_bytes > 0
     may_be_off = park.phase is ParkPhase.PARKED or (park.phase is ParkPhase.RETURNING and park.refusal != "")
-    _require(not is_off or may_be_off, f"{name} is {park.phase.value} and its bytes are gone.")
-    _require(not park.refusal or park.phase is ParkPhase.RETURNING, f"{name} is refused in a worker that it has not.")
+    if is_off and not may_be_off:
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value} and its bytes are gone.")
+    if park.refusal and park.phase is not ParkPhase.RETURNING:
+        raise InvariantBroken(f"{_name(lease)} is refused in a worker that it has not.")
     is_cold = park.depth is ParkDepth.COLD
     most_bytes = store.account_by_uuid[lease.card_uuid].charge_bytes(lease.terms)
     is_bounded = 0 <= park.off_bytes <= (most_bytes if is_cold else lease.terms.size_bytes)
-    _require(is_bounded, f"{name} has given {park.off_bytes} bytes back.")
+    if not is_bounded:
+        raise InvariantBroken(f"{_name(lease)} has given {park.off_bytes} bytes back.")
     # A cold session has no worker, so it holds nothing unless it is already charged for its return.
     is_charged = lease.charge_bytes > lease.awaited_bytes
-    _require(not (is_cold and is_charged), f"{name} is cold, and charged {lease.charge_bytes} bytes.")
+    if is_cold and is_charged:
+        raise InvariantBroken(f"{_name(lease)} is cold, and charged {lease.charge_bytes} bytes.")
     if lease.state is LeaseState.ACTIVE:
         is_off_deep = park.depth in (ParkDepth.LEAVING, ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
-        _require(not is_off_deep or park.is_shown_off or park.phase is ParkPhase.RETURNING, f"{name} left unparked.")
+        if is_off_deep and not park.is_shown_off and park.phase is not ParkPhase.RETURNING:
+            raise InvariantBroken(f"{_name(lease)} left unparked.")
     else:
-        _require(park.move is None, f"{name} has ended, but a move of it continues.")
-        _require(not park.held_id, f"{name} has ended, but its former worker is held.")
+        if park.move is not None:
+            raise InvariantBroken(f"{_name(lease)} has ended, but a move of it continues.")
+        if park.held_id:
+            raise InvariantBroken(f"{_name(lease)} has ended, but its former worker is held.")
     if lease.state is not LeaseState.ACTIVE:
-        _require(waiter is None and not park.requests, f"{name} has ended, and somebody waits for its parking.")
+        if waiter is not None or park.requests:
+            raise InvariantBroken(f"{_name(lease)} has ended, and somebody waits for its parking.")
         return
     # An active lease whose bytes are off the card has host memory. If it waits in the queue, it is parked and awaited.
     has_host = park.host_bytes >= lease.terms.size_bytes or lease.is_restored
-    _require(park.phase is ParkPhase.RESIDENT or has_host, f"{name} is {park.phase.value} without host memory.")
+    if park.phase is not ParkPhase.RESIDENT and not has_host:
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value} without host memory.")
     is_waiting = park.phase is ParkPhase.PARKED and park.is_awaited
-    _require((waiter is not None) == is_waiting, f"{name} is {park.phase.value}, and the queue disagrees.")
-    _require(park.phase is not ParkPhase.PARKED or park.parked_ns > 0, f"{name} is parked since never.")
+    if (waiter is not None) != is_waiting:
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and the queue disagrees.")
+    if park.phase is ParkPhase.PARKED and park.parked_ns <= 0:
+        raise InvariantBroken(f"{_name(lease)} is parked since never.")
     is_asked = park.is_leaving or park.phase is ParkPhase.RETURNING
-    _require(not park.requests or is_asked, f"{name} is {park.phase.value}, and a park waits for it.")
-    _require(not (park.is_off and lease.submit_id), f"{name} is parked, and a submit of it runs.")
-    _require(not (park.is_off and lease.resize is not None), f"{name} is parked and resized.")
+    if park.requests and not is_asked:
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and a park waits for it.")
+    if park.is_off and lease.submit_id:
+        raise InvariantBroken(f"{_name(lease)} is parked, and a submit of it runs.")
+    if park.is_off and lease.resize is not None:
+        raise InvariantBroken(f"{_name(lease)} is parked and resized.")
 
 
 def _validate_history(store: LeaseStore, lease: Lease) -> None:
-    name, history = _name(lease), lease.history
-    _require(len(history) <= store.limits.max_story_entries, f"{name} has a story of {len(history)} entries.")
-    _require(not history or history[-1].finish is lease.state, f"{name} is not where its story ends.")
+    history = lease.history
+    if len(history) > store.limits.max_story_entries:
+        raise InvariantBroken(f"{_name(lease)} has a story of {len(history)} entries.")
+    if history and history[-1].finish is not lease.state:
+        raise InvariantBroken(f"{_name(lease)} is not where its story ends.")
     # Generations never go back: tokens and grants carry them, and an old one must stay invalid.
     generations = [entry.generation for entry in history] + [lease.generation]
-    _require(generations == sorted(generations) and generations[0] >= 1, f"{name} went back a generation.")
+    if generations != sorted(generations) or generations[0] < 1:
+        raise InvariantBroken(f"{_name(lease)} went back a generation.")
     renewed = [entry.generation for entry in history if entry.trigger is Trigger.RENEWED]
-    _require(len(set(renewed)) == len(renewed), f"{name} used a generation twice.")
+    if len(set(renewed)) != len(renewed):
+        raise InvariantBroken(f"{_name(lease)} used a generation twice.")
     ends = sum(entry.finish is LeaseState.DRAINING for entry in history)
-    _require(ends <= 1, f"{name} was torn down {ends} times.")
+    if ends > 1:
+        raise InvariantBroken(f"{_name(lease)} was torn down {ends} times.")
     # Only a restored lease may have no bytes: it may represent a worker of an earlier daemon. A parked session has
     # given bytes of its slice back; a restored one that was ending may have, too.
     off_bytes = 0 if lease.park is None else lease.park.off_bytes
@@ -202,44 +238,58 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
         lease.is_restored and lease.park is not None
     )
     is_charged = is_whole and (lease.terms.size_bytes > 0 or lease.is_restored)
-    _require(is_charged, f"{name} is charged {lease.charge_bytes} bytes.")
+    if not is_charged:
+        raise InvariantBroken(f"{_name(lease)} is charged {lease.charge_bytes} bytes.")
 
 
 def _validate_host(store: LeaseStore) -> None:
     held = sum(lease.park.host_bytes for lease in store.parkable.values() if lease.park is not None)
-    _require(store.parked_host_bytes == held, f"{store.parked_host_bytes} bytes of the host are counted, not {held}.")
-    _require(store.parkable.keys() <= store.live.keys(), "There are parkable leases that no longer live.")
+    if store.parked_host_bytes != held:
+        raise InvariantBroken(f"{store.parked_host_bytes} bytes of the host are counted, not {held}.")
+    if not store.parkable.keys() <= store.live.keys():
+        raise InvariantBroken("There are parkable leases that no longer live.")
     # Sessions that an earlier daemon parked may exceed a bound that has been lowered since.
     is_bound = not any(lease.is_restored for lease in store.parkable.values())
     most = store.limits.park_memory_bytes
-    _require(held <= most or not is_bound, f"Parked sessions hold {held} of {most} bytes of the host.")
+    if held > most and is_bound:
+        raise InvariantBroken(f"Parked sessions hold {held} of {most} bytes of the host.")
 
 
 def _validate_claims(store: LeaseStore) -> None:
     # Each live name belongs to exactly one lease, also while that lease is fenced.
     named = {lease.terms.name: lease for lease in store.live.values() if lease.terms.name}
     count = sum(bool(lease.terms.name) for lease in store.live.values())
-    _require(len(named) == count, f"{count} leases have {len(named)} names.")
-    _require(store.claimed == named, "The table misfiles leases with names.")
+    if len(named) != count:
+        raise InvariantBroken(f"{count} leases have {len(named)} names.")
+    if store.claimed != named:
+        raise InvariantBroken("The table misfiles leases with names.")
     capped = {lease.lease_id: lease for lease in store.live.values() if lease.terms.is_claimed}
-    _require(store.capped == capped, "The table misfiles claimed leases.")
+    if store.capped != capped:
+        raise InvariantBroken("The table misfiles claimed leases.")
     # A claimed lease is never ACTIVE without a membership deadline, because after that time another node may take its
     # name over.
     for lease in store.live.values():
-        name, claim = _name(lease), lease.terms
-        _require(bool(claim.name) == (claim.epoch > 0), f"{name} has the name {claim.name!r} and epoch {claim.epoch}.")
+        claim = lease.terms
+        if bool(claim.name) != (claim.epoch > 0):
+            raise InvariantBroken(f"{_name(lease)} has the name {claim.name!r} and epoch {claim.epoch}.")
         is_capped = lease.horizon is not None or lease.is_restored
-        _require(not claim.is_claimed or lease.state is not LeaseState.ACTIVE or is_capped, f"{name} has no horizon.")
-        _require(claim.is_claimed or lease.horizon is None, f"{name} has a horizon and no claim.")
+        if claim.is_claimed and lease.state is LeaseState.ACTIVE and not is_capped:
+            raise InvariantBroken(f"{_name(lease)} has no horizon.")
+        if not claim.is_claimed and lease.horizon is not None:
+            raise InvariantBroken(f"{_name(lease)} has a horizon and no claim.")
         is_covered = lease.is_restored or not claim.fleet_bytes or claim.size_bytes <= claim.fleet_bytes
-        _require(is_covered, f"{name} has more bytes than were claimed for it.")
+        if not is_covered:
+            raise InvariantBroken(f"{_name(lease)} has more bytes than were claimed for it.")
         is_known = claim.epoch <= store.epochs.of(claim.name) or lease.is_restored
-        _require(not claim.name or is_known, f"{name} has an epoch above the highest.")
-    _require(len(store.epochs) <= MAX_NAMES, f"{len(store.epochs)} names are kept with their epochs.")
+        if claim.name and not is_known:
+            raise InvariantBroken(f"{_name(lease)} has an epoch above the highest.")
+    if len(store.epochs) > MAX_NAMES:
+        raise InvariantBroken(f"{len(store.epochs)} names are kept with their epochs.")
     # The index with which a client that repeats its request is given its lease.
     for (tenant, request_id), lease in store.by_request.items():
         is_its_own = store.live.get(lease.lease_id) is lease and lease.tenant == tenant
-        _require(is_its_own and lease.terms.request_id == request_id, f"{_name(lease)} is misfiled by its request.")
+        if not is_its_own or lease.terms.request_id != request_id:
+            raise InvariantBroken(f"{_name(lease)} is misfiled by its request.")
 
 
 def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
@@ -249,32 +299,40 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED)
     fenced += sum(one.charge_bytes for one in account.warm.values() if one.state is WarmState.FENCED)
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
-    _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
-    _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
+    if account.held_bytes != held:
+        raise InvariantBroken(f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
+    if account.fenced_bytes != fenced:
+        raise InvariantBroken(f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
     # Restored leases may exceed the card, or share it with one that must be alone, because the limits or the card have
     # changed since. No new lease was granted next to them. A cold session that waits for room there holds no bytes.
     is_all_restored = all(lease.is_restored for lease in leases if lease.charge_bytes)
     parkable = sum(lease.terms.size_bytes for lease in leases if lease.terms.is_parkable)
     parked = sum(lease.park.off_bytes for lease in leases if lease.park is not None)
-    _require(account.parked_bytes == parked, f"{name} counts {account.parked_bytes} bytes parked, not {parked}.")
-    _require(account.parkable_bytes == parkable, f"{name} counts {account.parkable_bytes} bytes parkable.")
-    _require(held <= card.capacity_bytes or is_all_restored, f"{name} holds {held} of {card.capacity_bytes} bytes.")
-    _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
+    if account.parked_bytes != parked:
+        raise InvariantBroken(f"{name} counts {account.parked_bytes} bytes parked, not {parked}.")
+    if account.parkable_bytes != parkable:
+        raise InvariantBroken(f"{name} counts {account.parkable_bytes} bytes parkable.")
+    if held > card.capacity_bytes and not is_all_restored:
+        raise InvariantBroken(f"{name} holds {held} of {card.capacity_bytes} bytes.")
+    if account.leases != len(leases):
+        raise InvariantBroken(f"{name} counts {account.leases} leases and has {len(leases)}.")
     by_tenant = Counter(lease.tenant for lease in leases)
-    _require(account.leases_by_tenant == by_tenant, f"{name} counts leases per tenant that are not there.")
-    _require(account.exclusive_leases == alone, f"{name} counts {account.exclusive_leases} lone leases.")
-    _require(
-        not alone or len(leases) == 1 or is_all_restored,
-        f"{name} has a lease that must be alone, and {len(leases)} in all.",
-    )
+    if account.leases_by_tenant != by_tenant:
+        raise InvariantBroken(f"{name} counts leases per tenant that are not there.")
+    if account.exclusive_leases != alone:
+        raise InvariantBroken(f"{name} counts {account.exclusive_leases} lone leases.")
+    if alone and len(leases) != 1 and not is_all_restored:
+        raise InvariantBroken(f"{name} has a lease that must be alone, and {len(leases)} in all.")
     # Each lease is charged the bytes that its terms cost on this card.
     for lease in leases:
         charge_bytes = account.charge_bytes(lease.terms) + lease.extra_bytes
         charge_bytes -= 0 if lease.park is None else lease.park.off_bytes
         is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
-        _require(is_rightly_charged, f"{_name(lease)} is mischarged.")
+        if not is_rightly_charged:
+            raise InvariantBroken(f"{_name(lease)} is mischarged.")
         is_partitioned = lease.terms.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
-        _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")
+        if not is_partitioned:
+            raise InvariantBroken(f"{_name(lease)} owns a partition on {name}, which is none.")
 
 
 def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
@@ -293,67 +351,84 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     going = (LeaseState.PENDING, LeaseState.ACTIVE)
     waiting = [lease for lease in leases if lease.awaited_bytes and lease.state in going]
     never = awaited - sum(lease.awaited_bytes for lease in waiting)
-    _require(account.stuck_bytes == stuck, f"{name} counts {account.stuck_bytes} bytes stuck, not {stuck}.")
-    _require(account.awaited_bytes == awaited, f"{name} counts {account.awaited_bytes} bytes awaited, not {awaited}.")
+    if account.stuck_bytes != stuck:
+        raise InvariantBroken(f"{name} counts {account.stuck_bytes} bytes stuck, not {stuck}.")
+    if account.awaited_bytes != awaited:
+        raise InvariantBroken(f"{name} counts {account.awaited_bytes} bytes awaited, not {awaited}.")
     knows = set(account.awaiting) == {lease.lease_id for lease in waiting}
-    _require(knows, f"{name} does not know who waits for warm contexts to leave.")
+    if not knows:
+        raise InvariantBroken(f"{name} does not know who waits for warm contexts to leave.")
     # Bytes in use now must fit the measured capacity, unless all leases come from an earlier table.
     used = held - awaited + warm
     is_new_in = any(lease.charge_bytes > lease.awaited_bytes and not lease.is_restored for lease in leases)
     is_new_in = is_new_in or not all(context.is_restored for context in contexts)
-    _require(used <= capacity or not is_new_in, f"{name} may have {used} of {capacity} bytes in use.")
+    if used > capacity and is_new_in:
+        raise InvariantBroken(f"{name} may have {used} of {capacity} bytes in use.")
     # Bytes promised to leases that wait for contexts to leave must fit, too, once those contexts are gone.
     promised = held - never + stuck + yielding
     is_new_in = is_new_in or bool(waiting)
-    _require(
-        promised <= capacity or not is_new_in, f"{name} promises {promised} of {capacity} bytes, and no context leaves."
-    )
+    if promised > capacity and is_new_in:
+        raise InvariantBroken(f"{name} promises {promised} of {capacity} bytes, and no context leaves.")
     is_fitting = promised <= now or not (waiting or yielding)
-    _require(is_fitting, f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
+    if not is_fitting:
+        raise InvariantBroken(f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
     # The first lease in the queue must really lack room; otherwise it would wait in vain.
     first = next(iter(account.awaiting.values()), None)
-    _require(first is None or used + first.awaited_bytes > now, f"{name} has room for a lease that waits for it.")
+    if first is not None and used + first.awaited_bytes <= now:
+        raise InvariantBroken(f"{name} has room for a lease that waits for it.")
     _validate_pool_size(store, account, leases)
 
 
 def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
     name, contexts = f"Card {account.card.uuid}", list(account.warm.values())
     pending = sum(lease.state is LeaseState.PENDING for lease in leases)
-    _require(
-        account.pending_leases == pending, f"{name} counts {account.pending_leases} pending leases, not {pending}."
-    )
+    if account.pending_leases != pending:
+        raise InvariantBroken(f"{name} counts {account.pending_leases} pending leases, not {pending}.")
     # The pool makes one context at a time and never more than wanted. Contexts being dropped count as well, so that a
     # driver that loses every context can't fill the card with fences.
     making = sum(context.state is WarmState.WARMING for context in contexts)
-    _require(making <= 1, f"{name} has {making} warm contexts made at a time.")
+    if making > 1:
+        raise InvariantBroken(f"{name} has {making} warm contexts made at a time.")
     kept = sum(context.state in YIELDING and context.tenant is None for context in contexts)
-    _require(kept <= account.warm_wanted, f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
+    if kept > account.warm_wanted:
+        raise InvariantBroken(f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
     is_bounded = kept + account.leaving <= account.warm_wanted or any(context.is_restored for context in contexts)
-    _require(is_bounded, f"{name} has {account.leaving} warm contexts that leave or are fenced, and {kept} more.")
+    if not is_bounded:
+        raise InvariantBroken(f"{name} has {account.leaving} warm contexts that leave or are fenced, and {kept} more.")
     most = 0 if store.recycling is None else store.recycling.max_idle
-    _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
+    if account.recycled > most:
+        raise InvariantBroken(f"{name} has {account.recycled} contexts that wait for their tenant.")
     # A card that must be empty of contexts has none.
     is_closed = store.is_shutting_down or store.drain_ns is not None
     must_be_empty = is_closed or account.exclusive_leases or account.drain_ns is not None
-    _require(not (account.yielding_bytes and must_be_empty), f"{name} keeps warm contexts that it must not have.")
+    if account.yielding_bytes and must_be_empty:
+        raise InvariantBroken(f"{name} keeps warm contexts that it must not have.")
 
 
 def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext) -> None:
     name = f"Warm context {context.warm_id - FIRST_WARM_ID}"
-    _require(context.warm_id >= FIRST_WARM_ID, f"{name} has a lease's number.")
-    _require(store.warm.get(context.warm_id) is context, f"{name} is not in the pool.")
-    _require(context.card_uuid == account.card.uuid, f"{name} is on another card.")
+    if context.warm_id < FIRST_WARM_ID:
+        raise InvariantBroken(f"{name} has a lease's number.")
+    if store.warm.get(context.warm_id) is not context:
+        raise InvariantBroken(f"{name} is not in the pool.")
+    if context.card_uuid != account.card.uuid:
+        raise InvariantBroken(f"{name} is on another card.")
     is_rightly_charged = context.charge_bytes == account.card.overhead_bytes or context.is_restored
-    _require(is_rightly_charged, f"{name} is mischarged.")
+    if not is_rightly_charged:
+        raise InvariantBroken(f"{name} is mischarged.")
     is_needed = context.state in YIELDING or context.state is WarmState.HELD
-    _require(not (context.is_worker_gone and is_needed), f"{name} has no worker.")
+    if context.is_worker_gone and is_needed:
+        raise InvariantBroken(f"{name} has no worker.")
     holders = [lease for lease in store.parkable.values() if lease.park and lease.park.held_id == context.warm_id]
     is_held_once = context.state is not WarmState.HELD or len(holders) == 1
-    _require(is_held_once, f"{name} is held for {len(holders)} sessions.")
-    _require((context.tenant is None) == (context.leases == 0), f"{name} is {context.tenant!r}'s without a lease.")
+    if not is_held_once:
+        raise InvariantBroken(f"{name} is held for {len(holders)} sessions.")
+    if (context.tenant is None) != (context.leases == 0):
+        raise InvariantBroken(f"{name} is {context.tenant!r}'s without a lease.")
     most = 1 if store.recycling is None else store.recycling.max_leases
     is_waiting = context.tenant is None or context.state is not WarmState.WARMING
-    _require(context.leases < most and is_waiting, f"{name} has served {context.leases} leases.")
+    if context.leases >= most or not is_waiting:
+        raise InvariantBroken(f"{name} has served {context.leases} leases.")
 
 
 def _validate_submits(store: LeaseStore) -> None:
@@ -366,56 +441,71 @@ def _validate_submits(store: LeaseStore) -> None:
 def _validate_submit(store: LeaseStore, submit: Submit) -> None:
     name, state = f"Submit {submit.submit_id - FIRST_SUBMIT_ID} ({submit.state.value})", submit.state
     lease = store.live.get(submit.lease_id)
-    _require(submit.submit_id >= FIRST_SUBMIT_ID, f"{name} has another's number.")
-    _require(lease is not None and lease.submit_id == submit.submit_id, f"{name} is not its lease's.")
+    if submit.submit_id < FIRST_SUBMIT_ID:
+        raise InvariantBroken(f"{name} has another's number.")
+    if lease is None or lease.submit_id != submit.submit_id:
+        raise InvariantBroken(f"{name} is not its lease's.")
     if lease is None:
         return
     # A submit that has not ended needs an active lease and a worker; one that ends needs a timer.
     goes_on = state in (SubmitState.STARTING, SubmitState.RUNNING)
-    _require(
-        not goes_on or lease.state is LeaseState.ACTIVE, f"{name} continues, and its lease is {lease.state.value}."
-    )
-    _require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
-    _require(not (submit.is_worker_gone and goes_on), f"{name} has no worker.")
+    if goes_on and lease.state is not LeaseState.ACTIVE:
+        raise InvariantBroken(f"{name} continues, and its lease is {lease.state.value}.")
+    if lease.state is LeaseState.FENCED:
+        raise InvariantBroken(f"{name} is not part of its lease's fence.")
+    if submit.is_worker_gone and goes_on:
+        raise InvariantBroken(f"{name} has no worker.")
     is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
-    _require(not submit.is_replaced or is_awaited, f"{name} is to be replaced and has not ended, or its lease has.")
-    _require((state is SubmitState.RUNNING) <= (submit.due_ns is not None), f"{name} would never end.")
+    if submit.is_replaced and not is_awaited:
+        raise InvariantBroken(f"{name} is to be replaced and has not ended, or its lease has.")
+    if state is SubmitState.RUNNING and submit.due_ns is None:
+        raise InvariantBroken(f"{name} would never end.")
     is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
-    _require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
+    if state is SubmitState.ENDING and not is_moving:
+        raise InvariantBroken(f"{name} has no timer, so nothing would ever end it.")
     # The submit's bytes are a part of its lease's charge, never an addition to it.
     own_bytes = lease.charge_bytes - lease.submit_charge_bytes
     overhead_bytes = store.account_by_uuid[lease.card_uuid].card.overhead_bytes
     is_own = submit.size_bytes == lease.terms.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
-    _require(is_own, f"{name} has other bytes than its lease keeps for it.")
-    _require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
+    if not is_own:
+        raise InvariantBroken(f"{name} has other bytes than its lease keeps for it.")
+    if own_bytes + submit.charge_bytes != lease.charge_bytes:
+        raise InvariantBroken(f"{name} and its session hold another sum.")
 
 
 def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
     name = f"Lease {lease.lease_id:032x} ({lease.state.value})"
     is_split = 0 <= lease.terms.submit_bytes < max(1, lease.terms.size_bytes)
-    _require(is_split, f"{name} keeps {lease.terms.submit_bytes} of {lease.terms.size_bytes} bytes for submits.")
-    _require(lease.submit_id in (0, *store.submits), f"{name} has a submit that is not known.")
+    if not is_split:
+        raise InvariantBroken(f"{name} keeps {lease.terms.submit_bytes} of {lease.terms.size_bytes} bytes for submits.")
+    if lease.submit_id not in (0, *store.submits):
+        raise InvariantBroken(f"{name} has a submit that is not known.")
     has_place = lease.terms.submit_bytes > 0 or lease.own_submit_bytes > 0
-    _require(not lease.submit_id or has_place, f"{name} has a submit and no room for it.")
+    if lease.submit_id and not has_place:
+        raise InvariantBroken(f"{name} has a submit and no room for it.")
     is_alone = not (lease.terms.submit_bytes or lease.has_session) and lease.submit_id > 0
-    _require(
-        not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place."
-    )
+    if lease.own_submit_bytes and not is_alone and not lease.is_restored:
+        raise InvariantBroken(f"{name} has a submit in its session's place.")
     # A context lent for a submit must have a submit, or be part of a fence.
     is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
-    _require(not lease.extra_bytes or is_lent, f"{name} holds a context that no submit has.")
-    _require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
+    if lease.extra_bytes and not is_lent:
+        raise InvariantBroken(f"{name} holds a context that no submit has.")
+    if lease.is_scrubbing and lease.submit_id:
+        raise InvariantBroken(f"{name} is to be recycled and has a submit.")
     earlier = store.submits.get(lease.submit_id)
     is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
-    _require(lease.next_submit is None or is_served, f"{name} has somebody wait for a submit that will never be gone.")
+    if lease.next_submit is not None and not is_served:
+        raise InvariantBroken(f"{name} has somebody wait for a submit that will never be gone.")
 
 
 def _validate_regions(store: LeaseStore) -> None:
     # Both indexes of regions agree, and each opening region has exactly one open request.
     of_leases = {region_id: lease for lease in store.live.values() for region_id in lease.regions}
-    _require(of_leases.keys() == store.regions.keys(), "There are regions that no live lease has, or unknown ones.")
+    if of_leases.keys() != store.regions.keys():
+        raise InvariantBroken("There are regions that no live lease has, or unknown ones.")
     opening = {region.request for region in store.regions.values() if region.state is RegionState.OPENING}
-    _require(opening == store.region_requests.keys(), "Regions that open and their requests disagree on who waits.")
+    if opening != store.region_requests.keys():
+        raise InvariantBroken("Regions that open and their requests disagree on who waits.")
     for region_id, region in store.regions.items():
         _validate_region(store, of_leases[region_id], region)
     for lease in store.live.values():
@@ -424,10 +514,13 @@ def _validate_regions(store: LeaseStore) -> None:
     for region_id, ended in store.ended_regions.items():
         found = store.regions.get(region_id)
         is_over = found is None or found.state is RegionState.RETURNED
-        _require(is_over, f"Region {region_id:032x} is both live and ended.")
+        if not is_over:
+            raise InvariantBroken(f"Region {region_id:032x} is both live and ended.")
         is_whole = ended.state is LeaseState.TORNDOWN and ended.cause is not None and ended.ended_ns is not None
-        _require(is_whole, f"Region {region_id:032x} has not quite ended.")
-    _require(len(store.ended_regions) <= store.limits.max_tombstones, "Too many ended regions are remembered.")
+        if not is_whole:
+            raise InvariantBroken(f"Region {region_id:032x} has not quite ended.")
+    if len(store.ended_regions) > store.limits.max_tombstones:
+        raise InvariantBroken("Too many ended regions are remembered.")
 
 
 def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> None:
@@ -435,58 +528,81 @@ def _validate_region(store: LeaseStore, lease: Lease, region: TableRegion) -> No
     # A region that has not ended needs an active lease; one that has ended has a cause.
     goes_on = state in (RegionState.OPENING, RegionState.ACTIVE)
     is_known = region.lease_id == lease.lease_id and lease.regions.get(region.region_id) is region
-    _require(is_known and region.region_id not in store.live, f"{name} is not its lease's.")
-    _require(
-        not goes_on or lease.state is LeaseState.ACTIVE, f"{name} continues, and its lease is {lease.state.value}."
-    )
-    _require(goes_on == (region.cause is None), f"{name} has cause {region.cause}.")
-    _require(state is not RegionState.ACTIVE or region.deadline_ns is not None, f"{name} has no deadline.")
-    _require(region.state is not RegionState.OPENING or not region.address, f"{name} has an address already.")
+    if not is_known or region.region_id in store.live:
+        raise InvariantBroken(f"{name} is not its lease's.")
+    if goes_on and lease.state is not LeaseState.ACTIVE:
+        raise InvariantBroken(f"{name} continues, and its lease is {lease.state.value}.")
+    if goes_on != (region.cause is None):
+        raise InvariantBroken(f"{name} has cause {region.cause}.")
+    if state is RegionState.ACTIVE and region.deadline_ns is None:
+        raise InvariantBroken(f"{name} has no deadline.")
+    if region.state is RegionState.OPENING and region.address:
+        raise InvariantBroken(f"{name} has an address already.")
     is_reported = state is RegionState.RETURNED or region.is_given_up
-    _require(is_reported == (region.ended_ns is not None), f"{name} ended at {region.ended_ns}.")
-    _require(not region.is_given_up or state in LASTING, f"{name} was given up.")
-    _require(state is not RegionState.RETURNED or region.kept_bytes > 0, f"{name} keeps nothing and is remembered.")
+    if is_reported != (region.ended_ns is not None):
+        raise InvariantBroken(f"{name} ended at {region.ended_ns}.")
+    if region.is_given_up and state not in LASTING:
+        raise InvariantBroken(f"{name} was given up.")
+    if state is RegionState.RETURNED and region.kept_bytes <= 0:
+        raise InvariantBroken(f"{name} keeps nothing and is remembered.")
     # Until the end of a region is reported, an answer is awaited. While its lease is active, a timer must bound that
     # wait.
-    _require(not goes_on or not (region.free_request or region.revoke_requests), f"{name} is half ended.")
+    if goes_on and (region.free_request or region.revoke_requests):
+        raise InvariantBroken(f"{name} is half ended.")
     is_awaited = lease.state is LeaseState.ACTIVE and not goes_on and not is_reported
-    _require(is_awaited == (region.end_due_ns is not None), f"{name} has no timer to end it, or one too many.")
+    if is_awaited != (region.end_due_ns is not None):
+        raise InvariantBroken(f"{name} has no timer to end it, or one too many.")
     is_fenced = lease.state is not LeaseState.FENCED or state is RegionState.RETURNED or region.is_given_up
-    _require(is_fenced, f"{name} is not part of its lease's fence.")
-    _require(0 <= region.kept_bytes <= region.size_bytes, f"{name} keeps {region.kept_bytes} bytes.")
+    if not is_fenced:
+        raise InvariantBroken(f"{name} is not part of its lease's fence.")
+    if not 0 <= region.kept_bytes <= region.size_bytes:
+        raise InvariantBroken(f"{name} keeps {region.kept_bytes} bytes.")
     history = region.history
-    _require(len(history) <= store.limits.max_story_entries, f"{name} has a story of {len(history)} entries.")
-    _require(not history or history[-1].finish is state, f"{name} is not where its story ends.")
+    if len(history) > store.limits.max_story_entries:
+        raise InvariantBroken(f"{name} has a story of {len(history)} entries.")
+    if history and history[-1].finish is not state:
+        raise InvariantBroken(f"{name} is not where its story ends.")
     ends = [entry.trigger for entry in history if isinstance(entry.trigger, Cause)]
-    _require(len(ends) <= 1 and (not ends or ends[0] is region.cause), f"{name} ended {len(ends)} times.")
+    if len(ends) > 1 or (ends and ends[0] is not region.cause):
+        raise InvariantBroken(f"{name} ended {len(ends)} times.")
 
 
 def _validate_slice(lease: Lease) -> None:
-    name, regions = _name(lease), lease.regions.values()
+    regions = lease.regions.values()
     # A slot belongs to one region at a time. A number is never used twice in a lease, so an old set can't name a new
     # region.
     going = {region.slot: region for region in regions if region.state is not RegionState.RETURNED}
-    _require(going == lease.slots and all(0 <= slot < MAX_REGIONS for slot in going), f"{name} miscounts its slots.")
+    if going != lease.slots or not all(0 <= slot < MAX_REGIONS for slot in going):
+        raise InvariantBroken(f"{_name(lease)} miscounts its slots.")
     count = sum(region.state is not RegionState.RETURNED for region in regions)
-    _require(len(going) == count, f"{name} has two regions in a slot.")
+    if len(going) != count:
+        raise InvariantBroken(f"{_name(lease)} has two regions in a slot.")
     numbers = {region.number for region in regions}
     is_numbered = len(numbers) == len(regions) and lease.region_number >= max(numbers, default=0)
-    _require(is_numbered and lease.region_number <= MAX_NUMBER, f"{name} gave two regions one number.")
+    if not is_numbered or lease.region_number > MAX_NUMBER:
+        raise InvariantBroken(f"{_name(lease)} gave two regions one number.")
     # Regions never hold more than the slice, also while the slice shrinks.
     held = sum(region.charge_bytes for region in regions)
-    _require(held == lease.region_bytes, f"{name} counts {lease.region_bytes} bytes of regions, not {held}.")
+    if held != lease.region_bytes:
+        raise InvariantBroken(f"{_name(lease)} counts {lease.region_bytes} bytes of regions, not {held}.")
     room = lease.region_room_bytes
-    _require(held <= room or lease.is_restored, f"{name} has regions of {held} bytes in a slice of {room}.")
+    if held > room and not lease.is_restored:
+        raise InvariantBroken(f"{_name(lease)} has regions of {held} bytes in a slice of {room}.")
     is_marked = lease.is_reshaped or not (regions or lease.resize is not None)
-    _require(is_marked and not (lease.is_reshaped and lease.is_scrubbing), f"{name} has regions and is to be recycled.")
-    _require(not (going and lease.own_submit_bytes), f"{name} has regions where a submit is.")
+    if not is_marked or (lease.is_reshaped and lease.is_scrubbing):
+        raise InvariantBroken(f"{_name(lease)} has regions and is to be recycled.")
+    if going and lease.own_submit_bytes:
+        raise InvariantBroken(f"{_name(lease)} has regions where a submit is.")
     resize = lease.resize
     # During a resize the lease is charged for the larger of both sizes.
     if resize is not None:
-        _require(lease.state is LeaseState.ACTIVE, f"{name} is resized.")
+        if lease.state is not LeaseState.ACTIVE:
+            raise InvariantBroken(f"{_name(lease)} is resized.")
         largest = max(resize.size_bytes, resize.least_bytes)
-        _require(largest <= lease.terms.size_bytes, f"{name} may get {largest} bytes, and is charged less.")
-        _require(not lease.own_submit_bytes, f"{name} is resized while a submit has its session's place.")
+        if largest > lease.terms.size_bytes:
+            raise InvariantBroken(f"{_name(lease)} may get {largest} bytes, and is charged less.")
+        if lease.own_submit_bytes:
+            raise InvariantBroken(f"{_name(lease)} is resized while a submit has its session's place.")
 
 
 def _validate_counts(store: LeaseStore) -> None:
@@ -495,21 +611,29 @@ def _validate_counts(store: LeaseStore) -> None:
     # Limits may have been lowered since a lease was granted. Its tenant keeps the lease and gets no more.
     has_restored = {lease.tenant for lease in store.live.values() if lease.is_restored} | store.under_earlier_rules
     on_cards = sum(len(account.warm) for account in store.accounts)
-    _require(len(store.warm) == on_cards, f"{len(store.warm)} warm contexts, {on_cards} on cards.")
-    _require(by_tenant == store.live_by_tenant, "The live leases per tenant are miscounted.")
-    _require(len(store.live) <= limits.max_leases or bool(has_restored), f"There are {len(store.live)} leases.")
+    if len(store.warm) != on_cards:
+        raise InvariantBroken(f"{len(store.warm)} warm contexts, {on_cards} on cards.")
+    if by_tenant != store.live_by_tenant:
+        raise InvariantBroken("The live leases per tenant are miscounted.")
+    if len(store.live) > limits.max_leases and not bool(has_restored):
+        raise InvariantBroken(f"There are {len(store.live)} leases.")
     for tenant, count in by_tenant.items():
         is_allowed = count <= limits.max_leases_of(tenant) or tenant in has_restored
-        _require(is_allowed, f"Tenant {tenant!r} has {count} leases.")
+        if not is_allowed:
+            raise InvariantBroken(f"Tenant {tenant!r} has {count} leases.")
     _validate_bytes(store)
     pending = sum(lease.state is LeaseState.PENDING for lease in store.live.values())
-    _require(len(store.pending) == pending, f"{len(store.pending)} acquires wait for {pending} pending leases.")
-    _require(len(store.ended) <= limits.max_tombstones, f"{len(store.ended)} ended leases are remembered.")
+    if len(store.pending) != pending:
+        raise InvariantBroken(f"{len(store.pending)} acquires wait for {pending} pending leases.")
+    if len(store.ended) > limits.max_tombstones:
+        raise InvariantBroken(f"{len(store.ended)} ended leases are remembered.")
     # Leases in `ended` are over: their memory is returned, and they have a cause.
     for lease_id, snapshot in store.ended.items():
-        _require(lease_id not in store.live, f"Lease {lease_id:032x} is both live and ended.")
+        if lease_id in store.live:
+            raise InvariantBroken(f"Lease {lease_id:032x} is both live and ended.")
         is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None
-        _require(is_whole and snapshot.ended_ns is not None, f"Lease {lease_id:032x} has not quite ended.")
+        if not is_whole or snapshot.ended_ns is None:
+            raise InvariantBroken(f"Lease {lease_id:032x} has not quite ended.")
 
 
 def _validate_bytes(store: LeaseStore) -> None:
@@ -521,8 +645,10 @@ def _validate_bytes(store: LeaseStore) -> None:
         card = store.account_by_uuid[lease.card_uuid].card
         is_older = lease.is_restored or lease.tenant in store.under_earlier_rules
         may_use = is_older or devices is None or any(card.answers_to(device) for device in devices)
-        _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
-    _require(by_tenant == store.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
+        if not may_use:
+            raise InvariantBroken(f"{_name(lease)} is on a card that its tenant may not use.")
+    if by_tenant != store.bytes_by_tenant:
+        raise InvariantBroken("The live leases' bytes per tenant are miscounted.")
     # Queued acquires count towards their tenant's bytes, as `check_bytes` counts them.
     for waiter in store.queue:
         if waiter.returning is not None:
@@ -531,41 +657,55 @@ def _validate_bytes(store: LeaseStore) -> None:
     for tenant, size_bytes in by_tenant.items():
         bound = store.limits.tenants.of(tenant).max_vram_bytes
         is_allowed = bound is None or size_bytes <= bound or tenant in has_restored
-        _require(is_allowed, f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
+        if not is_allowed:
+            raise InvariantBroken(f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
 
 
 def _validate_queue(store: LeaseStore) -> None:
     limits, waiters = store.limits, tuple(waiter for waiter in store.queue if waiter.returning is None)
-    _require(len(waiters) <= limits.max_waiting, f"{len(waiters)} acquires wait.")
+    if len(waiters) > limits.max_waiting:
+        raise InvariantBroken(f"{len(waiters)} acquires wait.")
     by_tenant = Counter(waiter.acquire.tenant for waiter in waiters)
     most = max(by_tenant.values(), default=0)
-    _require(most <= limits.max_waiting_per_tenant, f"{most} acquires of one tenant wait.")
+    if most > limits.max_waiting_per_tenant:
+        raise InvariantBroken(f"{most} acquires of one tenant wait.")
     for waiter in waiters:
         lease_id = waiter.acquire.lease_id
-        _require(bool(waiter.candidates), f"Request {waiter.acquire.request} waits for a card that can't exist.")
+        if not bool(waiter.candidates):
+            raise InvariantBroken(f"Request {waiter.acquire.request} waits for a card that can't exist.")
         is_new = lease_id not in store.live and lease_id not in store.ended
-        _require(is_new, f"Lease {lease_id:032x} waits and is there already.")
+        if not is_new:
+            raise InvariantBroken(f"Lease {lease_id:032x} waits and is there already.")
     # A closed node has an empty queue, and no waiter could be placed at this moment.
     is_closed = store.is_shutting_down or store.drain_ns is not None
-    _require(not (is_closed and waiters), "An acquire waits on a node that grants no lease.")
+    if is_closed and waiters:
+        raise InvariantBroken("An acquire waits on a node that grants no lease.")
     for lease_id in store.pending.values():
         is_drained = store.drain_ns_of(store.live[lease_id].card_uuid) is not None
-        _require(not is_drained, f"Lease {lease_id:032x} is being started on a card that is drained.")
+        if is_drained:
+            raise InvariantBroken(f"Lease {lease_id:032x} is being started on a card that is drained.")
     for waiter in waiters:
-        _require(bool(waiter.open_candidates()), f"Request {waiter.acquire.request} waits for drained cards alone.")
-    _require(store.queue.next_placeable() is None, "Somebody waits who could be placed.")
+        if not bool(waiter.open_candidates()):
+            raise InvariantBroken(f"Request {waiter.acquire.request} waits for drained cards alone.")
+    if store.queue.next_placeable() is not None:
+        raise InvariantBroken("Somebody waits who could be placed.")
     _validate_holds(store)
 
 
 def _validate_holds(store: LeaseStore) -> None:
     queue, terms = store.queue, store.queue.terms
     begun = list(terms.begun_ns.values())
-    _require(len(begun) <= store.limits.max_waiting, f"{len(begun)} terms are remembered.")
-    _require(begun == sorted(begun), "The terms are not in the order they began.")
+    if len(begun) > store.limits.max_waiting:
+        raise InvariantBroken(f"{len(begun)} terms are remembered.")
+    if begun != sorted(begun):
+        raise InvariantBroken("The terms are not in the order they began.")
     for request, waiter in queue.holders.items():
         name, tenant = f"Request {request}", waiter.acquire.tenant
-        _require(queue.get(request) is waiter, f"{name} holds others back and is not in line.")
+        if queue.get(request) is not waiter:
+            raise InvariantBroken(f"{name} holds others back and is not in line.")
         lasts_ns = waiter.holds_until_ns - waiter.since_ns
-        _require(0 < lasts_ns <= terms.length_ns, f"{name} may hold others back for {lasts_ns} ns.")
+        if not 0 < lasts_ns <= terms.length_ns:
+            raise InvariantBroken(f"{name} may hold others back for {lasts_ns} ns.")
         end_ns = terms.begun_ns.get(tenant, 0) + terms.length_ns
-        _require(waiter.holds_until_ns == end_ns, f"{name} may hold others back outside the term of {tenant!r}.")
+        if waiter.holds_until_ns != end_ns:
+            raise InvariantBroken(f"{name} may hold others back outside the term of {tenant!r}.")
