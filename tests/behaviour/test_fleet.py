@@ -1,10 +1,13 @@
 """A fleet of real daemons on a real etcd: a name is served once, whatever is killed, stopped or cut off."""
 
+import gc
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,33 +19,89 @@ from gpulease.protocol.lease_options import REQUEST_ID
 from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 from gpulease.protocol.primitives import LeaseParameter
-from helpers.fleet_rig import HORIZON_S, FleetNode, Worker, claims, fleet
+from helpers.etcd_cluster import EtcdCluster
+from helpers.fleet_rig import FENCED, HORIZON_S, FleetNode, Worker, claims, fleet
+from helpers.leaks import SHARED_FOLDERS
 from helpers.readable import readable
 from helpers.waiting import wait_until
 
 NAME = "model-a"
+
+Fleet = tuple[EtcdCluster, tuple[FleetNode, FleetNode]]
+
+
+class LastingFleet:
+    """Two nodes for all tests that leave them as they found them; others follow a test that failed."""
+
+    def __init__(self, folder: Path) -> None:
+        with ExitStack() as stack:
+            self.cluster, (first, second) = stack.enter_context(fleet(folder))
+            self.nodes = (first, second)
+            self._stack = stack.pop_all()
+        # The next test uses the processes that this one starts.
+        SHARED_FOLDERS.update({self.cluster.folder, *(node.folder for node in self.nodes)})
+        for node in self.nodes:
+            node.now.allowed_trouble.append(FENCED)
+
+    def rest(self) -> None:
+        """Be as a test finds it: both nodes have joined, nothing went wrong, and no lease and no claim is left."""
+        # Errors that a test caught keep their frames, and so leases and connections, in cycles.
+        gc.collect()
+        for node in self.nodes:
+            assert not node.now.trouble(), node.logs()
+            node.wait_until_joined()
+        wait_until(lambda: not self._leases(), "no lease is left", seen=self._leases)
+        wait_until(lambda: not claims(self.cluster), "no claim is orphaned", seen=lambda: claims(self.cluster))
+
+    def _leases(self) -> list[dict[str, Any]]:
+        return [lease for node in self.nodes for lease in node.now.leases()]
+
+    def stop(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(scope="module")
+def _fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LastingFleet]]:
+    fleets: list[LastingFleet] = []
+    yield fleets
+    for lasting in fleets:
+        lasting.stop()
+
+
+@pytest.fixture
+def pair(_fleets: list[LastingFleet], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    if not _fleets:
+        _fleets.append(LastingFleet(tmp_path_factory.mktemp("fleet")))
+    (lasting,) = _fleets
+    yield lasting.cluster, lasting.nodes
+    try:
+        lasting.rest()
+    except BaseException:
+        _fleets.clear()
+        lasting.stop()
+        raise
 
 
 def no_overlap(first: Worker, second: Worker) -> bool:
     return max(end for _, end in first.spans) < min(begin for begin, _ in second.spans)
 
 
-def test_a_name_is_served_by_one_node_at_a_time(tmp_path: Path) -> None:
-    with fleet(tmp_path) as (cluster, (first, second)):
-        with first.builder(NAME).acquire() as lease:
-            assert (lease.name, lease.epoch > 0) == (NAME, True)
-            report = first.now.query(lease.lease_id)
-            assert (report["name"], report["epoch"]) == (NAME, lease.epoch)
-            assert claims(cluster)[NAME]["node_id"] == "node-0"
-            for node in (first, second):
-                with pytest.raises(GpuLeaseError, match="has the name"):
-                    node.builder(NAME).acquire()
-            lease.renew(700)
-            with second.builder("model-b").acquire() as other:
-                assert other.epoch > lease.epoch
-        wait_until(lambda: not claims(cluster), "the claims are deleted with the leases")
-        with second.acquire(NAME) as again:
-            assert again.epoch > other.epoch
+def test_a_name_is_served_by_one_node_at_a_time(pair: Fleet) -> None:
+    cluster, (first, second) = pair
+    with first.builder(NAME).acquire() as lease:
+        assert (lease.name, lease.epoch > 0) == (NAME, True)
+        report = first.now.query(lease.lease_id)
+        assert (report["name"], report["epoch"]) == (NAME, lease.epoch)
+        assert claims(cluster)[NAME]["node_id"] == "node-0"
+        for node in (first, second):
+            with pytest.raises(GpuLeaseError, match="has the name"):
+                node.builder(NAME).acquire()
+        lease.renew(700)
+        with second.builder("model-b").acquire() as other:
+            assert other.epoch > lease.epoch
+    wait_until(lambda: not claims(cluster), "the claims are deleted with the leases")
+    with second.acquire(NAME) as again:
+        assert again.epoch > other.epoch
 
 
 def kill_daemon(node: FleetNode) -> None:
@@ -76,27 +135,27 @@ def test_a_dead_nodes_name_lives_on_elsewhere(tmp_path: Path, fault: Callable[[F
 
 
 @pytest.mark.exhaustive
-def test_who_has_no_name_feels_nothing_while_etcd_is_away(tmp_path: Path) -> None:
-    with fleet(tmp_path) as (cluster, (holding, other)):
-        named = Worker(holding.acquire(NAME))
-        named.wait_until_working()
-        with holding.builder().acquire() as lease, GpuSession(lease) as session:
-            buffer = session.mem_alloc(4096)
-            cluster.pause(cluster.members[0])
-            assert isinstance(named.wait_for_end(), Revoked)
-            holding.wait_until_isolated()
-            assert "etcd" in holding.fleet_check()["detail"]
-            lease.renew(700)
-            session.mem_write(buffer, 0, bytes(4096))
-            for name in (NAME, ""):
-                with pytest.raises(GpuLeaseError, match="fleet"):
-                    holding.builder(name).acquire()
-            cluster.resume(cluster.members[0])
-            holding.wait_until_joined()
-            assert session.mem_read(buffer, 0, 4) == bytes(4)
-        with other.acquire(NAME):
-            pass
-        wait_until(lambda: not claims(cluster), "no claim is orphaned")
+def test_who_has_no_name_feels_nothing_while_etcd_is_away(pair: Fleet) -> None:
+    cluster, (holding, other) = pair
+    named = Worker(holding.acquire(NAME))
+    named.wait_until_working()
+    with holding.builder().acquire() as lease, GpuSession(lease) as session:
+        buffer = session.mem_alloc(4096)
+        cluster.pause(cluster.members[0])
+        assert isinstance(named.wait_for_end(), Revoked)
+        holding.wait_until_isolated()
+        assert "etcd" in holding.fleet_check()["detail"]
+        lease.renew(700)
+        session.mem_write(buffer, 0, bytes(4096))
+        for name in (NAME, ""):
+            with pytest.raises(GpuLeaseError, match="fleet"):
+                holding.builder(name).acquire()
+        cluster.resume(cluster.members[0])
+        holding.wait_until_joined()
+        assert session.mem_read(buffer, 0, 4) == bytes(4)
+    with other.acquire(NAME):
+        pass
+    wait_until(lambda: not claims(cluster), "no claim is orphaned")
 
 
 @pytest.mark.exhaustive
@@ -113,17 +172,17 @@ def test_an_operator_may_have_leases_without_a_name_granted_meanwhile(tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_nothing_is_granted_on_a_claim_whose_result_is_unknown(tmp_path: Path) -> None:
-    with fleet(tmp_path) as (cluster, (first, second)):
-        cluster.pause(cluster.members[0])
-        with pytest.raises(GpuLeaseError) as refused:
-            first.builder(NAME).acquire()
-        assert "etcd" in str(refused.value) or "fleet" in str(refused.value)
+def test_nothing_is_granted_on_a_claim_whose_result_is_unknown(pair: Fleet) -> None:
+    cluster, (first, second) = pair
+    cluster.pause(cluster.members[0])
+    with pytest.raises(GpuLeaseError) as refused:
+        first.builder(NAME).acquire()
+    assert "etcd" in str(refused.value) or "fleet" in str(refused.value)
+    assert not first.now.leases()
+    cluster.resume(cluster.members[0])
+    first.wait_until_joined()
+    with second.acquire(NAME):
         assert not first.now.leases()
-        cluster.resume(cluster.members[0])
-        first.wait_until_joined()
-        with second.acquire(NAME):
-            assert not first.now.leases()
 
 
 @pytest.mark.exhaustive
@@ -223,52 +282,52 @@ def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(tmp_path: Path) -> None:
-    with fleet(tmp_path, nodes=1) as (cluster, _):
-        node = FleetNode(cluster, "alone", addresses=[])
-        node.start().allowed_trouble.append("directories can't offer this node")
-        try:
-            node.wait_until_joined()
-            assert "directories can't offer this node to tenants: add a tls: address to listen" in node.logs()
-            found = cluster.control("get", "/gpulease/v1/inventories/alone", "--print-value-only")
-            assert readable(read_inventory(found.encode())).addresses == ()
-        finally:
-            node.stop()
+def test_a_node_without_an_address_for_other_hosts_says_so_and_tells_none(pair: Fleet) -> None:
+    cluster, _ = pair
+    node = FleetNode(cluster, "alone", addresses=[])
+    node.start().allowed_trouble.append("directories can't offer this node")
+    try:
+        node.wait_until_joined()
+        assert "directories can't offer this node to tenants: add a tls: address to listen" in node.logs()
+        found = cluster.control("get", "/gpulease/v1/inventories/alone", "--print-value-only")
+        assert readable(read_inventory(found.encode())).addresses == ()
+    finally:
+        node.stop()
 
 
 @pytest.mark.exhaustive
-def test_a_node_with_another_horizon_stays_out_and_says_why(tmp_path: Path) -> None:
-    with fleet(tmp_path, nodes=1) as (cluster, _):
-        other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
-        other.start().allowed_trouble.append("fleet")
-        try:
-            told = f"horizon_s = {HORIZON_S}, and this node {HORIZON_S + 1}"
-            wait_until(lambda: told in other.fleet_check()["detail"], "it is refused", seen=other.logs)
-            with pytest.raises(GpuLeaseError, match=told):
-                other.builder("alpha").acquire()
-        finally:
-            other.stop()
+def test_a_node_with_another_horizon_stays_out_and_says_why(pair: Fleet) -> None:
+    cluster, _ = pair
+    other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
+    other.start().allowed_trouble.append("fleet")
+    try:
+        told = f"horizon_s = {HORIZON_S}, and this node {HORIZON_S + 1}"
+        wait_until(lambda: told in other.fleet_check()["detail"], "it is refused", seen=other.logs)
+        with pytest.raises(GpuLeaseError, match=told):
+            other.builder("alpha").acquire()
+    finally:
+        other.stop()
 
 
 @pytest.mark.exhaustive
-def test_a_second_daemon_of_one_node_id_stays_out(tmp_path: Path) -> None:
-    with fleet(tmp_path, nodes=1) as (cluster, (node,)):
-        lease = node.acquire(NAME)
-        work = Worker(lease)
-        work.wait_until_working()
-        clone = FleetNode(cluster, node.node_id)
-        clone.start().allowed_trouble.append("fleet")
-        try:
-            told = "another daemon runs under this node's id"
-            wait_until(lambda: told in clone.fleet_check()["detail"], "it is refused", seen=clone.logs)
-            with pytest.raises(GpuLeaseError, match=told):
-                clone.builder(NAME).acquire()
-            assert work.error is None, work.error
-            assert claims(cluster)[NAME]["lease_id"] == f"{lease.lease_id:032x}"
-        finally:
-            clone.stop()
-        work.stop()
-        lease.free()
+def test_a_second_daemon_of_one_node_id_stays_out(pair: Fleet) -> None:
+    cluster, (node, _) = pair
+    lease = node.acquire(NAME)
+    work = Worker(lease)
+    work.wait_until_working()
+    clone = FleetNode(cluster, node.node_id)
+    clone.start().allowed_trouble.append("fleet")
+    try:
+        told = "another daemon runs under this node's id"
+        wait_until(lambda: told in clone.fleet_check()["detail"], "it is refused", seen=clone.logs)
+        with pytest.raises(GpuLeaseError, match=told):
+            clone.builder(NAME).acquire()
+        assert work.error is None, work.error
+        assert claims(cluster)[NAME]["lease_id"] == f"{lease.lease_id:032x}"
+    finally:
+        clone.stop()
+    work.stop()
+    lease.free()
 
 
 @pytest.mark.exhaustive

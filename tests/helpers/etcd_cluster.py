@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
+from helpers.daemon import FOLDER
 from helpers.free_ports import free_ports
 from helpers.waiting import wait_until
 
@@ -60,6 +61,9 @@ class Member:
 class EtcdCluster:
     """A cluster of real members. Use it as a context: all its processes are gone afterwards.
 
+    Attributes:
+        folder: Data and logs; its processes have it in their environment, as `Daemon`'s have theirs.
+
     Args:
         folder: For data and logs.
         members: Number of members.
@@ -78,6 +82,7 @@ class EtcdCluster:
         places: Sequence[tuple[str, tuple[str, ...]]] | None = None,
     ) -> None:
         need_etcd()
+        self.folder = folder
         self._authority = authority
         self._server = authority.issue_server(["127.0.0.1", "localhost"]) if authority is not None else None
         ports = free_ports(2 * members)
@@ -124,7 +129,11 @@ class EtcdCluster:
             words += ["--cert-file", str(self._server.certificate), "--key-file", str(self._server.key)]
         with (member.folder / "log").open("ab") as log:
             member.process = subprocess.Popen(
-                [*member.within, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*member.within, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {FOLDER: str(self.folder)},
             )
 
     def kill(self, member: Member) -> None:

@@ -26,6 +26,9 @@ from helpers.waiting import wait_until
 HORIZON_S: Final = 10
 FLEET_PROCESS: Final = "gpul-fleet"
 
+FENCED: Final = "the fleet has declared this node dead"
+"""What a node logs that was fenced."""
+
 BETWEEN_ROUNDS_S: Final = 0.02
 """Short beside the moment between a name's end and its next grant, long beside a round: other tests need the processor.
 """
@@ -157,7 +160,7 @@ def _end(node: FleetNode) -> None:
     else:
         node.start()
     # It may have been fenced meanwhile.
-    node.now.allowed_trouble.append("the fleet has declared this node dead")
+    node.now.allowed_trouble.append(FENCED)
     node.stop()
 
 
