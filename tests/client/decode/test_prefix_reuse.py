@@ -366,8 +366,9 @@ def test_another_engine_shares_the_prefixes_again(daemon: Daemon, caplog: pytest
             found = [await anext(lives)]
             await decoder.move()
             assert [*found, *await read(lives)][:6] == expected
-            # Its replay is the same request, and began behind the blocks once more.
-            assert (value("requests_total"), value("reused_tokens_total"), changes()) == (2, 3 * 64, [1, 1, 0])
+            # A replay is the same request, and began behind the blocks once more; on a slow host all was over before.
+            assert (value("requests_total"), changes()) == (2, [1, 1, 0])
+            assert value("reused_tokens_total") == (2 + lives.replays) * 64
             daemon.revoke(decoder.engine.lease.lease_id)
             again = submit(decoder, prompt, tenant="b")
             assert await read(again) == expected
