@@ -13,6 +13,7 @@ from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, parse_endpoint
 from gpulease.daemon.fleet.etcd.transactions import Transaction, TransactionAnswer, TransactionRejected, Unknown
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
+EXIT_FAILED: Final = 1
 
 
 class NotDone(Exception):

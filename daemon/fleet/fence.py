@@ -24,7 +24,7 @@ from gpulease.daemon.fleet.etcd.transactions import (
     Put,
     Transaction,
 )
-from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
+from gpulease.daemon.fleet.etcd_options import EXIT_FAILED, NotDone, done, etcd_options
 from gpulease.daemon.fleet.records.fleet_records import (
     HORIZON,
     NAMES,
@@ -42,8 +42,6 @@ from gpulease.daemon.fleet.rules.membership import node_removal
 
 POLL_S: Final = 1.0
 """Longest single sleep, since a sleep that spans a suspension of the host takes longer."""
-
-EXIT_FAILED: Final = 1
 
 
 class NotFenced(Exception):

@@ -15,7 +15,7 @@ import click
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Transaction
-from gpulease.daemon.fleet.etcd_options import NotDone, done, etcd_options
+from gpulease.daemon.fleet.etcd_options import EXIT_FAILED, NotDone, done, etcd_options
 from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT
 from gpulease.daemon.fleet.records.record_reader import MAX_QUOTA_BYTES
 from gpulease.daemon.fleet.records.unreadable_records import shown_key
@@ -38,8 +38,6 @@ DEFAULT: Final = "default"
 
 ATTEMPTS: Final = 8
 """Attempts to set a quota. An attempt fails if a lease begins or ends at the same time."""
-
-EXIT_FAILED: Final = 1
 
 
 class NotSet(Exception):

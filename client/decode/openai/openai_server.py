@@ -65,7 +65,7 @@ from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, tex
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.supervisor.model_pool import ModelPool, unknown_model
-from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
+from gpulease.client.http.application import BODY_LIMIT_S, JSON, disconnected, read_body
 from gpulease.client.http.event_stream import COMMENT, json_event, named_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
 from gpulease.client.texts import quoted
@@ -81,8 +81,6 @@ are silent for 60 s, some after 30 s."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
-
-JSON: Final = "application/json"
 
 LOADING: Final = b": loading\n\n"
 """The comment of a stream with a model that is being loaded (HTML, 9.2.6): no client shows it."""

@@ -17,7 +17,7 @@ from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotS
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
-from gpulease.daemon.fleet.etcd_options import etcd_options
+from gpulease.daemon.fleet.etcd_options import FILE, etcd_options
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.leases import PlacementOrder
@@ -31,16 +31,14 @@ from gpulease.protocol.http_origin import parse_host_names
 
 EXIT_CANNOT_SERVE: Final = 1
 
-_FILE: Final = click.Path(path_type=Path, dir_okay=False)
-
 
 @click.command("directory", context_settings={"help_option_names": ["-h", "--help"]})
 @etcd_options
 @click.option("--listen", "listen", multiple=True, required=True, help="tls:HOST:PORT, unix:PATH, or tcp: of loopback.")
-@click.option("--certificate", type=_FILE, help="This directory's certificate for tenants, with those up to its CA.")
-@click.option("--key", type=_FILE, help="Its key.")
-@click.option("--client-ca", type=_FILE, help="The CAs that tenants' certificates come from.")
-@click.option("--crl", type=_FILE, help="A file with lists of revoked certificates, one for each of these CAs.")
+@click.option("--certificate", type=FILE, help="This directory's certificate for tenants, with those up to its CA.")
+@click.option("--key", type=FILE, help="Its key.")
+@click.option("--client-ca", type=FILE, help="The CAs that tenants' certificates come from.")
+@click.option("--crl", type=FILE, help="A file with lists of revoked certificates, one for each of these CAs.")
 @click.option("--operator", "operators", multiple=True, help="A tenant who sees everybody's names. Repeatable.")
 @click.option(
     "--tenant-of-certificate",
