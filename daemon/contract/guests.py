@@ -1,7 +1,7 @@
 """The rights of a guest: a connection that attached with a token.
 
-The broker checks the token once. From then on a request costs one lookup in a table of permissions. The clock and the
-lease's generation are read for every request anyway.
+The broker checks the token once, when the guest attaches. After that, each request costs one lookup in a table of
+permissions. The worker reads the clock and the lease's generation for every request anyway.
 """
 
 from hashlib import blake2b
@@ -31,8 +31,8 @@ class Guest:
 
     Attributes:
         permissions: The operations that it permits.
-        expires_ns: When it ends, on the monotonic clock.
-        generation: The lease's generation; the token ends with it.
+        expires_ns: When the token expires, on the monotonic clock.
+        generation: The generation of the lease for which the token is valid.
         mark: The number by which the lease's page names the token once it is revoked; see `mark_of`.
     """
 
@@ -42,13 +42,14 @@ class Guest:
     mark: int
 
     def holds(self, now_ns: int, generation: int) -> bool:
-        """Return whether the token is valid, while the lease is of that generation."""
+        """Return whether the token is valid at `now_ns` for a lease of that generation."""
         return now_ns < self.expires_ns and generation == self.generation
 
     def refuse(self, frame: Frame) -> bytes | None:
-        """Return the reply to a request that the token does not permit; None if it does, or if it is not a request.
+        """Return the refusal of a request that the token does not permit; None if it does, or if it is not a request.
 
-        Raises FramingError for a quiet request: the session would keep its failure for the next connection that syncs.
+        Raises FramingError for a quiet request, because the session would report the refusal to the next connection
+        that syncs.
         """
         # Frames without a request id get no reply, and unknown flags are refused elsewhere.
         if frame.request_id == 0 or frame.flags not in (0, Flag.QUIET):
@@ -56,7 +57,7 @@ class Guest:
         missing = missing_permission(frame.op, self.permissions)
         if not missing:
             return None
-        # The message names the operation and what the token does permit, which its holder may know.
+        # The message names the operation and what the token permits: its holder may know both.
         name = _NAMES.get(frame.op, f"operation {frame.op:#06x}")
         allowed = ", ".join(names_of(self.permissions & SESSION_PERMISSIONS))
         failure = Failure(
@@ -64,8 +65,8 @@ class Guest:
             f"the token this connection attached with does not permit {name}, only {allowed}",
             hint="Attach with a token that permits it.",
         )
-        # A quiet request has no reply of its own. Its failure would be reported at the next sync, which may be another
-        # connection's.
+        # A quiet request has no reply of its own. The refusal would be reported at the next sync, which may come from
+        # another connection.
         if frame.flags:
             raise FramingError(
                 f"{failure.message}; because the request was quiet, it ended the connection", failure.status
@@ -73,7 +74,7 @@ class Guest:
         return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)
 
     def to_message(self) -> list[int]:
-        """Return the terms as the worker receives them."""
+        """Return the terms as they are sent to the worker."""
         return [int(self.permissions), self.expires_ns, self.generation, self.mark]
 
     @classmethod

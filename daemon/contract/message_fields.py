@@ -7,8 +7,8 @@ Versions differ between processes: an upgraded broker takes over the zygote and 
 `from_map` ignores keys that it does not know. A field with a default may be missing, because an older process does not
 send it.
 
-The messages that one process may receive from another are one union of classes. `messages_of` makes the table from it
-by which they are parsed, and the receiver ends its `match` with `assert_never`: mypy then finds a message without a
+The messages that one process may receive from another form one union of classes. `messages_of` turns the union into the
+table that parses them. The receiver ends its `match` with `assert_never`, so that mypy finds a message without a
 handler.
 """
 
@@ -28,8 +28,8 @@ MAX_PID: Final = 1 << 22
 """PID_MAX_LIMIT of Linux (proc_sys_kernel(5), pid_max)."""
 
 MAX_LEASE_NUMBER: Final = 1 << 131
-"""Bound of the numbers by which broker and zygote know workers. A lease's number has 128 bits; warm contexts and
-submits are counted from 1 << 128 and from 1 << 129 on."""
+"""Bound of the numbers by which broker and zygote identify workers. A lease's number has 128 bits. Numbers of warm
+contexts start at 1 << 128, those of submits at 1 << 129."""
 
 
 REQUEST_KEY: Final = "number"
@@ -37,10 +37,10 @@ REQUEST_KEY: Final = "number"
 
 
 MAX_OP_CHARS: Final = 32
-"""Characters of an unknown op that are logged. Every op of ours is shorter."""
+"""Most characters of an unknown op that are logged. All known ops are shorter."""
 
 MAX_PROBLEM_CHARS: Final = 200
-"""Characters of the reason why a message is refused. It has the value that arrived, and goes into the log."""
+"""Most characters of the reason why a message is refused. The reason quotes the value received, and is logged."""
 
 
 class MalformedMessage(ValueError):
@@ -60,11 +60,11 @@ class FieldKind:
     """The form of one field in a map, and the values that it accepts.
 
     Attributes:
-        parse: Returns the value of what arrived; raises ValueError.
-        pack: Returns what to send for a value.
+        parse: Converts what was received to the field's value; raises ValueError.
+        pack: Converts the field's value to what is sent.
         key: The key in the map; "" for the field's name.
-        is_inline: The field is a message with its own keys in the same map.
-        is_optional: The key is left out of the map while the value is None.
+        is_inline: Whether the field is a message with its keys in the same map.
+        is_optional: Whether the key is left out of the map if the value is None.
     """
 
     parse: Callable[[Any], Any]
@@ -78,7 +78,7 @@ class FieldKind:
         return replace(self, key=key)
 
     def or_nil(self) -> Self:
-        """Return the kind of a value or None, which is sent as nil."""
+        """Return the kind of a value or None, where None is sent as nil."""
         parse, pack = self.parse, self.pack
         return replace(
             self,
@@ -87,7 +87,7 @@ class FieldKind:
         )
 
     def optional(self) -> Self:
-        """Return the kind of a value or None, for which nothing is sent."""
+        """Return the kind of a value or None, where nothing is sent for None."""
         return replace(self, is_optional=True)
 
 
@@ -104,11 +104,11 @@ def integer(least: int, most: int) -> FieldKind:
 
 
 def instance(kind: type[Any]) -> FieldKind:
-    """Return the kind of what msgpack itself carries: text, bytes, truth values."""
+    """Return the kind of a type that msgpack itself can represent: text, bytes, booleans."""
 
     def parse(value: Any) -> Any:
         if not isinstance(value, kind):
-            # Not the value: it may be a token.
+            # Do not quote the value, because it may be a token.
             raise ValueError(f"it must be of type {kind.__name__}, not {type(value).__name__}")
         return value
 
@@ -139,7 +139,7 @@ def matching(pattern: str) -> FieldKind:
 
 
 def text(most_chars: int) -> FieldKind:
-    """Return the kind of a text of at most so many characters."""
+    """Return the kind of a text of at most `most_chars` characters."""
 
     def parse(value: Any) -> str:
         if not isinstance(value, str) or len(value) > most_chars:
@@ -155,10 +155,10 @@ def one_of(kind: type[Enum]) -> FieldKind:
 
 
 def listed(kind: FieldKind, most: int) -> FieldKind:
-    """Return the kind of a tuple of at most so many values of one kind."""
+    """Return the kind of a tuple of at most `most` values of one kind."""
 
     def parse(value: Any) -> tuple[Any, ...]:
-        # The length first: a compromised process may send a list of any size.
+        # Check the length first, because a compromised process may send a list of any size.
         if not isinstance(value, list) or len(value) > most:
             raise ValueError(f"it must be a list of at most {most} values")
         return tuple(map(kind.parse, value))
@@ -167,7 +167,7 @@ def listed(kind: FieldKind, most: int) -> FieldKind:
 
 
 def mapped(key: FieldKind, value: FieldKind, most: int) -> FieldKind:
-    """Return the kind of a mapping of at most so many keys."""
+    """Return the kind of a mapping of at most `most` keys."""
 
     def parse(given: Any) -> dict[Any, Any]:
         if not isinstance(given, dict) or len(given) > most:
@@ -178,7 +178,7 @@ def mapped(key: FieldKind, value: FieldKind, most: int) -> FieldKind:
 
 
 def row(make: Callable[..., Any], **columns: FieldKind) -> FieldKind:
-    """Return the kind of a class of ours that is sent as the list of its attributes.
+    """Return the kind of a class with instances that are sent as the list of their attributes.
 
     Args:
         make: The class; it takes the columns' values in order.
@@ -195,7 +195,7 @@ def row(make: Callable[..., Any], **columns: FieldKind) -> FieldKind:
 
 
 def converted(parse: Callable[[Any], Any], pack: Callable[[Any], Any] = lambda value: value) -> FieldKind:
-    """Return the kind of a class of ours; `parse` may raise TypeError, too."""
+    """Return the kind of values that `parse` and `pack` convert. `parse` may also raise TypeError."""
 
     def checked(value: Any) -> Any:
         try:
@@ -260,8 +260,9 @@ class Message:
     """A message. Subclasses are frozen dataclasses and set `OP`, the value of the key "op".
 
     Attributes:
-        OP: "" for a map that is sent only within other messages: it has no such key.
-        ORDER: The first fields of the map, if they are not the first of the class. Bytes of versions are compared.
+        OP: The value of the key "op"; "" for a map that is sent only within other messages and has no such key.
+        ORDER: The fields that come first in the map, if they do not come first in the class. It keeps the packed bytes
+          equal to those of other versions.
     """
 
     __slots__ = ()
@@ -284,20 +285,20 @@ class Message:
 
     @classmethod
     def from_map(cls, message: Mapping[str, Any]) -> Self:
-        """Return the message of a map that arrived. Raises MalformedMessage."""
+        """Return the message in a map that was received. Raises MalformedMessage."""
         values = {}
         key = ""
         try:
-            # Keys that no field has are ignored: a newer process may send them.
+            # Ignore keys that belong to no field: a newer process may send them.
             for name, key, kind, default in _fields_of(cls):
                 if kind.is_inline:
                     values[name] = kind.parse(message)
                 elif key in message:
                     values[name] = kind.parse(message[key])
-                # A missing field with a default is one that an older process does not know.
+                # A field with a default may be missing, because an older process does not know it.
                 elif default is MISSING:
                     raise ValueError("it is missing")
-        # `key` is still the field's that failed.
+        # `key` is still the key of the field that failed.
         except ValueError as error:
             raise MalformedMessage(cls.OP or cls.__name__, f"{key}: {error}") from None
         return cls(**values)
@@ -307,18 +308,18 @@ _FIELDS: Final[dict[type[Any], tuple[_Field, ...]]] = {}
 
 
 def _fields_of(message: type[Any]) -> tuple[_Field, ...]:
-    # Resolving annotations is slow, so it is done once for each class.
+    # Resolve annotations only once for each class, because that is slow.
     if (known := _FIELDS.get(message)) is not None:
         return known
     hints = get_type_hints(message, include_extras=True)
-    # ORDER puts fields first without moving them in the class, where defaults must come last.
+    # ORDER moves fields to the front of the map. In the class they can't move, because defaults must come last there.
     found = {field.name: _field_of(field, hints[field.name]) for field in fields(message)}
     _FIELDS[message] = tuple(found[name] for name in dict.fromkeys((*message.ORDER, *found)))
     return _FIELDS[message]
 
 
 def _field_of(field: Field[Any], hint: Any) -> _Field:
-    # Exactly one kind: a field without one fails here, when its class is prepared.
+    # A field must have exactly one kind. A field without a kind fails here, when its class is prepared.
     (kind,) = hint.__metadata__
     if isinstance(kind, LeaseOption):
         kind = _kind_of(kind)
@@ -327,7 +328,7 @@ def _field_of(field: Field[Any], hint: Any) -> _Field:
 
 
 def _kind_of(option: LeaseOption[Any, Any]) -> FieldKind:
-    """Return the kind of a lease option that a worker obeys. Raises TypeError for a value that no message has yet."""
+    """Return the kind of a lease option that a worker obeys. Raises TypeError for a type that no message has yet."""
     match option:
         case NumberOption():
             return U64
@@ -342,14 +343,14 @@ M = TypeVar("M", bound=Message)
 
 
 def by_op(*messages: type[M]) -> Mapping[str, type[M]]:
-    """Return message classes by their ops. Their fields are resolved now, not later in a process just forked."""
+    """Return message classes by their ops, and resolve their fields now rather than later in a newly forked process."""
     for message in messages:
         _fields_of(message)
     return {message.OP: message for message in messages}
 
 
 def messages_of(union: Any) -> Mapping[str, type[Any]]:
-    """Return the classes of a union of messages by their ops. Raises TypeError if two have one op."""
+    """Return the classes of a union of messages by their ops. Raises TypeError if two have the same op."""
     classes = get_args(union)
     found = by_op(*classes)
     if len(found) != len(classes):
@@ -358,23 +359,23 @@ def messages_of(union: Any) -> Mapping[str, type[Any]]:
 
 
 def parse_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M | None:
-    """Return the message that a map holds, or None if its op is not in `ops`, because a newer process may send more.
+    """Return the message in a map, or None if its op is not in `ops`, because a newer process may send more messages.
 
     Args:
-        ops: The messages that may arrive there: TO_ZYGOTE, FROM_WORKER and so on.
+        ops: The messages that the receiver accepts: TO_ZYGOTE, FROM_WORKER and so on.
         message: The map, as `host.ipc.receive_message` returns it.
 
     Raises:
         MalformedMessage: A field is missing, has the wrong type, or is out of bounds.
     """
-    # A map without a text as op is treated like an unknown op: only a bug or a compromised process sends one.
+    # If the op is not a text, treat it like an unknown op: only a bug or a compromised process sends one.
     op = message.get("op")
     kind = ops.get(op) if isinstance(op, str) else None
     return None if kind is None else kind.from_map(message)
 
 
 def expect_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M:
-    """Return the message that a map holds, between processes of one version.
+    """Return the message in a map that a process of the same version sent.
 
     Raises MalformedMessage, as `parse_message` does, and also for an op that is not in `ops`.
     """
@@ -385,7 +386,7 @@ def expect_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M:
 
 
 def request_of(message: Mapping[str, Any]) -> int | None:
-    """Return the number of the request that a map makes or answers, readable or not; None if it has none."""
-    # Read on its own, because the rest of the map may be malformed: whoever waits for the answer must get one.
+    """Return the number of the request that a map makes or answers, even if the map is malformed; None without one."""
+    # Read only the number, because the rest of the map may be malformed, and the requester must still get an answer.
     number = message.get(REQUEST_KEY)
     return number if type(number) is int and 0 <= number <= U64_MAX else None

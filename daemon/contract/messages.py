@@ -1,8 +1,8 @@
 """The messages between broker, zygote and workers, and those that every helper process has.
 
     from      to           messages                                             descriptors that go with them
-    broker    zygote       WorkerSpec: fork a worker                            its channel, its two pages; of a zygote
-                                                                                that outlives its broker also the
+    broker    zygote       WorkerSpec: fork a worker                            its channel and its two pages; if the
+                                                                                zygote outlives its broker, also the
                                                                                 broker's end of the channel
                            LeaseChanged, WorkerForgotten, Ping, Retire
                            PagesRenewed                                         the worker's two new pages
@@ -19,28 +19,28 @@
                            EndSession
                            RegionsPage                                          the regions page, read-only
                            OpenRegion, EndRegion, ResizeSlice
-                           ParkMemory                                           host memory, unless it is to be dropped
+                           ParkMemory                                           host memory; none to drop what it has
                            Park, Return, RefuseReturn
                            Leave                                                a channel for the session's image
                            Stay
                            Adopt                                                a channel with a session's image
-                           LatencyWord                                          its memory, read-only unless it is own
+                           LatencyWord                                          its memory, read-only for other sessions
     worker    broker       Ready, Failed, Scrubbed, Attached, LastLeft, MemoryGrew, Faulted
                            RegionOpened, RegionRefused, RegionEnded, RegionStuck, RegionReleased, ForwardRevoked,
                            SliceResized
                            Parked, ParkRefused, ReturnWanted, Returned, ReturnFailed
                            Imaged, LeaveRefused
-    worker    broker       by the channel of Leave, and from there by that of Adopt:
+    worker    broker       through the channel of Leave; the broker forwards them through the channel of Adopt:
                            ImageMemory                                          the image, the session's host memory
                            ImageConnection, for each                            its socket, its ring and the arena
     broker    helper       Ping
     helper    broker       Prepared, Ready or Broken, once each; Pong
 
-The helpers are the fleet process, the remote tenants' acceptor and the web process. The rest of their messages is in
+The helpers are the fleet process, the remote tenants' acceptor and the web process. Their other messages are in
 fleet/fleet_messages.py, remote/remote_messages.py and web/web_messages.py.
 
 Each message is one msgpack map (see host/ipc.py). A broker that starts takes over the zygotes and workers of an earlier
-version, so an op, a key and a type never change their meaning: a different meaning gets another HANDOVER.
+version, so an op, a key and a type never change their meaning. A different meaning requires another HANDOVER.
 """
 
 from collections.abc import Mapping
@@ -77,11 +77,11 @@ from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.opcodes import Status
 
 HANDOVER: Final = 3
-"""Version of these messages. A broker can't take over a zygote that introduces itself with another one."""
+"""Version of these messages. A broker can't take over a zygote that introduces itself with another version."""
 
 MAX_IMAGE_CONNECTIONS: Final = 64
-"""Most connections of a session that leaves its process. Bounds the descriptors that a cold-parked session holds in the
-broker, and what waits in a channel without a reader."""
+"""Most connections of a session that leaves its process. Bounds the descriptors that the broker holds for a cold-parked
+session, and the messages that wait in a channel that nothing reads yet."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"
 """Name of a zygote's process, for ps(1). A broker kills no process with another name."""
@@ -97,7 +97,7 @@ def _findings(value: Any) -> list[dict[str, Any]]:
 
 
 Findings = Annotated[list[dict[str, Any]], FieldKind(_findings)]
-"""Measures of the sandbox, each as returned by `MeasureFinding.to_message`."""
+"""Findings about the sandbox's measures, each as `MeasureFinding.to_message` returns it."""
 
 
 # --- broker to zygote; a request for a worker is a WorkerSpec ---
@@ -107,7 +107,7 @@ Findings = Annotated[list[dict[str, Any]], FieldKind(_findings)]
 class LeaseChanged(Message):
     """A worker that was made ahead of its lease has taken a lease, or a submit."""
 
-    # An op is part of the hand-over, so it keeps its first name, whatever the class is called.
+    # An op is part of the handover, so it keeps its original name even if the class is renamed.
     OP: ClassVar[str] = "lease"
     spec: InlineSpec
     serial: Serial
@@ -115,7 +115,7 @@ class LeaseChanged(Message):
 
 @dataclass(frozen=True, slots=True)
 class PagesRenewed(Message):
-    """A worker was scrubbed: it has no lease, and other control pages."""
+    """A worker was scrubbed: it has no lease now, and it has new control pages."""
 
     OP: ClassVar[str] = "renew"
     spec: InlineSpec
@@ -124,7 +124,7 @@ class PagesRenewed(Message):
 
 @dataclass(frozen=True, slots=True)
 class WorkerForgotten(Message):
-    """A reaped worker's bytes are proved free, so no broker needs to know it any more."""
+    """A reaped worker's bytes are proved free, so the zygote no longer needs to report it to a later broker."""
 
     OP: ClassVar[str] = "forget"
     serial: Serial
@@ -132,7 +132,7 @@ class WorkerForgotten(Message):
 
 @dataclass(frozen=True, slots=True)
 class Retire(Message):
-    """The zygote must end with the last of its workers."""
+    """The zygote must exit when the last of its workers has ended."""
 
     OP: ClassVar[str] = "retire"
 
@@ -157,11 +157,11 @@ class Preloaded(Message):
 
 @dataclass(frozen=True, slots=True)
 class HelperBroken(Message):
-    """The process can't do its work: a zygote can never fork a worker, a helper can't serve.
+    """The process can't do its work: a zygote can never fork a worker, or a helper can't serve.
 
     Attributes:
-        reason: Sentence for the operator; a clause from a helper.
-        hint: What the operator can do; "" for nothing.
+        reason: The reason for the operator: a sentence from a zygote, a clause from a helper.
+        hint: What the operator can do; "" without a hint.
     """
 
     OP: ClassVar[str] = "broken"
@@ -198,8 +198,9 @@ class WorkerReaped(Message):
     Attributes:
         lease_id: The lease or warm context for which the worker was made.
         reason: How it ended, in words.
-        is_overdue: The zygote killed it because its broker hung; None if not.
-        overran: The kernel for which it was killed, in words; "" if the deadline was the reason. None unless overdue.
+        is_overdue: True if the zygote killed it because its broker hung; otherwise None.
+        overran: The kernel for which the zygote killed it, in words; "" if it killed it because of the deadline. None
+          unless `is_overdue`.
     """
 
     OP: ClassVar[str] = "exited"
@@ -225,12 +226,12 @@ class ZygoteIntroduction(Message):
     """A zygote introduces itself.
 
     Attributes:
-        build: Which code it runs, by `host.version.own_build`; "" from a version that has only one build.
+        build: The build of the code that it runs, from `host.version.own_build`; "" from a version with only one build.
         handover: Its HANDOVER.
         sandbox: The sandbox settings of its workers, as on its command line.
-        findings: The measures its workers are under.
-        wipes_heap: Whether it and its workers overwrite memory that they free.
-        answers_pings: Whether it answers a Ping.
+        findings: The findings about the measures that its workers are under.
+        wipes_heap: Whether the zygote and its workers overwrite memory that they free.
+        answers_pings: Whether the zygote answers a Ping.
     """
 
     OP: ClassVar[str] = "zygote"
@@ -247,7 +248,7 @@ class ZygoteIntroduction(Message):
 
 @dataclass(frozen=True, slots=True)
 class LivingWorker(Message):
-    """A worker that has not ended. `overran`: the kernel for which the zygote ended its lease, "" if it did not."""
+    """A worker that has not ended. `overran`: the kernel for which the zygote ended its lease; "" if it did not."""
 
     OP: ClassVar[str] = "worker"
     serial: Serial
@@ -268,13 +269,13 @@ def _page_map(page: PageState) -> tuple[Status | None, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class EndedWorker(Message):
-    """A worker that was reaped and not forgotten.
+    """A worker that was reaped, and for which the zygote has received no WorkerForgotten.
 
     Attributes:
         reason: How it ended, in words.
         overran: The kernel for which the zygote ended its lease; "" if it did not.
-        page: The last state of its lease's page, without the cause; None if it was not read.
-        cause: The cause on that page.
+        page: The last state of its lease's page, without the cause; None if the page was not read.
+        cause: The cause of the lease's end on that page.
     """
 
     OP: ClassVar[str] = "ended"
@@ -294,7 +295,7 @@ class EndedWorker(Message):
 
 @dataclass(frozen=True, slots=True)
 class HandoverDone(Message):
-    """The zygote has reported all its workers: what follows on the channel are ordinary messages."""
+    """The zygote has reported all its workers. Only ordinary messages follow on the channel."""
 
     OP: ClassVar[str] = "told"
 
@@ -304,17 +305,18 @@ class HandoverDone(Message):
 
 @dataclass(frozen=True, slots=True)
 class AttachOrder(Message):
-    """A tenant's connection, or a guest's, for the worker's session.
+    """A connection of a tenant or a guest, for the worker's session.
 
     Attributes:
         request_id: The id of the request that the worker must answer.
         rest: Bytes that the tenant sent after that request.
         ring: Whether the tenant asks for a ring.
         arena_bytes: Size of the arena that the tenant asks for; 0 for none.
-        is_stranger: Whether the tenant may be another than the lease's; True from a broker that does not send it.
+        is_stranger: Whether the client may belong to another tenant than the lease's; True from a broker that does not
+          send it.
         guest: The terms of the guest's token; None for the lease's own tenant.
-        owns: What the connection makes in the session must end with it.
-        client_pid: The client's process on this host; 0 if that is not known.
+        owns: Whether everything that the connection makes in the session ends with the connection.
+        client_pid: The client's process on this host; 0 if unknown.
         words: Whether the tenant asks for the session's words.
     """
 
@@ -346,9 +348,10 @@ class EndSession(Message):
 
 @dataclass(frozen=True, slots=True)
 class RegionsPage(Message):
-    """The session's regions page; a broker that took the worker over sends another one.
+    """The session's regions page. A broker that has taken the worker over sends a new page.
 
-    The worker reads the earlier page a last time first: a region that had ended there has ended.
+    Before it uses the new page, the worker reads the earlier page one last time: a region that had ended there has
+    ended.
     """
 
     OP: ClassVar[str] = "regions"
@@ -356,13 +359,13 @@ class RegionsPage(Message):
 
 @dataclass(frozen=True, slots=True)
 class LatencyWord(Message):
-    """The latency word of a session of the card, in place of an earlier one with the same number.
+    """The latency word of a session on the card. It replaces an earlier word with the same number.
 
-    The worker maps it until its session ends. It obeys the word once its lease's page has the bit of this number.
+    The worker maps the word until its session ends. It obeys the word once its lease's page has the bit of this number.
 
     Attributes:
-        number: The word's number and bit, less than `control_page.MAX_LATENCY_WORDS`.
-        is_own: It is this session's own word, which the worker writes.
+        number: The word's number, which is also the position of its bit; less than `control_page.MAX_LATENCY_WORDS`.
+        is_own: Whether this is the session's own word, which the worker writes.
     """
 
     OP: ClassVar[str] = "latency"
@@ -402,19 +405,20 @@ class ResizeSliceOrder(Message):
 
 
 # --- parking: broker to worker ---
-# The broker numbers the parks of a session, each with a larger number than all before it, and every message but
-# ParkMemoryOrder carries such a number. The worker ignores an order about another park than the one that it is in, and
-# the broker a report. Both sides may repeat: an order that was carried out before is answered again, so a broker that
-# takes a worker over may simply order what it wants.
+# The broker gives each park of a session a number that is larger than all earlier ones. Every message here except
+# ParkMemoryOrder has the number of its park. The worker ignores an order about another park than its current one, and
+# the broker ignores such a report. Both sides may repeat messages: the worker answers an order again that it has
+# already carried out, so a broker that takes a worker over can simply send the order for the state that it wants.
 
 
 @dataclass(frozen=True, slots=True)
 class ParkMemoryOrder(Message):
-    """Host memory for the session's bytes, a sealed memfd of that size, in place of what the worker had for them.
+    """Host memory for the session's bytes: a sealed memfd of that size. It replaces the worker's earlier host memory.
 
-    The worker maps it, and prepares it for fast copies between requests. It keeps it, parked or not, until the next of
-    these orders; one without a descriptor makes it drop what it has. While the session is parked the order is ignored.
-    The memory lives as long as the broker's descriptor or the worker's mapping. The worker does not reply.
+    The worker maps the memory and, between requests, prepares it for fast copies. It keeps the memory, parked or not,
+    until the next such order. An order without a descriptor makes the worker drop its host memory. The worker ignores
+    the order while the session is parked. The memory exists as long as the broker's descriptor or the worker's mapping.
+    The worker does not reply.
     """
 
     OP: ClassVar[str] = "park_memory"
@@ -427,8 +431,8 @@ class ParkOrder(Message):
 
     Attributes:
         number: The park's number.
-        until_ns: Until when what the session has launched may run, on the monotonic clock. After it, the worker begins
-            no copy and refuses.
+        until_ns: How long the worker waits for the session's launches to end, on the monotonic clock. If they run
+            longer, the worker copies nothing and refuses.
     """
 
     OP: ClassVar[str] = "park"
@@ -438,7 +442,7 @@ class ParkOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReturnOrder(Message):
-    """Take pages, copy the session's bytes back, and go on; the worker answers with Returned or ReturnFailed."""
+    """Take pages, copy the session's bytes back, and continue; the worker answers with Returned or ReturnFailed."""
 
     OP: ClassVar[str] = "return"
     number: Annotated[int, U64]
@@ -446,9 +450,9 @@ class ReturnOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class RefuseReturn(Message):
-    """No room was found: the requests that wait are refused as BUSY, with `reason`, and the session stays parked.
+    """The broker found no room: the worker refuses the waiting requests as BUSY, with `reason`, and stays parked.
 
-    A later request asks again.
+    A later request makes the worker ask for the return again.
     """
 
     OP: ClassVar[str] = "no_return"
@@ -456,17 +460,18 @@ class RefuseReturn(Message):
     reason: Text
 
 
-# A parked session may leave its process, too. Its image goes through a channel that the broker makes for it, and waits
-# in the broker until another worker adopts it. The worker that sent it serves nothing from then on: it is killed, or
-# ordered to stay.
+# A parked session may also leave its process. The worker sends the session's image through a channel that the broker
+# made for it, and the broker keeps the image until another worker adopts it. After sending the image, the worker serves
+# nothing until the broker kills it or orders it to stay.
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveOrder(Message):
-    """Send the parked session's image through the channel that comes with this, and serve no connection from then on.
+    """Send the parked session's image through the channel that comes with this order, and then serve no connection.
 
-    The worker answers with Imaged, once everything is in the channel, or with LeaveRefused. If `carries`, the session
-    returns in another process at once: requests that wait for that are in the image, and do not keep it here.
+    The worker answers with Imaged once everything is in the channel, or with LeaveRefused. If `carries`, the session
+    returns in another process at once. Requests that wait for the return are then part of the image, so the worker does
+    not refuse because of them.
     """
 
     OP: ClassVar[str] = "leave"
@@ -484,12 +489,12 @@ class StayOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class AdoptOrder(Message):
-    """Become the worker of a session: its image is in the channel that comes with this, complete.
+    """Become the worker of a session. The channel that comes with this order has the session's complete image.
 
     The worker then brings the session back, and answers with Returned or ReturnFailed.
 
     Attributes:
-        refusal: Why it must leave the session parked instead, and answer with ReturnFailed; None to bring it back.
+        refusal: Why the worker must leave the session parked and answer with ReturnFailed; None to bring it back.
     """
 
     OP: ClassVar[str] = "adopt"
@@ -500,9 +505,9 @@ class AdoptOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class ImageMemory(Message):
-    """The image, and the host memory that has the session's bytes: two sealed memfds of these sizes.
+    """The image, and the host memory with the session's bytes: two sealed memfds of these sizes.
 
-    `version`: That of the image (`session_image.IMAGE_VERSIONS`). Workers from before images had several leave it out.
+    `version`: The image's version (`session_image.IMAGE_VERSIONS`). Workers that know only version 1 do not send it.
     """
 
     OP: ClassVar[str] = "image"
@@ -513,7 +518,7 @@ class ImageMemory(Message):
 
 @dataclass(frozen=True, slots=True)
 class ImageConnection(Message):
-    """A connection of the session: its socket, its ring if it has one, and the arena if it has that."""
+    """A connection of the session. Its socket comes with it, and its ring and its arena if it has them."""
 
     OP: ClassVar[str] = "image_connection"
     has_ring: Annotated[bool, FLAG.named("ring")]
@@ -525,7 +530,7 @@ class ImageConnection(Message):
 
 @dataclass(frozen=True, slots=True)
 class RegionOpenedReport(Message):
-    """A region's memory is mapped at this device address, and zero."""
+    """A region's memory is mapped at this device address and filled with zeros."""
 
     OP: ClassVar[str] = "region_opened"
     region_id: LeaseNumber
@@ -548,7 +553,8 @@ class RegionEndedReport(Message):
     Attributes:
         freed_bytes: Bytes that were released to the card.
         kept_bytes: Bytes that stay mapped in the region's place until the session releases its address.
-        shown_bytes: By how many bytes the driver's free figure grew meanwhile; other processes change it, too.
+        shown_bytes: By how many bytes the driver's figure of free memory grew meanwhile. Other processes change that
+          figure, too.
     """
 
     OP: ClassVar[str] = "region_ended"
@@ -569,7 +575,7 @@ class RegionStuckReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class RegionReleasedReport(Message):
-    """The session released an ended region's address; its last bytes went back to the card."""
+    """The session released an ended region's address, and the region's last bytes are free on the card."""
 
     OP: ClassVar[str] = "region_released"
     region_id: LeaseNumber
@@ -581,13 +587,13 @@ class ForwardRevokedReport(Message):
 
     Attributes:
         status: The refusal's status, as the positive number.
-        kernel: The kernel, "" for a graph of several.
+        kernel: The kernel's name; "" for a graph of several kernels.
         site: Number of the launch in its burst or graph.
-        position: The position that the launch carried.
+        position: The position that the launch named.
         flipped_ns: When the broker changed the word, on the monotonic clock.
-        seen_ns: When the worker saw it.
+        seen_ns: When the worker read the changed word.
         told_ns: When the worker replied with the refusal, or learned that the client had raised it; 0 if the tenant has
-            not asked yet.
+            made no request since.
     """
 
     OP: ClassVar[str] = "forward_revoked"
@@ -603,7 +609,7 @@ class ForwardRevokedReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class SliceResizedReport(Message):
-    """The session's slice has that size; `doubt` says why it is not the size asked for, "" if it is."""
+    """The session's slice has that size; `doubt` says why it differs from the ordered size, "" if it does not."""
 
     OP: ClassVar[str] = "resized"
     size_bytes: Annotated[int, U64.named("size")]
@@ -611,10 +617,10 @@ class SliceResizedReport(Message):
 
 
 class ParkRefusal(Enum):
-    """Why a session was not parked. Its bytes are where they were, and it continues.
+    """Why a session was not parked. Its bytes stay where they were, and it continues.
 
     Attributes:
-        RUNNING: Something that it launched had not ended in time.
+        RUNNING: Something that it launched did not end in time.
         REGIONS: One of its regions is being opened or ended.
         NO_MEMORY: It has no host memory, or too little: `ParkRefusedReport.needed_bytes` says how much it needs.
         NOT_PARKABLE: Its lease is not parkable.
@@ -637,10 +643,11 @@ class ParkedReport(Message):
     """The session's bytes are in its host memory, and its pages are released to the card.
 
     Attributes:
-        moved_bytes: Bytes of the pages; those of regions, too.
-        shown_bytes: By how many bytes the driver's free figure grew meanwhile; other processes change it, too.
-        waited_ns: Time for what was in flight.
-        copied_ns: Time for the copy, and for host memory that was not prepared.
+        moved_bytes: Bytes of the pages, including those of regions.
+        shown_bytes: By how many bytes the driver's figure of free memory grew meanwhile. Other processes change that
+          figure, too.
+        waited_ns: Time spent waiting for outstanding work.
+        copied_ns: Time to copy the bytes, and to prepare host memory that was not prepared before.
         released_ns: Time to unmap and release the pages.
         kept_bytes: Bytes charged to the slice that stay on the card: modules, kernels' local memory, streams, graphs.
     """
@@ -662,7 +669,7 @@ class ParkRefusedReport(Message):
     Attributes:
         why: The kind of reason.
         reason: The reason, a clause for the log.
-        needed_bytes: The least size of its host memory.
+        needed_bytes: The smallest host memory with which it can be parked.
     """
 
     OP: ClassVar[str] = "park_refused"
@@ -674,7 +681,7 @@ class ParkRefusedReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReturnWantedReport(Message):
-    """A request waits for the parked session. Repeated every second while it does; the worker answers no request."""
+    """A request waits for the parked session. The worker repeats this every second until it can serve the request."""
 
     OP: ClassVar[str] = "return_wanted"
     number: Annotated[int, U64]
@@ -687,7 +694,7 @@ class ReturnedReport(Message):
     Attributes:
         moved_bytes: Bytes of its pages.
         mapped_ns: Time to take and map the pages.
-        copied_ns: Time for the copy.
+        copied_ns: Time to copy the bytes.
     """
 
     OP: ClassVar[str] = "returned"
@@ -701,10 +708,12 @@ class ReturnedReport(Message):
 class ReturnFailedReport(Message):
     """The session could not return; `reason` is a clause for the log.
 
-    It is parked as before, and holds nothing of the card; or its context is lost, which Faulted reports.
+    Either the session is parked as before and holds none of its pages on the card, or its context is lost, which
+    Faulted reports.
 
     Attributes:
-        is_mismatch: The worker could not adopt the session's image: something would not be what or where it was.
+        is_mismatch: Whether the worker could not adopt the session's image because something in it would be different,
+            or at another address, in this process.
     """
 
     OP: ClassVar[str] = "return_failed"
@@ -719,7 +728,7 @@ class ParkedRegion:
 
     Attributes:
         at: Its place in the session's host memory.
-        kept_bytes: Bytes that stay in its place when it ends.
+        kept_bytes: Bytes that stay mapped in its place when it ends.
     """
 
     region_id: int
@@ -733,11 +742,13 @@ PARKED_REGION: Final = row(ParkedRegion, region_id=LEASE_NUMBER, at=U64, size_by
 
 @dataclass(frozen=True, slots=True)
 class ImagedReport(Message):
-    """The session's image is in the channel of LeaveOrder; with its size in bytes and the number of its connections.
+    """The session's image is in the channel of LeaveOrder.
 
     Attributes:
-        is_awaited: Requests wait for the session's return.
-        regions: Those that have not ended: the broker wipes the bytes of those that end while no worker has them.
+        connections: The number of connections in the image.
+        is_awaited: Whether requests wait for the session's return.
+        regions: The regions that have not ended. If one ends while no worker has the session, the broker wipes its
+            bytes.
     """
 
     OP: ClassVar[str] = "imaged"
@@ -753,8 +764,8 @@ class LeaveRefusedReport(Message):
     """The session can't leave its process; it is parked as before.
 
     Attributes:
-        reason: Why, a clause for reports.
-        is_lasting: Whether it is so because of what the session has, and not because it is busy now.
+        reason: The reason, a clause for reports.
+        is_lasting: Whether the reason is something that the session has, rather than that it is busy now.
     """
 
     OP: ClassVar[str] = "leave_refused"
@@ -767,7 +778,7 @@ class LeaveRefusedReport(Message):
 class Ready(Message):
     """The process can do its work.
 
-    A worker has its context: it can take connections, or a lease if it was made ahead of one. A helper serves.
+    A worker has its context: it can take connections, or a lease if it was made ahead of one. A helper can serve.
     """
 
     OP: ClassVar[str] = "ready"
@@ -803,7 +814,7 @@ class Scrubbed(Message):
 
 @dataclass(frozen=True, slots=True)
 class Attached(Message):
-    """The worker has taken a connection from its channel, and admitted it or not.
+    """The worker has received a connection from its channel, and has admitted or refused it.
 
     Attributes:
         guest: The mark of the guest's token; None for the lease's own tenant.
@@ -822,7 +833,7 @@ class LastLeft(Message):
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrew(Message):
-    """The driver may hold more of the card for the worker: the broker must poll it."""
+    """The driver may hold more of the card's memory for the worker, so the broker must poll the card."""
 
     OP: ClassVar[str] = "look"
 
@@ -832,7 +843,7 @@ class MemoryGrew(Message):
 
 @dataclass(frozen=True, slots=True)
 class HelperPrepared(Message):
-    """The helper has its settings, and serves once the broker has connected it."""
+    """The helper has its settings, and will serve once the broker has connected it."""
 
     OP: ClassVar[str] = "prepared"
 

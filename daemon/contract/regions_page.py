@@ -1,8 +1,8 @@
 """The regions page of a session, which holds all of the session's words (`protocol.session_words`).
 
-The broker makes the page when a warm worker takes the lease, else when it passes on a client that asks for the words,
-or when the session opens its first region. It sends the worker a read-only descriptor, which the worker passes on to
-such clients.
+For a lease that a warm worker takes, the broker makes the page at once. Otherwise it makes the page when it passes a
+client that asks for the words to the worker, or when the session opens its first region. The broker sends the worker a
+read-only descriptor, which the worker passes on to clients that ask for the words.
 """
 
 import mmap
@@ -28,15 +28,15 @@ from gpulease.protocol.session_words import (
 MAX_NUMBER: Final = (1 << 32) - 1
 
 REGION_GRANULE_BYTES: Final = 2 << 20
-"""Regions begin and end at multiples of this many bytes: a card's page tables map no smaller units (CUDA Driver API,
-cuMemGetAllocationGranularity)."""
+"""Regions begin and end at multiples of this many bytes, because a card's page tables map no smaller units (CUDA Driver
+API, cuMemGetAllocationGranularity)."""
 
 
 class BrokerRegionsPage:
     """The broker's view of a session's regions page, which it writes.
 
-    Readers cache what they have read together with the page's epoch. Epochs of a new page are above those of every
-    earlier page of the host, so nothing that was cached with an earlier page counts for this one.
+    Readers cache what they have read together with the page's epoch. Every epoch of a new page is greater than all
+    epochs of the host's earlier pages, so a reader never takes what it cached from an earlier page for this one's.
 
     Attributes:
         reading_fd: A read-only descriptor for the worker, see `control_page.published_memory`; closed by `close`.
@@ -45,7 +45,8 @@ class BrokerRegionsPage:
     def __init__(self) -> None:
         self._map, self.reading_fd = published_memory("gpulease-regions", SESSION_WORDS_BYTES)
         self._views = views_of(memoryview(self._map))
-        # Epochs count changes, at most one each nanosecond, so a page that is made later starts above all earlier ones.
+        # An epoch counts changes, of which there is at most one per nanosecond, so a later page starts above all
+        # earlier ones.
         self._views.epoch[0] = time.monotonic_ns()
 
     def set(self, slot: int, number: int, word: RegionWord, deadline_ns: int, now_ns: int) -> None:
@@ -55,18 +56,18 @@ class BrokerRegionsPage:
             slot: The region's place.
             number: Its number, from 1 to MAX_NUMBER, so that no word of a region is 0.
             word: Its state.
-            deadline_ns: When launches are refused without a further word, on the monotonic clock.
-            now_ns: The present time, which is written with a change of the word.
+            deadline_ns: When launches are refused even if the word does not change, on the monotonic clock.
+            now_ns: The current time, which is written if the word changes.
 
         Raises:
             ValueError: The slot or the number is out of bounds.
         """
-        # Checked here, because an index below zero would write from the end of the page.
+        # Check the bounds, because a negative index would count from the end of the page.
         if not (0 <= slot < MAX_REGIONS and 0 < number <= MAX_NUMBER):
             raise ValueError(
                 f"a region's slot must be below {MAX_REGIONS} and its number positive, not {slot}, {number}"
             )
-        # A reader that caches the page checks the epoch first, so the epoch is raised after everything else is written.
+        # A reader that caches the page checks the epoch first, so raise the epoch after everything else is written.
         value, views = word_of(number, word), self._views
         if views.words[slot] != value:
             views.flipped_ns[slot] = now_ns
@@ -80,7 +81,7 @@ class BrokerRegionsPage:
 
     def end_lease(self, status: Status, cause: str, reason: str = "") -> None:
         """Write that the lease is over: clients refuse launches from their next check on. The word is written last."""
-        # The first end counts: a worker that dies after the lease was revoked does not change the reason.
+        # Keep the reason of the first end: a worker that dies after the lease was revoked does not change it.
         if self._views.lease[0]:
             return
         self._map[CAUSE_AT : CAUSE_AT + CAUSE_BYTES] = cause.encode()[:CAUSE_BYTES].ljust(CAUSE_BYTES, b"\0")
@@ -90,7 +91,7 @@ class BrokerRegionsPage:
         self._views.lease[0] = -status
 
     def close(self) -> None:
-        """Unmap the page and close the descriptor. The worker has its own."""
+        """Unmap the page and close the descriptor. The worker has a descriptor of its own."""
         self._views.release()
         self._map.close()
         if self.reading_fd >= 0:
@@ -99,7 +100,7 @@ class BrokerRegionsPage:
 
 
 class SeenWord(NamedTuple):
-    """A word as read by the worker. `state` is REVOKED for a state that no broker writes: fail closed."""
+    """A word as the worker read it. `state` is REVOKED for a state that no broker writes, to fail closed."""
 
     number: int
     state: RegionWord
@@ -109,12 +110,12 @@ class WorkerRegions:
     """The worker's view of its session's regions page, which can't be used to write.
 
     Args:
-        fd: The page's read-only descriptor; the view needs it no longer.
+        fd: The page's read-only descriptor. The view does not need it after the constructor returns.
 
     Attributes:
-        epoch_word: The epoch alone, for native code.
+        epoch_word: A view of the epoch, for native code.
         words: The words, by slot.
-        flipped_ns: When each slot's word was changed last, on the monotonic clock.
+        flipped_ns: When each slot's word last changed, on the monotonic clock.
         deadlines: When each slot's region ends, on the monotonic clock.
 
     Raises:
@@ -122,7 +123,7 @@ class WorkerRegions:
     """
 
     def __init__(self, fd: int) -> None:
-        # For reading only: the descriptor allows no other mapping.
+        # Map the page read-only: the descriptor allows nothing else.
         self._map = mmap.mmap(fd, SESSION_WORDS_BYTES, prot=mmap.PROT_READ)
         self._views = views = views_of(memoryview(self._map))
         self.epoch_word, self.words = views.epoch, views.words

@@ -1,8 +1,9 @@
 """The image of a parked session: everything that another worker needs to continue it, except its bytes in host memory.
 
-A worker packs it, the broker keeps it unread, and another worker of the same lease unpacks it. It names what must be
-equal in the other process: addresses, numbers and handles that the tenant's data may contain. What the image does not
-have can't leave a process: such a session is parked warm only (`LeaveRefusedReport`).
+A worker packs the image, the broker keeps it without reading it, and another worker of the same lease unpacks it. The
+image records everything that must be equal in the other process: addresses, numbers and handles that the tenant's data
+may contain. A session that has something that the image can't hold can't leave its process (`LeaveRefusedReport`). It
+can only be parked warm.
 
 Holders are numbered: UNHELD, LEASE, then one for each connection, from FIRST_CONNECTION on.
 """
@@ -12,14 +13,15 @@ from typing import Any, Final, NamedTuple, Self
 import msgpack
 
 IMAGE_VERSIONS: Final = frozenset({1, 2, 3})
-"""The versions that workers adopt. The broker refuses others, and the session then stays in its worker.
+"""The versions that workers adopt. The broker refuses other versions, and the session then stays in its worker.
 
-2 has the events of connections, and what they have received and their worker has not served; 3 has regions. A worker
-writes the lowest version that has all of its session, for workers of an earlier daemon.
+Version 2 adds each connection's events, and the bytes that it has received and its worker has not served. Version 3
+adds regions. A worker writes the lowest version that can hold its session, so that workers of earlier daemons can adopt
+it.
 """
 
 MAX_IMAGE_BYTES: Final = 320 << 20
-"""Largest image. Most of it are the modules' images, of which a session may have 256 MiB, and graphs."""
+"""Size of the largest image. Most of it is the modules' images, of which a session may have 256 MiB, and graphs."""
 
 UNHELD: Final = 0
 LEASE: Final = 1
@@ -34,9 +36,9 @@ class ModuleState(NamedTuple):
     """A loaded module.
 
     Attributes:
-        image: What the tenant loaded.
-        place: Where the driver put it: addresses and numbers that must be the same again.
-        variables: Address and size of the variables that the tenant has asked for.
+        image: The image that the tenant loaded.
+        place: Where the driver put the module: addresses and numbers that must be the same in the other process.
+        variables: Address and size of each variable that the tenant has looked up.
     """
 
     number: int
@@ -53,7 +55,7 @@ class AllocationState(NamedTuple):
 
 
 class GraphState(NamedTuple):
-    """A graph, as its GRAPH_CREATE has recorded it."""
+    """A graph, as its GRAPH_CREATE request described it."""
 
     number: int
     payload: bytes
@@ -61,7 +63,7 @@ class GraphState(NamedTuple):
 
 
 class RingState(NamedTuple):
-    """The worker's counters of a ring: bytes taken and put in, the peer's last known, and the last sync answered."""
+    """The worker's counters of a ring: bytes taken, bytes put in, the peer's last known, and the last sync answered."""
 
     requests_head: int
     replies_tail: int
@@ -73,12 +75,12 @@ class ConnectionState(NamedTuple):
     """A connection; its socket and its ring travel as descriptors.
 
     Attributes:
-        pid: The client's process; 0 if it is not known.
-        owns: What it makes ends with it.
+        pid: The client's process; 0 if unknown.
+        owns: Whether everything that the connection makes ends with the connection.
         streams: The numbers of its streams on the wire, without the default stream.
-        selected: The one that is selected.
-        ring: None without one.
-        unread: What it has received and not served: requests that wait for the session's return.
+        selected: The number of the selected stream.
+        ring: The state of its ring; None if it has no ring.
+        unread: Bytes that the worker has received and not served: requests that wait for the session's return.
         events: The number of each event, as the client knows it, and its time in nanoseconds.
     """
 
@@ -97,11 +99,11 @@ class RegionState(NamedTuple):
 
     Attributes:
         region_id: Its id, big-endian.
-        kept_bytes: Bytes that stay in its place, once its memory was removed.
-        ended: The word for which it ended, and since when; None while it has not.
-        is_told: A refusal has reported how it ended.
-        is_removed: Its memory was removed.
-        is_released: So was its address: only sets name it.
+        kept_bytes: Bytes that stay mapped in its place after its memory was removed.
+        ended: The word that ended it, and the time of that word; None while it has not ended.
+        is_told: Whether a refusal has reported how it ended.
+        is_removed: Whether its memory was removed.
+        is_released: Whether its address was released, too, so that only region sets still name it.
     """
 
     region_id: bytes
@@ -128,7 +130,8 @@ class RegionStates(NamedTuple):
     """The regions of a session that has had any.
 
     Attributes:
-        launches_begun: Launches since the last wait that was answered: a refusal names its launch by that number.
+        launches_begun: Number of launches since the last wait that was answered. A refusal names its launch by this
+          number.
     """
 
     regions: tuple[RegionState, ...]
@@ -142,14 +145,14 @@ class SessionImage(NamedTuple):
 
     Attributes:
         number: The number of its park.
-        driver: The driver's name, and the capability and CUDA version of the card that it left.
+        driver: The driver's name, and the compute capability and CUDA version of the card that the session left.
         context: The driver's own record of what is parked.
-        moved_bytes: Bytes in the host memory.
+        moved_bytes: Bytes of the session in host memory.
         kept: Name and handle of each allocation that is kept by name.
-        arena_bytes: The arena's size; 0 without one.
-        printed: What kernels have printed and no client has asked for, and whether some of it was lost.
+        arena_bytes: The arena's size; 0 if there is none.
+        printed: Output of kernels that no client has requested yet, and whether some of it was lost.
         counters: The control page's counters, by number.
-        kept_bytes: Bytes that kernels' local memory was charged with.
+        kept_bytes: Bytes that were charged for the kernels' local memory.
         regions: None if the session has never had a region.
     """
 
@@ -182,10 +185,10 @@ class SessionImage(NamedTuple):
     def to_bytes(self) -> bytes:
         fields: list[Any] = list(self._replace(lease_id=0))
         if self.version < 3:
-            # Such an image ends before the regions.
+            # Versions 1 and 2 have no regions.
             del fields[_REGIONS]
         if self.version == 1:
-            # Its connections lack the last two members.
+            # In version 1, connections have no `unread` and no `events`.
             fields[_CONNECTIONS] = [one[:-2] for one in self.connections]
         packed: bytes = msgpack.packb((self.version, *fields, self.lease_id.to_bytes(16, "big")))
         return packed
@@ -202,7 +205,7 @@ class SessionImage(NamedTuple):
             raise UnreadableImage(f"the image can't be read: {error}") from None
 
     def _typed(self) -> Self:
-        """Give the records their types, which msgpack does not keep."""
+        """Convert the records to their types, which msgpack does not preserve."""
         return self._replace(
             modules=_each(ModuleState, self.modules),
             allocations=_each(AllocationState, self.allocations),

@@ -18,19 +18,19 @@ from gpulease.protocol.lease_options import WorkerOptions
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec(WorkerOptions, Message):
-    """A worker. To the zygote: fork it. To a warm worker: take this lease, or this submit.
+    """A worker. To the zygote it means: fork this worker. To a warm worker: take this lease, or this submit.
 
-    It carries the options of the lease that the worker obeys.
+    The spec also has the options of the lease that the worker obeys.
 
     Attributes:
-        lease_id: The lease, and the session's id; the number of a warm context for a worker made ahead of its lease;
-          the submit's number for a submit's worker.
+        lease_id: For a session's worker, the id of its lease and session. For a worker made ahead of its lease, the
+          number of its warm context. For a submit's worker, the submit's number.
         card_uuid: The only card that the worker may see.
-        size_bytes: The lease's slice; 0 for a worker made ahead of its lease, which gets the lease later.
+        size_bytes: Size of the lease's slice; 0 for a worker made ahead of its lease, which takes a lease later.
         is_shared: Whether several connections may be attached at a time.
         allowance_bytes: Bytes of the card that the worker may take in addition to its slice, charged to the node.
-        submit_of: The lease for which the worker runs one kernel; 0 if it is not a submit. Zygotes from before there
-            were submits leave it out.
+        submit_of: The lease for which the worker runs one kernel; 0 if it is not a submit's worker. Zygotes older than
+            submits do not send it.
         timeout_ms: How long the submit may take. The zygote keeps it for the next broker.
         is_parkable: Whether the session's bytes may leave the card while it is idle (messages.py, "parking").
     """
@@ -51,13 +51,13 @@ class WorkerSpec(WorkerOptions, Message):
 
     @property
     def is_warm(self) -> bool:
-        """Whether the worker has no lease yet: every lease has a slice, so a slice of 0 bytes means none."""
+        """Whether the worker has no lease yet. Every lease has a slice, so a slice of 0 bytes means no lease."""
         return self.size_bytes == 0
 
     @property
     def of_lease(self) -> int:
         """The lease for which the worker, or its submit, runs; 0 if it has none yet."""
-        # A submit names its lease; a session's worker is the lease.
+        # A submit's worker names its lease in `submit_of`; a session's worker has it in `lease_id`.
         return 0 if self.is_warm else self.submit_of or self.lease_id
 
     @property
@@ -67,7 +67,7 @@ class WorkerSpec(WorkerOptions, Message):
 
 
 class WorkerExit(IntEnum):
-    """Exit statuses of a worker that ends by itself. Any other status comes from the kernel, or from a bug."""
+    """Exit statuses of a worker that ends by itself. Any other status comes from the operating system or a bug."""
 
     OK = 0
     NO_CONTEXT = 3

@@ -602,7 +602,9 @@ class SessionServer:
         # Step 4: serve its clients again.
         for connection in connections:
             self._connections[connection.fd] = connection
-            # Hold a connection while its requests wait for the return, as the previous process did.
+            # Hold a connection if the image has bytes of it that were received and not served: whole requests, or part
+            # of one. They wait for the session's return, as they did in the previous process. Until then its socket is
+            # not polled.
             if connection.receive_buffer.is_mid_frame:
                 self._held.add(connection.fd)
                 continue
