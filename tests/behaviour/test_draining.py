@@ -166,11 +166,13 @@ def test_a_callback_on_warnings(daemon: Daemon, drained: Callable[[float], Drain
 
     def warned(lease: GpuLease) -> WarningWatch:
         heard.clear()
-        watch, ttl_s = lease.on_warning(heard.append), lease.remaining_s
-        wait_until(lambda: len(heard) == 1, "its own end is near")
-        assert "renewed" in heard[0].reason
-        assert heard[0].left_s <= 0.1 * ttl_s + 0.1
-        lease.renew(600)
+        with ExitStack() as stack:
+            ttl_s, watch = lease.remaining_s, stack.enter_context(lease.on_warning(heard.append))
+            wait_until(lambda: heard or not lease.is_alive, "its own end is near")
+            lease.renew(600)
+            assert "renewed" in heard[0].reason
+            assert heard[0].left_s <= 0.1 * ttl_s + 0.1
+            stack.pop_all()
         return watch
 
     lease, watch, _ = daemon.short_lease(warned)
@@ -207,8 +209,10 @@ def test_a_lease_that_is_renewed_is_warned_of_no_more(daemon: Daemon) -> None:
         with ExitStack() as stack:
             events = stack.enter_context(lease.events())
             assert next(events).phase is Phase.ACTIVE
-            assert next(events).phase is Phase.WARNING
+            second = next(events)
+            # Raises LeaseExpired on a host that was too slow to be warned in time.
             lease.renew(600)
+            assert second.phase is Phase.WARNING
             stack.pop_all()
         return events
 
