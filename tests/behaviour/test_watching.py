@@ -53,7 +53,7 @@ def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
 @pytest.mark.exhaustive
 def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
     quick = {
-        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 0.6,
+        "gpulease.daemon.workers.monitors:UNRESPONSIVE_AFTER_S": 4.0,
         "gpulease.daemon.workers.monitors:ROUND_S": 0.05,
     }
     daemon = start_daemon(faults=Faults(quick))
