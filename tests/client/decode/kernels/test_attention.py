@@ -190,16 +190,20 @@ def test_attention_of_every_length(rig: KernelRig, width: int, group: int, windo
 
 
 INFINITY, NAN = 0xFF80, 0x7FC0
+OTHERS = [(2, 20, INFINITY), (2, 28, NAN), (3, 127, NAN), (3, 134, INFINITY)]
+"""Values that are no numbers: of which prompt, at which position."""
 
 
-@pytest.mark.parametrize("value", [None, INFINITY, NAN])
+@pytest.mark.parametrize("has_others", [False, True], ids=["numbers", "infinities and NaNs"])
 @pytest.mark.parametrize("window", [None, 1, pytest.param(40, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("width", EVERY_WIDTH)
 def test_rows_of_prompts_have_the_bits_that_each_has_alone(
-    rig: KernelRig, width: int, group: int, window: int | None, value: int | None
+    rig: KernelRig, width: int, group: int, window: int | None, has_others: bool
 ) -> None:
-    """Decoding rows, three prompts' rows and padded ones; with a value that only some of a prompt's rows see.
+    """Decoding rows, three prompts' rows and padded ones; with values that only some of a prompt's rows see.
+
+    Of two prompts, some rows see an infinity or a NaN alone, later ones both.
 
     `attended` compares the kernel for tiles of such rows with the one for single rows.
     """
@@ -208,7 +212,7 @@ def test_rows_of_prompts_have_the_bits_that_each_has_alone(
     table = np.concatenate([[number] * count for number, _, count in runs] + [[4] * 3])
     position = np.concatenate([begin + np.arange(count) for _, begin, count in runs] + [[-1] * 3])
     region, tables = region_of(rng, 60, 2, width), np.stack([rng.permutation(60)[:20] for _ in runs]).astype(np.int32)
-    for number, at in ((2, 20), (3, 130)) if value is not None else ():
+    for number, at, value in OTHERS if has_others else ():
         region[tables[number][at // PAGE], 1, 1, :, at % PAGE] = value
     rows = step_rows(len(table), position=position, table=table, blocks=60)
     found = attended(rig, bf16(rng.normal(0, 2, (len(table), 2 * group, width))), region, rows, tables, 3, window)
