@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason
-from gpulease.client.decode.decode_requests import SamplingParameters, SchedulerEvent
+from gpulease.client.decode.decode_requests import SamplingParameters, StepTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class StepReport:
 
     rows: int
     decode_rows: int
-    tokens: tuple[SchedulerEvent.Token, ...]
+    tokens: StepTokens
     took_s: float
 
 

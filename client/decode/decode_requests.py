@@ -1,6 +1,7 @@
 """The scheduler's input and output: tenants, requests, their sampling, events and reasons."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -348,6 +349,54 @@ class SchedulerEvent:
         reason: AdmissionReason
         detail: str
         retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens that a step emitted, as columns. Iterating makes a `SchedulerEvent.Token` of each.
+
+    A step may have a thousand tokens: an object for each would cost the host more than all else that is done for it.
+
+    Attributes:
+        requests: The request of each token.
+        tokens: The tokens.
+        positions: Their places in their sequences.
+        rows: The rows of the step that yielded them.
+    """
+
+    requests: Sequence[PromptRequest]
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[SchedulerEvent.Token]:
+        return map(SchedulerEvent.Token, self.requests, self.tokens, self.positions, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What an answered step changed.
+
+    Attributes:
+        tokens: The tokens that it emitted.
+        ends: The requests that ended with one of them.
+        last_tokens: For each of `ends`, the index of its last token in `tokens`. They ascend.
+    """
+
+    tokens: StepTokens
+    ends: Sequence[SchedulerEvent.Completed]
+    last_tokens: Sequence[int]
+
+    @property
+    def events(self) -> "list[AnyEvent]":
+        """The tokens and ends in the order in which they happened: an end comes right behind its last token."""
+        events: list[AnyEvent] = list(self.tokens)
+        for end, index in zip(reversed(self.ends), reversed(self.last_tokens), strict=True):
+            events.insert(index + 1, end)
+        return events
 
 
 AnyEvent = SchedulerEvent.Token | SchedulerEvent.Completed | SchedulerEvent.AdmissionRejected

@@ -34,6 +34,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Final
 
 from prometheus_client import Counter, Histogram
@@ -215,17 +216,16 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
 
     def on_step(self, report: StepReport) -> None:
         """Count a step's rows, and its tokens and the gaps before them by tenant."""
-        now, last, gaps = self._clock(), self._last, Counts[tuple[str, float]]()
-        for token in report.tokens:
-            request = token.request
-            # The first token of a prompt or a replay: all of its prompt was computed by now.
-            if token.position == len(request.token_ids):
-                self._count_prompt(request.tenant_id, len(request.token_ids), is_replay=request.replayed_tokens > 0)
-            # A replay continues its sequence, so the gap includes the time of the replay.
-            name = request.continues or request.request_id
-            # Sequences of a tenant that had their last token in the same step share one gap.
-            gaps[request.tenant_id, last.get(name, 0.0)] += 1
-            last[name] = now
+        now, last, tokens = self._clock(), self._last, report.tokens
+        # The first token of a prompt or a replay: all of its prompt was computed by now.
+        for request in tokens.requests[bisect_left(tokens.rows, report.decode_rows) :]:
+            self._count_prompt(request.tenant_id, len(request.token_ids), is_replay=request.replayed_tokens > 0)
+        # A replay continues its sequence, so the gap includes the time of the replay.
+        names = [request.continues or request.request_id for request in tokens.requests]
+        # Sequences of a tenant that had their last token in the same step share one gap.
+        tenants = [request.tenant_id for request in tokens.requests]
+        gaps = Counts(zip(tenants, map(last.get, names, repeat(0.0)), strict=True))
+        last.update(dict.fromkeys(names, now))
         for (tenant_id, before), count in gaps.items():
             tenant = self._label(tenant_id)
             self._tokens[tenant, "emitted"].inc(count)

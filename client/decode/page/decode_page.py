@@ -135,7 +135,7 @@ class PageFeed(DecoderObserver):
 
     def on_step(self, report: StepReport) -> None:
         self._steps += 1
-        self._tokens.update([token.request.tenant_id for token in report.tokens])
+        self._tokens.update([request.tenant_id for request in report.tokens.requests])
         self._history.add_tokens(self._clock(), len(report.tokens))
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:

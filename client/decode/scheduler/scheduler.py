@@ -8,7 +8,12 @@ Times are monotonic seconds, of any origin.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import compress
+from operator import attrgetter
 from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from gpulease.client.decode.decode_errors import (
     AdmissionReason,
@@ -23,12 +28,20 @@ from gpulease.client.decode.decode_requests import (
     SamplingParameters,
     SchedulerEvent,
     SharedPrefix,
+    StepOutcome,
+    StepTokens,
     TenantConfig,
 )
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.step_plan import StepPlan
-from gpulease.client.decode.scheduler.tenant_state import NO_BLOCK, LiveSequence, TenantState, UnadmittedRequest
+from gpulease.client.decode.scheduler.tenant_state import (
+    NO_BLOCK,
+    LiveSequence,
+    SequenceColumns,
+    TenantState,
+    UnadmittedRequest,
+)
 
 MAX_UNANSWERED_STEPS: Final = 2
 """Most steps that are planned and not answered: a third would need tokens that are not computed yet."""
@@ -39,6 +52,9 @@ PREFILL_GRAIN: Final = PAGE
 MAX_PREEMPTIONS: Final = 2
 """How often one request may be preempted. Without a limit, a stream of heavier tenants' requests could prevent its end
 forever."""
+
+_REQUEST: Final = attrgetter("request")
+_TABLE: Final = attrgetter("table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +176,10 @@ class ContinuousBatchScheduler:
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
+        self._columns = SequenceColumns(settings.max_sequences)
+        # Tokens that end a sequence of some request; only those are compared with each sequence's own.
+        self._may_end = np.zeros(settings.vocabulary, bool)
+        self._note_ends(settings.end_tokens)
         # Tenants with prompts to compute, as an ordered set.
         self._prefilling: dict[TenantState, None] = {}
         # Free rows of the block tables, the highest first, so that `pop` returns the lowest.
@@ -214,6 +234,11 @@ class ContinuousBatchScheduler:
         """Return the tokens that end a sequence with this sampling."""
         ends = frozenset() if sampling.ignores_end else self.settings.end_tokens
         return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+
+    def _note_ends(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if token < self.settings.vocabulary:
+                self._may_end[token] = True
 
     # --- Tenants and requests come and go. ---
 
@@ -307,7 +332,7 @@ class ContinuousBatchScheduler:
         # Prompts without a row may find blocks to reuse by now, which frees their own for others.
         for tenant in self._prefilling:
             for sequence in tenant.prefilling:
-                if sequence.next == sequence.reused and sequence.keys:
+                if sequence.next_position == sequence.reused and sequence.keys:
                     self._reuse(sequence)
         events += self._admit()
         # Step 2: drop the sequences that ended since the last plan, all in one pass.
@@ -317,15 +342,18 @@ class ContinuousBatchScheduler:
         # Step 3: share the rows between prompts and decoding sequences. Decode rows come first in the step.
         chunks = self._deal_prompt_rows() if self._prefilling else []
         # Prompt rows are decided first, because with too many sequences they take turns from the decoding ones.
-        guided = sum(sequence.is_guided and sequence.next + count == sequence.prompt for sequence, count in chunks)
+        guided = sum(
+            sequence.is_guided and sequence.next_position + count == sequence.prompt for sequence, count in chunks
+        )
         step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks), guided)
         for sequence, count in chunks:
             step.add_chunk(sequence, count)
             # The whole prompt has rows now. Its last row yields the first token, so the sequence decodes from the next
             # step on, unless that is its only token.
-            if sequence.next == sequence.prompt:
+            if sequence.next_position == sequence.prompt:
                 self._leave_prefill(sequence)
-                if sequence.next <= sequence.last:
+                if sequence.next_position <= sequence.last:
+                    sequence.begin_decoding()
                     self._decoding.append(sequence)
         step.events = events
         if self._guided:
@@ -336,7 +364,11 @@ class ContinuousBatchScheduler:
             self._unanswered.append(step)
         return step
 
-    def completed(self, step: StepPlan, results: Sequence[int], took_s: float = 0.0) -> list[AnyEvent]:
+    def completed(self, step: StepPlan, results: ArrayLike, took_s: float = 0.0) -> list[AnyEvent]:
+        """Take a step's results, as `take_results` does. Returns its events in the order in which they happened."""
+        return self.take_results(step, results, took_s).events
+
+    def take_results(self, step: StepPlan, results: ArrayLike, took_s: float = 0.0) -> StepOutcome:
         """Take a step's results, one token per row, and update lengths. Results of a void step are ignored.
 
         Args:
@@ -347,43 +379,60 @@ class ContinuousBatchScheduler:
         Raises ValueError if an earlier step is not answered, or a row has no result.
         """
         if step.is_void:
-            return []
+            return StepOutcome(StepTokens((), (), (), ()), (), ())
+        found = np.asarray(results, np.int64)
         if not self._unanswered or self._unanswered[0] is not step:
             raise ValueError(f"step {step.number} is not the one to be answered")
-        if len(results) < len(step):
-            raise ValueError(f"step {step.number} has {len(step)} rows and {len(results)} results")
+        if len(found) < len(step):
+            raise ValueError(f"step {step.number} has {len(step)} rows and {len(found)} results")
         # The step is committed: the keys and values of its prompt rows are in the cache.
         del self._unanswered[0]
         row_s = took_s / len(step)
-        for tenant, rows in step.tenant_rows.items():
-            tenant.gpu_s += row_s * rows
+        for tenant, count in step.tenant_rows.items():
+            tenant.gpu_s += row_s * count
         for sequence, _, count in step.chunks:
             sequence.filled += count
             if sequence.keys and not sequence.is_ended:
                 self._publish(sequence, sequence.filled // PAGE)
-        events: list[AnyEvent] = []
-        emit, event = events.append, SchedulerEvent.Token
-        for sequence, row in zip(step.sampled, step.sampled_rows, strict=True):
-            if sequence.is_ended:
-                # The sequence has ended by the previous step. This row was planned ahead, so discard its token.
-                continue
-            token = results[row]
-            tokens = sequence.tokens
-            position = len(tokens)
-            tokens.append(token)
-            tenant = sequence.tenant
-            # Service is charged as it is received: a request that ends early is charged only for what it emitted.
-            tenant.counter += tenant.price
-            emit(event(sequence.request, token, position, row))
-            if token in sequence.end_tokens:
-                emit(self._finish(sequence, CompletionReason.END_OF_SEQUENCE))
-            elif position >= sequence.acts_at:
-                if position > sequence.last:
-                    emit(self._finish(sequence, CompletionReason.MAX_TOKENS_REACHED))
+        sampled, rows = step.sampled, step.sampled_rows
+        if step.has_ended:
+            # Some have ended by the previous step. Their rows were planned ahead, so discard their tokens.
+            lives = [not sequence.is_ended for sequence in sampled]
+            sampled, rows = list(compress(sampled, lives)), rows[lives]
+        # All sequences get their tokens at once; those with something else to do are looked at one by one below.
+        columns, tables, new = self._columns, step.tables[rows], found[rows]
+        places = columns.known[tables]
+        columns.known[tables] = places + 1
+        columns.newest[tables] = new
+        tokens: list[int] = new.tolist()
+        for sequence, token in zip(sampled, tokens, strict=True):
+            sequence.tokens.append(token)
+        # Service is charged as it is received: a request that ends early is charged only for what it emitted.
+        for tenant, count in step.count_tenants(sampled).items():
+            counter, price = tenant.counter, tenant.price
+            # Token by token, as rounding makes another sum of the product.
+            for _ in range(count):
+                counter += price
+            tenant.counter = counter
+        ends: list[SchedulerEvent.Completed] = []
+        last_tokens: list[int] = []
+        may_act = (places >= columns.acts_at[tables]) | self._may_end.take(new, mode="clip")
+        for index in may_act.nonzero()[0].tolist():
+            sequence, position = sampled[index], int(places[index])
+            if tokens[index] in sequence.end_tokens:
+                reason = CompletionReason.END_OF_SEQUENCE
+            elif position > sequence.last:
+                reason = CompletionReason.MAX_TOKENS_REACHED
+            else:
                 # A row at `position` may be under way, but not the next one: before that, `plan` finds a block.
-                elif position < sequence.last and not self._grow(sequence):
+                if sequence.acts_at <= position < sequence.last and not self._grow(sequence):
                     self._short.append(sequence)
-        return events
+                continue
+            ends.append(self._finish(sequence, reason))
+            last_tokens.append(index)
+        return StepOutcome(
+            StepTokens(list(map(_REQUEST, sampled)), tokens, places.tolist(), rows.tolist()), ends, last_tokens
+        )
 
     def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
         """Process a step's failure.
@@ -639,8 +688,15 @@ class ContinuousBatchScheduler:
             del self._waiting[request.request_id]
             prefix, shared, blocks, found = _take_blocks(tenant, waiting)
             sequence = LiveSequence(
-                request, tenant, self._tables.pop(), blocks, self._admissions, self.end_tokens(request.sampling)
+                request,
+                tenant,
+                self._tables.pop(),
+                blocks,
+                self._admissions,
+                self.end_tokens(request.sampling),
+                self._columns,
             )
+            self._note_ends(request.sampling.stop_token_ids)
             sequence.prefix = prefix
             if prefix:
                 # A replay is the same request, and saves the tokens once more.
@@ -740,8 +796,8 @@ class ContinuousBatchScheduler:
             sequence.blocks[index] = block
             index += 1
             sequence.reused += PAGE
-        sequence.tenant.reused_tokens += sequence.reused - sequence.next
-        sequence.next = sequence.filled = sequence.reused
+        sequence.tenant.reused_tokens += sequence.reused - sequence.next_position
+        sequence.next_position = sequence.filled = sequence.reused
         sequence.published = index
         # It computes the next block itself, unless another sequence is about to have it.
         is_claimed = not region.claim(sequence, keys[index:])
@@ -834,7 +890,7 @@ class ContinuousBatchScheduler:
                     break
                 count = min(rows, sequence.prompt_rows)
                 # The last row of a prompt chooses a token: a guided one waits if the step has no place for its guide.
-                if sequence.is_guided and count and sequence.next + count == sequence.prompt:
+                if sequence.is_guided and count and sequence.next_position + count == sequence.prompt:
                     count -= not guided
                     guided -= bool(guided)
                 rows -= count
@@ -854,7 +910,7 @@ class ContinuousBatchScheduler:
             is_ready = guide is None or (
                 guided < self.settings.guided_rows
                 and guide.is_ready
-                and (not guide.is_stepwise or sequence.next < len(sequence.tokens))
+                and (not guide.is_stepwise or sequence.next_position < len(sequence.tokens))
             )
             if is_ready and len(chosen) < max_rows:
                 chosen.append(sequence)
@@ -878,33 +934,24 @@ class ContinuousBatchScheduler:
             self._decoding = self._decoding[max_rows:] + chosen
         else:
             self._decoding = chosen.copy()
-        positions, tokens, sources, blocks, tables = [], [], [], [], []
-        is_any_last = False
-        for row, sequence in enumerate(chosen):
-            position = sequence.next
-            known = sequence.tokens
-            # A row that is computed again after a failed step has a known token. Otherwise the step before is still
-            # computing the token, and the kernel takes it from that step's row, on the card.
-            if position < len(known):
-                tokens.append(known[position])
-                sources.append(NO_ROW)
-            else:
-                tokens.append(0)
-                sources.append(sequence.row)
-            positions.append(position)
-            blocks.append(sequence.blocks[position // PAGE])
-            tables.append(sequence.table)
-            sequence.row = row
-            sequence.next = position + 1
-            if position == sequence.last:
-                is_any_last = True
-        # Sequences with their last possible row leave the list now; whether they end earlier, `completed` decides.
-        if is_any_last:
-            self._decoding = [sequence for sequence in self._decoding if sequence.next <= sequence.last]
-        rows = len(chosen)
-        # `chosen` becomes the step's own list and grows by prompt rows, so `sampled` is a copy.
-        step = StepPlan(self._step_number, chosen, positions, tokens, sources, blocks, tables, rows)
-        step.sampled, step.sampled_rows = chosen.copy(), list(range(rows))
+        # The rows of all sequences at once: numpy fills the step's columns from those of the sequences.
+        rows, columns = len(chosen), self._columns
+        step = StepPlan(self._step_number, chosen)
+        tables, positions, sources = step.tables, step.positions, step.sources
+        tables[:] = np.fromiter(map(_TABLE, chosen), np.int64, rows)
+        positions[:], sources[:] = columns.next_position[tables], columns.row[tables]
+        # A row that is computed again after a failed step has a known token. Otherwise the step before is still
+        # computing the token, and the kernel takes it from that step's row, on the card.
+        is_known = positions < columns.known[tables]
+        if is_known.any():
+            step.tokens[is_known], sources[is_known] = columns.newest[tables[is_known]], NO_ROW
+        for row in (positions % PAGE == 0).nonzero()[0].tolist():
+            columns.block[tables[row]] = chosen[row].blocks[positions[row] // PAGE]
+        step.blocks[:] = columns.block[tables]
+        columns.row[tables], columns.next_position[tables] = np.arange(rows), positions + 1
+        # Sequences with their last possible row leave the list now; whether they end earlier, `take_results` decides.
+        if (positions == columns.last[tables]).any():
+            self._decoding = [sequence for sequence in self._decoding if sequence.next_position <= sequence.last]
         return step
 
     # --- Ends. ---
@@ -916,6 +963,8 @@ class ContinuousBatchScheduler:
         request, tenant = sequence.request, sequence.tenant
         # The lists of decoding sequences are cleaned up in one pass at the next `plan`.
         sequence.is_ended = self._has_ended = self._has_room = True
+        for step in self._unanswered:
+            step.has_ended = True
         del self._live[request.request_id], tenant.live[request.request_id]
         self._guided -= request.has_guidance
         # Blocks of a lost region do not come back: `bind` starts with new ones.
@@ -929,7 +978,7 @@ class ContinuousBatchScheduler:
             # Backwards, so that a chain is given up from its end.
             region.release(reversed(sequence.blocks[sequence.left :]))
         self._tables.append(sequence.table)
-        if sequence.next < sequence.prompt:
+        if sequence.next_position < sequence.prompt:
             self._leave_prefill(sequence)
         return SchedulerEvent.Completed(request, reason, continued_by)
 
@@ -939,23 +988,29 @@ class ContinuousBatchScheduler:
         del self._unanswered[first:]
         if not voided:
             return
-        # Step 1: restore `next` and `row` of each sequence, last step and last row first: the oldest values remain.
+        # Step 1: restore `next_position` and `row` of each sequence, last step and last row first: the oldest values
+        # remain.
         self._step_number = voided[0].number
         for step in reversed(voided):
             step.is_void = True
             for row in range(len(step) - 1, -1, -1):
-                step.sequences[row].next, step.sequences[row].row = step.positions[row], step.sources[row]
+                sequence = step.sequences[row]
+                # Another sequence may have the table of one that has ended.
+                if not sequence.is_ended:
+                    sequence.next_position, sequence.row = int(step.positions[row]), int(step.sources[row])
         # Step 2: put the sequences back into the lists that planning took them from: the decoding ones, the prompts,
         # or a held tenant's parked ones.
         again = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
-        decoding = [sequence for sequence in again if sequence.next >= sequence.prompt]
+        decoding = [sequence for sequence in again if sequence.next_position >= sequence.prompt]
+        for sequence in decoding:
+            sequence.begin_decoding()
         self._decoding = [sequence for sequence in self._decoding if sequence not in again]
         for sequence in again:
             tenant = sequence.tenant
             if tenant.is_held:
                 tenant.parked = [parked for parked in tenant.parked if parked is not sequence]
-                tenant.parked += [sequence] * (sequence.next >= sequence.prompt)
-            if sequence.next < sequence.prompt and sequence not in tenant.prefilling:
+                tenant.parked += [sequence] * (sequence.next_position >= sequence.prompt)
+            if sequence.next_position < sequence.prompt and sequence not in tenant.prefilling:
                 tenant.prefilling.append(sequence)
                 tenant.prefilling.sort(key=lambda sequence: sequence.number)
             self._enter_prefill(tenant)

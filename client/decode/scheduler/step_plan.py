@@ -1,9 +1,11 @@
 """A step of the engine as the scheduler plans it: columns of rows, and the live sequences they belong to."""
 
 from collections import Counter
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpulease.client.decode.decode_requests import AnyEvent
 from gpulease.client.decode.row_records import NO_ROW, PAGE
@@ -12,50 +14,103 @@ from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantSt
 _TENANT: Final = attrgetter("tenant")
 
 
-@dataclass(slots=True, eq=False)
+_POSITIONS, _TOKENS, _SOURCES, _BLOCKS, _TABLES = range(5)
+"""A plan's columns, in the order in which its arrays have them."""
+
+
 class StepPlan:
     """The rows of one step: first one for each sequence that decodes, then the chunks of prompts.
 
-    Lists have one element per row unless stated otherwise. A chunk's rows are adjacent, at ascending positions.
+    A chunk's rows are adjacent, at ascending positions. Columns are arrays, because a step can have a thousand rows.
 
     Attributes:
         number: The step's number, from 0. A step that is planned in place of a failed one has the failed one's number.
-        sequences: The row's sequence.
-        positions: The row's position.
-        tokens: The row's token; 0 where it is not known yet.
-        sources: The row of the step before that yields the row's token, or NO_ROW if the token is known.
-        blocks: The index, within the tenant's region, of the block that has the position.
-        tables: The sequence's row of the block tables.
+        sequences: The sequence of each row.
         decode_rows: How many rows are of sequences that decode.
         chunks: A chunk each: its sequence, its first row, its number of rows.
         joined: Sequences with their first row in this step. Their constant fields are to be written now, and the
             entries of their block tables for the positions before that row.
         sampled: Sequences that get a token from this step.
-        sampled_rows: For each of `sampled`, the row that yields that token; the results of other rows are unused.
         events: What happened while the step was planned: expired, preempted and refused requests.
         is_guided: Whether rows of it need a guided step.
         is_void: Whether the step's results are to be ignored, because it or the one before it failed.
+        has_ended: Whether any of its sequences may have ended since it was planned.
     """
 
-    number: int
-    sequences: list[LiveSequence]
-    positions: list[int]
-    tokens: list[int]
-    sources: list[int]
-    blocks: list[int]
-    tables: list[int]
-    decode_rows: int
-    chunks: list[tuple[LiveSequence, int, int]] = field(default_factory=list)
-    joined: list[LiveSequence] = field(default_factory=list)
-    sampled: list[LiveSequence] = field(default_factory=list)
-    sampled_rows: list[int] = field(default_factory=list)
-    events: list[AnyEvent] = field(default_factory=list)
-    is_guided: bool = False
-    is_void: bool = False
-    _tenant_rows: Counter[TenantState] = field(default_factory=Counter)
+    __slots__ = (
+        "_columns",
+        "_last_rows",
+        "_prompts",
+        "_tenant_rows",
+        "chunks",
+        "decode_rows",
+        "events",
+        "has_ended",
+        "is_guided",
+        "is_void",
+        "joined",
+        "number",
+        "sampled",
+        "sequences",
+    )
+
+    def __init__(self, number: int, decoding: list[LiveSequence]) -> None:
+        """Begin with a row for each of these sequences: the caller fills its columns, which are zero, in place."""
+        self.number, self.decode_rows = number, len(decoding)
+        self.sampled, self.sequences = decoding, decoding.copy()
+        self.chunks: list[tuple[LiveSequence, int, int]] = []
+        self.joined: list[LiveSequence] = []
+        self.events: list[AnyEvent] = []
+        self.is_guided = self.is_void = self.has_ended = False
+        self._columns = np.zeros((5, len(decoding)), np.int64)
+        # Columns of prompts' rows, which are appended to the others when those are next read.
+        self._prompts: tuple[list[int], ...] = ()
+        # The rows that yield the first tokens of prompts.
+        self._last_rows: list[int] = []
+        self._tenant_rows: Counter[TenantState] = Counter()
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def _column(self, index: int) -> NDArray[np.int64]:
+        if self._prompts:
+            self._columns = np.hstack((self._columns, np.array(self._prompts)))
+            self._prompts = ()
+        column: NDArray[np.int64] = self._columns[index]
+        return column
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """The position of each row."""
+        return self._column(_POSITIONS)
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """The token of each row; 0 where it is not known yet."""
+        return self._column(_TOKENS)
+
+    @property
+    def sources(self) -> NDArray[np.int64]:
+        """For each row, the row of the step before that yields its token, or NO_ROW if the token is known."""
+        return self._column(_SOURCES)
+
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        """The index, within the tenant's region, of the block that has the row's position."""
+        return self._column(_BLOCKS)
+
+    @property
+    def tables(self) -> NDArray[np.int64]:
+        """The row's row of the block tables: its sequence's."""
+        return self._column(_TABLES)
+
+    @property
+    def sampled_rows(self) -> NDArray[np.int64]:
+        """For each of `sampled`, the row that yields its token; the results of other rows are unused."""
+        rows = np.arange(len(self.sampled))
+        if self._last_rows:
+            rows[len(rows) - len(self._last_rows) :] = self._last_rows
+        return rows
 
     @property
     def tenant_rows(self) -> Counter[TenantState]:
@@ -67,25 +122,32 @@ class StepPlan:
             self._tenant_rows.update(map(_TENANT, self.sequences))
         return self._tenant_rows
 
+    def count_tenants(self, sequences: list[LiveSequence]) -> Counter[TenantState]:
+        """Return how many of these sequences, which are some of the step's, each tenant has."""
+        # Usually one row of each, and all of them.
+        return self.tenant_rows if len(sequences) == len(self) else Counter(map(_TENANT, sequences))
+
     def add_chunk(self, sequence: LiveSequence, count: int) -> None:
         """Append rows for the next `count` positions of a prompt."""
         # Rows of one prompt are contiguous and ascending, so its tokens and blocks are slices.
-        first_row, begin = len(self.sequences), sequence.next
+        first_row, begin = len(self.sequences), sequence.next_position
         end = begin + count
         self.sequences += [sequence] * count
-        self.positions += range(begin, end)
-        self.tokens += sequence.tokens[begin:end]
-        self.sources += [NO_ROW] * count
-        blocks = sequence.blocks
-        self.blocks += [blocks[position // PAGE] for position in range(begin, end)]
-        self.tables += [sequence.table] * count
+        if not self._prompts:
+            self._prompts = [], [], [], [], []
+        positions, tokens, sources, blocks, tables = self._prompts
+        positions += range(begin, end)
+        tokens += sequence.tokens[begin:end]
+        sources += [NO_ROW] * count
+        blocks += [sequence.blocks[position // PAGE] for position in range(begin, end)]
+        tables += [sequence.table] * count
         self.chunks.append((sequence, first_row, count))
         # The sequence's first rows: the harness sets up its constant fields with this step.
         if begin == sequence.reused:
             self.joined.append(sequence)
-        sequence.next = end
+        sequence.next_position = end
         # The row of the prompt's last position yields the first token; results of earlier prompt rows are unused.
         if end == sequence.prompt:
             sequence.row = first_row + count - 1
             self.sampled.append(sequence)
-            self.sampled_rows.append(sequence.row)
+            self._last_rows.append(first_row + count - 1)

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpulease.client.decode.decode_requests import PromptRequest, SharedPrefix, TenantConfig
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
@@ -35,6 +38,25 @@ class UnadmittedRequest:
     keys: list[bytes] | None = None
 
 
+class SequenceColumns:
+    """What each step reads and changes of live sequences: a column each, by their rows of the block tables.
+
+    A step may have a thousand rows; numpy updates them all at once. For single sequences, `LiveSequence` reads and
+    writes them.
+
+    Attributes:
+        next_position, row, acts_at, last: As of `LiveSequence`.
+        known: The number of its tokens.
+        newest: The last one of them.
+        block: The block of the last position that a step has a row for, while it decodes.
+    """
+
+    def __init__(self, tables: int) -> None:
+        """Begin with zeros: a sequence sets its values when it is admitted."""
+        columns: NDArray[np.int64] = np.zeros((7, tables), np.int64)
+        self.next_position, self.row, self.acts_at, self.last, self.known, self.newest, self.block = columns
+
+
 class LiveSequence:
     """An admitted request.
 
@@ -51,14 +73,11 @@ class LiveSequence:
         reusable: Most positions that it may reuse.
         prefix: The shared prefix that it uses; "" for none.
         is_following: Whether it waits for another sequence that computes the next block of its prompt.
-        acts_at: The first position of an emitted token at which it ends or needs another block.
         number: Its place in the order of admissions.
         tokens: The prompt's tokens, then the emitted ones.
         prompt: Tokens of the prompt.
         last: The last position that can have a row: the token that it yields is the last one to be emitted.
         filled: Positions of the prompt that answered steps have computed.
-        next: The first position that no step has a row for yet.
-        row: Its row in the last step that has one: that row's result is the token at `next`.
         preemptions: How often the request was preempted.
         is_ended: Whether the request ended; the results of its rows under way are discarded.
         end_tokens: Tokens that end it.
@@ -66,7 +85,7 @@ class LiveSequence:
     """
 
     __slots__ = (
-        "acts_at",
+        "_columns",
         "blocks",
         "end_tokens",
         "filled",
@@ -76,7 +95,6 @@ class LiveSequence:
         "keys",
         "last",
         "left",
-        "next",
         "number",
         "preemptions",
         "prefix",
@@ -85,7 +103,6 @@ class LiveSequence:
         "request",
         "reusable",
         "reused",
-        "row",
         "table",
         "tenant",
         "tokens",
@@ -99,6 +116,7 @@ class LiveSequence:
         blocks: list[int],
         number: int,
         end_tokens: frozenset[int],
+        columns: SequenceColumns,
     ) -> None:
         self.request, self.tenant, self.table, self.blocks, self.number = request, tenant, table, blocks, number
         self.end_tokens, self.is_guided = end_tokens, request.guide is not None
@@ -106,8 +124,11 @@ class LiveSequence:
         self.prompt = len(self.tokens)
         # The row at the last position yields the last token to emit, which itself is never computed.
         self.last = request.positions - 1
-        # `next` moves when a row is planned, `filled` when its step is answered: the two differ by what is under way.
-        self.filled = self.next = 0
+        # `next_position` moves when a row is planned, `filled` when its step is answered: the two differ by what is
+        # under way.
+        self._columns = columns
+        columns.known[table], columns.newest[table], columns.last[table] = self.prompt, self.tokens[-1], self.last
+        self.filled = self.next_position = 0
         self.row = NO_ROW
         self.keys: list[bytes] = []
         self.published = self.reused = self.reusable = self.left = 0
@@ -117,8 +138,35 @@ class LiveSequence:
         self.preemptions = 0
         self.is_ended = False
 
+    @property
+    def next_position(self) -> int:
+        """The first position that no step has a row for yet."""
+        return int(self._columns.next_position.item(self.table))
+
+    @next_position.setter
+    def next_position(self, position: int) -> None:
+        self._columns.next_position[self.table] = position
+
+    @property
+    def row(self) -> int:
+        """Its row in the last step that has one: that row's result is the token at `next_position`."""
+        return int(self._columns.row.item(self.table))
+
+    @row.setter
+    def row(self, row: int) -> None:
+        self._columns.row[self.table] = row
+
+    @property
+    def acts_at(self) -> int:
+        """The first position of an emitted token at which it ends or needs another block."""
+        return int(self._columns.acts_at.item(self.table))
+
     def set_acts_at(self) -> None:
-        self.acts_at = min(len(self.blocks) * PAGE - 1, self.last + 1)
+        self._columns.acts_at[self.table] = min(len(self.blocks) * PAGE - 1, self.last + 1)
+
+    def begin_decoding(self) -> None:
+        """Set the block of `next_position`; later ones are set as the positions come to them."""
+        self._columns.block[self.table] = self.blocks[self.next_position // PAGE]
 
     @property
     def length(self) -> int:
@@ -132,7 +180,7 @@ class LiveSequence:
         if self.is_following:
             return 0
         guide = self.request.guide
-        return self.prompt - self.next - (guide is not None and not guide.is_ready)
+        return self.prompt - self.next_position - (guide is not None and not guide.is_ready)
 
 
 class TenantState:
@@ -242,7 +290,7 @@ class TenantState:
         # Only blocks up to the last planned position have contents. Several sequences may share one.
         # Those of shared prefixes stay where they are.
         live, size = self.live.values(), self.blocks.size
-        blocks = {block for sequence in live for block in sequence.blocks[: -(-sequence.next // PAGE)]}
+        blocks = {block for sequence in live for block in sequence.blocks[: -(-sequence.next_position // PAGE)]}
         return sorted(block for block in blocks if NO_BLOCK < block < size)
 
     @property

@@ -32,6 +32,14 @@ class Emitted:
     attempt: int = field(default=0, compare=False)
     ranks: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def parts(self) -> "EmittedParts":
+        return self.token, self.position, self.log_probability, self.attempt, self.ranks
+
+
+EmittedParts = tuple[int, int, float, int, tuple[tuple[int, float], ...]]
+"""An Emitted's attributes in their order. A tuple is made in a fifth of the time."""
+
 
 class Generation:
     """A prompt being continued, from `Decoder.submit`: iterate over its tokens as they come.
@@ -50,6 +58,24 @@ class Generation:
             token.
     """
 
+    # Every step reads and changes these of a thousand generations: they are to lie close together.
+    __slots__ = (
+        "_cancel",
+        "_emitted",
+        "_on_change",
+        "_waiter",
+        "error",
+        "failure",
+        "pooled",
+        "prompt_scores",
+        "reason",
+        "replays",
+        "request",
+        "request_id",
+        "reused_tokens",
+        "tokens",
+    )
+
     def __init__(self, request: PromptRequest, cancel: Callable[["Generation"], None]) -> None:
         self.request_id = request.request_id
         self.request = request
@@ -60,7 +86,7 @@ class Generation:
         self.prompt_scores: list[Emitted] = []
         self.pooled: PooledRows | None = None
         self._cancel = cancel
-        self._emitted: deque[Emitted] = deque()
+        self._emitted: deque[EmittedParts] = deque()
         self.error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_change: Callable[[], None] | None = None
@@ -87,7 +113,7 @@ class Generation:
             # An asyncio.Event would cost half as much again, at every token of every sequence.
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._emitted.popleft()
+        return Emitted(*self._emitted.popleft())
 
     def cancel(self) -> None:
         """End it. From the next step on, other sequences can have its rows."""
@@ -101,8 +127,8 @@ class Generation:
         if self._emitted or self.is_ended:
             on_change()
 
-    def take(self) -> list[Emitted]:
-        """Return the tokens that were emitted since the last call."""
+    def take(self) -> list[EmittedParts]:
+        """Return the tokens that were emitted since the last call, each as an `Emitted`'s parts."""
         taken = list(self._emitted)
         self._emitted.clear()
         return taken
@@ -118,7 +144,7 @@ class Generation:
     ) -> None:
         self.tokens.append(token)
         # Buffer without a limit: a slow caller must not delay a step, and max_tokens bounds the buffer.
-        self._emitted.append(Emitted(token, position, log_probability, self.replays, ranks))
+        self._emitted.append((token, position, log_probability, self.replays, ranks))
         self._wake()
 
     def pool(self, position: int, rows: NDArray[np.float32]) -> None:

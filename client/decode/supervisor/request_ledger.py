@@ -24,7 +24,7 @@ from gpulease.client.decode.decode_errors import (
 )
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_reports import DecoderObserver, FinishedRequest, RebindReport, StepReport
-from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent
+from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, StepOutcome
 from gpulease.client.decode.row_records import Results, Rows, log_probabilities
 from gpulease.client.decode.scheduler.step_plan import StepPlan
 from gpulease.client.decode.scheduler.tenant_state import LiveSequence
@@ -133,7 +133,7 @@ class RequestLedger:
     def computed(
         self,
         step: StepPlan,
-        events: Sequence[AnyEvent],
+        outcome: StepOutcome,
         results: Results,
         took_s: float,
         ranked: Rows | None = None,
@@ -155,40 +155,36 @@ class RequestLedger:
             else:
                 entry.gpu_s += row_s * (count - 1)
         # For all rows at once, because a numpy call per token would be slow.
-        logs = log_probabilities(results).tolist()
+        logs = log_probabilities(results)
         entries, now = self._entries, time.monotonic()
         ranks = None if ranked is None else _Ranks(results, ranked)
         if ranks is not None:
-            self._score(step, logs, ranks)
+            self._score(step, logs.tolist(), ranks)
         if normed is not None:
             for sequence, first_row, count in step.chunks:
                 entry = self._entries.get(sequence.request.request_id) if sequence.request.pooling else None
                 if entry is not None:
                     rows = normed[first_row : first_row + count]
-                    entry.generation.pool(step.positions[first_row], rows)
-        ends: list[AnyEvent] = []
-        for event in events:
-            if not isinstance(event, SchedulerEvent.Token):
-                ends.append(event)
-            elif entry := entries.get(event.request.request_id):
-                entry.compute_s += took_s
-                entry.gpu_s += row_s
-                if ranks is None:
-                    entry.generation.emit(event.token, event.position, logs[event.row])
-                else:
-                    its = ranks.of(event.row, event.request.ranks)
-                    entry.generation.emit(event.token, event.position, logs[event.row], its)
-                if entry.first_token_at is None:
-                    entry.first_token_at = now
-                # The first token after a loss completes the recovery.
-                if entry.loss is not None:
-                    self._report_rebind(entry, entry.loss, event.request, now)
+                    entry.generation.pool(int(step.positions[first_row]), rows)
+        tokens = outcome.tokens
+        for request, token, position, row, log in zip(
+            tokens.requests, tokens.tokens, tokens.positions, tokens.rows, logs[tokens.rows].tolist(), strict=True
+        ):
+            if (entry := entries.get(request.request_id)) is None:
+                continue
+            entry.compute_s += took_s
+            entry.gpu_s += row_s
+            entry.generation.emit(token, position, log, () if ranks is None else ranks.of(row, request.ranks))
+            if entry.first_token_at is None:
+                entry.first_token_at = now
+            # The first token after a loss completes the recovery.
+            if entry.loss is not None:
+                self._report_rebind(entry, entry.loss, request, now)
         if self.observers:
-            tokens = tuple(event for event in events if isinstance(event, SchedulerEvent.Token))
             report = StepReport(len(step), step.decode_rows, tokens, took_s)
             self.report(lambda observer: observer.on_step(report))
         # Ends come after the report of the step that has their last tokens.
-        self.deliver(ends)
+        self.deliver(outcome.ends)
 
     def _score(self, step: StepPlan, logs: Sequence[float], ranks: "_Ranks") -> None:
         """Pass the scores of prompts' tokens on. The row of a position scores the token behind it."""
@@ -197,7 +193,7 @@ class RequestLedger:
             entry = self._entries.get(request.request_id) if request.scores_prompt else None
             if entry is None:
                 continue
-            begin = step.positions[first_row]
+            begin = int(step.positions[first_row])
             # Tokens that an earlier attempt emitted are behind the caller's prompt, and were passed on.
             for place in range(begin + 1, min(begin + count + 1, len(entry.prompt))):
                 row = first_row + place - begin - 1

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from gpulease.client.decode.decode_errors import CompletionReason, EngineDecodeFailed
 from gpulease.client.decode.decode_log import DecodeLog, cause_of
 from gpulease.client.decode.decode_reports import ForwardRevoked, PrefixChange, PrefixChanged
-from gpulease.client.decode.decode_requests import SchedulerEvent
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
 from gpulease.client.decode.row_records import (
     ENTRY,
@@ -227,16 +226,15 @@ class StepLoop:
         begun_at, self._begun_at = self._begun_at, self._clock()
         took_s = self._begun_at - begun_at
         # The scheduler decides which results are tokens, and which sequences end with them.
-        events = self.scheduler.completed(plan, results["token"].tolist(), took_s)
+        outcome = self.scheduler.take_results(plan, results["token"], took_s)
         if plan.is_guided:
             # Before the next plan: a guide's row waits until the guide has its sequence's last token.
-            ended = {event.request.request_id for event in events if not isinstance(event, SchedulerEvent.Token)}
-            for event in events:
-                if isinstance(event, SchedulerEvent.Token) and event.request.request_id not in ended:
-                    guide = event.request.guide
-                    if guide is not None:
-                        guide.accept(event.token, self.wake)
-        self._ledger.computed(plan, events, results, took_s, engine.ranked, engine.normed)
+            ended = {end.request.request_id for end in outcome.ends}
+            for event in outcome.tokens:
+                guide = event.request.guide
+                if guide is not None and event.request.request_id not in ended:
+                    guide.accept(event.token, self.wake)
+        self._ledger.computed(plan, outcome, results, took_s, engine.ranked, engine.normed)
 
     async def _sleep(self) -> None:
         """Wait until `wake` is called, or until the first deadline of a waiting request."""
@@ -371,7 +369,7 @@ def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
     masks: list[NDArray[np.uint32]] = []
     first = 0
     # Rows that choose a token: the guide's changes, and how many of the likeliest tokens are reported.
-    for sequence, row in zip(plan.sampled, plan.sampled_rows, strict=True):
+    for sequence, row in zip(plan.sampled, plan.sampled_rows.tolist(), strict=True):
         request, record = sequence.request, guides[row]
         record["ranks"] = request.ranks
         if (guide := request.guide) is None:
@@ -387,7 +385,7 @@ def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
     for sequence, first_row, count in plan.chunks:
         request = sequence.request
         if request.scores_prompt:
-            begin = plan.positions[first_row]
+            begin = int(plan.positions[first_row])
             scored = min(begin + count + 1, sequence.prompt) - begin - 1
             guides["target"][first_row : first_row + scored] = sequence.tokens[begin + 1 : begin + 1 + scored]
             guides["ranks"][first_row : first_row + count] = request.ranks

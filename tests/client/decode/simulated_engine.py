@@ -130,7 +130,7 @@ def check_books(scheduler: ContinuousBatchScheduler) -> None:
             first = sequence.left
             assert shared == [tenant.region_blocks + first + index for index in range(len(shared))]
             assert sequence.blocks[first : first + len(shared)] == shared
-            assert not shared or (first + len(shared)) * PAGE <= sequence.reused <= sequence.next
+            assert not shared or (first + len(shared)) * PAGE <= sequence.reused <= sequence.next_position
             assert bool(shared) <= bool(sequence.prefix)
             assert bool(shared) == bool(sequence.prefix) or first
             assert not shared or len(shared) <= scheduler.prefixes[sequence.prefix].blocks

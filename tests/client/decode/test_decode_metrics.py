@@ -15,7 +15,7 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, StepTokens
 from gpulease.client.decode.openai import decode_metrics
 from gpulease.client.decode.openai.decode_metrics import MAX_FOLLOWED, DecodeMetrics
 
@@ -33,8 +33,11 @@ class Clock:
 
 
 def step(*tokens: tuple[PromptRequest, int], rows: int = 4, decode_rows: int = 1) -> StepReport:
-    told = tuple(SchedulerEvent.Token(request, 9, position, row) for row, (request, position) in enumerate(tokens))
-    return StepReport(rows, decode_rows, told, 0.003)
+    requests, positions = [request for request, _ in tokens], [position for _, position in tokens]
+    # A prompt's first token is of a row behind those of the sequences that decode.
+    begun = (decode_rows * (position == len(request.token_ids)) for request, position in tokens)
+    places = [row + behind for row, behind in enumerate(begun)]
+    return StepReport(rows, decode_rows, StepTokens(requests, [9] * len(tokens), positions, places), 0.003)
 
 
 def value(kept: CollectorRegistry, name: str, **labels: str) -> float | None:

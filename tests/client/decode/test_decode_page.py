@@ -26,7 +26,7 @@ from gpulease.client.decode.decode_reports import (
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, SchedulerEvent, TenantConfig
+from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, StepTokens, TenantConfig
 from gpulease.client.decode.page import decode_page, page_events
 from gpulease.client.decode.page.decode_page import FILES, MAX_STREAMS, SNAPSHOT_S, DecodePage, PageFeed
 from gpulease.client.decode.page.demo_traffic import TAIL_CHARACTERS, DemoText, DemoTraffic
@@ -106,7 +106,8 @@ def finished(
 
 
 def step(tenant: str, tokens: int) -> StepReport:
-    told = tuple(SchedulerEvent.Token(request(tenant, str(row)), 9, 3, row) for row in range(tokens))
+    requests = [request(tenant, str(row)) for row in range(tokens)]
+    told = StepTokens(requests, [9] * tokens, [3] * tokens, range(tokens))
     return StepReport(tokens, tokens, told, 0.001)
 
 

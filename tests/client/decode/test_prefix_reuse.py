@@ -90,7 +90,8 @@ def test_random_prompts_have_the_tokens_that_they_have_without_reuse(daemon: Dae
             ]
 
             async def part() -> None:
-                if event == "revoke":
+                # After a few revocations in a row, the limiter lets the tenant wait for its next region.
+                if event == "revoke" and "a" in reusing.regions.pools:
                     await reusing.regions.pools["a"].region.revoke("because")
                 elif event == "move" and "a" in reusing.regions.pools:
                     await reusing.move_tenant("a")

@@ -30,12 +30,14 @@ from gpulease.client.decode.decode_requests import (
     PromptRequest,
     SamplingParameters,
     SchedulerEvent,
+    StepOutcome,
+    StepTokens,
     TenantConfig,
 )
 from gpulease.client.decode.row_records import RESULT
 from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.step_plan import StepPlan
-from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState
+from gpulease.client.decode.scheduler.tenant_state import LiveSequence, SequenceColumns, TenantState
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.supervisor.request_ledger import RequestLedger, error_of
 from gpulease.client.errors import GpuLeaseError
@@ -106,7 +108,7 @@ class Known:
 
     def sequence(self) -> LiveSequence:
         """The request as it is admitted, without any position computed."""
-        return LiveSequence(self.current, TENANT, 0, [0] * self.current.blocks, 0, frozenset())
+        return LiveSequence(self.current, TENANT, 0, [0] * self.current.blocks, 0, frozenset(), SequenceColumns(1))
 
     def yielded(self) -> list[Emitted]:
         """All tokens, each with the number of losses before it."""
@@ -249,12 +251,12 @@ class AnyOrder(RuleBasedStateMachine):
         chosen = self.some(data)
         parts = data.draw(st.integers(0, len(chosen)))
         filling, emitting = chosen[:parts], chosen[parts:]
-        step = StepPlan(0, [], [], [], [], [], [], len(emitting))
+        step = StepPlan(0, [])
         for known in chosen:
             sequence = known.sequence()
             # Only the chunk that ends a prompt has a token; a replay's prompt has all that was emitted.
             step.add_chunk(sequence, 1 if known in filling else sequence.prompt)
-            sequence.filled = sequence.next
+            sequence.filled = sequence.next_position
             known.steps_s.append(took_s)
         for (_, _, rows), known in zip(step.chunks, chosen, strict=True):
             # The row that yields a token is counted with the token.
@@ -263,21 +265,26 @@ class AnyOrder(RuleBasedStateMachine):
                 known.gpu_s += took_s / len(step) * part_rows
         results = np.zeros(len(step), RESULT)
         results["total"] = np.arange(len(step)) + 1
-        events: list[AnyEvent] = []
+        tokens = StepTokens([], [], [], [])
         for (_, first, rows), known in zip(step.chunks, chosen, strict=True):
             if known in emitting:
-                row, position = first + rows - 1, 2 + len(known.tokens)
-                token = SchedulerEvent.Token(known.current, next(self.numbers), position, row)
-                events.append(token)
-                known.history.append(Token(self.now, token.token, position, float(-np.log(row + 1.0))))
+                row, position, token = first + rows - 1, 2 + len(known.tokens), next(self.numbers)
+                tokens = StepTokens(
+                    [*tokens.requests, known.current],
+                    [*tokens.tokens, token],
+                    [*tokens.positions, position],
+                    [*tokens.rows, row],
+                )
+                known.history.append(Token(self.now, token, position, float(-np.log(row + 1.0))))
         rebinds = [known.rebind() for known in emitting]
         self.expected += [report for report in rebinds if report is not None]
-        tokens = tuple(event for event in events if isinstance(event, SchedulerEvent.Token))
-        self.expected.append(StepReport(len(step), len(emitting), tokens, took_s))
+        self.expected.append(StepReport(len(step), 0, tokens, took_s))
+        outcome = StepOutcome(tokens, (), ())
         if ends and emitting:
-            events.append(SchedulerEvent.Completed(emitting[0].current, CompletionReason.MAX_TOKENS_REACHED))
+            end = SchedulerEvent.Completed(emitting[0].current, CompletionReason.MAX_TOKENS_REACHED)
+            outcome = StepOutcome(tokens, [end], [0])
             self.expected.append(emitting[0].finished(CompletionReason.MAX_TOKENS_REACHED, "", self.now))
-        self.ledger.computed(step, events, results, took_s)
+        self.ledger.computed(step, outcome, results, took_s)
         if ends and emitting:
             self.has_ended(emitting[0], CompletionReason.MAX_TOKENS_REACHED, None)
 
@@ -411,7 +418,8 @@ def test_losses_before_a_token_are_one_rebind_and_of_the_engine_if_any_was() -> 
     ledger.deliver([SchedulerEvent.Completed(first, CompletionReason.ENGINE_ERROR, "r.2")], is_engine_scoped=True)
     results = np.ones(1, RESULT)
     for position in (2, 3):
-        step = StepPlan(0, [], [], [], [], [], [], 1)
-        ledger.computed(step, [SchedulerEvent.Token(second, 5, position, 0)], results, 1.0)
+        step = StepPlan(0, [])
+        outcome = StepOutcome(StepTokens([second], [5], [position], [0]), (), ())
+        ledger.computed(step, outcome, results, 1.0)
     rebinds = [replace(report, latency_s=0.0) for report in recorder.reports if isinstance(report, RebindReport)]
     assert rebinds == [RebindReport("ann", "r", "r.2", 2, CompletionReason.REVOKED, True, 0.0)]

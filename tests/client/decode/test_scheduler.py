@@ -293,12 +293,12 @@ def test_decode_rows_come_first_and_chunks_up_to_their_bound_behind(scheduler: C
     old, new = scheduler.tenants["a"].live["old"], scheduler.tenants["b"].live["new"]
     step = scheduler.plan(0.0)
     assert step.sequences == [old] + [new] * 8
-    assert step.positions == [2, *range(8)]
-    assert step.tokens == [TOKEN, *new.request.token_ids[:8]]
-    assert step.sources == [NO_ROW] * 9
-    assert step.tables == [old.table] + [new.table] * 8
+    assert step.positions.tolist() == [2, *range(8)]
+    assert step.tokens.tolist() == [TOKEN, *new.request.token_ids[:8]]
+    assert step.sources.tolist() == [NO_ROW] * 9
+    assert step.tables.tolist() == [old.table] + [new.table] * 8
     assert (step.decode_rows, step.chunks) == (1, [(new, 1, 8)])
-    assert (step.joined, step.sampled, step.sampled_rows) == ([new], [old], [0])
+    assert (step.joined, step.sampled, step.sampled_rows.tolist()) == ([new], [old], [0])
     assert {tenant.config.id: rows for tenant, rows in step.tenant_rows.items()} == {"a": 1, "b": 8}
 
 
@@ -325,21 +325,27 @@ def test_tenants_share_the_time_of_each_step_by_their_rows(scheduler: Continuous
 def test_prompts_have_all_rows_when_nothing_decodes(scheduler: ContinuousBatchScheduler) -> None:
     scheduler.submit(prompt_request("a", "r", 40, 5), 0.0)
     steps = [scheduler.plan(0.0) for _ in range(2)]
-    assert [step.positions for step in steps] == [list(range(16)), list(range(16, 32))]
+    assert [step.positions.tolist() for step in steps] == [list(range(16)), list(range(16, 32))]
     assert [len(step.joined) for step in steps] == [1, 0]
+
+
+def row_of(step: StepPlan) -> tuple[int, int, int]:
+    """Position, token and source of a step's only row."""
+    assert len(step) == 1
+    return int(step.positions[0]), int(step.tokens[0]), int(step.sources[0])
 
 
 def test_a_row_that_runs_ahead_names_the_row_its_token_comes_from(scheduler: ContinuousBatchScheduler) -> None:
     scheduler.submit(prompt_request("a", "r", 3, 4), 0.0)
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
-    assert (second.positions, second.tokens, second.sources) == ([3], [0], [2])
+    assert row_of(second) == (3, 0, 2)
     scheduler.completed(first, results(first))
     third = scheduler.plan(0.0)
-    assert (third.positions, third.tokens, third.sources) == ([4], [0], [0])
+    assert row_of(third) == (4, 0, 0)
     scheduler.completed(second, results(second, 7))
     scheduler.completed(third, results(third, 8))
     fourth = scheduler.plan(0.0)
-    assert (fourth.positions, fourth.tokens, fourth.sources) == ([5], [8], [NO_ROW])
+    assert row_of(fourth) == (5, 8, NO_ROW)
 
 
 def test_nothing_runs_ahead_of_the_last_token(scheduler: ContinuousBatchScheduler) -> None:
@@ -392,7 +398,8 @@ def test_steps_are_answered_in_their_order_each_once_and_wholly(scheduler: Conti
 
 def rows_of(step: StepPlan) -> list[tuple[str, int, int, int, int]]:
     names = [sequence.request.request_id for sequence in step.sequences]
-    return list(zip(names, step.positions, step.tokens, step.sources, step.blocks, strict=True))
+    columns = (column.tolist() for column in (step.positions, step.tokens, step.sources, step.blocks))
+    return list(zip(names, *columns, strict=True))
 
 
 def test_a_step_that_failed_is_planned_again_unchanged(scheduler: ContinuousBatchScheduler) -> None:
@@ -414,7 +421,7 @@ def test_a_failed_step_does_not_undo_the_one_before_it(scheduler: ContinuousBatc
     scheduler.failed(second, None, CompletionReason.ENGINE_ERROR, 0.0)
     again = scheduler.plan(0.0)
     assert rows_of(again) == rows_of(second)
-    assert again.sources == [2]
+    assert again.sources.tolist() == [2]
     assert len(scheduler.completed(first, results(first))) == 1
 
 
@@ -743,7 +750,7 @@ def test_rows_that_failed_of_a_tenant_held_since_wait_until_it_is_resumed(
     assert not scheduler.plan(0.0).sequences
     scheduler.resume("a")
     again = scheduler.plan(0.0)
-    assert again.positions == second.positions
+    assert again.positions.tolist() == second.positions.tolist()
     assert len(scheduler.completed(again, results(again))) == 1
 
 

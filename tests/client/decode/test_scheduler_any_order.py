@@ -351,7 +351,7 @@ class AnyOrder(RuleBasedStateMachine):
     def plan_again(self, failed: StepPlan) -> None:
         """The rows of a failed step that are still due come first, in their order."""
         live = [sequence for sequence in failed.sequences if not sequence.is_ended and not sequence.tenant.is_held]
-        wanted = [sequence for sequence in live[: failed.decode_rows] if sequence.next >= sequence.prompt]
+        wanted = [sequence for sequence in live[: failed.decode_rows] if sequence.next_position >= sequence.prompt]
         self.plan()
         if self.under_way:
             again = self.under_way[-1].step

@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
+from gpulease.client.decode.supervisor.generation import EmittedParts
 from gpulease.client.errors import GpuLeaseError
 
 MAX_FRAME_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
@@ -154,16 +155,12 @@ class Begun(msgspec.Struct, tag="begun", frozen=True):
     model_path: str
 
 
-class FrontToken(msgspec.Struct, frozen=True, array_like=True):
-    """A token of a sequence: the fields of `Emitted`."""
+class SequenceTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a sequence, each as the parts of an `Emitted`."""
 
     number: int
     sequence: int
-    token: int
-    position: int
-    log_probability: float
-    attempt: int
-    ranks: tuple[tuple[int, float], ...]
+    tokens: list[EmittedParts]
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
@@ -187,8 +184,8 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     """What a step computed for a front's requests: scores of prompts, tokens, and ends behind them."""
 
     reuses: list[Reuse]
-    scores: list[FrontToken]
-    tokens: list[FrontToken]
+    scores: list[SequenceTokens]
+    tokens: list[SequenceTokens]
     ends: list[End]
 
 

@@ -28,11 +28,11 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     FrontProtocolError,
     FrontReady,
     FrontRefused,
-    FrontToken,
     Loading,
     Placed,
     Reuse,
     Sequence,
+    SequenceTokens,
     Step,
     TakePlace,
     ToFront,
@@ -41,7 +41,7 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     read_from_front,
 )
 from gpulease.client.decode.openai.served_models import RequestPlace, Route, ServedModels
-from gpulease.client.decode.supervisor.generation import Emitted, Generation
+from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.text.text_jobs import packed
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
@@ -165,8 +165,8 @@ class FrontConnection:
     def _send_step(self) -> None:
         changed, self._changed = self._changed, {}
         reuses: list[Reuse] = []
-        scores: list[FrontToken] = []
-        tokens: list[FrontToken] = []
+        scores: list[SequenceTokens] = []
+        tokens: list[SequenceTokens] = []
         ends: list[End] = []
         for (number, sequence), generation in changed.items():
             request = self._requests.get(number)
@@ -177,8 +177,12 @@ class FrontConnection:
             if taken and len(taken) == len(generation.tokens):
                 if generation.reused_tokens:
                     reuses.append(Reuse(number, sequence, generation.reused_tokens))
-                scores += [_token(number, sequence, scored) for scored in generation.prompt_scores]
-            tokens += [_token(number, sequence, emitted) for emitted in taken]
+                if generation.prompt_scores:
+                    scores.append(
+                        SequenceTokens(number, sequence, [scored.parts for scored in generation.prompt_scores])
+                    )
+            if taken:
+                tokens.append(SequenceTokens(number, sequence, taken))
             if generation.is_ended:
                 ends.append(self._end(number, sequence, request, generation))
         self._send(Step(reuses, scores, tokens, ends))
@@ -217,18 +221,6 @@ def _begun(number: int, answer: bytes, submitted: Submitted, path: str) -> Begun
         for place, its in enumerate(generation.request for generation in submitted.generations)
     )
     return Begun(number, answer, sequences, tuple(submitted.end_tokens), submitted.model, path)
-
-
-def _token(number: int, sequence: int, emitted: Emitted) -> FrontToken:
-    return FrontToken(
-        number,
-        sequence,
-        emitted.token,
-        emitted.position,
-        emitted.log_probability,
-        emitted.attempt,
-        emitted.ranks,
-    )
 
 
 # --- the processes ---

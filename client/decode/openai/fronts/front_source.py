@@ -18,7 +18,6 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     Drop,
     FrontProtocolError,
     FrontRefused,
-    FrontToken,
     Loading,
     Placed,
     Step,
@@ -117,14 +116,16 @@ class FrontSource:
             for reuse in message.reuses:
                 if generation := self._generations.get((reuse.number, reuse.sequence)):
                     generation.reused_tokens = reuse.tokens
-            for token in message.scores:
-                if generation := self._generations.get((token.number, token.sequence)):
-                    generation.score(_emitted(token))
-            for token in message.tokens:
-                # Gone if its caller cancelled it while the token was on its way.
-                if generation := self._generations.get((token.number, token.sequence)):
-                    generation.replays = token.attempt
-                    generation.emit(token.token, token.position, token.log_probability, token.ranks)
+            for scores in message.scores:
+                if generation := self._generations.get((scores.number, scores.sequence)):
+                    for parts in scores.tokens:
+                        generation.score(Emitted(*parts))
+            for its in message.tokens:
+                # Gone if its caller cancelled it while the tokens were on their way.
+                if generation := self._generations.get((its.number, its.sequence)):
+                    for token, position, log_probability, attempt, ranks in its.tokens:
+                        generation.replays = attempt
+                        generation.emit(token, position, log_probability, ranks)
             for end in message.ends:
                 if generation := self._generations.pop((end.number, end.sequence), None):
                     reason = CompletionReason.ENGINE_ERROR if end.reason is None else CompletionReason(end.reason)
@@ -193,7 +194,3 @@ class _FrontPlace:
         return await self._source.begin(
             self._number, self._tenant, body, request_id, is_chat=is_chat, on_loading=on_loading
         )
-
-
-def _emitted(token: FrontToken) -> Emitted:
-    return Emitted(token.token, token.position, token.log_probability, token.attempt, token.ranks)
