@@ -1,14 +1,14 @@
 """The interface between a session and the driver that computes for it.
 
-A `Driver` knows the cards of one kind; a `Context` is the only context of one worker process. A driver checks what only
-it can know: whether an image can be loaded, whether a kernel fits. The session checks handles, ownership and the slice
-before it calls the driver. Errors say what happened in words that a tenant can act on; the session turns them into wire
-statuses.
+A `Driver` stands for the cards of one kind; a `Context` is the only context of one worker process. A driver checks what
+only it can know: whether an image can be loaded, and whether a kernel fits. The session checks handles, ownership and
+the slice before it calls the driver. Error messages are written for the tenant: what happened, and what to do. The
+session converts the errors to wire statuses.
 
-Also here: the steps of a launch graph, and what every driver refuses: managed memory, and the plain launch of a kernel
-that needs a cooperative one. For managed memory the driver keeps tens of MiB of a card, which no lease is charged for,
-until the card's last context ends. A kernel that synchronises its grid traps unless it was launched cooperatively, and
-the trap costs the context.
+This module also defines the steps of a launch graph, and the refusals that all drivers share: managed memory, and the
+plain launch of a kernel that needs a cooperative one. For managed memory the CUDA driver keeps tens of MiB of a card,
+which no lease is charged for, until the card's last context ends. A kernel that synchronises its grid traps unless it
+was launched cooperatively, and the trap destroys the context.
 """
 
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Dim3 = tuple[int, int, int]
 
 ONE_BY_ONE: Final = "one-by-one"
-"""Part of the CUDA driver's name if native code queues each launch by itself: `cuda::one-by-one`."""
+"""Suffix of the CUDA driver's name if native code queues launches one by one: `cuda::one-by-one`."""
 
 
 class DriverError(Exception):
@@ -39,7 +39,7 @@ class DriverError(Exception):
 
 
 class OutOfMemory(DriverError):
-    """The card can't give the bytes, though the slice allows them."""
+    """The card can't provide the bytes, although the slice allows them."""
 
 
 class ImageRejected(DriverError):
@@ -57,7 +57,7 @@ class ImageRejected(DriverError):
 
 
 class ImageMismatch(DriverError):
-    """Something of a session's image would not be what, or where, it was in the context that it left."""
+    """Something in a session's image would be different, or at another address, than in the context that it left."""
 
 
 class LaunchRejected(DriverError):
@@ -104,8 +104,8 @@ class DriverLaunchAttributes:
     """Properties of a launch in addition to its shape.
 
     Attributes:
-        is_cooperative: All blocks run at the same time, so that they may wait for each other.
-        cluster: Neighbouring blocks that run together, by dimension; None for no clusters.
+        is_cooperative: Whether all blocks run at the same time, so that they may wait for each other.
+        cluster: The number of neighbouring blocks in a cluster, by dimension; None for no clusters.
     """
 
     is_cooperative: bool
@@ -117,7 +117,7 @@ class Figures:
     """The resources of a kernel.
 
     Attributes:
-        shared_bytes: Shared memory of a block that its variables take.
+        shared_bytes: Shared memory of a block that the kernel's variables take.
         max_dynamic_shared_bytes: Most dynamic shared memory that a launch may request.
         registers: Registers of a thread; 0 where the driver has none.
         local_bytes: Local memory of a thread.
@@ -136,7 +136,7 @@ class DriverKernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The entry point's name, as it stands in the PTX text (mangled for C++)."""
+        """The entry point's name, as in the PTX text (mangled for C++)."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]: ...
@@ -163,20 +163,20 @@ class DriverModule(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the card for code, constants and variables until it is unloaded, rounded like the card does."""
+        """Bytes of the card that the module's code, constants and variables take, rounded up as on the card."""
 
     @property
     def shared_bytes(self) -> int:
-        """The part of `device_bytes` in pages shared with other modules; the card may keep those until all go."""
+        """The part of `device_bytes` in pages shared with other modules. The card may keep it until all unload."""
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the context reserves for it and keeps. One store serves all modules: the largest figure counts."""
+        """Bytes that the context reserves for the module and keeps. Modules share them, so only the largest counts."""
 
     def variable(self, name: str) -> tuple[int, int]:
-        """Return the device address and the size of a variable in device or constant memory; the size is 0 without one.
+        """Return the device address and size of a variable in device or constant memory; size 0 if it does not exist.
 
-        Copies take the address while the module is loaded. Raises DriverError.
+        Copies accept the address while the module is loaded. Raises DriverError.
         """
 
 
@@ -188,18 +188,18 @@ class Poll(Protocol):
 
 
 def keep_waiting() -> None:
-    """Never end the wait: the `Poll` of callers that have nothing to check."""
+    """Never end the wait. This is the `Poll` of callers that have nothing to check."""
 
 
 class AdmitModule(Protocol):
-    """Called by a driver before it loads an image; raises ImageRejected without room."""
+    """Called by a driver before it loads an image; raises ImageRejected if the image does not fit."""
 
     def __call__(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        """Admit a module with these bytes, which are those of `DriverModule`."""
+        """Admit a module; the arguments are the properties of `DriverModule` with these names."""
 
 
 def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-    """An `AdmitModule` without a bound of its own: only the card refuses."""
+    """Admit every module: an `AdmitModule` that leaves it to the card to refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,26 +209,27 @@ class NativeLaunch:
     Attributes:
         state: The first argument of all functions, an address.
         launch: Address of `int32 launch(state, record, params, params_bytes, tag)`. It queues a launch and returns 0,
-          or does nothing and returns another number: `Context.launch` then does it, or raises the reason.
-        query: Address of `int32 query(state)`. It returns 0 if all launches have ended well and there is nothing to
-          report, 1 if something runs, any other number if `Context.sync` has to find out.
-        spin_ns: For how long repeated calls of `query` are worthwhile.
-        record: Returns the record of a kernel, a grid, a block and bytes of shared memory for `launch`, valid as long
-          as the kernel's module is loaded; None if only `Context.launch` can do such a launch.
-        launched: To be called with the kernel that native code launched last, before any other use of the context.
+          or does nothing and returns another number. The caller must then call `Context.launch`, which queues the
+          launch or raises the reason.
+        query: Address of `int32 query(state)`. It returns 0 if all launches have succeeded and there is nothing to
+          report, 1 if something is running, any other number if the caller must call `Context.sync` to find out.
+        spin_ns: For how long it is worthwhile to call `query` repeatedly.
+        record: Returns the record for `launch` of a kernel, a grid, a block and bytes of shared memory. It is valid as
+          long as the kernel's module is loaded. None if only `Context.launch` can do such a launch.
+        launched: Must be called with the kernel that native code launched last, before any other use of the context.
         copy_in: Address of `int32 copy_in(state, address, data, bytes)`. It copies host bytes to the device, like
-          `Context.mem_write`, and returns 0; any other number if `Context.mem_write` has to do it. All launches must
-          have ended.
+          `Context.mem_write`, and returns 0; any other number if the caller must call `Context.mem_write` instead. All
+          launches must have ended.
         copy_out: Address of `int32 copy_out(state, address, into, bytes)`, which does the same for `Context.mem_read`.
         replay: Address of `int32 replay(state, record, changed, tag)`. It notifies the driver of the parameter buffers
-          that have changed, bit n for launch n's, and queues a chain's launches. Returns 0; any other number if the
-          launches have to be done one by one, none being queued. 0 if the driver has no chains.
-        chain: Makes a chain of launches; raises DriverError. `MAX_CHAIN` at most.
+          that have changed (bit n for launch n), queues a chain's launches and returns 0. It queues nothing and returns
+          any other number if the launches must be queued one by one. 0 if the driver has no chains.
+        chain: Makes a chain of at most `MAX_CHAIN` launches; raises DriverError.
         zero: Address of `int32 zero(state, address, bytes)`. It does what `Context.mem_reuse` does, and returns 0; any
-          other number if that has to do it.
-        replay_graph: Address of `int32 replay_graph(state, graph, tag)`. It queues the graph that has this as
-          `DriverGraph.native`, as `DriverGraph.replay` does, and returns 0; any other number if that has to do it,
-          nothing being queued. 0 if the driver has no such function.
+          other number if the caller must call `Context.mem_reuse` instead.
+        replay_graph: Address of `int32 replay_graph(state, graph, tag)`, where `graph` is a `DriverGraph.native`. It
+          queues the graph as `DriverGraph.replay` does, and returns 0. It queues nothing and returns any other number
+          if the caller must call `DriverGraph.replay` instead. 0 if the driver has no such function.
     """
 
     state: int
@@ -251,18 +252,19 @@ MAX_MARKS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class CardProgress:
-    """The functions that show without a wait how much of a context's work has ended, for native code.
+    """The functions that show native code, without a wait, how much of a context's work has ended.
 
     Attributes:
         state: The first argument of all functions, an address.
-        idle: Address of `int32 idle(state)`. It returns 1 if work is outstanding in any stream, another number if none
-          is, or the context is lost.
-        mark: Address of `int32 mark(state, number)`. It puts a mark behind everything in the selected stream and
+        idle: Address of `int32 idle(state)`. It returns 1 if any stream has outstanding work, and another number if
+          none has or the context is lost.
+        mark: Address of `int32 mark(state, number)`. It puts a mark after everything in the selected stream and
           returns 0; any other number if it can't.
-        reached: Address of `int32 reached(state, number)`. It returns 1 if work before the mark is outstanding, another
-          number if none is, or the context is lost.
-        prepare: To be called once before the first mark. Raises DriverError.
-        sleeps: A wait of the context polls the card between sleeps, so it ends later than the work does.
+        reached: Address of `int32 reached(state, number)`. It returns 1 if work before the mark is outstanding, and
+          another number if none is or the context is lost.
+        prepare: Must be called once before the first mark. Raises DriverError.
+        sleeps: Whether the context sleeps between polls of the card while it waits. Its waits then end later than the
+          work does.
     """
 
     state: int
@@ -274,29 +276,29 @@ class CardProgress:
 
 
 class NativeChain(Protocol):
-    """Launches that `NativeLaunch.replay` queues together, each with the parameters in its buffer."""
+    """Launches that `NativeLaunch.replay` queues together, each with the parameters that are in its buffer."""
 
     @property
     def record(self) -> int:
-        """The address of the record that native code gives to `NativeLaunch.replay`."""
+        """The address of the record that native code passes to `NativeLaunch.replay`."""
 
     @property
     def params(self) -> Sequence[int]:
-        """The address of each launch's parameter buffer, in their order."""
+        """The address of each launch's parameter buffer, in the order of the launches."""
 
     @property
     def device_bytes(self) -> int: ...
 
     def close(self) -> None:
-        """Release it; what is queued runs to its end."""
+        """Release the chain; launches that are already queued run to their end."""
 
 
 MAX_CHAIN: Final = 16
 """Most launches queued by one call of `NativeLaunch.replay`, without a check of the lease between them."""
 
 SEGMENT_STEPS: Final = 32
-"""Steps queued between two checks of the lease: this is how many kernels and copies may begin after its end. A card
-takes some 2 us to queue a segment, whatever it contains, so longer segments gain little."""
+"""Steps queued between two checks of the lease, so at most this many kernels and copies begin after its end. A card
+takes about 2 us to queue a segment, whatever its length, so longer segments gain little."""
 
 
 PARK_STEP_BYTES: Final = 64 << 20
@@ -317,7 +319,7 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class DataStep:
-    """A copy to the device of bytes that never change."""
+    """A copy to the device of bytes that do not change between replays."""
 
     address: int
     data: bytes
@@ -325,7 +327,7 @@ class DataStep:
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """A copy between the device and memory that was given to `Context.pin`; from the device unless `to_device`."""
+    """A copy between the device and memory that was passed to `Context.pin`; from the device unless `to_device`."""
 
     address: int
     memory: memoryview
@@ -336,17 +338,17 @@ Step = KernelStep | DataStep | CopyStep
 
 
 class AdmitGraph(Protocol):
-    """Called by a driver before it makes a graph; raises without room."""
+    """Called by a driver before it makes a graph; raises if the graph does not fit."""
 
     def __call__(self, device_bytes: int) -> None:
-        """Admit a graph with these bytes, which are `DriverGraph.device_bytes`."""
+        """Admit a graph; `device_bytes` is its `DriverGraph.device_bytes`."""
 
 
 class PageMove(NamedTuple):
-    """What a park or a return moved.
+    """The size and times of a park or a return.
 
     Attributes:
-        copied_ns: Time for the copy, and for host memory that was not prepared, in nanoseconds.
+        copied_ns: Time to copy the bytes, and to prepare host memory that was not prepared before.
         mapped_ns: Time to unmap and release the pages, or to take and map them.
     """
 
@@ -356,7 +358,7 @@ class PageMove(NamedTuple):
 
 
 def admit_any(device_bytes: int) -> None:
-    """An `AdmitGraph` without a bound of its own: only the card refuses."""
+    """Admit every graph: an `AdmitGraph` that leaves it to the card to refuse."""
 
 
 class DriverGraph(Protocol):
@@ -364,35 +366,35 @@ class DriverGraph(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes it takes of the card; the card keeps them for later graphs when this one is closed."""
+        """Bytes that the graph takes of the card. When it is closed, the card keeps them for later graphs."""
 
     @property
     def native(self) -> int:
-        """What `NativeLaunch.replay_graph` takes for it; 0 if only `replay` can queue it."""
+        """The graph's argument for `NativeLaunch.replay_graph`; 0 if only `replay` can queue the graph."""
 
     def replayed(self) -> None:
-        """Record that `NativeLaunch.replay_graph` has queued it, before any other use of the context."""
+        """Record that `NativeLaunch.replay_graph` has queued the graph, before any other use of the context."""
 
     def bind(self, step: int, params: bytes) -> None:
-        """Give a KernelStep another parameter buffer; replays queued before keep theirs."""
+        """Give a KernelStep another parameter buffer. Replays that are already queued keep the previous one."""
 
     def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
         """Queue all steps in order, calling `poll` and then `next_segment` before each segment but the first.
 
-        Both may raise to end the replay. A fault of one of its kernels has this `tag`. A driver may have to wait
-        before a copy, and calls `poll` meanwhile. Raises LaunchRejected, or KernelFault for an earlier launch; some
-        steps may have been queued then.
+        Both may raise to end the replay. A fault of one of the graph's kernels has this `tag`. A driver that has to
+        wait before a copy calls `poll` meanwhile. Raises LaunchRejected, or KernelFault for an earlier launch; some
+        steps may then already be queued.
         """
 
     def close(self) -> None:
-        """Release the graph; replays queued before run to their end. Never waits."""
+        """Release the graph. Replays that are already queued run to their end. Never waits."""
 
 
 class Ticket(Protocol):
     """Work of the card that may still be in progress: a copy, or the contents of a stream."""
 
     def is_done(self) -> bool:
-        """Return whether it is complete, or the context is lost: a copy's caller may use the host memory again."""
+        """Return whether the work is complete or the context is lost. A copy's host memory may then be used again."""
 
 
 class DriverEvent(Ticket, Protocol):
@@ -400,10 +402,10 @@ class DriverEvent(Ticket, Protocol):
 
 
 class AdoptedEvent:
-    """An event of another process, which was done there.
+    """An event of another process that was done in that process.
 
     Attributes:
-        time_ns: Its time on a clock of the host.
+        time_ns: The event's time on a clock of the host.
     """
 
     def __init__(self, time_ns: int) -> None:
@@ -419,7 +421,7 @@ class RegionReturn:
 
     Attributes:
         freed_bytes: Bytes that were released to the card.
-        kept_bytes: Bytes of zeroed memory, mapped repeatedly in the region's place until `region_release`.
+        kept_bytes: Bytes of zeroed memory that fill the region's place, mapped repeatedly, until `region_release`.
     """
 
     freed_bytes: int
@@ -429,15 +431,15 @@ class RegionReturn:
 class Context(Protocol):
     """A device context, used by one thread.
 
-    Each stream runs in order. Streams run concurrently where the driver can do that; a driver may also run all of them
-    in the order of the calls. Launches and copies go into the stream that was selected last, at first into stream 0,
-    which always exists. Only `stream_wait` orders one stream after another.
+    The work of one stream runs in order. Different streams run concurrently if the driver can do that; a driver may
+    also run all of them in the order of the calls. Launches and copies go into the stream that was last selected.
+    Initially that is stream 0, which always exists. Only `stream_wait` orders one stream after another.
 
-    Methods that take `poll` may have to wait for launches. They call `poll` about every millisecond meanwhile. It may
-    raise to end the wait: the method has then done nothing, except that a copy of pinned memory may still be done.
+    Methods that take `poll` may have to wait for launches. While they wait, they call `poll` about every millisecond.
+    `poll` may raise to end the wait. The method has then done nothing, but a copy of pinned memory may still complete.
 
-    Every method but `launch` may raise `KernelFault` for an earlier launch. The context then forgets the fault and
-    continues, unless `context_lost`. It skips launches after a fault until the fault was raised.
+    Every method except `launch` may raise `KernelFault` for an earlier launch. The context then clears the fault and
+    continues, unless `context_lost`. From a fault until it is raised, the context skips launches.
     """
 
     @property
@@ -446,11 +448,11 @@ class Context(Protocol):
 
     @property
     def compute_capability(self) -> int:
-        """The capability that images are compiled for: 90 for 9.0."""
+        """The compute capability that images are compiled for: 90 for 9.0."""
 
     @property
     def cuda_version(self) -> int:
-        """The version of CUDA of the card's driver, 13000 for 13.0; 0 for no CUDA driver."""
+        """The CUDA version of the card's driver, 13000 for 13.0; 0 without a CUDA driver."""
 
     # --- memory ---
 
@@ -463,12 +465,12 @@ class Context(Protocol):
         """Bytes of the card that the context keeps for later allocations."""
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Allocate; return the device address, aligned to 256 bytes. Everything queued from now on finds zeros there.
+        """Allocate memory; return its device address, aligned to 256 bytes. Work queued after this reads zeros there.
 
         Args:
             size_bytes: At least 1.
-            spare_bytes: How many bytes may stay kept if more is taken of the card.
-            poll: As in the class; called if kept memory has to be released first.
+            spare_bytes: How many bytes the context may continue to keep if it has to take more of the card.
+            poll: As described at the class; called if kept memory has to be released first.
 
         Raises:
             OutOfMemory: The card can't provide so much.
@@ -478,9 +480,9 @@ class Context(Protocol):
         """Release an allocation of `mem_alloc`; launches queued before may still use it."""
 
     def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Do what a `mem_free` and a `mem_alloc` of the same size do together, if the latter returns the same address.
+        """Do what `mem_free` and then `mem_alloc` of the same size do, if `mem_alloc` returns the same address.
 
-        Launches queued before may still use the old contents; everything queued from now on finds zeros there.
+        Launches queued before this may still use the old contents. Work queued after this reads zeros there.
         """
 
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
@@ -498,13 +500,13 @@ class Context(Protocol):
         """Prepare host memory for many fast copies, if the driver can; it stays mapped until the process ends."""
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """Copy like `mem_write`, from memory, or a part of it, that was given to `pin`."""
+        """Copy like `mem_write`, from memory that was passed to `pin`, or part of it."""
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Begin a `write_pinned`: `data` may be reused once the ticket is done, or after any later wait."""
 
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """Copy like `mem_read`, into memory, or a part of it, that was given to `pin`."""
+        """Copy like `mem_read`, into memory that was passed to `pin`, or part of it."""
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """Begin a `read_pinned`: the bytes are there once the ticket is done, or after any later wait."""
@@ -518,7 +520,8 @@ class Context(Protocol):
     def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
         """Map memory for a region, at an address that this context has never used and never reuses.
 
-        Nothing may use the region before `region_is_zeroed`: a card may be busy with other kernels meanwhile.
+        Nothing may use the region before `region_is_zeroed`, because the card may be busy with other kernels before it
+        zeroes the region.
 
         Args:
             size_bytes: A multiple of `region_granule_bytes`.
@@ -533,45 +536,45 @@ class Context(Protocol):
         """Return the `RegionReturn.kept_bytes` of a region of that size."""
 
     def region_is_zeroed(self) -> bool:
-        """Return whether everything is zero that `region_open` and `region_wipe` began to zero."""
+        """Return whether all zeroing that `region_open` and `region_wipe` began is complete."""
 
     def region_wipe(self, address: int) -> None:
-        """Begin to zero what `region_end` keeps of a region, so that `region_end` need not wait for it."""
+        """Begin to zero the bytes that `region_end` keeps of a region, so that `region_end` need not wait for that."""
 
     def region_end(self, address: int, poll: Poll = keep_waiting) -> RegionReturn:
         """Remove a region's memory and release it to the card; complete on return.
 
-        No launch or copy that uses the region may be in progress: on CUDA an access meanwhile can cost the context.
-        From then on its addresses hold zeros that belong to no region: a kernel that reads and writes there with a
-        stale pointer meets no other region's bytes, and the context continues.
+        No launch or copy that uses the region may be in progress: on CUDA, an access during this call can destroy the
+        context. Afterwards, the region's addresses hold zeros that belong to no region. A kernel that uses a stale
+        pointer then accesses no other region's bytes, and the context continues.
 
         Raises:
             DriverError: The memory is not released. The region's addresses must not be used again.
         """
 
     def region_release(self, address: int) -> None:
-        """Release an ended region's addresses: an access there is an illegal address from now on."""
+        """Release an ended region's addresses. From now on they are illegal addresses."""
 
     # --- parking: the bytes of allocations and regions leave the card, and come back to the same addresses ---
 
     def make_parkable(self, slice_bytes: int) -> None:
-        """Prepare the context for `park`; before its first allocation. Raises DriverError if it can't be parked."""
+        """Prepare the context for `park`, before its first allocation. Raises DriverError if it can't be parked."""
 
     @property
     def pages_bytes(self) -> int:
-        """Bytes of pages that `park` would move, or has moved; freed memory that is kept counts, too."""
+        """Bytes of pages that `park` would move, or has moved, including freed memory that the context keeps."""
 
     def park(self, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting) -> PageMove:
         """Copy allocations and regions to host memory, and release them to the card; complete on return.
 
-        Nothing may be in progress, and no memory kept. From then on only regions may be ended, wiped and released, and
-        `unpark` called.
+        No work may be in progress, and the context must not keep freed memory. Afterwards the caller may only end, wipe
+        and release regions, and call `unpark`.
 
         Args:
-            host: Host memory of at least `pages_bytes`, for the context's use alone until `unpark`.
-            ready: Called before bytes of `host` up to its argument are used. What was given to `pin_host` in parts of
-              PARK_STEP_BYTES is copied fast.
-            poll: As in the class; if it raises, nothing has changed.
+            host: Host memory of at least `pages_bytes`, which only the context may use until `unpark`.
+            ready: Called before bytes of `host` up to its argument are used. Memory that was passed to `pin_host` in
+              parts of PARK_STEP_BYTES is copied fast.
+            poll: As described at the class; if it raises, nothing has changed.
 
         Raises:
             DriverError: Nothing has changed.
@@ -581,23 +584,25 @@ class Context(Protocol):
     def unpark(self, poll: Poll = keep_waiting) -> PageMove:
         """Take memory of the card, and copy the bytes back to where they were; complete on return.
 
+        If `poll` raises, everything is still parked as before.
+
         Raises:
-            OutOfMemory: The card can't give the memory. Everything is parked as before; so after a poll that raises.
+            OutOfMemory: The card can't provide the memory. Everything is still parked as before.
         """
 
     def pin_host(self, memory: memoryview) -> None:
         """Prepare host memory for `park`, as `pin` does, until `unpin_host`."""
 
     def unpin_host(self, memory: memoryview) -> None:
-        """Undo `pin_host`, which was called with the same memory before."""
+        """Undo an earlier `pin_host` of the same memory."""
 
     # --- leaving the process: a parked session's records, for a context of another process ---
 
     def parked_state(self) -> bytes:
-        """Return what `adopt_parked` needs. Raises DriverError, with the reason, for what can't leave this process."""
+        """Return the state for `adopt_parked`. Raises DriverError if something in it can't leave this process."""
 
     def parked_regions(self) -> dict[int, tuple[int, int]]:
-        """Return the place and the size in the host memory of each parked region that has not ended, by address."""
+        """Return the position in host memory and the size of each parked region that has not ended, by address."""
 
     def event_times_ns(self, events: Sequence[DriverEvent]) -> list[int]:
         """Return the times of events that are done, on a clock of the host, for `adopt_event`. Raises DriverError."""
@@ -609,33 +614,33 @@ class Context(Protocol):
         """
 
     def adopt_parked(self, state: bytes, host: memoryview) -> None:
-        """Enter the parked state of another context, with its bytes in `host`. Nothing was allocated here before.
+        """Take over the parked state of another context, with its bytes in `host`. Nothing may be allocated here yet.
 
         Raises ImageMismatch.
         """
 
     def adopt_module(self, image: bytes, place: tuple[int, ...]) -> DriverModule:
-        """Load a module of that context; in the order in which the other one loaded them. Call `adopt_parked` before.
+        """Load a module of the other context. Call `adopt_parked` first, and load modules in their original order.
 
-        The bytes of its variables come back with `unpark`. Raises ImageMismatch unless it has the same place.
+        `unpark` restores the bytes of its variables. Raises ImageMismatch unless the module gets the same place.
         """
 
     def adopt_event(self, time_ns: int) -> DriverEvent:
-        """Return an event of that context by its time. Events recorded here from now on are later. Raises DriverError.
+        """Return an event of the other context by its time. Raises DriverError.
 
-        `elapsed_ns` takes it together with any other event.
+        All events recorded here from now on are later. `elapsed_ns` accepts it together with any other event.
         """
 
     # --- the card's figure, streams and events ---
 
     def free_bytes(self) -> int:
-        """Return the card's free bytes by the driver's own figure, which other processes change, too."""
+        """Return the card's free bytes according to the driver. Other processes change this figure, too."""
 
     def mark(self, stream: int) -> Ticket:
-        """Return a ticket that is done once everything that is in a stream now has ended."""
+        """Return a ticket that is done once everything that is now in a stream has ended."""
 
     def event(self, stream: int) -> DriverEvent:
-        """Put an event after what a stream holds now."""
+        """Put an event after everything that is now in a stream."""
 
     def event_wait(self, events: Sequence[DriverEvent], poll: Poll = keep_waiting) -> None: ...
 
@@ -649,13 +654,13 @@ class Context(Protocol):
         """Make a stream; return its number, at least 1. Numbers may be reused. At most MAX_STREAMS exist at a time."""
 
     def stream_destroy(self, stream: int) -> None:
-        """Release a stream; its work continues. Does not call the card."""
+        """Release a stream; its work continues. Does not access the card."""
 
     def stream_select(self, stream: int) -> None:
-        """Put launches and copies into this stream from now on. Does not call the card."""
+        """Put launches and copies into this stream from now on. Does not access the card."""
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """Order what is put in `stream` later after what is in `other` now; returns at once."""
+        """Make later work in `stream` wait for everything that is now in `other`; return at once."""
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
         """Wait for everything that one stream holds."""
@@ -666,16 +671,16 @@ class Context(Protocol):
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
     def compile_kernel(self, kernel: DriverKernel) -> bool:
-        """Compile what a kernel's first launch needs, if anything is left; return whether there was.
+        """Compile the code that a kernel's first launch needs, unless it is compiled already; return whether it did.
 
-        The launch would do it, too. It can't be interrupted. Raises LaunchRejected.
+        Otherwise the first launch would compile it. The compilation can't be interrupted. Raises LaunchRejected.
         """
 
     def forget_earlier(self) -> None:
-        """Forget all compiled images, so that the time of a load discloses nothing about another tenant's images."""
+        """Forget all compiled images, so that a load's duration discloses nothing about another tenant's images."""
 
     def module_unload(self, module: DriverModule, poll: Poll = keep_waiting) -> None:
-        """Release a module, once everything launched before has ended."""
+        """Release a module, after everything that was launched before has ended."""
 
     def launch(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
@@ -690,13 +695,13 @@ class Context(Protocol):
         tag: int,
         attributes: DriverLaunchAttributes,
     ) -> None:
-        """`launch` with attributes. Raises LaunchRejected, with the bound, for what never fits on the card."""
+        """Launch with attributes. Raises LaunchRejected, with the bound, for a launch that never fits on the card."""
 
     def set_spinning(self, *, spins: bool, yields: bool) -> None:
-        """Choose whether waits spin on the card before they sleep, and whether they yield the core meanwhile."""
+        """Set whether waits spin on the card before they sleep, and whether they yield the core while they spin."""
 
     def native(self) -> NativeLaunch | None:
-        """Return the functions for native launches here; None if there are none. Not to be used after `watch`."""
+        """Return the functions for native launches; None if there are none. They must not be used after `watch`."""
 
     def progress(self) -> CardProgress:
         """Return the functions that show how much of the context's work has ended."""
@@ -707,10 +712,10 @@ class Context(Protocol):
     # --- waits, faults and the end ---
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for everything that all streams hold, destroyed streams too."""
+        """Wait for everything in all streams, including destroyed streams."""
 
     def flush_printed(self) -> None:
-        """Write what kernels have printed to this process's standard output (host/captured_output.py); none may run."""
+        """Write kernels' output to this process's standard output (host/captured_output.py). No kernel may run."""
 
     def watch(self, poll: Poll) -> None:
         """Count the launches that end from now on.
@@ -719,13 +724,13 @@ class Context(Protocol):
         """
 
     def running(self) -> Mapping[int, int]:
-        """Map each stream that runs a kernel now to the number of its operations that have ended.
+        """Map each stream that is running a kernel to the number of its operations that have ended.
 
-        Only after `watch`. While a stream's number does not change, it is the same kernel.
+        May be called only after `watch`. While a stream's number does not change, it runs the same kernel.
         """
 
     def fault(self) -> KernelFault | None:
-        """Return the pending fault, without waiting; the context then forgets it as if it had raised it."""
+        """Return the pending fault, without waiting, and clear it as if it had been raised."""
 
     def close(self) -> None:
         """End the context normally; the process may exit right afterwards."""
@@ -742,32 +747,32 @@ class Driver(Protocol):
         """Import what a context needs, without touching a device. The zygote calls this once before it forks."""
 
     def needs(self) -> "SandboxNeeds":
-        """Return paths and devices that its workers open inside the sandbox; called after `preload`."""
+        """Return the paths and devices that workers open inside the sandbox; called after `preload`."""
 
     def keep_for(self, owner: int) -> tuple[int, ...]:
-        """Return descriptors of folders where its workers, processes of user `owner`, may cache what they compiled."""
+        """Return descriptors of folders in which workers, processes of user `owner`, may cache compiled code."""
 
     def open_context(self, card: str, slice_bytes: int) -> Context:
         """Make this process's only context on the card of that UUID. Raises DriverError."""
 
     def rewind(self, context: Context) -> "Opening":
-        """End a warm-up; the result makes the context again, as if nothing had run in it.
+        """End a warm-up. The returned `Opening` makes the context again, as if nothing had run in it.
 
         The caller must have released all allocations and modules. Raises DriverError.
         """
 
     def recycle(self, context: Context) -> "Opening":
-        """Overwrite what a lease left in the context and unpin all memory; the result makes the context again.
+        """Overwrite what a lease left in the context, and unpin all memory. The `Opening` makes the context again.
 
         The caller must have released all allocations and modules. Raises DriverError if something is left.
         """
 
 
 class Opening(Protocol):
-    """The last step of making a context, for which the slice must be known."""
+    """The last step of making a context. It needs the size of the slice."""
 
     def __call__(self, slice_bytes: int) -> Context:
-        """Make the context; to be called once. Raises DriverError."""
+        """Make the context. May be called only once. Raises DriverError."""
 
 
 # ptxas 13.0 reads strings across line ends and without escapes. Each alternative takes linear time: a comment or string
@@ -775,12 +780,12 @@ class Opening(Protocol):
 _MANAGED: Final = re.compile(
     rb"""//[^\n]*|/\*.*?(?:\*/|\Z)|"[^"]*(?:"|\Z)|(?P<managed>\.managed(?![\w$]))""", re.DOTALL
 )
-# The variable's name is the first word outside of comments, strings, directives and numbers.
+# A variable's name is the first word outside of comments, strings, directives and numbers.
 _WORD: Final = re.compile(
     rb"""//[^\n]*|/\*.*?(?:\*/|\Z)|"[^"]*(?:"|\Z)|\.[\w$]+|\d[\w$]*|(?P<word>[A-Za-z_$%][\w$]*)""", re.DOTALL
 )
 
-# Names are a tenant's text: longer ones are cut in messages.
+# Names come from a tenant, so messages cut longer ones.
 _SHOWN_NAME_CHARACTERS: Final = 200
 
 
@@ -797,10 +802,10 @@ def refuse_managed_text(ptx: bytes) -> None:
 
     The declaration may be anywhere, so this searches for the attribute itself, outside of comments and strings.
     """
-    # Nearly all images: one search, without the regular expression.
+    # Nearly all images end here, after one search without the regular expression.
     if b".managed" not in ptx:
         return
-    # The other alternatives match comments and strings, so that the attribute in them is skipped.
+    # The other alternatives match comments and strings, so that the attribute is ignored inside them.
     for found in _MANAGED.finditer(ptx):
         if found["managed"] is not None:
             line = ptx.count(b"\n", 0, found.start()) + 1
@@ -808,7 +813,7 @@ def refuse_managed_text(ptx: bytes) -> None:
 
 
 def _variable_behind(ptx: bytes, position: int) -> str:
-    """Return the first name after an attribute: the variable's. Everything else begins with a dot or a digit."""
+    """Return the first name after an attribute: the variable's. All other words begin with a dot or a digit."""
     for found in _WORD.finditer(ptx, position):
         if found["word"] is not None:
             return found["word"].decode("ascii")

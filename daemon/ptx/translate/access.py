@@ -1,12 +1,12 @@
 """Compute an access's address, and check that the access is allowed (PTX ISA sections 5.1 and 6.4).
 
-Global addresses are host addresses in the context's arena. Its shadow table holds, for each granule of 256 bytes, how
-many of its bytes may be touched. An access is aligned and at most 16 bytes long, so it never spans two granules, and
-one load and one comparison decide. The last granule is never given out: addresses outside of the arena are clamped to
-it.
+Global addresses are host addresses in the context's arena. The arena's shadow table records, for each granule of 256
+bytes, how many of the granule's bytes may be accessed. An access is aligned and at most 16 bytes long, so it never
+spans two granules, and one load and one comparison decide whether it is allowed. The last granule is never allocated:
+addresses outside of the arena are clamped to it.
 
-Only an access that this check forbids is searched among the regions that have ended (drivers/interface.py). There it is
-counted, and gets other memory in place of the region's: a load gets zeros, a store memory that is never read.
+If this check forbids an access, its address is looked up among the regions that have ended (drivers/interface.py). An
+access to such a region is counted and redirected: a load reads zeros, and a store writes memory that is never read.
 
 Shared, local and parameter addresses are offsets into a window of known size. A generic address is valid if it is
 valid as a global one, or lies in the host memory of the block's shared or the thread's local window.
@@ -156,7 +156,7 @@ def checked_access(
     if space in _WINDOWS:
         return make(checked_pointer(t, operand, space, size, access))
     ir = t.ir
-    # Three ways: allowed; not allowed, but in an ended region, where nothing is accessed at all; neither, a fault.
+    # There are three cases: the access is allowed; it is in an ended region, where no memory is accessed; or it faults.
     inside, outside, fault, done = (ir.fresh(stem) for stem in ("inside", "outside", "fault", "done"))
     ir.branch_if(is_valid(t, address, space, size), inside, outside, extra=LIKELY)
     ir.block(outside)
@@ -194,7 +194,7 @@ def reach_global(ir: IrWriter, address: Value, valid: Value, what: tuple[int, Ac
     """Return a host pointer for a global access, or for its substitute in an ended region."""
     size, access = what
     inside, outside, there = (ir.fresh(stem) for stem in ("inside", "outside", "there"))
-    # LIKELY keeps the substitute's way out of the loop that LLVM lays out.
+    # LIKELY keeps the code for the substitute out of the loop that LLVM lays out.
     ir.branch_if(valid, inside, outside, extra=LIKELY)
     ir.block(outside)
     other = stand_in(ir, address, size, access)
@@ -394,7 +394,7 @@ def _is_aligned(ir: IrWriter, address: Value, size: int) -> Value:
 
 
 def _is_surely_inside(address: Value, size: int, limit: int) -> bool:
-    """Say whether a constant offset lies within memory that exists at every launch."""
+    """Return whether a constant offset lies within memory that exists at every launch."""
     if not address.text.isdigit():
         return False
     offset = int(address.text)

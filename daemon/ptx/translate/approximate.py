@@ -20,7 +20,7 @@ _DEGREE = 9
 # Added to a double of magnitude under 2^51, it leaves the nearest integer in the low bits.
 _ROUNDER = 1.5 * 2.0**52
 
-# Beyond it, a power is 0 or infinity as an f32, and still far from the ends of f64.
+# For larger exponents a power is 0 or infinity as an f32, but still far from the limits of f64.
 _LIMIT = 300.0
 
 _BIAS = 1023

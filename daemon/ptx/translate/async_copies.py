@@ -48,14 +48,14 @@ def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     if count == 3:
         ir.emit(f"store {_source(t, i, size, None)}, {into}, align {size}")
         return
-    # Only the bytes taken need to exist, so zeros are written first, and the source is read only if there are any.
+    # Only the bytes to be copied need to exist, so write zeros first, and read the source only if there are such bytes.
     taken = bytes_taken(t, i.operands[3], size)
     ir.emit(f"store {kind} 0, {into}, align {size}")
     some, done = ir.fresh("some"), ir.fresh("copied")
     ir.branch_if(ir.compare("icmp ne", taken, 0), some, done)
     ir.block(some)
     value = _source(t, i, size, ir.cast("zext", taken, "i64"))
-    # Mask the bytes that are not taken.
+    # Mask the bytes that are not copied.
     unwanted = ir.binary("sub", constant("i32", 8 * size), ir.binary("shl", taken, 3))
     mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
     ir.emit(f"store {ir.binary('and', value, mask)}, {into}, align {size}")

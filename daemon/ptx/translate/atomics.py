@@ -88,7 +88,7 @@ _HALF_TYPES = ("f16", "bf16", "f16x2", "bf16x2")
 # Types of the registers that hold operands of these types.
 _HELD = {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}
 
-# Computes what to store from what was there; both are integers of the operand's width.
+# Computes the new value from the old one; both are integers of the operand's width.
 Update = Callable[[Value], Value]
 
 
@@ -109,7 +109,7 @@ def _register(
 
 
 def combine(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`atom`, `red`: store what was there combined with an operand; `atom` returns what was there."""
+    """`atom`, `red`: combine the old value with an operand and store the result; `atom` returns the old value."""
     place, source = i.operands[-2:]
     into = i.operands[0] if i.opcode == "atom" else None
     kind = m["type"]
@@ -134,7 +134,7 @@ def combine_vector(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     scalar = SCALARS[_HELD.get(kind, kind)]
     sources, results = _elements(t, source, count), None if into is None else _elements(t, into, count)
     operands = [t.to_bits(t.read(element, scalar), scalar) for element in sources]
-    # One check for the whole; then each element is an atomic operation of its own, as the ISA allows.
+    # Check the whole vector once. Then each element is an atomic operation of its own, as the ISA allows.
     pointer = checked_pointer(t, place, Space.GLOBAL, scalar.size * count, Access.ATOMIC)
     for number, operand in enumerate(operands):
         update = _update(t, "add", kind, m, operand, TRUE)
@@ -155,7 +155,7 @@ for _rest, _vectors, _kinds in (
     "atom{.order}{.scope}{.space}.exch.type", 3, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b32", "b64")
 )
 def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`atom.exch`: store an operand; the result is what was there."""
+    """`atom.exch`: store an operand; the result is the old value."""
     scalar = m.scalar()
     operand = t.read(i.operands[2], scalar)
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
@@ -168,7 +168,7 @@ def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     "atom{.order}{.scope}{.space}.cas.type", 4, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b16", "b32", "b64")
 )
 def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`atom.cas`: store the second operand if the first was there; the result is what was there."""
+    """`atom.cas`: store the second operand if the old value equals the first; the result is the old value."""
     scalar, ir = m.scalar(), t.ir
     expected, operand = (t.read(i.operands[n], scalar) for n in (2, 3))
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
@@ -240,7 +240,7 @@ _NATIVE = {
 
 
 def _apply(t: OperandTranslator, space: Space, pointer: Value, operand: Value, native: str, update: Update) -> Value:
-    """Change what is at an address in one atomic step; returns what was there before."""
+    """Change the value at an address in one atomic step; return the old value."""
     ir, kind = t.ir, operand.type
     # Way 1: shared memory, which no other host thread accesses.
     if space is Space.SHARED:
@@ -250,7 +250,7 @@ def _apply(t: OperandTranslator, space: Space, pointer: Value, operand: Value, n
     # Way 2: an instruction of the host.
     if native:
         return ir.value(kind, f"atomicrmw {native} {pointer}, {operand} seq_cst")
-    # Way 3: compute and exchange until no other thread has changed the value meanwhile.
+    # Way 3: compute and compare-and-exchange, until no other thread changes the value in between.
     start, again, done, seen = (ir.fresh(stem) for stem in ("start", "try", "tried", "seen"))
     ir.block(start)
     first = ir.value(kind, f"load atomic {kind}, {pointer} seq_cst, align {int(kind[1:]) // 8}")

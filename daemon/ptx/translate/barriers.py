@@ -1,9 +1,9 @@
 """Barriers of a block (PTX ISA section 9.7.13.1, "bar, barrier").
 
-A barrier for all threads is complete when all that have not ended wait at it. One for a number of threads counts
-whole warps: lanes that ended, or that a partial warp never had, count with the rest of their warp. Threads that wait at
-a barrier with different numbers of threads or operations, or more threads than the number, are never released, which
-is a fault.
+A barrier for all threads is complete when all threads that have not ended wait at it. A barrier for a number of threads
+counts whole warps: lanes that have ended, or that a partial warp never had, count with the rest of their warp. Threads
+that wait at the same barrier with different thread counts or operations are never released, and neither are more
+threads than the barrier's number. Both are faults.
 """
 
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ def barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("bar{.cta}.arrive", 2, writes=False)
 @FAMILY.form("barrier{.cta}.arrive{.aligned}", 2, writes=False)
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Count as one of those that a barrier waits for, without waiting."""
+    """Count as one of the threads that a barrier waits for, without waiting."""
     ir = t.ir
     number = _number(t, i.operands[0])
     _count(t, i.operands[1:], number)

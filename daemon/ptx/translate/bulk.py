@@ -25,7 +25,8 @@ _STEP = 16
 
 _OFFSET = Value("ptr", "%offset")
 
-# How a copy's function reports which side it could not access: less than a step, so added to the bytes copied.
+# Numbers by which a copy's function reports the side that it could not access. They are less than a step, so they can
+# be added to the number of bytes copied.
 _FAILED = {Access.LOAD: 1, Access.STORE: 2}
 
 
@@ -94,7 +95,7 @@ def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifie
     _define(t, name, into_space, source_space)
     arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, LOCAL, into, source, size)))
     ended = ir.value("i64", f"call i64 @{name}({arguments})")
-    # Step 3: what it returns is the bytes copied, plus a number that says which access failed.
+    # Step 3: the function returns the number of bytes copied, plus a number that says which access failed.
     done = ir.binary("and", ended, -_STEP)
     places = ((source, source_space, Access.LOAD), (into, into_space, Access.STORE))
     for address, space, access in places:
@@ -111,7 +112,7 @@ def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: S
     inner = OperandTranslator(t.function, {}, IrWriter(t.declarations))
     ir = inner.ir
     into, source, size = (Value("i64", f"%{name}") for name in ("into", "source", "size"))
-    # A loop over the steps; each checks both addresses, as the ranges may span several allocations.
+    # Loop over the steps. Each step checks both addresses, because the ranges may span several allocations.
     ir.block("entry")
     ir.emit(f"{_OFFSET.text} = alloca i64")
     ir.store(constant("i64", 0), _OFFSET)

@@ -1,7 +1,7 @@
 """Link the kernels and functions of one image before any is translated.
 
-Decides which functions a kernel can reach; where the shared variables lie that functions name, which is the same place
-for every kernel; which functions are inlined.
+This module decides which functions a kernel can reach, which functions are inlined, and where the shared variables that
+functions name lie, which is the same place for every kernel.
 """
 
 from collections.abc import Iterator
@@ -45,10 +45,10 @@ def link(image: Image) -> Image:
     functions = {function.name: function for function in image.subroutines}
     callers, watching = _callers(image), watching_functions(image)
     must = _spread({name for name, function in functions.items() if meets(function)}, callers)
-    # Step 3: those that wait in a loop should be as well: inside a call a thread can't let others run, so it would
-    # wait there for ever.
+    # Step 3: functions that wait in a loop should also be inlined: inside a call a thread can't let others run, so it
+    # would wait there forever.
     turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
-    # If that makes a kernel too large, fall back: calls at least let the image load.
+    # If that makes a kernel too large, call these functions instead, so that at least the image loads.
     if turning - must:
         wanted = must | _spread(turning, callers)
         found = _inlined(image, functions, wanted, MAX_WATCHING_INSTRUCTIONS)
@@ -150,7 +150,7 @@ def _addressed(image: Image) -> tuple[str, ...]:
 
 
 class _Shared:
-    """Offsets of shared variables, one after another; those of `before` come first."""
+    """The offsets of shared variables, one after another; the variables of `before` come first."""
 
     def __init__(self, before: "_Shared | None" = None) -> None:
         self.size: int = before.size if before else 0
@@ -195,7 +195,7 @@ def _place_shared(image: Image) -> Image:
     uses_dynamic = {f.name for f in image.subroutines if any(v.is_dynamic for v in variables_of(f))}
     graph = CallGraph(image)
     kernels, common = [], 0
-    # Step 3: kernels that reach a function with shared variables move their own to the end; the others stay as is.
+    # Step 3: kernels that reach a function with shared variables move their own to the end; other kernels don't change.
     for kernel in image.functions:
         reached = graph.reached(kernel)
         if sharing & reached:

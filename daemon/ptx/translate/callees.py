@@ -1,7 +1,7 @@
 """The native functions that a part's kernels call, by name or through a pointer (PTX ISA section 9.7.12.5).
 
-A function's address is a number from the module's table of variables, and not an address of memory. A call through a
-pointer looks the number up, so it reaches a function of this image or none.
+A function's address is a number from the module's table of variables, not a memory address. A call through a pointer
+looks the number up, so it reaches a function of this image or none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ RETURNED = Value("ptr", "%results")
 STACK = Value("i64", "%stack")
 STACK_END = Value("i64", "%stack_end")
 
-# Arguments that every function gets alike; the others differ from call to call.
+# Arguments that are the same for every function; the other arguments differ from call to call.
 GIVEN = (LAUNCH, Value("ptr", "%environment"), Value("ptr", "%local"), *(Value("i32", f"%{n}") for n in ARGUMENTS))
 SIGNATURE = ", ".join(map(str, (*GIVEN, PASSED, RETURNED, STACK, STACK_END)))
 
@@ -73,7 +73,7 @@ class Callees:
             self._dispatchers.popitem()
 
     def calls(self, instruction: Instruction) -> bool:
-        """Say whether an instruction calls, or may call, a function that has a body."""
+        """Return whether an instruction calls, or may call, a function that has a body."""
         site = instruction.operands[-1] if instruction.operands else None
         return isinstance(site, CallSite) and (not site.name or site.name in self.functions)
 
@@ -105,7 +105,8 @@ class Callees:
         ir = IrWriter(declarations)
         table = ir.load("ptr", ir.offset(LAUNCH, QueuedLaunch.variables.offset), extra=INVARIANT)
         first = ir.load("i64", ir.offset(table, 8 * self.first_place), extra=INVARIANT)
-        # The number as an index into the addressed functions; rotated, so one between two functions becomes huge.
+        # Turn the number into an index into the addressed functions by a rotation, which makes a number between two
+        # functions a huge index.
         distance = ir.binary("sub", _HANDLE, first)
         step = constant("i64", HANDLE_STEP.bit_length() - 1)
         number = ir.intrinsic("llvm.fshr.i64", "i64", distance, distance, step)

@@ -81,7 +81,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     t.ir.block(ended)
     t.pass_on(status)
     t.ir.block(go_on)
-    # Step 3: results go from the place where the callee left them to the caller's variables.
+    # Step 3: copy the results from where the callee left them to the caller's variables.
     base, returned = window_base(t, Space.CALL), Value("ptr", "%returned")
     for given, formal in zip(site.results, site.signature.results, strict=True):
         t.ir.copy(t.ir.offset(base, given.offset), t.ir.offset(returned, formal.offset), given.size)
@@ -120,5 +120,5 @@ def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
         t.jump(target.index if isinstance(target, Target) else 0)
     t.ir.block(outside)
     fail_unless(t, FALSE, Access.NO_TARGET, Space.CODE, t.ir.cast("zext", number, "i64"), 0)
-    # Not reached: the flag above is constant, but LLVM wants the block to end.
+    # This is never reached, because the flag above is constant, but LLVM requires that the block ends.
     t.ir.ret_value(constant("i32", ReturnStatus.FAULT))

@@ -2,8 +2,8 @@
 
 Rounding is to nearest even where a number becomes a shorter float, and in any of the four modes to an integer. The
 other conversions are in narrow_conversions.py. A float that is too large for an integer type becomes the nearest
-number of the type. NaN becomes 0, or the top bit alone where the float or the integer has 64 bits; of an f64 to 8
-bits, where the ISA says the same, an H100 gives 0.
+number of the type. NaN becomes 0, or only the top bit if the float or the integer has 64 bits. For an f64 to 8 bits the
+ISA also says the top bit, but an H100 gives 0.
 """
 
 from gpulease.daemon.ptx.parse.syntax import Instruction, Kind, Scalar

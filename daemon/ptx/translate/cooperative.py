@@ -1,10 +1,11 @@
 """Recognize in PTX the kernels that only a cooperative launch can run.
 
 nvcc's grid synchronisation reads the address of the grid's barrier from %envreg1 and %envreg2, compares it with 0, and
-traps if it is 0, which it is in every launch that is not cooperative. So this module follows the registers that hold
-the address, taken as 0, to the branches that depend on it. Code that only a branch not taken reaches (`if
-(grid.is_valid())`) never runs. A kernel needs a cooperative launch if such a branch leads straight to a trap. An
-address that goes through a stack or a call (nvcc -G) is not followed: there, any trap that the kernel reaches counts.
+traps if it is 0, as it is in every launch that is not cooperative. So this module assumes that the address is 0, and
+follows the registers that hold it to the branches that depend on it. Code that can be reached only through a branch not
+taken (`if (grid.is_valid())`) never runs. A kernel needs a cooperative launch if such a branch leads straight to a
+trap. The module does not follow an address through a stack or a call (nvcc -G). Then any trap that the kernel reaches
+counts.
 """
 
 import re
@@ -52,7 +53,7 @@ _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of a function in a launch that is not cooperative.
+    """What is known about a function in a launch that is not cooperative.
 
     Attributes:
         reached: The instructions that may run.
@@ -71,7 +72,7 @@ def cooperative_kernels(tree: Image) -> frozenset[str]:
     functions = (*tree.functions, *tree.subroutines)
     if not any(_reads_barrier(function) for function in functions):
         return frozenset()
-    # Step 1: each function by itself: what of it can run, and what depends on the address.
+    # Step 1: for each function by itself, find the code that can run, and what depends on the address.
     facts = {f.name: _facts(f) if _reads_barrier(f) else _Facts(f.instructions) for f in functions}
     trapping = {name for name, found in facts.items() if any(i.opcode == "trap" for i in found.reached)}
     # Step 2: a call graph of the code that can run. The graph reads only calls, so labels may lead nowhere here.
@@ -81,8 +82,8 @@ def cooperative_kernels(tree: Image) -> frozenset[str]:
     )
     graph = CallGraph(replace(tree, functions=kernels, subroutines=subroutines))
     found: set[str] = set()
-    # Step 3: a kernel with all that it reaches: a trap that the address decides, or any trap once the address was
-    # passed on.
+    # Step 3: for each kernel and everything that it reaches, look for a trap that depends on the address, or for any
+    # trap if the address was passed on.
     for kernel in kernels:
         names = {kernel.name, *graph.reached(kernel)}
         passes_on = any(facts[name].passes_on for name in names)
@@ -136,14 +137,14 @@ def _facts(function: Function) -> _Facts:
         before, reached = reached, _reached(follows)
         if reached == before:
             break
-    # Step 2: blocks that trap for sure, and whether the address decides that a block ends in or goes to one of them.
+    # Step 2: find the blocks that always trap, and whether the address decides if a block ends in or goes to one.
     sure = _surely_trapping([body[block.end - 1] for block in blocks], follows, values)
     needs_barrier = any(
         values.decides(last) and (number in sure if last.opcode == "trap" else not sure.isdisjoint(follows[number]))
         for number in reached
         for last in (body[blocks[number].end - 1],)
     )
-    # Step 3: what runs, without instructions that a guard is known to keep from running.
+    # Step 3: collect the code that runs, without instructions that a guard is known to keep from running.
     runs = [body[n] for number in reached for n in range(blocks[number].start, blocks[number].end)]
     runs = [i for i in runs if values.runs(i) is not False]
     return _Facts(tuple(runs), needs_barrier, any(values.leave_by(i) for i in runs))
@@ -205,7 +206,7 @@ class _Values:
                 pending.extend(readers.get(register, ()))
 
     def runs(self, instruction: Instruction) -> bool | None:
-        """Say whether an instruction's guard lets it run; None if that is unknown."""
+        """Return whether an instruction's guard lets it run; None if that is unknown."""
         guard = instruction.guard
         if guard is None:
             return True
@@ -213,17 +214,17 @@ class _Values:
         return None if value is None else bool(value) != guard.negated
 
     def decides(self, instruction: Instruction) -> bool:
-        """Say whether the barrier's address decides if a guarded instruction runs."""
+        """Return whether the barrier's address decides if a guarded instruction runs."""
         guard = instruction.guard
         return guard is not None and (guard.register.index in self._derived or guard.register.index in self._known)
 
     def leave_by(self, instruction: Instruction) -> bool:
-        """Say whether an instruction stores a value derived from the address to a stack or to a call's parameters."""
+        """Return whether an instruction stores a value derived from the address to a stack or a call's parameters."""
         is_private = instruction.opcode == "st" and not any(m.startswith(_SHARED_SPACES) for m in instruction.modifiers)
         return is_private and not self._derived.isdisjoint(_registers_read(instruction))
 
     def _follow(self, instruction: Instruction) -> list[int]:
-        """Visit an instruction; return the registers of which more is known than before."""
+        """Visit an instruction; return the registers about which more is known than before."""
         changed: list[int] = []
         value = self._value(instruction)
         is_derived = any(map(_is_barrier, _operands(instruction))) or any(

@@ -36,7 +36,7 @@ def fence(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("prefetchu.L1", 1, writes=False)
 @FAMILY.form("applypriority{.global}.L2::evict_normal", 2, writes=False)
 def hint(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: the hint is about caches, and its address may be any."""
+    """Do nothing: the hint is about caches, and any address is allowed."""
     if not isinstance(i.operands[0], Address):
         raise t.problem("expected an address in brackets")
 
@@ -51,7 +51,7 @@ def discard(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("createpolicy.cvt.L2.b64", 2)
 @FAMILY.form("createpolicy.range{.global}.way{.other}.b64", 4, way=_POLICIES, other=_SECOND_POLICIES)
 def policy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Return a number without meaning: a policy is about caches."""
+    """Return an arbitrary number: a policy is only about caches."""
     t.write(i.operands[0], SCALARS["b64"], constant("i64", 0))
 
 

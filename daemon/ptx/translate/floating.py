@@ -98,7 +98,7 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """A number wins over a NaN, and +0 is greater than -0 (sections 9.7.3.11 and 9.7.3.12)."""
     scalar, ir = _last_scalar(i), t.ir
     left, right = (read_float(t, i, n, scalar, m) for n in (1, 2))
-    # First as if both were numbers, then equal operands, then NaN on either side.
+    # First assume that both are numbers, then correct the result for equal operands, then for NaN on either side.
     wins = ir.compare("fcmp olt" if i.opcode == "min" else "fcmp ogt", left, right)
     result = ir.select(wins, left, right)
     # Equal numbers have equal bits, except for zeros: `or` keeps a -0, `and` keeps a +0.

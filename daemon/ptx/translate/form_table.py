@@ -97,12 +97,12 @@ _FORMS = _by_opcode()
 
 def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
     """Return an instruction's form, and its modifiers by name. Raises ImageRejected if it has none."""
-    # First the order of modifiers that the ISA gives, which is nearly always the right one.
+    # First try the ISA's order of modifiers, which nearly always matches.
     for form in _FORMS.get(instruction.opcode, ()):
         modifiers = form.match(instruction)
         if modifiers is not None:
             return form, modifiers
-    # Then any order that ptxas accepts as well.
+    # Then try any other order that ptxas accepts.
     for form in _FORMS.get(instruction.opcode, ()):
         modifiers = form.match_in_any_order(instruction)
         if modifiers is not None:

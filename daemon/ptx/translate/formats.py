@@ -1,8 +1,8 @@
 """Floating-point formats narrower than double, and rounding to them (PTX ISA sections 5.2.3 and 6.5.2).
 
-Arithmetic is done in doubles, which hold every number of these formats, so only the last step rounds. Where even the
-double is inexact it is rounded to odd: of the two doubles around the exact value, the odd one. A double
-has more than two digits more than each format, so rounding that again gives what rounding the exact value would give.
+Arithmetic is done in doubles, which can hold every number of these formats, so only the last step rounds. If even the
+double is inexact, it is rounded to odd: of the two doubles around the exact value, the odd one is chosen. A double has
+more than two digits more than each format, so rounding it again gives the same result as rounding the exact value.
 """
 
 from gpulease.daemon.ptx.translate.approximate import real
@@ -26,7 +26,7 @@ class Format:
     Attributes:
         bits: Its width when stored.
         digits: The stored digits of its fraction.
-        bias: What is added to an exponent; also the largest exponent.
+        bias: The number that is added to an exponent; also the largest exponent.
         nan: The NaN that instructions produce.
     """
 
@@ -159,7 +159,7 @@ def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], i
     size, nearest, unit = around
     if mode == "rn":
         return nearest
-    # The nearest multiple may lie above; towards zero wants the one below.
+    # The nearest multiple may lie above the magnitude. Rounding towards zero needs the one below.
     lower = ir.select(ir.compare("fcmp ogt", nearest, size), ir.binary("fsub", nearest, unit), nearest)
     if mode == "rz":
         return lower

@@ -4,9 +4,9 @@ A form's template is written as the PTX ISA writes syntax: `add{.rn}{.ftz}{.sat}
 with choices (`cmp`, `type`) stands for one of them and any other name for itself. An instruction that matches no form
 is refused: an unknown modifier may change the result.
 
-ptxas takes most modifiers in any order, and compilers rely on that: CUB writes `vote.ballot.sync.b32`. Forms do the
-same, except for what ptxas distinguishes by position: types, layouts or spaces among one another, and a part of the
-opcode (`mul.lo`).
+ptxas accepts most modifiers in any order, and compilers rely on that: CUB writes `vote.ballot.sync.b32`. Forms do the
+same, except for modifiers that ptxas distinguishes by position: types, layouts or spaces relative to each other, and
+parts of the opcode (`mul.lo`).
 """
 
 import re
@@ -81,7 +81,7 @@ class Form:
     translate: Translate
 
     def match(self, instruction: Instruction) -> Modifiers | None:
-        """Return the instruction's modifiers by name, or None if its spelling is another."""
+        """Return the instruction's modifiers by name, or None if its spelling does not match."""
         found: dict[str, str] = {}
         given = list(instruction.modifiers)
         # Slots and modifiers advance together; an optional slot may be passed over.
@@ -96,7 +96,7 @@ class Form:
         return Modifiers(found)
 
     def match_in_any_order(self, instruction: Instruction) -> Modifiers | None:
-        """Match modifiers in an order that the ISA does not list, but ptxas takes."""
+        """Match modifiers in an order that the ISA does not list, but ptxas accepts."""
         # Sort the modifiers into the slots' order, then match as usual.
         given = list(instruction.modifiers)
         if any(modifier in _FIRST for modifier in given[1:]):

@@ -1,10 +1,11 @@
 """Map elements of a matrix to the lanes of a warp (PTX ISA section 9.7.15.5, the figures of `mma`), and move them.
 
-All shapes follow one rule. A matrix is cut into tiles of 8 rows (of B: columns) by 4 words; lane 4g + t has word t of
-row g in each tile. In A tiles are numbered downwards first, in B along the columns. Of C a lane has the two elements
-2t and 2t + 1 of row g in tiles of 8 by 8. `wmma` leaves its fragments' layout open: here they have the same one.
+All shapes follow one rule. A matrix is cut into tiles of 8 rows (for B: columns) by 4 words; lane 4g + t has word t of
+row g in each tile. In A, tiles are numbered downwards first, in B along the columns. C is cut into tiles of 8 by 8, and
+a lane has the two elements 2t and 2t + 1 of row g in each. The ISA does not define the layout of `wmma` fragments; here
+it is the same.
 
-A lane's elements are loaded or stored by one function for each kind of matrix, with a loop.
+For each kind of matrix, one function with a loop loads or stores a lane's elements.
 """
 
 import re
@@ -76,13 +77,13 @@ class Tiles:
 
         The second distance is across the row (of B: down the column), in elements.
         """
-        # Of C there are two neighbouring elements in each tile.
+        # In C a lane has two neighbouring elements of each tile.
         if part == "c":
             return [
                 (_EIGHT * (n // 2 % self.rows), n % 2 + _EIGHT * (n // (2 * self.rows))) for n in range(self.results)
             ]
         width = _LANES_OF_ROW * self.per_word
-        # Of A and B there is a word in each tile, `per_word` elements wide.
+        # In A and B a lane has one word of each tile, which is `per_word` elements wide.
         found = []
         for word in range(self.a_words if part == "a" else self.b_words):
             if part == "a":
@@ -168,7 +169,7 @@ class Passage:
         ir.store(constant("i64", 0), _COUNTER)
         ir.block("each")
         number = ir.load("i64", _COUNTER)
-        # One turn of the loop: compute the address, check it, move one element.
+        # Each iteration of the loop computes the address, checks it, and moves one element.
         entry = ir.offset(Value("ptr", f"@{name}.places"), ir.binary("shl", number, 4))
         far, near = ir.load("i64", entry), ir.load("i64", ir.offset(entry, 8))
         address = ir.binary("add", ir.binary("add", _START, ir.binary("mul", far, _STEP)), near)
@@ -178,7 +179,7 @@ class Passage:
         following = ir.binary("add", number, 1)
         ir.store(following, _COUNTER)
         ir.branch_if(ir.compare("icmp ult", following, len(distances)), "each", "done")
-        # Two ends: the first address that may not be accessed, or success.
+        # The function ends in one of two ways: at the first address that may not be accessed, or with success.
         ir.block("stop")
         ir.ret_value(ir.value(_RESULT, f"insertvalue {_RESULT} zeroinitializer, {address}, 1"))
         ir.block("done")

@@ -74,7 +74,7 @@ def function(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("neg.type", 2, type=_BF16)
 @FAMILY.form("abs.type", 2, type=_BF16)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Flip or clear the sign bit. The ISA leaves a NaN's open: as on an H100, it becomes the canonical NaN."""
+    """Flip or clear the sign bit. The ISA does not define this for NaN: as on an H100, it becomes the canonical NaN."""
 
     def lane(bits: Value, kind: Format) -> Value:
         bits = _flushed(t, m, bits, kind)

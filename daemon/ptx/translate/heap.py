@@ -1,11 +1,13 @@
 """`malloc` and `free` in kernels (CUDA C++ Programming Guide, "Dynamic Global Memory Allocation").
 
-A module with a function that calls `malloc` gets one more variable: the heap, which counts against the slice and ends
-with the module. Its first word is a lock; blocks follow, each after a header with its size in bytes, plus 1 while it
-is in use. The first block that fits is taken, once the free blocks after it have been joined to it.
+A module with a function that calls `malloc` gets one more variable: the heap. It counts against the slice and exists as
+long as the module. The heap's first word is a lock. Blocks follow, each after a header with the block's size in bytes,
+plus 1 while the block is in use. An allocation joins each free block with the free blocks after it, and takes the first
+that fits.
 
 A kernel can write the lock and the headers, like all of the module's memory. So a header is trusted only if its block
-ends within the heap; a walk advances at least 16 bytes a step. A kernel that leaves the lock set waits for itself.
+ends within the heap, and a walk advances by at least 16 bytes per step. A kernel that leaves the lock set waits only
+for itself.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Inline functions in which a thread waits, at barriers and warp operations or in loops, into kernels.
 
-A kernel can stop at such an instruction and resume later, because it keeps what it needs in a frame; a function that
-was called natively can't. The tree is rewritten, so all later stages see one body.
+A kernel can stop at such an instruction and resume later, because it keeps its state in a frame. A function that was
+called natively can't. The inliner rewrites the tree, so all later stages see one body.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _TOO_MANY = "too many calls of functions with barriers or warp operations"
 
 
 def meets(function: Function) -> bool:
-    """Say whether the function's own body has an instruction of MEETINGS."""
+    """Return whether the function's own body has an instruction of MEETINGS."""
     return any(instruction.opcode in MEETINGS for instruction in function.instructions)
 
 
@@ -50,7 +50,8 @@ class Inliner:
         self._wanted = wanted
         self._expanded: dict[str, Function] = {}
         self._most = most
-        # All functions' results together: bounds the work for an image of many functions that expand to the limit.
+        # The length of all functions' results together, which bounds the work for an image with many functions that
+        # each expand to the limit.
         self._left = 4 * MAX_INSTRUCTIONS
 
     def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:

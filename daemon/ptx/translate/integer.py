@@ -1,7 +1,7 @@
 """Integer arithmetic, bit fields, and arithmetic with carry (PTX ISA sections 9.7.1 and 9.7.2).
 
-The carry flag lives from an instruction ending in .cc to the next one that reads it. Here the flag is an IR value of
-straight code: a chain that a branch, a label or a barrier breaks, or that depends on a predicate, is refused.
+The carry flag lives from an instruction ending in .cc to the next one that reads it. Here the flag is an IR value in
+straight-line code. A chain that a branch, a label or a barrier interrupts, or that depends on a predicate, is refused.
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
@@ -71,7 +71,7 @@ def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @INTEGER.form("div.type", 3, type=INTEGERS)
 @INTEGER.form("rem.type", 3, type=INTEGERS)
 def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`div`, `rem`. The ISA leaves a division by zero open: here, as on an H100, it gives all ones, without a trap.
+    """`div`, `rem`. The ISA does not define division by zero: here, as on an H100, it gives all ones, without a trap.
 
     The smallest signed number divided by -1 wraps around, with remainder 0.
     """
@@ -145,7 +145,7 @@ def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """`bfind`: the highest bit that differs from the sign, or its distance from the top; all ones if there is none."""
     scalar, ir = m.scalar(), t.ir
     value = t.read(i.operands[1], scalar)
-    # A negative number is complemented, so that in either case the highest one is searched.
+    # Complement a negative number, so that the highest bit to find is a one in either case.
     if scalar.is_signed:
         value = ir.binary("xor", value, ir.binary("ashr", value, scalar.bits - 1))
     in_front = ir.intrinsic(f"llvm.ctlz.i{scalar.bits}", value.type, value, constant("i1", 0))
@@ -218,8 +218,8 @@ def _whole_product(t: OperandTranslator, scalar: Scalar, left: Value, right: Val
 def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str) -> Value:
     """Read a field's start or length, a .u32 (sections 9.7.1.18 and 9.7.1.19).
 
-    The ISA leaves numbers above 255 open: an H100 takes the low 8 bits for a 32-bit field, and all bits for a 64-bit
-    one.
+    The ISA does not define numbers above 255: an H100 uses the low 8 bits for a 32-bit field, and all bits for a 64-bit
+    field.
     """
     number = t.read(i.operands[position], _LENGTH)
     if kind == "i32":
@@ -286,7 +286,7 @@ def _flag(t: OperandTranslator, operation: str) -> Value:
     made_by, flag = t.carry or ("", None)
     if flag is None:
         raise t.problem("the carry comes from no .cc instruction right before, in the same straight code")
-    # Additions and subtractions leave opposite flags, so who made it matters.
+    # Additions and subtractions leave opposite flags, so it matters which of them set the flag.
     if made_by == operation:
         return flag
     if operation == "sub":

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-# Names in the IR are made from numbers only: none of a tenant's text gets into it.
+# Names in the IR are made only from numbers, so that no text of a tenant gets into the IR.
 
 
 class Value(NamedTuple):
@@ -44,7 +44,7 @@ class IrWriter:
         self.lines: list[str] = []
         self._declarations = declarations
         self._count = 0
-        # Distinguishes the names of two writers of one function.
+        # Distinguishes the names that two writers give in one function.
         self._prefix = prefix
         self._terminated = False
 
@@ -137,14 +137,14 @@ class IrWriter:
         return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
 
     def _define(self, definition: str) -> None:
-        # Declarations go in one by one: other definitions may need the same ones, and LLVM takes each only once.
+        # Add declarations one by one: other definitions may need the same ones, and LLVM accepts each only once.
         for line in definition.splitlines():
             if line.startswith("declare"):
                 self._declarations.add(line)
         self._declarations.add(definition[definition.index("define") :])
 
     def offset(self, pointer: Value, distance: Value | int) -> Value:
-        """Return a pointer `distance` bytes further on."""
+        """Return a pointer `distance` bytes after another."""
         distance = constant("i64", distance) if isinstance(distance, int) else distance
         return self.value("ptr", f"getelementptr i8, {pointer}, {distance}")
 

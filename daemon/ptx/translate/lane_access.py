@@ -1,8 +1,8 @@
 """Loads and stores of many lanes at once (see access.py for the checks).
 
-Lanes mostly access neighbouring memory. The register with their addresses shows whether they do: then the first and the
-last granule are checked, and one masked vector is moved. Otherwise a function takes one lane after another. An address
-that is the same for all lanes is accessed once, as one thread would.
+Lanes mostly access neighbouring memory. The register with their addresses shows whether they do. If so, the first and
+the last granule are checked, and one masked vector is moved. Otherwise a function serves one lane after another. An
+address that is the same for all lanes is accessed once, as by one thread.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ _WORD_BYTES = 4
 
 
 def is_private(i: Instruction) -> bool:
-    """Say whether lanes may get different results of an instruction for the same operands."""
+    """Return whether lanes may get different results of an instruction for the same operands."""
     if i.opcode == "ld":
         return not _is_shared_load(i)
     if i.opcode == "cvta":
@@ -61,7 +61,7 @@ def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
 
     Raises NotWide if it must be done lane by lane.
     """
-    # Step 1: what other translations do better: copies, and accesses that must happen one by one.
+    # Step 1: leave to other translations what they do better: copies, and accesses that must happen one by one.
     if i.opcode == "cp":
         return translate_copy(t, i, m)
     if i.opcode in _COUNTED:
@@ -77,12 +77,12 @@ def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
             raise NotWide
         return False
     space = Space(m.get("space").split("::")[0] or "generic")
-    # Step 3: so is an address in a register that does not vary.
+    # Step 3: an address in a register that does not vary is also equal for all lanes.
     if not is_wide(t.read(operand.base, address_type(t, operand.base))):
         if space not in (*_SPACES, Space.PARAM):
             raise NotWide
         return False
-    # Step 4: the addresses differ. What may span more granules than are checked together goes lane by lane.
+    # Step 4: the addresses differ. An access that may span more granules than are checked together is done by lanes.
     check_policy(t, i, m, 2)
     moved = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
     is_long = space is not Space.SHARED and t.ir.lanes * m.scalar().size * len(moved) > _MOST_BYTES
@@ -111,7 +111,7 @@ class _Access:
         self._is_narrow = self._scalar.bits < 32
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
-        """Write both ways to move the elements, and the choice between them."""
+        """Write the code that moves the elements together, the code that moves them apart, and the choice."""
         t, ir = self.t, self.ir
         values = [t.to_bits(t.read_wide(one, self._scalar), self._scalar) for one in moved] if stores else []
         value = self._interleave(values) if stores else None
