@@ -1,4 +1,4 @@
-"""The shape of a model from a GGUF file's metadata, read like llama.cpp does (load_hparams in llama-model.cpp)."""
+"""The shape of a model from a GGUF file's metadata, read as llama.cpp reads it (load_hparams in llama-model.cpp)."""
 
 from dataclasses import replace
 from typing import Final
@@ -85,7 +85,7 @@ def gguf_config(said: Members, vocabulary: int, is_tied: bool) -> ModelConfig:
 
 
 def _gemma_3(said: Members, at: str, config: ModelConfig) -> ModelConfig:
-    """Add what llama.cpp's Gemma 3 has and other families lack."""
+    """Add the settings that llama.cpp's Gemma 3 has and other families lack."""
     window, pattern = said.whole(f"{at}attention.sliding_window", 0), said.whole(f"{at}{PATTERN}", DEFAULT_PATTERN)
     if pattern < 1:
         raise ModelRejected(f"{said.where}: {at}{PATTERN} must be at least 1, not {pattern}")

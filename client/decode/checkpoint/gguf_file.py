@@ -56,7 +56,7 @@ GEMMA_LAYER: Final = LAYER | {
 """The same for Gemma 3. Its norms in GGUF files are the factors themselves."""
 
 EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Tensors of a layer that have those of all experts, one after the other, and the names of an expert's."""
+"""Tensors of a layer that contain the tensors of all its experts, one after the other, and the names for one expert."""
 
 PERMUTED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 """Suffixes of the names of tensors that llama.cpp's converter reorders by rows, in Llama models."""
@@ -72,7 +72,7 @@ class GgufFile:
         self.name = str(path)
         self._file = TensorFile(path)
         header = gguf_header(self._file.mapped, path)
-        # From here on all names are Hugging Face's, as everywhere else.
+        # From here on all names are Hugging Face's, as in the rest of the package.
         is_gemma = GGUF_FAMILIES.get(str(header.metadata.get("general.architecture"))) is Family.GEMMA3
         parts = GEMMA_LAYER if is_gemma else LAYER
         entries = {_canonical(name, parts): entry for name, entry in header.tensors.items()}
@@ -113,7 +113,7 @@ class GgufFile:
         self._file.close()
 
     def _split_experts(self, entries: dict[str, GgufTensor]) -> None:
-        """Replace each tensor of all experts of a layer by one for each of them."""
+        """Replace each tensor of a layer that contains all experts by one tensor for each expert."""
         if self.config.experts is None:
             return
         count = self.config.experts.count
@@ -162,7 +162,7 @@ class GgufFile:
 
 
 def _canonical(name: str, parts: Mapping[str, str]) -> str:
-    """Return a tensor's name in Hugging Face's checkpoints; its GGUF name if it has no other."""
+    """Return a tensor's name in Hugging Face's checkpoints; its GGUF name if it has no name there."""
     if name in TOP:
         return TOP[name]
     # blk.N.PART.weight or blk.N.PART.bias; other names stay, and `check_names` refuses them.

@@ -22,8 +22,8 @@ VERSIONS: Final = (2, 3)
 """Versions that are read. Version 1 had 32-bit counts, and big-endian files have another number here."""
 
 MAX_ITEMS: Final = 4 << 20
-"""Most items in all of a file's lists together, so that a file of empty texts can't fill the host's memory with Python
-objects. The largest vocabularies have some 700,000 tokens and merges."""
+"""Most items in all lists of a file together, so that a file of empty texts can't fill the host's memory with Python
+objects. The largest vocabularies have about 700,000 tokens and merges."""
 
 MAX_PAIRS: Final = 4096
 """Most keys of metadata that a file may have."""
@@ -155,7 +155,7 @@ class _Reader:
         if kind == STRING:
             return key, [self._text(key) for _ in range(count)]
         dtype = self._dtype(kind, key)
-        # Numbers in one piece: `_take` compares their bytes with the rest of the file first.
+        # Read numbers in one piece. `_take` first compares their size with the rest of the file.
         return key, np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
 
     def _tensor(self) -> tuple[str, GgufTensor]:

@@ -154,13 +154,13 @@ _ARCHITECTURE: Final[KeyTable] = {
         "leading_dense_block_count",
     ),
 }
-"""Keys that come after the architecture's name and a dot."""
+"""Keys with names that begin with the architecture's name and a dot."""
 
 _WITH_EXPERTS: Final[KeyTable] = {
     **_ARCHITECTURE,
     **used("expert_count", "expert_used_count", "expert_feed_forward_length"),
 }
-"""The same of a family with experts. llama.cpp's Qwen3-MoE reads no key of their gate and their shares."""
+"""The same keys for a family with experts. llama.cpp's Qwen3-MoE reads no key for their gate or their shares."""
 
 _WITH_WINDOWS: Final[KeyTable] = {
     **_ARCHITECTURE,
@@ -175,7 +175,7 @@ _WITH_WINDOWS: Final[KeyTable] = {
     # Its graph has one activation.
     **no_effect("hidden_activation"),
 }
-"""The same of Gemma 3."""
+"""The same keys for Gemma 3."""
 
 GGUF_FAMILIES: Final = {
     "llama": Family.LLAMA,

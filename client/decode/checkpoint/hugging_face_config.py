@@ -18,7 +18,7 @@ GEMMA3_TEXT: Final = "gemma3_text"
 """The `model_type` of a Gemma 3 that reads no images."""
 
 GEMMA3_IMAGES: Final = "gemma3"
-"""That of one that reads them. Its `text_config` describes a model of the type GEMMA3_TEXT, the part that is read."""
+"""The `model_type` of a Gemma 3 that reads images. Its `text_config` describes its text part, of type GEMMA3_TEXT."""
 
 TYPES: Final[dict[str, tuple[Family, str]]] = {
     Family.LLAMA: (Family.LLAMA, "LlamaForCausalLM"),
@@ -47,7 +47,7 @@ GEMMA3_TEXT_DEFAULTS: Final[dict[str, Any]] = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
 }
-"""Of members that are in all files of other families; a Gemma 3 with images leaves out what its class has."""
+"""Defaults of members that all files of other families have. A Gemma 3 with images omits its class's defaults."""
 
 GEMMA3_END_TOKEN: Final = 1
 GEMMA3_SCORE_DIVISOR: Final = 256.0
@@ -67,7 +67,7 @@ def hugging_face_config(said: Members, generation: Members | None, begin_token: 
 
     Args:
         said: The members of config.json.
-        generation: Those of generation_config.json, which names more end tokens; None without such a file.
+        generation: The members of generation_config.json, which names more end tokens; None without such a file.
         begin_token: The token that the tokenizer puts before a prompt.
     """
     # The family decides which table of keys applies, so it is read first.
@@ -134,7 +134,7 @@ def _text_config(said: Members) -> Members:
         raise ModelRejected(f"{said.where}: text_config is missing")
     if (name := text.text("model_type", GEMMA3_TEXT)) != GEMMA3_TEXT:
         raise ModelRejected(f"{text.where}: model_type must be {GEMMA3_TEXT}, not {quoted(name)}")
-    # Members around the text part take precedence, and so must agree with those in it.
+    # Members around the text part take precedence over those in it, so both must agree.
     is_tied = said.flag("tie_word_embeddings", True)
     if text.flag("tie_word_embeddings", is_tied) is not is_tied:
         raise ModelRejected(f"{text.where}: tie_word_embeddings must be {is_tied}, as next to it")
@@ -147,7 +147,7 @@ def _text_config(said: Members) -> Members:
 
 def _experts(said: Members, layers: int) -> Experts | None:
     """Return a Qwen3-MoE's experts; None if no layer has any."""
-    # transformers 5 writes another name than the one that older files have, and reads both.
+    # transformers 5 writes another name than older files have, and reads both names.
     names = [name for name in ("num_experts", "num_local_experts") if said.values.get(name) is not None]
     counts = [said.whole(name) for name in names] or [DEFAULT_EXPERTS]
     if len(set(counts)) > 1:
@@ -160,7 +160,7 @@ def _experts(said: Members, layers: int) -> Experts | None:
         raise ModelRejected(f"{said.where}: mlp_only_layers must be numbers of layers, not {quoted_value(named)}")
     if not 1 <= layers <= MAX_LAYERS:
         return None
-    # As in transformers: every step-th layer has experts, but for those that are named.
+    # As in transformers: every step-th layer has experts, except the layers that are listed.
     only = set(named)
     dense = tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
     if counts[0] == 0 or len(dense) == layers:

@@ -74,8 +74,8 @@ def rotary_of(said: Members, head_width: int, *, is_phi3: bool) -> Rotary:
 def layered_rotary_of(said: Members) -> Rotary:
     """Return the rotary embeddings of a Gemma 3: layers with a window have a base of their own, and no scaling.
 
-    The rule is Gemma3TextConfig's (convert_rope_params_to_dict): an object for each kind of layers, over which
-    `rope_scaling`, an older name for that of layers without a window, takes precedence.
+    The rule is Gemma3TextConfig's (convert_rope_params_to_dict). There is an object for each kind of layers.
+    `rope_scaling`, an older name of the object for layers without a window, takes precedence over it.
     """
     parameters = said.object("rope_parameters") or Members({FULL: {}, SLIDING: {}}, said.where)
     if wrong := [key for key in parameters.values if key not in (FULL, SLIDING)]:
@@ -118,9 +118,9 @@ def _scaling(said: Members, scaling: Members, theta: float, pairs: int, *, is_ph
         return None
     if kind in ("linear", "dynamic"):
         factor = _factor(scaling)
-        # A dynamic scaling begins beyond max_position_embeddings, and no sequence gets there.
+        # A dynamic scaling takes effect only beyond max_position_embeddings, and no sequence is that long.
         return LinearScaling(factor) if kind == "linear" else None
-    # For this one the outer member takes precedence, as in transformers. Without either, it is the context.
+    # For this member the outer one takes precedence, as in transformers. If both are missing, it is the context.
     context = said.whole("max_position_embeddings")
     inner = PHI3_ORIGINAL_CONTEXT if is_phi3 else scaling.whole("original_max_position_embeddings", context)
     original = said.whole("original_max_position_embeddings", inner)
@@ -166,7 +166,7 @@ def _yarn(scaling: Members, original: int, theta: float) -> YarnScaling:
         slow,
         original,
         _attention_factor(scaling, yarn_attention_factor(factor, *magnitudes)),
-        # null is false, and a missing member true.
+        # null counts as false, and a missing member as true.
         scaling.flag("truncate", "truncate" not in scaling.values),
     )
 
@@ -196,7 +196,7 @@ def _divisors(scaling: Members, key: str, pairs: int) -> tuple[float, ...]:
 
 
 def _factor(scaling: Members) -> float:
-    # Below 1 it would shorten wavelengths, which no model is trained for.
+    # A divisor below 1 would shorten wavelengths, which no model is trained for.
     if not (factor := scaling.number("factor")) >= 1:
         raise ModelRejected(f"{scaling.where}: factor must be at least 1, not {factor}")
     return factor

@@ -25,7 +25,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def feed_forward_parts(config: ModelConfig, layer: int) -> list[tuple[str, int]]:
-    """Return the prefix, within a layer, and the inner width of its feed-forward part, or of each expert's."""
+    """Return the prefix within a layer, and the inner width, of its feed-forward part, or of each expert's part."""
     experts = config.experts_of(layer)
     if experts is None:
         return [("mlp.", config.inner_width)]
@@ -65,9 +65,9 @@ def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def fused_tensors(config: ModelConfig) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the name of each tensor that has several of the model's, and the rows of each of these, in order.
+    """Yield the name of each tensor that contains several of the model's tensors, and their rows, in order.
 
-    Files of Phi-3 have q, k and v in one tensor, and gate and up.
+    Files of Phi-3 have q, k and v in one tensor, and gate and up in another.
     """
     if config.family is not Family.PHI3:
         return
@@ -90,7 +90,7 @@ IMAGE_PREFIXES: Final = ("vision_tower.", "multi_modal_projector.")
 
 
 def text_name(name: str) -> str | None:
-    """Return the name of a tensor of a model with images in its text part; None if it is for images alone."""
+    """Return the name in the text part of a tensor of a model with images; None if the tensor is only for images."""
     if name.removeprefix("model.").startswith(IMAGE_PREFIXES):
         return None
     for prefix, own in TEXT_PREFIXES.items():

@@ -1,6 +1,6 @@
-"""How a model makes one vector of a text, as its own files say: the mean of the rows behind the last norm, or the last.
+"""How a model makes one vector of a text, by its own files: the mean of the rows after the last norm, or the last row.
 
-Folders say so as sentence-transformers writes them (`modules.json` and the configuration of its pooling), GGUF files by
+A folder declares it as sentence-transformers does (`modules.json` and the configuration of its pooling), a GGUF file by
 `pooling_type`. Models without either can only generate text.
 """
 
@@ -74,7 +74,7 @@ def _pooling_of(folder: Path, module: Members) -> Pooling:
         raise ModelRejected(f"{module.where}: path must be a folder's name, not {quoted(name)}")
     path = folder / name / "config.json"
     said = Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
-    # One switch for each way, of which several may be on: their vectors would be joined.
+    # There is one switch for each way of pooling. If several are on, sentence-transformers joins their vectors.
     modes = [key for key in said.values if key.startswith("pooling_mode_") and said.flag(key, False)]
     mode = said.text("pooling_mode", "")
     found = _MODES.get(modes[0]) if len(modes) == 1 and not mode else None

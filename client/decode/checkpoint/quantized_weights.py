@@ -26,8 +26,8 @@ AWQ: Final = "awq"
 COMPRESSED: Final = "compressed-tensors"
 
 Accepted = Mapping[str, tuple[Any, ...]]
-"""Members of an object and the values that the engine computes; () for any value. Without None, a member must be
-there."""
+"""Members of an object and the values that the engine computes; () for any value. A member is required unless its
+values include None."""
 
 _ACCEPTED: Final[dict[str, Accepted]] = {
     FP8: {
@@ -70,7 +70,7 @@ _ACCEPTED: Final[dict[str, Accepted]] = {
 _GROUP_MEMBERS: Final[Accepted] = {
     "targets": (["Linear"],),
     "weights": (),
-    # How other engines quantize what goes into a linear.
+    # How other engines quantize the inputs of a linear.
     "input_activations": (),
     "output_activations": (None,),
     "format": ("float-quantized", None),
@@ -130,14 +130,15 @@ class Quantization:
         # Both libraries leave the head as it is, whether it is listed or not.
         if not name.endswith("_proj.weight"):
             return False
-        # The name's own parts are few. The list may have millions of names, and a model thousands of tensors.
+        # Look up the name's few parts rather than scan the list: it may have millions of names, and a model has
+        # thousands of tensors.
         words = name.removesuffix(".weight").split(".")
         runs = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
         return self.exceptions.isdisjoint(runs)
 
 
 def quantization_of(said: Members) -> Quantization | None:
-    """Return what config.json says of packed weights; None if there are none.
+    """Return what config.json says about packed weights; None if there are none.
 
     Raises ModelRejected for a format, a member or a value that the engine does not compute.
     """
@@ -153,7 +154,7 @@ def quantization_of(said: Members) -> Quantization | None:
     if method == COMPRESSED:
         _check_groups(packing)
     exceptions = packing.items(_EXCEPTIONS[method])
-    # compressed-tensors' names may be patterns, which begin so.
+    # compressed-tensors' names may be patterns, which begin with this prefix.
     if not all(isinstance(name, str) and name and not name.startswith("re:") for name in exceptions):
         raise ModelRejected(
             f"{packing.where}: {_EXCEPTIONS[method]} must be a list of modules' names, not {quoted_value(exceptions)}"
@@ -191,12 +192,12 @@ def packed_tensors(
     """Take the tensors of packed weights out of `found`, and yield the weights that they make up.
 
     Args:
-        quantization: What config.json says of them.
+        quantization: What config.json says about them.
         config: The model's shape.
         shapes: The shape of each of the model's tensors, by name.
         found: The tensors of all files. A weight that is not packed stays.
 
-    Raises ModelRejected for a weight that is packed against what config.json says, or has a wrong shape or type.
+    Raises ModelRejected for a weight that is packed although config.json says otherwise, or has a wrong shape or type.
     """
     for name, shape in shapes.items():
         parts = _PARTS[quantization.method]
@@ -225,7 +226,7 @@ def packed_tensors(
         if quantization.method == AWQ:
             yield _awq_tensor(config, name, shape, *taken)
         else:
-            # Each scale is that of a block of rows and columns; by rows, of one row and all columns.
+            # Each scale belongs to a block of rows and columns; with FP8 by rows, to one row and all columns.
             block = (GROUP, GROUP) if quantization.method == FP8 else (1, shape[1])
             yield _fp8_tensor(config, name, shape, block, f"{module}.{parts[1]}", *taken)
 

@@ -38,7 +38,7 @@ class Rotation:
 
     Attributes:
         divisors: Divisors of the frequencies; ones if they are not scaled.
-        attention_factor: What cosines and sines are multiplied by.
+        attention_factor: The factor by which cosines and sines are multiplied.
     """
 
     divisors: Floats
@@ -49,9 +49,9 @@ def rotation_of(config: ModelConfig, positions: int) -> Rotation:
     """Return the rotation for an engine with sequences of up to `positions` positions.
 
     The rules are those of transformers' modeling_rope_utils. A linear scaling divides all frequencies by its factor.
-    Llama 3's scales wavelengths above original_context / low_frequency_factor by the factor, those below
-    original_context / high_frequency_factor not at all, and those in between partly. YaRN does that by pairs of a
-    head's values, between the two pairs that turn beta_fast and beta_slow times within the original context.
+    Llama 3's scaling multiplies wavelengths above original_context / low_frequency_factor by the factor, leaves those
+    below original_context / high_frequency_factor unchanged, and scales those in between partly. YaRN does the same by
+    pairs of a head's values, between the two pairs that turn beta_fast and beta_slow times within the original context.
 
     LongRoPE has two lists of divisors. In transformers a sequence's length decides: when it exceeds the original
     context, all of its keys are computed again. Here `positions` decides, for all sequences, because keys that are in
@@ -101,7 +101,7 @@ def _yarn_range(config: ModelConfig, scaling: YarnScaling) -> tuple[float, float
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all: float) -> float:
-    """Return YaRN's attention factor where a file has none; 0 for an mscale that it does not have, or both."""
+    """Return YaRN's attention factor for a file that has none; 0 for an mscale that it does not have, or both."""
     if mscale and mscale_all:
         return _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     return _magnitude(factor, 1.0)
@@ -115,7 +115,7 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def long_attention_factor(factor: float, original_context: int) -> float:
-    """Return LongRoPE's attention factor where a file has none. `original_context` is 2 or more."""
+    """Return LongRoPE's attention factor for a file that has none. `original_context` is 2 or more."""
     if factor <= 1:
         return 1.0
     with localcontext(DIGITS):
@@ -154,7 +154,7 @@ def rotary_tables(
     square = rest * rest
     # Both from polynomials in the rest, within an eighth of a turn, where Taylor's series are exact enough.
     sine, cosine = rest * _polynomial(SINE, square), _polynomial(COSINE, square)
-    # By the quarter that the angle is in, the two are swapped and negated.
+    # Depending on the quarter turn that the angle is in, swap and negate the two.
     quarter = quarters.astype(np.int64) & 3
     cosines = np.choose(quarter, [cosine, -sine, -cosine, sine])
     sines = np.choose(quarter, [sine, cosine, -sine, -cosine])
@@ -169,8 +169,8 @@ def turned_order(config: ModelConfig) -> NDArray[np.int64]:
     """Return the places in Hugging Face's order of a head's values in the kernels' order.
 
     The kernels turn value i of the first half with value i of the second. If only the first `turned_width` values
-    turn, Hugging Face pairs them with each other, so the values that stay go behind them in each half. q and k have
-    the same order, so their products stay the same.
+    turn, Hugging Face pairs them with each other, so the values that do not turn come after them in each half. q and k
+    have the same order, so their products stay the same.
     """
     half, pairs = config.head_width // 2, config.turned_pairs
     first, rest = np.arange(pairs), np.arange(half - pairs)
@@ -183,7 +183,7 @@ def _parts_of(value: Decimal) -> list[float]:
     with localcontext(DIGITS):
         for bits in (PART_BITS - 1, 2 * PART_BITS - 1):
             parts.append(math.floor(value * 2**bits) / 2**bits)
-            # What remains is exact in decimals, and goes into the next part.
+            # The remainder is exact in decimals, and goes into the next part.
             value -= Decimal(parts[-1])
     return [*parts, float(value)]
 

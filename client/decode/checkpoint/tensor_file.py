@@ -18,7 +18,7 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.http.settings_file import open_regular
 
 AHEAD_BYTES: Final = 64 << 20
-"""How far ahead of a copy the kernel is requested to read, so that the disk is never idle."""
+"""How far ahead of a copy the kernel is asked to read, so that the disk is never idle."""
 
 
 class TensorFile:
@@ -67,7 +67,7 @@ class TensorFile:
         np.copyto(into, self.view(offset, into.nbytes))
 
     def read_ahead(self, offset: int, size: int) -> None:
-        """Have the kernel read what is AHEAD_BYTES behind the bytes from `offset` on, as many as `size`."""
+        """Have the kernel read `size` bytes, beginning AHEAD_BYTES after `offset`, into the page cache."""
         # Unless it is in the page cache: then the request takes as long as a part of the copy. Both calls release the
         # interpreter's lock, which madvise() of a mapping does not.
         ahead = offset + AHEAD_BYTES
@@ -104,5 +104,5 @@ class FileRows:
         self._file.fill(self._offset + begin, into)
 
     def read_ahead(self, begin: int, size: int) -> None:
-        """Have the kernel read what is behind the rows' bytes from `begin` on (`TensorFile.read_ahead`)."""
+        """Have the kernel read ahead of the rows' bytes from `begin` on (`TensorFile.read_ahead`)."""
         self._file.read_ahead(self._offset + begin, size)

@@ -76,7 +76,7 @@ class Tensor:
         shape: Rows and columns, or, for a vector, columns. Rows are in Hugging Face's order.
         kind: The encoding of its values.
         read: Returns the bytes of its rows.
-        factors: Return the bytes of the rows' further planes, for FP8 and AWQ, which keep them apart from the values.
+        factors: Return the bytes of the rows' other planes, for FP8 and AWQ, which store them apart from the values.
     """
 
     name: str
@@ -165,7 +165,7 @@ def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
     def read(begin: int, end: int) -> NDArray[np.uint8]:
         wanted = np.arange(begin, end)
         place = wanted % width
-        # Rows change places only within a head, so read the whole heads that contain the wanted rows.
+        # Rows change places only within a head, so read all heads that contain the wanted rows.
         first, last = begin // width * width, -(-end // width) * width
         ordered: NDArray[np.uint8] = rows(first, last)[wanted - place + order[place] - first]
         return ordered

@@ -3,10 +3,10 @@
 Theory of operation. All weights are planes of one allocation, because a card's driver takes up to a millisecond for
 each allocation. Its content is the image (`_Image`). The planes that have the same bytes as the file come first in the
 image, next to each other, and are filled through a few windows. A window is an array of the session's arena, which the
-card reads itself. Several threads fill it at once, each a part, from the page cache. Two windows are being copied at a
-time, each in a stream of its own, so that the bus never waits for the host. All else (norms, tables, weights in other
-encodings) is converted by the same threads and written from ordinary memory. So only a few windows and chunks of the
-model are in the host's memory at a time, besides the page cache.
+card reads itself. Several threads fill a window at once, each a part of it, from the page cache. Two windows are copied
+to the card at a time, each in a stream of its own, so that the bus never waits for the host. The same threads convert
+everything else (norms, tables, weights in other encodings), which is then written from ordinary memory. So apart from
+the page cache, only a few windows and chunks of the model are in the host's memory at a time.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class _Section:
     """Rows of a target that come from one tensor.
 
     Attributes:
-        rows: How many.
+        rows: The number of rows.
         planes: Returns rows [begin, end) as values for each of the target's planes.
         file_rows: The rows in a file, if the first plane's are their unchanged bytes.
     """
@@ -175,7 +175,7 @@ class _Image:
         self._place()
 
     def _place(self) -> None:
-        """Give each plane its place: first those that are a file's own, then all others."""
+        """Give each plane its place: first the planes with a file's own bytes, then all others."""
         layers = (target for layer in self._layers for target in layer.values())
         head = () if self._head is None else (self._head,)
         self._targets = (self._embedding, *layers, self._norm, *head, *self._tables)
@@ -240,13 +240,13 @@ class _Image:
         )
 
     def windows(self) -> Iterator[_Window]:
-        """Yield what is copied from windows, in the image's order."""
+        """Yield the ranges that are copied from windows, in the image's order."""
         runs = sorted(self._file_runs(), key=lambda run: run[0])
         window: _Window | None = None
         for offset, rows, size in runs:
             done = 0
             while done < size:
-                # A window is full, or ends at a gap: then another one begins.
+                # If the window is full, or ends at a gap, begin another one.
                 if (
                     window is None
                     or window.size_bytes == WINDOW_BYTES
@@ -273,7 +273,7 @@ class _Image:
                 at += size
 
     def converted(self) -> Iterator[list[_Chunk]]:
-        """Yield what is converted, as lists of chunks of together at most CHUNK_BYTES, or of one."""
+        """Yield the chunks to convert, in lists of one chunk or of at most CHUNK_BYTES together."""
         chunks: list[_Chunk] = []
         size = 0
         for target in self._targets:
@@ -302,7 +302,7 @@ def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -
 
 
 def _whole_pages(image: _Image) -> int:
-    # One page more: the card's driver takes it for the streams of the copies.
+    # Add one page, which the card's driver takes for the streams of the copies.
     return (-(-image.size_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
 
 
@@ -340,7 +340,7 @@ async def load_weights(
     try:
         await loader.fill()
     except BaseException:
-        # A lost session has freed it already.
+        # A lost session has already freed it.
         with suppress(GpuLeaseError):
             await session.mem_free(buffer)
         raise
@@ -391,7 +391,7 @@ class _Readers:
         return done
 
     def close(self) -> None:
-        """End the threads, after the steps that they are in."""
+        """End the threads after their current steps."""
         self._is_closed = True
         for _ in range(READERS):
             self._steps.put(None)
@@ -404,7 +404,7 @@ class _Readers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """What the readers prepare: a window, or converted values with their places in the image."""
+    """The readers' next result: a window, or converted values with their places in the image."""
 
     done: "asyncio.Future[list[Any]]"
     window: _Window | None = None
@@ -431,7 +431,7 @@ class _Loader:
         self._image = image
         self._progress = progress
         self._readers = _Readers()
-        # What the readers prepare, the oldest first.
+        # The readers' jobs, the oldest first.
         self._ahead: deque[_Job] = deque()
         # Windows that neither the readers nor the card use.
         self._free: list[NDArray[np.uint8]] = []
@@ -441,7 +441,7 @@ class _Loader:
         self._done_bytes = 0
 
     async def fill(self) -> None:
-        """Fill the image, in order, while the readers prepare what comes next."""
+        """Fill the image, in order, while the readers prepare the next jobs."""
         works: Iterator[_Window | list[_Chunk]] = chain(self._image.converted(), self._image.windows())
         try:
             for work in works:
@@ -458,7 +458,7 @@ class _Loader:
             await self._end_copies()
 
     def close(self) -> None:
-        """End the readers, and forget what they were to prepare."""
+        """End the readers, and drop the jobs that they have not finished."""
         self._readers.close()
         for job in self._ahead:
             # After a failure, retrieve the other jobs' errors: only the first one is raised.
@@ -469,7 +469,7 @@ class _Loader:
     async def _end_copies(self) -> None:
         """Wait for the copies that a failure has left in flight, and free the streams and the windows."""
         for stream in [copy.stream for copy in self._copies] + self._streams:
-            # The failure itself is raised already. A session that is lost has nothing in flight.
+            # The failure itself has already been raised. A lost session has nothing in flight.
             with suppress(GpuLeaseError):
                 await stream.sync()
                 await stream.close()
@@ -521,7 +521,7 @@ class _Loader:
         return copy.stream
 
     def _count(self, size_bytes: int) -> None:
-        """Add `size_bytes`, which are on the card now, and report the progress."""
+        """Add `size_bytes`, which are now on the card, and report the progress."""
         self._done_bytes += size_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._image.filled_bytes)
@@ -536,7 +536,7 @@ def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str
     def tensors(*names: str) -> tuple[Tensor, ...]:
         return tuple(checkpoint.tensor(f"{at}{name}") for name in names)
 
-    # Behind attention, Gemma 3 has the outer norm by the name that other families' inner norm has.
+    # After attention, Gemma 3 has its outer norm, under the name of other families' inner norm.
     inner_norm = "pre_feedforward_layernorm.weight" if config.has_outer_norms else "post_attention_layernorm.weight"
     parts, inner = [part for part, _ in feed_forward_parts(config, layer)], ("gate", "up")
     # Experts have kernels for bf16 alone.

@@ -66,11 +66,11 @@ class LayerWeights:
         k_norm: [head_width], or None.
         output: The attention's output projection.
         inner_norm: [width].
-        gate_up: Rows of gate, then up; with experts those of each expert, one after the other.
-        down: The projection back to `width`; with experts that of each, one after the other.
-        attention_outer_norm: [width], of the attention's output; None without one.
-        inner_outer_norm: [width], of what `down` gives; None without one.
-        router: Rates the layer's experts; None if it has none.
+        gate_up: Rows of gate, then up; with experts, these rows of each expert, one expert after the other.
+        down: The projection back to `width`; with experts, that of each expert, one after the other.
+        attention_outer_norm: [width], of the attention's output; None if the model has none.
+        inner_outer_norm: [width], of the output of `down`; None if the model has none.
+        router: The linear that rates the layer's experts; None if the layer has no experts.
     """
 
     attention_norm: Plane
@@ -114,7 +114,7 @@ class ModelWeights:
     local_tables: tuple[Plane, Plane] | None = None
 
     def rotary_tables(self, layer: int) -> tuple[Plane, Plane]:
-        """Return the cosines and sines that a layer rotates by: local layers may have their own."""
+        """Return the cosines and sines with which a layer rotates: layers with a window may have their own."""
         if self.local_tables is not None and self.config.is_local(layer):
             return self.local_tables
         return self.cosines, self.sines
