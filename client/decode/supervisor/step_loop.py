@@ -266,7 +266,8 @@ class StepLoop:
                 constants["shared"] = shared.region.address // SHARED_ALIGNMENT
                 constants["shared_blocks"] = shared.blocks
         # An indexed copy gives each row its sequence's constant fields; the others are this step's.
-        rows: Rows = self._constants[plan.tables]
+        # `take` copies whole records; an index with an array copies them field by field, in twenty times the time.
+        rows: Rows = self._constants.take(plan.tables)
         rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
         rows["table"], rows["block"] = plan.tables, plan.blocks
         return rows
