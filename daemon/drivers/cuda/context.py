@@ -61,7 +61,7 @@ from gpulease.daemon.drivers.interface import (
 from gpulease.daemon.host.heap_wipe import is_heap_wiped
 
 SPIN_S: Final = 200e-6
-"""Time for which a sync spins on the card before it sleeps between two polls: most waits end within it."""
+"""Time for which a sync spins on the card before it sleeps between two polls. Most waits end within this time."""
 
 COPY_SPIN_BYTES_PER_S: Final = 10e9
 """A wait spins on a pinned copy for as long as the copy would take at this rate, which any bus exceeds: a sleep
@@ -116,9 +116,9 @@ class CudaContext:
         self._has_one_stream = True
         # All memory given to `pin` is pinned, so copies may continue after their call has returned.
         self._can_begin_copies = True
-        # A module was loaded with kernels that may have left something where a scrub can't reach it.
+        # Whether a loaded module had kernels that may have left data where a scrub can't reach it.
         self._leaves_traces = False
-        # A loaded module has kernels that call the driver's own functions.
+        # Whether a loaded module has kernels that call the driver's own functions.
         self._has_system_calls = False
         self._modules: dict[CudaModule, None] = {}
         # Bytes of modules' variables that come from another process, by address, until they are written.
@@ -131,9 +131,10 @@ class CudaContext:
         # The events behind work under a limit of time (CardProgress), once there was a limit.
         self._marks: list[Any] = []
         self._spin_s = SPIN_S
-        # Memory given to `pin`, which must outlive its registration: new memory at its address would be taken for it.
+        # Memory that was passed to `pin`. It must outlive its registration, or the driver would mistake new memory at
+        # its address for it.
         self._pinned: list[memoryview] = []
-        # Addresses given to `pin_host`.
+        # Addresses that were passed to `pin_host`.
         self._pinned_host: set[int] = set()
         # Bytes that replays of closed graphs may still read.
         self._retired: list[PinnedBytes] = []
@@ -150,10 +151,11 @@ class CudaContext:
             cuda.init()
             device = cuda.Device(0)
             context = device.make_context()
-            # Step 2: limits, before any module is loaded: the first to need these buffers makes the driver take them.
+            # Step 2: set limits before any module is loaded: the first that needs these buffers makes the driver take
+            # them.
             cuda.Context.set_limit(cuda.limit.MALLOC_HEAP_SIZE, HEAP_BYTES)
             cuda.Context.set_limit(cuda.limit.PRINTF_FIFO_SIZE, PRINT_BYTES)
-            # Step 3: what local memory will cost, from figures that never change for this card.
+            # Step 3: compute what local memory will cost, from figures that never change for this card.
             local = LocalMemory(
                 stack_bytes=cuda.Context.get_limit(cuda.limit.STACK_SIZE),
                 threads=device.multiprocessor_count * device.max_threads_per_multiprocessor,
@@ -168,7 +170,7 @@ class CudaContext:
 
         Raises DriverError if there were regions, because their addresses are never reused.
         """
-        # The CUDA context stays; only the records of the last lease go.
+        # Keep the CUDA context, and drop only the records of the last lease.
         self._refuse_regions()
         self.unpin()
         self.trim(0)
@@ -179,20 +181,20 @@ class CudaContext:
         return CudaContext(self._context, self._local, self._stream, compiled, has_chains=self._has_chains)
 
     def scrub(self) -> None:
-        """Unpin all memory, and overwrite what the driver's buffers keep.
+        """Unpin all memory, and overwrite the data that the driver's buffers keep.
 
-        Raises DriverError if something stays in the driver's pages.
+        Raises DriverError if data remains in the driver's pages.
         """
-        # Step 1: refuse what a scrub can't reach; such a context ends with its process.
+        # Step 1: refuse a context with data that a scrub can't reach. Such a context ends with its process.
         if self._leaves_traces:
             raise DriverError("a module had variables, or called functions of the driver")
         if len(self._streams) > 1:
             raise DriverError("there were other streams")
         self._refuse_regions()
-        # Step 2: nothing of the lease may still run, or be the card's to write.
+        # Step 2: make sure that nothing of the lease still runs, and that the card can't write the lease's host memory.
         self.sync()
         self.unpin()
-        # Step 3: overwrite the driver's buffers by copies of our own, then release what the copies needed.
+        # Step 3: overwrite the driver's buffers by copies of our own, then release the copies' memory.
         address = self.mem_alloc(STAGING_BYTES)
         self._call(_scrub_driver_buffers, address, self._stream)
         self.sync()
@@ -224,9 +226,9 @@ class CudaContext:
     def mem_alloc(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
         """Return a cached block or a new one, zeroed before everything that is put in any stream from now on.
 
-        The driver zeroes memory that another process had, not memory that this one had.
+        The driver zeroes memory that another process had, not memory that this process had.
         """
-        # A cached block costs no call of the driver; its old bytes are zeroed as a new block's are.
+        # A cached block needs no call of the driver; its old bytes are zeroed like a new block's.
         cached = self._blocks.reuse(size_bytes)
         address = self._new_block(size_bytes, spare_bytes, poll) if cached is None else cached
         # The memset may go into several streams; a watched context must count each.
@@ -254,7 +256,7 @@ class CudaContext:
 
     def _take(self, take: Callable[[], _Taken], size_bytes: int, spare_bytes: int, poll: Poll) -> _Taken:
         """Take memory of the card for which the cached blocks make room. Raises MemoryRefused."""
-        # First keep within the session's bound, then try; only a refusal costs the whole cache.
+        # First reduce the cache to the session's bound, then try. Only a refusal costs the whole cache.
         self.trim(spare_bytes, poll)
         try:
             return take_if_shown(take, size_bytes, self._pages.free_bytes)
@@ -277,7 +279,7 @@ class CudaContext:
         # The cache is full: wait, then free.
         self.sync(poll)
         self._blocks.cache(address)
-        # Drop half of them, so that many frees wait for the card only once.
+        # Drop half of the blocks, so that many frees wait for the card only once.
         self._drop(MAX_CACHED_BYTES // 2, MAX_CACHED_BLOCKS // 2)
 
     def mem_reuse(self, address: int, size_bytes: int, poll: Poll = keep_waiting) -> None:
@@ -308,7 +310,7 @@ class CudaContext:
             self._call(allocation.free)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """Copy pageable memory: the driver has taken the bytes when it returns ("API synchronization behavior")."""
+        """Copy pageable memory. When the driver returns, it has read the bytes ("API synchronization behavior")."""
         # `_await` waits for the card first, because `poll` can end that wait; the driver's wait can't be ended.
         self._empty(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
@@ -392,7 +394,7 @@ class CudaContext:
         self._await_copy(len(into), poll)
 
     def _await_copy(self, nbytes: int, poll: Poll) -> None:
-        # Spin while the copy must still be under way; then wait as for a kernel.
+        # Spin while the copy must still be in progress, then wait as for a kernel.
         is_done = self._stream.is_done
         until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
         while not self._call(is_done):
@@ -481,7 +483,7 @@ class CudaContext:
             data = bytearray(size)
             self._call(cuda.memcpy_dtoh, data, address)
             contents.append((address, bytes(data)))
-        # A context of an earlier version adopts what has no regions.
+        # A context of an earlier version can adopt a state without regions.
         regions = self._regions.state()
         fields = (self._slice.range, self._slice.saved(), self._blocks.live(), contents)
         packed: bytes = msgpack.packb((*fields, *([] if regions is None else [regions])))
@@ -550,7 +552,7 @@ class CudaContext:
         return event
 
     def event_wait(self, events: Sequence[DriverEvent], poll: Poll = keep_waiting) -> None:
-        """Wait for one after another; after a fault all are done, and `elapsed_ns` finds it."""
+        """Wait for one event after another. After a fault all events are done, and `elapsed_ns` reports the fault."""
         for event in events:
             self._await(event.is_done, poll)
 
@@ -572,9 +574,9 @@ class CudaContext:
         if not events:
             return []
         anchor, time_ns = self._anchor_events()
-        # Step 1: the order of the events, by their rounded distances from the anchor.
+        # Step 1: sort the events by their rounded distances from the anchor.
         distances = {event: self._between_ns(anchor, event) for event in events if isinstance(event, TimedEvent)}
-        # Step 2: from one to the next.
+        # Step 2: add up the distances from each event to the next.
         times_ns, before = dict[DriverEvent, int](), anchor
         for event in sorted(distances, key=distances.__getitem__):
             time_ns += self._between_ns(before, event)
@@ -592,7 +594,7 @@ class CudaContext:
     def _anchor_events(self) -> tuple[TimedEvent, int]:
         """Return an event, and the time on the host's monotonic clock right before it was recorded."""
         if self._anchor is None:
-            # The host's time first, so that what another process has recorded after its own anchor is not later.
+            # Read the host's time first, so that what another process has recorded after its own anchor is not later.
             event, time_ns = TimedEvent(self._call(cuda.Event)), time.monotonic_ns()
             self._call(event.event.record, self._streams[0])
             self._await(event.is_done, keep_waiting)
@@ -604,7 +606,7 @@ class CudaContext:
         return streams_bytes(count)
 
     def stream_create(self) -> int:
-        """Return a stream that was destroyed before, if there is an empty one; otherwise a new one."""
+        """Return an empty stream that was destroyed before, if there is one; otherwise a new stream."""
         # Once anything was zeroed, a new stream must be ordered after it.
         number: int = self._call(self._streams.create, has_zeroed=bool(self._launcher.state.zeroed))
         self._has_one_stream = False
@@ -631,7 +633,7 @@ class CudaContext:
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
         self._await(self._streams[stream].is_done, poll)
         self._streams.emptied(stream)
-        # The launcher counts launches of all streams: it is idle only if there is just this one.
+        # The launcher counts the launches of all streams, so it is idle only if this is the only stream.
         if self._has_one_stream:
             self._launcher.ended()
 
@@ -646,8 +648,8 @@ class CudaContext:
             self._launcher.ended()
 
     def _await(self, is_done: Callable[[], bool], poll: Poll) -> None:
-        """Wait for the card. Spin for a while, then sleep longer and longer, so that a long kernel takes no core."""
-        # State 1, up to `_spin_s`: spin, for most waits are short. State 2: sleep a sixteenth of the time so far.
+        """Wait for the card. Spin for a while, then sleep longer and longer, so that a long kernel occupies no core."""
+        # State 1, up to `_spin_s`: spin, because most waits are short. State 2: sleep a sixteenth of the time so far.
         started = time.monotonic()
         while not self._call(is_done):
             waited = time.monotonic() - started
@@ -697,7 +699,7 @@ class CudaContext:
     def _launched(
         self, kernel: Any, result: int, refused: Callable[[int], LaunchRejected | None] = lambda result: None
     ) -> None:
-        """Record a launch that was queued. Raises why it was not, in the words of `refused` where that has some."""
+        """Record a launch that was queued. If it was not, raise the reason, as `refused` words it if it can."""
         if result:
             error = self._launcher.text_of(result)
             # A launch's error is the launch's own, or the sticky error of an earlier kernel.
@@ -775,7 +777,7 @@ class CudaContext:
         self._launcher.ended()
 
     def flush_printed(self) -> None:
-        """Have the driver write it (CUDA C++ Programming Guide, "Formatted Output": cuCtxSynchronize flushes)."""
+        """Have the driver write output (CUDA C++ Programming Guide, "Formatted Output": cuCtxSynchronize flushes)."""
         self._call(cuda.Context.synchronize)
 
     def watch(self, poll: Poll) -> None:
@@ -807,7 +809,7 @@ class CudaContext:
         self.show_replayed(kernels)
 
     def show_replayed(self, kernels: Sequence[str]) -> None:
-        """Name the kernel of a graph that was queued, for the report of a fault; several have no name."""
+        """Remember the name of a queued graph's kernel, to report with a fault; "" for a graph of several kernels."""
         self._last_kernel = kernels[0] if len(kernels) == 1 else ""
 
     def retire(self, memory: PinnedBytes) -> None:
@@ -853,7 +855,7 @@ class CudaContext:
         return DriverError(str(error)) if self._is_usable() else self._lost(error)
 
     def _is_usable(self) -> bool:
-        """Return whether the context works: after a sticky error every call fails, after any other only one did."""
+        """Return whether the context works. After a sticky error every call fails; any other error fails only one."""
         # After a sticky error this call (cuStreamQuery) fails like every other.
         try:
             self._stream.is_done()

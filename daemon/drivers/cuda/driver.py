@@ -20,8 +20,8 @@ CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
 Variables"). Without it the cache is off, because one worker runs what another wrote there."""
 
 MAX_PRIVATE_BYTES: Final = 16 << 30
-"""Most private host memory of a worker. It uses 130 MiB, and what the compilation of its images takes. Stops an
-image that makes the compiler take all of the host's memory."""
+"""Most private host memory of a worker. A worker uses 130 MiB, plus the memory for compiling its images. The bound
+stops an image that makes the compiler take all of the host's memory."""
 
 _FILES: Final = (
     "/etc/ld.so.cache",
@@ -47,7 +47,8 @@ def paths_of_driver() -> SandboxNeeds:
     """Return the paths and devices that libcuda opens; libcuda must be mapped into this process."""
     cache = os.environ.get(CACHE_VARIABLE)
     return SandboxNeeds(
-        # A card's worker also reads the driver's files. A cache would let one tenant's code reach another: optional.
+        # A card's worker also reads the driver's files. A cache is optional, because it would let one tenant's code
+        # reach another tenant.
         readable=(*map(Path, _FILES), *_libraries(), *_cards()),
         devices=tuple(_devices()),
         own_process=True,
@@ -59,7 +60,7 @@ def paths_of_driver() -> SandboxNeeds:
 def _libraries() -> Iterator[Path]:
     """Yield the driver's libraries next to libcuda: the first image loads the PTX compiler, which is one of them."""
     with open("/proc/self/maps") as maps:
-        # The library's own path says where the others are; distributions differ.
+        # The library's own path shows where the others are, because distributions differ.
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcuda.so" in line}
     for folder in {Path(path).parent for path in mapped}:
         for name in _LIBRARY_NAMES:

@@ -77,7 +77,7 @@ class _Segment:
 
 
 class GraphContext(Protocol):
-    """What a graph needs of the context that replays it."""
+    """The parts of a context that its graphs use to replay."""
 
     @property
     def is_watched(self) -> bool:
@@ -102,7 +102,7 @@ class GraphContext(Protocol):
         """Record that native code, which counts it, has queued a graph of these kernels."""
 
     def retire(self, pinned: "PinnedBytes") -> None:
-        """Keep bytes that queued copies may still read until they have."""
+        """Keep bytes until the queued copies that may still read them have ended."""
 
     def failure(self, code: Any) -> Exception:
         """Return the error for a driver call that failed."""
@@ -158,7 +158,10 @@ class CudaGraph:
 
     @property
     def native(self) -> int:
-        """The CUgraphExec of the only segment; between several the lease is checked, and a watched context has none."""
+        """The CUgraphExec of the only segment; 0 for several segments, and in a watched context.
+
+        The lease is checked between segments, so several segments need `replay`.
+        """
         return int(self._segments[0].executable) if len(self._segments) == 1 and not self._context.is_watched else 0
 
     def replayed(self) -> None:
@@ -207,7 +210,7 @@ class CudaGraph:
                 before = [launch.node]
             else:
                 before = [self._add_copy(segment.graph, before, step)]
-        # Instantiation takes the card's memory, and can fail for a kernel that does not fit.
+        # Instantiation takes memory of the card, and can fail for a kernel that does not fit.
         segment.executable = self._check(api.cuGraphInstantiate(segment.graph, 0))
 
     def _add_kernel(self, graph: Any, before: list[Any], step: KernelStep) -> _KernelNode:

@@ -35,7 +35,8 @@ LOG_BYTES: Final = 64 << 10
 
 _ELF: Final = b"\x7fELF"
 _FATBINS: Final = (b"\x50\xed\x55\xba", b"\xb1\x43\x62\x46")
-"""First bytes of a fatbin, and of the wrapper that nvcc puts around one. Their images can't be measured, so refused."""
+"""First bytes of a fatbin, and of the wrapper that nvcc puts around one. Such images are refused, because their size on
+the card can't be determined."""
 
 _LINE: Final = re.compile(r"\bline (\d+)")
 
@@ -85,7 +86,7 @@ class CudaModule:
     Attributes:
         loaded: Its CUmodule.
         names: Its variables, each with whether kernels can write it.
-        has_system_calls: It calls functions of the driver's own.
+        has_system_calls: Whether it calls functions of the driver's own.
     """
 
     kernels: Mapping[str, CudaKernel]
@@ -125,14 +126,14 @@ def load_image(
     Calls `on_weighed` before the driver gets any of the image, because the driver may keep something of an image that
     it refuses.
     """
-    # Step 1: machine code, from the cache or the compiler. Step 2: its weight, and the session's consent. Only then
-    # does the driver get it.
+    # Step 1: get the machine code, from the cache or the compiler. Step 2: measure it, and have the session admit it.
+    # Only then does the driver get it.
     cubin = machine_code(image, compiled)
     weight = weigh(cubin)
     on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
     admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
-    # For compiled PTX the text can exonerate kernels that the machine code makes suspicious.
+    # For compiled PTX, the text can show that kernels need no cooperative launch although their machine code looks so.
     cooperative = weight.cooperative if image.startswith(_ELF) else confirm_by_text(text_of(image), weight.cooperative)
     listed = _list_kernels(cubin)
     # A module takes memory, so it is loaded last; a failure below unloads it.
@@ -224,7 +225,7 @@ def _opt_in(function: Any, size_bytes: int) -> bool:
 def _compile(ptx: bytes) -> bytes:
     option = api.CUjit_option
     log = bytearray(LOG_BYTES)
-    # The log is wanted for errors only; the driver cuts it at the buffer's size.
+    # The log is only for errors; the driver cuts it at the buffer's size.
     keys = [option.CU_JIT_ERROR_LOG_BUFFER, option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
     error, link = api.cuLinkCreate(len(keys), keys, [log, LOG_BYTES])
     _check(error, log)

@@ -1,10 +1,10 @@
 """A cache of the machine code that the driver compiled from PTX: compiling takes tens of milliseconds.
 
-One context, of one card, keeps the cache in its own process, and it ends with that process. An attacker who takes the
-process over could change the code only for the tenants that this process serves anyway. A context may serve several
-leases, one after another, and nothing of an earlier lease may be found there. So the code is masked with a key made
-from the PTX, and named by another hash of the PTX: only a tenant that has the PTX, byte for byte, can use the code; to
-any other it is noise.
+The cache belongs to one context, of one card, and is in the memory of that context's process. An attacker who takes
+over the process could change the code only for the tenants that this process serves anyway. A context may serve several
+leases, one after another, and a later lease must find nothing of an earlier one. So the code is masked with a key made
+from the PTX, and named by another hash of the PTX. Only a tenant that has the same PTX, byte for byte, can use the
+code; to any other tenant it is noise.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class Compiled:
         name = name_of(digest)
         masked = self._masked.get(name)
         if masked is not None:
-            # Found: the mask comes off with the same key.
+            # Remove the mask with the same key.
             self._masked.move_to_end(name)
             return bytes(_mask(masked, digest))
         code = compile_anew(ptx)

@@ -4,9 +4,9 @@ Addresses are reserved first; then memory is taken of the card in pieces, and ea
 addresses. So a piece can leave its addresses and another one take its place: that is how regions end
 (region_pages.py), and how a parkable session leaves the card and returns to the same addresses (slice_pages.py).
 
-Parking. All pieces are copied to host memory, one after another, unmapped and released. Until they return, every change
-is made to the records and to the copy: what is dropped is zeroed there, a mapping is only noted. The return takes new
-memory, maps it where the pieces were, and copies the bytes back.
+Parking. All pieces are copied to host memory, one after another, unmapped and released. Until they return, changes are
+made only to the records and to the copy: bytes that are dropped are zeroed in the copy, and mappings are only recorded.
+The return takes new memory, maps it where the pieces were, and copies the bytes back.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ class Piece:
     Attributes:
         handle: The driver's handle; None while the piece is parked.
         mappings: Address and size of each mapping, from the piece's beginning; the first one maps all of it.
-        saved_at: Where its bytes are in the host memory while it is parked.
+        saved_at: The position of its bytes in host memory while it is parked.
     """
 
     size_bytes: int
@@ -58,7 +58,7 @@ class MappedPages:
 
     Attributes:
         held_bytes: Bytes of all pieces, parked or not.
-        is_broken: Parking or returning has failed in a way that left the session neither here nor there.
+        is_broken: Whether a park or a return failed and left the session partly on the card and partly off it.
     """
 
     def __init__(self, api: Any, failure: Callable[[Any], DriverError], wait: Wait) -> None:
@@ -72,7 +72,8 @@ class MappedPages:
         # Mappings made since a return began.
         self._returning: list[tuple[int, int]] = []
         self._events: list[Any] = []
-        # What the driver is asked for each time, made once: each is an object with checked fields.
+        # The arguments of the driver's calls that never change. Make them once, because each is an object with checked
+        # fields.
         self._properties = _card_memory(api)
         self._access = [_both_ways(api)]
         self.held_bytes = 0
@@ -141,7 +142,7 @@ class MappedPages:
         return self._has_ended(self._api.cuStreamQuery(OWN_STREAM))
 
     def _has_ended(self, answer: tuple[Any]) -> bool:
-        """Return whether a query's answer says that all has ended. Raises the error that it reports."""
+        """Return whether a query's result says that everything has ended. Raises the error that it reports."""
         if answer[0] == self._api.CUresult.CUDA_ERROR_NOT_READY:
             return False
         self.check(answer)
@@ -155,7 +156,7 @@ class MappedPages:
             piece.mappings.pop()
 
     def release(self, piece: Piece) -> None:
-        """Release a piece to the card; its memory goes when no mapping is left."""
+        """Release a piece to the card. Its memory is free once no mapping is left."""
         if piece.handle is not None:
             self.check(self._api.cuMemRelease(piece.handle))
         else:
@@ -224,7 +225,7 @@ class MappedPages:
             raise
 
     def copy_back(self, poll: Poll) -> None:
-        """Copy the bytes back after `take_again`. What fails gives back what that took; everything stays parked."""
+        """Copy the bytes back after `take_again`. On a failure, release that memory; everything stays parked."""
         host = self._host
         if host is None:
             return
@@ -237,7 +238,7 @@ class MappedPages:
         self._returning.clear()
 
     def _leave_again(self) -> None:
-        """Give back what `take_again` took; the session stays parked."""
+        """Release the memory that `take_again` took; the session stays parked."""
         self.is_broken = True
         while self._returning:
             self.check(self._api.cuMemUnmap(*self._returning[-1]))
@@ -249,7 +250,7 @@ class MappedPages:
         self.is_broken = False
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Yield address and size of each run of mappings without a gap: one call allows a run."""
+        """Yield address and size of each run of mappings without a gap. One call allows access to a whole run."""
         start = end = 0
         for address, size_bytes in sorted(self._returning):
             if address != end:
@@ -261,7 +262,7 @@ class MappedPages:
             yield start, end - start
 
     def _copy(self, copy: Any, host: memoryview, ready: Callable[[int], None], poll: Poll, *, is_out: bool) -> None:
-        """Copy all pieces, step by step, each within PARK_STEP_BYTES of the host memory: they are pinned so."""
+        """Copy all pieces in steps of at most PARK_STEP_BYTES, which match the parts of host memory that are pinned."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(host))
         in_flight: deque[Any] = deque()
         try:

@@ -56,7 +56,7 @@ class Pages:
         if size_bytes > SHARING_BYTES:
             self.taken_bytes += whole_pages(size_bytes)
             return
-        # A small one shares: the first in a page takes it of the card.
+        # Small allocations share pages: the first one in a page takes the page of the card.
         for page in _pages_of(address, size_bytes):
             self._sharers[page] += 1
             if self._sharers[page] == 1:
@@ -86,7 +86,7 @@ def _pages_of(address: int, size_bytes: int) -> range:
 
 
 MAX_CACHED_BYTES: Final = 1 << 30
-"""Most bytes cached. Stops a session from holding memory that it does not use. Above this size, zeroing a block takes
+"""Most bytes cached. Keeps a session from holding memory that it does not use. Above this size, zeroing a block takes
 longer than the driver's calls."""
 
 MAX_CACHED_BLOCKS: Final = 1024
@@ -97,7 +97,7 @@ _SMALL_STEP_BYTES: Final = 512
 
 
 def block_bytes(size_bytes: int) -> int:
-    """Return the size of the block for an allocation: what the driver would take anyway, so that more sizes match."""
+    """Return the size of the block for an allocation. The driver would take this size anyway, and more sizes match."""
     if size_bytes > SHARING_BYTES:
         return whole_pages(size_bytes)
     return -(-size_bytes // _SMALL_STEP_BYTES) * _SMALL_STEP_BYTES

@@ -1,9 +1,9 @@
 """Memory that the card has and the driver refuses for a moment.
 
-A request for more memory than the card has makes the driver take all that is free before it refuses, and release it
-page by page afterwards: on a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s after such requests, and 64 MiB
-were refused (H100 and H200, driver 580.159). So a large request is made only once the card shows enough free bytes,
-and a request that was refused is repeated while the card does.
+A request for more memory than the card has makes the driver take all free memory before it refuses, and release it page
+by page afterwards. On a card of 80 GB, cuMemGetInfo showed 6 MB free for 0.1 s after such requests, and 64 MiB were
+refused (H100 and H200, driver 580.159). So a large request is made only once the card shows enough free bytes, and a
+refused request is repeated as long as the card shows enough.
 """
 
 import time
@@ -54,7 +54,7 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
 
     Args:
         take: Takes memory; raises MemoryRefused.
-        size_bytes: How much.
+        size_bytes: The size of the request.
         free_bytes: Returns the card's free bytes.
         poll: Called before each further try; may raise to end the wait.
 

@@ -10,9 +10,9 @@ its own region's zeros, or what such kernels wrote there, and the context lives.
 A piece can only be mapped whole (the driver answers CUDA_ERROR_NOT_SUPPORTED otherwise), so the rest is a multiple of
 the scratch. What remains of the region's size is a piece between the two: it is zeroed with the scratch, and stays.
 
-The regions of a parkable session lie one after another in the range that its slice has reserved (slice_pages.py), and
-so does another process's, which has the same range. Once that is used up, further regions get addresses of the driver's
-choice, and the session can't leave its process any more.
+The regions of a parkable session lie one after another in the range that its slice has reserved (slice_pages.py).
+Another process that adopts the session reserves the same range. Once the range is used up, further regions get
+addresses that the driver chooses, and the session can't leave its process any more.
 
 Mapping costs time for each piece, so the scratch grows with the region: 2 MiB under 64 MiB took 1 ms, under 8 GiB 111
 ms (H200, driver 580.159). Mapped memory takes exactly its size, in pages of 2 MiB, and no kernel on other memory waits
@@ -28,8 +28,8 @@ from gpulease.daemon.drivers.cuda.memory import whole_pages
 from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, OutOfMemory, Poll, RegionReturn
 
 MAX_RESERVED_BYTES: Final = 32 << 40
-"""Most addresses that all regions of a context take, ended ones included, in bytes. Stops a session that opens
-regions for ever from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
+"""Most addresses that all regions of a context take, ended ones included, in bytes. Stops a session that keeps
+opening regions from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
 
 AHEAD_BYTES: Final = 16 << 30
 """Addresses that are reserved at a time, in bytes: the driver needs 20 us for it, however many there are."""
@@ -39,16 +39,16 @@ MAX_CUT_BYTES: Final = AHEAD_BYTES // 4
 most a third as many addresses as the regions."""
 
 SCRATCH_PARTS: Final = 16
-"""The scratch is the region's size divided by this, rounded up to whole pages; it is mapped at most so often."""
+"""The scratch's size is the region's divided by this, rounded up to whole pages. It is mapped at most this often."""
 
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """A region's memory, and how far its end has come.
+    """A region's memory, and the progress of its end.
 
     Attributes:
         pieces: The scratch, then what remains, if anything does, then the rest, as far as they were taken.
-        is_wiped: The scratch is being zeroed, or is zero.
+        is_wiped: Whether the scratch is being zeroed, or is zero.
     """
 
     size_bytes: int
@@ -209,7 +209,7 @@ class CudaRegions:
             raise ImageMismatch(f"its regions would begin at {self._start:#x}, not {start:#x}")
         if self.reserved_bytes or not 0 < reserved_bytes <= used_bytes <= self._ahead_bytes:
             raise ImageMismatch("its regions have no room in this context")
-        # No address that was ever given out is given out again.
+        # Addresses that were ever used are not used again.
         self.reserved_bytes = reserved_bytes
         self._next_address += used_bytes
         self._ahead_bytes -= used_bytes
@@ -240,12 +240,12 @@ class CudaRegions:
             self._pages.map(scratch, region.address + offset, scratch.size_bytes)
 
     def _map(self, region: _Region) -> None:
-        """Take the memory, and only then addresses, which are used up."""
+        """Take the memory first, and then the addresses, because these can't be used again."""
         pages = self._pages
         # Step 1: memory for the scratch, what remains and the rest, separately, because the rest goes back alone.
         for size_bytes in _piece_sizes(region.size_bytes):
             region.pieces.append(pages.take(size_bytes))
-        # Step 2: addresses. They stay reserved for ever, so they are counted even if a later step fails.
+        # Step 2: addresses. They stay reserved forever, so they are counted even if a later step fails.
         region.address = self._take_addresses(region.size_bytes)
         self.reserved_bytes += region.size_bytes
         # Step 3: map the pieces one after another, and allow access to the whole.

@@ -1,9 +1,9 @@
 """The allocations of a parkable session, in pages that it maps itself, at addresses that stay while they are parked.
 
-The slice is one reserved range of addresses, and is followed by that of the session's regions (region_pages.py): one
-call reserves both. The slice takes the place of cuMemAlloc, and takes the same pages of the card (memory.py): an
-allocation of more than 1 MiB has pages of its own, smaller ones share pages of 2 MiB, and a shared page goes back with
-the last of them. The context caches freed blocks in front of this as in front of cuMemAlloc.
+The slice is one reserved range of addresses. The range of the session's regions follows it (region_pages.py), and one
+call reserves both. The slice replaces cuMemAlloc and takes the same pages of the card (memory.py): an allocation of
+more than 1 MiB has pages of its own, smaller allocations share pages of 2 MiB, and a shared page is released with the
+last allocation in it. The context caches freed blocks above this module, as it does above cuMemAlloc.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ opens regions for ever uses them up; from then on it can't leave its process. 4 
 reservation of its own would begin at a multiple of 32 MiB (H200, driver 580)."""
 
 MAX_LOOKS: Final = 16
-"""Ranges of about the right size that are looked at before a larger one is cut."""
+"""How many ranges of about the right size are examined before a larger range is cut."""
 
 _SIZES: Final = 64
 
@@ -49,7 +49,7 @@ class FreeRanges:
         self._bins: list[dict[int, None]] = [{} for _ in range(_SIZES)]
 
     def add(self, start: int, size_bytes: int) -> tuple[int, int]:
-        """Add a range; return the start and the size of the free range that it is a part of now."""
+        """Add a range; return the start and the size of the free range of which it is now part."""
         end = start + size_bytes
         if not self._is_border(start) and (before := self._starts.get(start)) is not None:
             self._remove(before)

@@ -7,7 +7,7 @@ every wait covers it.
 
 Markers. An event after each operation in a stream shows without a wait how much has ended (CUDA driver API,
 cuEventQuery). `Markers` allows fewer operations in flight than the driver does, so a launch never blocks inside the
-driver, where it would be invisible how long the previous kernel has been running. Copies and waits for other streams
+driver. If it did, nothing could see how long the previous kernel has been running. Copies and waits for other streams
 are marked too, because the time that a stream takes for them does not belong to a kernel.
 """
 
