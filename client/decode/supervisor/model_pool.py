@@ -123,7 +123,7 @@ class _PoolFeed(DecoderObserver):
         self._pool, self._model, self._opened = pool, model, opened
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Release the uses that only waited for this sequence."""
+        """Release the uses that were kept only for this sequence."""
         for ticket, use in list(self._opened.uses.items()):
             use.held.discard(report.request_id)
             if use.is_left and not use.held:
@@ -213,16 +213,16 @@ class ModelPool:
 
     @property
     def specs(self) -> Mapping[str, ModelSpec]:
-        """The models by their names, as the last reload has them."""
+        """The models by their names, as of the last reload."""
         return self._specs
 
     @property
     def decoders(self) -> dict[str, Decoder]:
-        """The decoders that are open, by the models' names; those of parked models, too."""
+        """The open decoders, by the models' names, including those of parked models."""
         return {name: opened.decoder for name, opened in self._opened.items() if opened.decoder is not None}
 
     def name_of(self, asked: str) -> str:
-        """Return the name of the model that has this alias; without one, the same text."""
+        """Return the name of the model that has this alias; the same text if no model has it."""
         if asked in self._specs:
             return asked
         return next((name for name, spec in self._specs.items() if asked in spec.aliases), asked)
@@ -262,7 +262,7 @@ class ModelPool:
     async def use(
         self, model: str, *, tenant: str, wait_s: float, on_wait: Callable[[], None] = lambda: None
     ) -> AsyncIterator[ModelUse]:
-        """Wait until a model is on the card, and keep it there until the block and what is held in it has ended.
+        """Wait until a model is on the card, and keep it there until the block and everything held in it has ended.
 
         Args:
             model: The model's name.
@@ -284,7 +284,7 @@ class ModelPool:
                 raise _error_of(refusal)
             opened = self._opened.get(model)
             if opened is None or opened.decoder is None:
-                # It has ended since it admitted the request.
+                # The decoder has ended since it admitted the request.
                 raise _error_of(Refuse(ticket, ModelRefusal.LOAD_FAILED, "EngineDecodeFailed"))
             if not opened.spec.permits(tenant):
                 # A reload has withdrawn the model from the tenant while its request waited.
@@ -313,7 +313,7 @@ class ModelPool:
     # --- the operator ---
 
     def drain(self) -> None:
-        """Refuse the requests that wait for a model, and all that come. Those in use continue."""
+        """Refuse the requests that wait for a model, and all later ones. Requests in progress continue."""
         self._apply(self.residency.drain(self._clock()))
 
     async def change(self, specs: Mapping[str, ModelSpec]) -> None:
@@ -418,7 +418,7 @@ class ModelPool:
         self._apply(self.residency.tick(self._clock()))
 
     async def _serve(self, model: str, opened: _Opened) -> None:
-        """Open a model's decoder, and close it when it is to be unloaded, or has ended."""
+        """Open a model's decoder, and close it when the model must be unloaded or the decoder has ended."""
         began, spec, is_loaded = self._clock(), opened.spec, False
         try:
             async with AsyncExitStack() as stack:
@@ -474,7 +474,7 @@ class ModelPool:
         self._apply(self.residency.unloaded(model, self._clock()))
 
     def _check_size(self, model: str, size: int) -> None:
-        """Raise ModelRejected if a model's memory is not what the pool counts for it."""
+        """Raise ModelRejected if a model's memory differs from the size that the pool counts for it."""
         counted = self.residency.models[model].terms.size_bytes
         if size > counted:
             text = f"the files of model {model} take {size:,} bytes; {counted:,} were counted when they were last read"

@@ -118,7 +118,7 @@ class PromptIntake:
         messages are.
         """
         processes = await self._started()
-        # Known to be at fault: do not spend a process on it again.
+        # The template is known to be at fault, so do not spend a process on it again.
         if is_chat and self._is_template_sound is False:
             raise _broken_template()
         try:
@@ -135,7 +135,7 @@ class PromptIntake:
 
     @property
     def replaced(self) -> int:
-        """How many processes were replaced, because a text exceeded a limit or the process ended."""
+        """The number of processes that were replaced because a text exceeded a limit or the process ended."""
         return 0 if self._processes is None else self._processes.replaced
 
     async def start(self) -> None:
@@ -147,7 +147,7 @@ class PromptIntake:
         self._is_stopped = True
         if self._starting is None:
             return
-        # A start that is cancelled ends its own processes; one that is done leaves them to `stop` below.
+        # A cancelled start ends its own processes; a completed start leaves them to `stop` below.
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
         if self._processes is not None:

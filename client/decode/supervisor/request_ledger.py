@@ -40,7 +40,7 @@ class _Loss:
         request_id: The scheduler's id of the request that ended.
         reason: Why it ended.
         is_engine_scoped: Whether the whole engine was lost, at this end or at a later one of the same outage.
-        at: When, in monotonic seconds.
+        at: The time of the end, in monotonic seconds.
     """
 
     request_id: str
@@ -187,7 +187,7 @@ class RequestLedger:
         self.deliver(outcome.ends)
 
     def _score(self, step: StepPlan, logs: Sequence[float], ranks: "_Ranks") -> None:
-        """Pass the scores of prompts' tokens on. The row of a position scores the token behind it."""
+        """Pass on the scores of prompts' tokens. The row of a position scores the token after it."""
         for sequence, first_row, count in step.chunks:
             request = sequence.request
             entry = self._entries.get(request.request_id) if request.scores_prompt else None
@@ -205,7 +205,7 @@ class RequestLedger:
 
         Args:
             events: The events.
-            is_engine_scoped: Whether ends in them are of the whole engine's loss.
+            is_engine_scoped: Whether ends among the events are caused by the loss of the whole engine.
         """
         now = time.monotonic()
         for event in events:

@@ -1,8 +1,8 @@
 """A lease, the engine on it and the tenants' regions in it, which open and close together.
 
-A decoder has one. While its load moves, or after a loss, it opens another with the same specification. The lease is
-watched: an idle decoder notices a loss and opens the next engine before the next request, and in a fleet the load can
-leave its node in time.
+A decoder has one serving engine. While its load moves to another node, or after a loss, it opens another one with the
+same specification. The lease is watched, so that an idle decoder notices a loss and opens the next engine before the
+next request, and so that in a fleet the load can leave its node in time.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ WATCH_PAUSE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSpec:
-    """What every engine of a decoder is opened with.
+    """The specification with which a decoder opens each of its engines.
 
     Attributes:
         checkpoint: The model.

@@ -98,13 +98,13 @@ class StepLoop:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Cancel the loop, and wait until it has ended. Steps under way are not waited for."""
+        """Cancel the loop, and wait until it has ended. Does not wait for steps under way."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def engine(self) -> DecodeEngine:
-        """The engine. From its loss until another one takes over, this is the lost one."""
+        """The engine. From its loss until another engine takes over, this is the lost engine."""
         return self._life.phase.engine.engine
 
     @property
@@ -291,7 +291,7 @@ class StepLoop:
     def _abort_region(self, error: RegionFailed) -> None:
         """End the sequences that use the ended region: its tenant's, or those of a shared prefix.
 
-        Raises the error if it is neither's.
+        Raises the error if the region belongs to neither.
         """
         if (name := self.regions.prefix_of(error.lease_id)) is not None:
             self.abort_prefix(name, error)

@@ -1,6 +1,6 @@
 """Moves of a tenant's keys and values: into another region, or to the host's memory and back.
 
-Meanwhile the tenant's sequences are held, and the other tenants' steps continue. The sequences keep their blocks'
+During a move the tenant's sequences are held, and the other tenants' steps continue. The sequences keep their blocks'
 numbers, and nothing is computed again. If a region ends before it is copied, its sequences are replayed, as after any
 loss.
 """
@@ -67,7 +67,7 @@ class _Saved:
 
     Attributes:
         regions: The regions of the engine that computed the blocks; another engine can't use them.
-        blocks: Their numbers within the tenant's region.
+        blocks: The blocks' numbers within the tenant's region.
         contents: [blocks, bytes of a block].
     """
 
