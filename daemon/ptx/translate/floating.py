@@ -16,7 +16,6 @@ _F64 = SCALARS["f64"]
 
 # CUDA C++ Programming Guide, "Floating-Point Standard": a single-precision operation produces this NaN, whatever NaN
 # its inputs were. The ISA does not say for double precision; the host's NaN is kept there.
-# inputs' were. Of a double one the ISA says nothing; the host's is kept.
 _CANONICAL_NAN = 0x7FFFFFFF
 
 # Masks of an f32's bits: all but the sign, and an infinity's. Magnitudes above an infinity's are NaN.

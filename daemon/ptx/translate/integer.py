@@ -293,7 +293,6 @@ def _flag(t: OperandTranslator, operation: str) -> Value:
         raise t.problem("a carry taken as a borrow is not supported")
     # A card subtracts by adding the complement and 1, so an addition finds a carry where nothing was borrowed. CUDA's
     # own division of 128-bit integers relies on it, though the ISA's text does not mention it.
-    # own division of 128-bit integers relies on it; the ISA's text has no word of it.
     return t.ir.invert(flag)
 
 
