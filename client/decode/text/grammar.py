@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
+from math import inf, lcm
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -41,6 +42,20 @@ GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
     "verbose_errors": False,
 }
 """llguidance's limits: of a grammar's compilation, of one mask, and of a grammar's states, of some 2 kB each."""
+
+MAX_WRITTEN_OUT: Final = 100_000
+"""Most characters of a grammar's regular expressions, with their repetitions written out, and of its `minLength`s.
+
+Where only one text can follow, the library computes all of it for a mask, which its limits do not bound: without this
+one, /a{1001}{1001}{1001}/ keeps a thread busy for as long as 10^9 characters take. 10^5 take some 0.1 s.
+"""
+
+MAX_REMAINDERS: Final = 100_000
+"""Largest sum, and largest common multiple, of a grammar's `multipleOf`s, without their decimal points.
+
+For each the library visits every remainder, and of those that hold at once every combination, before its limits count:
+without this one, `multipleOf` 101, 103, 107 and 109 in one `allOf` take minutes. 10^5 remainders take some 0.3 s.
+"""
 
 WHITESPACE: Final = " ?"
 """Between the parts of a JSON text: a space at most. A model that has nothing to say writes more without an end."""
@@ -73,6 +88,19 @@ _SCHEMAS: Final = frozenset({"items", "additionalItems", "additionalProperties",
 
 _ESCAPED: Final[Mapping[str, str]] = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 """Parts of a regular expression that a grammar has in another form."""
+
+_REGEX_LINE: Final = re.compile(r"^\w+: /(.*)/$", re.MULTILINE)
+_SCHEMA: Final = re.compile("%json (?={)")
+"""Where a grammar has a regular expression (`regex_rule`) and where a schema follows (`json_rule`)."""
+
+_REGEX_PART: Final = re.compile(
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|.",
+    re.DOTALL,
+)
+"""A part of a regular expression: an escape, the begin of a class, a repetition with its bounds, or a character."""
+
+_VERBOSE: Final = re.compile(r"\(\?[a-zA-Z]*x")
+"""The flag by which a regular expression has comments, in which brackets mean nothing."""
 
 MAX_SAID_CHARACTERS: Final = 300
 """Most characters of the library's own message in an error."""
@@ -143,6 +171,7 @@ def check_grammar(text: str) -> None:
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")
+    _check_work(text)
     library = _library()
     said = library.LLMatcher.validate_grammar(text, None, limits=_limits())
     if said and not said.startswith("WARNING"):
@@ -282,6 +311,95 @@ class Grammars:
         """Return the library's tokenizer: the bytes of every token, in a tree."""
         tokenizer = await self._tokenizer()
         return await asyncio.to_thread(_library_tokenizer, tokenizer, self._vocabulary, self._end_tokens)
+
+
+def _check_work(text: str) -> None:
+    """Raise GrammarRefused for a grammar whose work llguidance's own limits would not bound."""
+    written_out: float = sum(_written_out(found[1]) for found in _REGEX_LINE.finditer(text))
+    remainders, multiple = 0, 1
+    decoder = json.JSONDecoder()
+    for found in _SCHEMA.finditer(text):
+        try:
+            rest: list[Any] = [decoder.raw_decode(text, found.end())[0]]
+        except (ValueError, RecursionError):
+            # A part of a text that is no schema, or a schema that the library refuses.
+            continue
+        # All values, of whatever keyword: a `$ref` may refer to each of them.
+        while rest:
+            part = rest.pop()
+            if isinstance(part, list):
+                rest += part
+            if not isinstance(part, dict):
+                continue
+            rest += part.values()
+            expressions = [part.get("pattern")]
+            if isinstance(listed := part.get("patternProperties"), dict):
+                expressions += listed
+            written_out += sum(_written_out(one) for one in expressions if isinstance(one, str))
+            if isinstance(length := part.get("minLength"), int | float):
+                written_out += max(length, 0)
+            divisor = part.get("multipleOf")
+            # A boolean is a number to Python, and the library refuses it.
+            if isinstance(divisor, int | float) and not isinstance(divisor, bool) and 0 < abs(divisor) < inf:
+                coefficient = _coefficient(abs(divisor))
+                remainders += coefficient
+                multiple = lcm(multiple, coefficient)
+            if max(remainders, multiple) > MAX_REMAINDERS:
+                raise _refused(
+                    "the sum and the least common multiple of all multipleOf, without decimal points, must be at most "
+                    f"{MAX_REMAINDERS:,}"
+                )
+    if written_out > MAX_WRITTEN_OUT:
+        raise _refused(
+            "regular expressions with their repetitions written out, and minLength, must have at most "
+            f"{MAX_WRITTEN_OUT:,} characters in all"
+        )
+
+
+def _written_out(regex: str) -> float:
+    """Return the number of characters of a regular expression with its repetitions written out; inf beyond the limit.
+
+    The syntax is that of Rust's crate regex. An expression that is wrong has any number: the library refuses it.
+    """
+    if _VERBOSE.search(regex):
+        raise _refused("a regular expression must not have the flag x")
+    # Of the open groups, from the outermost: the characters before the group. `total` is the current group's, of which
+    # `last` are of the part that a repetition would repeat.
+    outer: list[int] = []
+    total = last = depth = 0
+    for found in _REGEX_PART.finditer(regex):
+        part = found[0]
+        if part[0] == "[":
+            depth += 1
+        elif depth:
+            # In a class, which is one character.
+            depth -= part == "]"
+        if depth:
+            last = 0
+            continue
+        if part == "(":
+            outer.append(total)
+            total = last = 0
+        elif part == ")" and outer:
+            total, last = outer.pop() + total, total
+        elif found[1] or found[2]:
+            times = found[2] or found[1]
+            if len(times.lstrip("0")) > len(str(MAX_WRITTEN_OUT)):
+                return inf
+            more = last * (max(int(times), 1) - 1)
+            total, last = total + more, last + more
+        elif part not in "*+?":
+            total, last = total + 1, 1
+        if total > MAX_WRITTEN_OUT:
+            return inf
+    return total + sum(outer)
+
+
+def _coefficient(divisor: float) -> int:
+    """Return a divisor's digits as an integer, without its decimal point."""
+    if isinstance(divisor, int) or divisor.is_integer():
+        return int(divisor)
+    return int(repr(divisor).split("e")[0].replace(".", ""))
 
 
 def _library_tokenizer(tokenizer: "Tokenizer", vocabulary: int, end_tokens: list[int]) -> Any:

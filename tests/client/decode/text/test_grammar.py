@@ -115,6 +115,69 @@ def test_regular_expressions_that_can_t_be_followed_are_refused(regex: str) -> N
         check_grammar(f"start: {regex_rule(regex)}")
 
 
+NESTED: dict[str, Any] = {"$ref": "#/$defs/n"}
+EXPLODING = [
+    f"start: {regex_rule('a{1001}{1001}{1001}')}",
+    f"start: {regex_rule('(?:(a{1,300}){300}|b){2}')}",
+    f"start: {regex_rule('a{100001,}')}",
+    f"start: {regex_rule('a{9' + '9' * 5000 + '}')}",
+    f"start: {regex_rule('([]{}]{1001}x[[:alpha:](]{3}){100}')}",
+    f"start: {regex_rule('(a{60000}|b{60000})')}",
+    f"start: {regex_rule('(?x)#[' + chr(10) + 'a{1001}{1001}')}",
+    f'start: called | answer\ncalled: "a"\nanswer: {regex_rule("a{1001}{1001}")}',
+    json_grammar({"pattern": "^a{1001}{1001}$"}),
+    json_grammar({"$ref": "#/examples/0", "examples": [{"type": "string", "pattern": "a{1001}{1001}"}]}),
+    json_grammar({"patternProperties": {"^a{1001}{1001}$": {}}}),
+    json_grammar({"prefixItems": [{"pattern": "a{30000}b"}, {"pattern": "a{40000}b"}, {"pattern": "a{40000}c"}]}),
+    json_grammar({"type": "string", "minLength": 10**6, "pattern": "^a*$"}),
+    json_grammar({"type": "integer", "multipleOf": 1_000_003}),
+    # The library takes a divisor's absolute value.
+    json_grammar({"type": "integer", "multipleOf": -1_000_003}),
+    json_grammar({"type": "number", "multipleOf": 1.000003}),
+    json_grammar({"allOf": [{"type": "integer", "multipleOf": divisor} for divisor in (101, 103, 107, 109)]}),
+    json_grammar({"prefixItems": [{"type": "integer", "multipleOf": 86400, "maximum": n} for n in (10**9, 10**10)]}),
+    json_grammar({"enum": [f"entry {number}" for number in range(10_000)]}),
+    f"start: {regex_rule('(?=a{9})b')}",
+]
+BOUNDED = [
+    f"start: {regex_rule('[0-9]{1,300}')}",
+    f"start: {regex_rule(r'([[:word:]]{1,64} ){1,50}')}",
+    f"start: {regex_rule(r'(?P<x>[^]{}]{2,1000}){3}|[a-f0-9]{8}(-[a-f0-9]{4}){3}-[a-f0-9]{12}')}",
+    f"start: {regex_rule(r'([0-9]{1,3}[.]){3}[0-9]{1,3}')}",
+    f"start: {regex_rule(r'(.|b)*a{0}(a|b){30}')}",
+    f"start: {regex_rule(r'[^{](a|){100}|.{1,90000}')}",
+    f"start: {regex_rule(chr(92) + 'p{L}{1,1000}' + chr(92) + 'u{1F600}?')}",
+    json_grammar({"type": "string", "minLength": 1000, "maxLength": 10**9}),
+    json_grammar({"type": "array", "minItems": 10**6, "items": {"type": "array", "maxItems": 10**9}}),
+    json_grammar({"enum": [f"entry {number}" for number in range(3000)]}),
+    json_grammar({"$defs": {"n": {"properties": {"a": NESTED, "b": {"items": NESTED}}}}} | NESTED),
+    json_grammar({"properties": {name: {"type": "number", "multipleOf": 0.01} for name in ("a", "b", "c")}}),
+    json_grammar({"type": "integer", "multipleOf": 86400, "minimum": 3, "maximum": 10**17 - 1}),
+    json_grammar({"type": "integer", "multipleOf": 10**4}),
+]
+
+
+@pytest.mark.parametrize("grammar", EXPLODING, ids=range(len(EXPLODING)))
+def test_grammars_whose_work_the_library_does_not_bound_are_refused(grammar: str) -> None:
+    with pytest.raises(GrammarRefused):
+        check_grammar(grammar)
+
+
+@pytest.mark.parametrize("grammar", BOUNDED, ids=range(len(BOUNDED)))
+def test_sensible_grammars_are_taken_and_have_a_first_mask_within_the_limits(grammar: str) -> None:
+    async def part(grammars: Grammars) -> None:
+        check_grammar(grammar)
+        assert (await grammars.compile("ann", grammar)).mask.any()
+
+    played(part)
+
+
+@pytest.mark.parametrize("divisor", ["x", True])
+def test_a_divisor_that_is_wrong_is_refused_as_the_library_says(divisor: object) -> None:
+    with pytest.raises(GrammarRefused, match="failed to compile JSON schema"):
+        check_grammar(json_grammar({"type": "integer", "multipleOf": divisor}))
+
+
 def test_a_grammar_that_needs_too_much_work_fails_alone_wherever_that_shows() -> None:
     async def part(grammars: Grammars) -> None:
         failed = asyncio.get_running_loop().create_future()
