@@ -77,8 +77,9 @@ class RegionBlocks:
         """
         parent = keys[-1] if keys else self._root
         if salt and not keys:
-            # JSON's strings may have unpaired surrogates.
-            parent = blake2b(parent + salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
+            # JSON's strings may have unpaired surrogates. Hashed apart from blocks: a salt may have a block's bytes.
+            said = parent + salt.encode(errors="surrogatepass")
+            parent = blake2b(said, digest_size=KEY_BYTES, person=b"salt").digest()
         for index in range(len(keys), count):
             block = _TOKENS.pack(*tokens[index * PAGE : (index + 1) * PAGE])
             parent = blake2b(parent + block, digest_size=KEY_BYTES).digest()

@@ -190,6 +190,14 @@ def test_a_chain_s_keys_depend_on_all_tokens_before_and_on_the_generation() -> N
     assert last[3] != same[3]
 
 
+def test_a_salt_with_the_bytes_of_a_block_is_none() -> None:
+    """Otherwise a salted prompt would take, and give, blocks of a prompt that has one more block before it."""
+    region, keys, salted = RegionBlocks(1), list[bytes](), list[bytes]()
+    region.extend_keys(keys, [*range(PAGE), *[7] * PAGE], 2)
+    region.extend_keys(salted, [7] * PAGE, 1, b"".join(token.to_bytes(4, "little") for token in range(PAGE)).decode())
+    assert not {*keys} & {*salted}
+
+
 def test_a_full_region_has_no_block_to_give() -> None:
     region = RegionBlocks(1)
     assert region.take() == 0
