@@ -10,6 +10,7 @@ import sys
 from typing import Any, Final, Self
 
 from gpulease.client.decode.decode_errors import ModelRejected, TextProcessesFailed
+from gpulease.client.decode.held_hangups import hangups_held
 from gpulease.client.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unpacked
 
 MODULE: Final = "gpulease.client.decode.text.text_fork_server"
@@ -92,14 +93,15 @@ class ForkServer:
         again = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
             # Popen returns after exec, which is too short to block the loop noticeably.
-            process = subprocess.Popen(  # noqa: ASYNC220
-                # -P: the current folder must not provide modules of the program.
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(again)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), again),
-                env=os.environ | _ENVIRONMENT,
-            )
+            with hangups_held():
+                process = subprocess.Popen(  # noqa: ASYNC220
+                    # -P: the current folder must not provide modules of the program.
+                    [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(again)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), again),
+                    env=os.environ | _ENVIRONMENT,
+                )
         except BaseException:
             ours.close()
             raise

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from gpulease.client.decode.held_hangups import hangups_held
 from gpulease.client.decode.openai.completion_intake import Submitted, reply_to_error
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
@@ -313,9 +314,10 @@ class _Front:
             # A new program, not a fork: this process has threads, a lease and an event loop.
             command = (sys.executable, "-P", "-m", "gpulease.client.decode.openai.fronts.front_process")
             descriptors = theirs.fileno(), self._sock.fileno()
-            self._process = await asyncio.create_subprocess_exec(
-                *command, *map(str, descriptors), stdin=asyncio.subprocess.DEVNULL, pass_fds=descriptors
-            )
+            with hangups_held():
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, *map(str, descriptors), stdin=asyncio.subprocess.DEVNULL, pass_fds=descriptors
+                )
         ours.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
 
