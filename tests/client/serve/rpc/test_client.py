@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gpulease.client import Disconnected, InvalidRequest
 from gpulease.client.serve.rpc import Answer, CallFailed, CallTimedOut, RpcClient
+from gpulease.client.serve.rpc import client as client_module
 from gpulease.client.serve.rpc.shared import MappedCall
 from gpulease.protocol.rpc import MAX_PAYLOAD_BYTES, SHARED_BYTES, CallErrorCode, CallHeader, CallStatus, greeting
 from helpers.rpc_rig import ECHO, FAIL, HUGE, IN_TIME, NEVER, RAISE, SLOW, TIME_LEFT, RpcRig, scripted_server
@@ -132,6 +133,24 @@ def test_threads_take_turns(client: RpcClient) -> None:
 
 
 # --- servers that are not there, or go ---
+
+
+def test_a_last_attempt_without_time_does_not_hide_what_the_server_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[str] = []
+
+    def connected(path: str, until: float) -> Any:
+        attempts.append(path)
+        if len(attempts) == 1:
+            raise client_module._NotReceived(Disconnected("rpc: accepts no more"))
+        time.sleep(max(0.0, until - time.monotonic()))
+        raise client_module._NotReceived(Disconnected("rpc: timed out"), has_no_time=True)
+
+    monkeypatch.setattr(client_module, "_connected", connected)
+    with RpcClient(f"unix:{tmp_path / 's'}") as client, pytest.raises(Disconnected, match="accepts no more"):
+        client.call(ECHO, b"", timeout_s=1)
+    assert len(attempts) == 2
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
