@@ -77,7 +77,7 @@ def _structured_outputs(name: str, value: Any, is_chat: bool) -> AnswerForm | No
     if not isinstance(value, dict):
         raise invalid(f"{name} = {quoted(value)}; send an object", name)
     check_parameters(value, STRUCTURED_OUTPUTS, is_chat=is_chat, where=f"{name}.")
-    forms = {key: read for key, read in _OUTPUTS.items() if value.get(key) not in (None, False)}
+    forms = {key: read for key, read in _OUTPUTS.items() if (one := value.get(key)) is not None and one is not False}
     if len(forms) != 1:
         raise invalid(f"{name} must have exactly one of {', '.join(_OUTPUTS)}", name)
     ((key, read),) = forms.items()

@@ -167,7 +167,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     stops = _stops(said.get("stop"))
     _flag(said, "parallel_tool_calls")
     if form is not None or tools:
-        _check_ends(said, stops, form)
+        _check_ends(said, stops, form, has_tools=bool(tools))
     return CompletionRequest(
         is_chat=is_chat,
         model=_text(said, "model"),
@@ -254,14 +254,14 @@ def _tool(number: int, tool: Any) -> Tool:
     return Tool(name, parameters)
 
 
-def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], form: AnswerForm | None) -> None:
+def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], form: AnswerForm | None, *, has_tools: bool) -> None:
     """Refuse parameters that could end an answer in the middle of its form, or continue it after that has ended.
 
     `stop` may end an answer by a regular expression: that is what a caller means who sends both, as vLLM's examples do.
     """
     what = "tools" if form is None else form.parameter
     for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos"):
-        if name == "stop" and form is not None and form.regex is not None and not said.get("tools"):
+        if name == "stop" and form is not None and form.regex is not None and not has_tools:
             continue
         if stops if name == "stop" else said.get(name):
             raise invalid(f"{name} can't be combined with {what}: the answer must end where its form does", name)

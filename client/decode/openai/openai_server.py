@@ -237,7 +237,7 @@ class OpenAiFace:
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
         """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
-        reply = _Reply(send, _request_id(request))
+        reply = _Reply(send, request_id_of(request))
         await _served(self._source.log, reply, self._serve(request, reply, is_chat=is_chat))
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
@@ -348,7 +348,7 @@ class _Models:
         return self._reply_for(request, describe)
 
     def _reply_for(self, request: Request, describe: Callable[[str], dict[str, Any]]) -> Response:
-        headers = {"X-Request-Id": _request_id(request)}
+        headers = {"X-Request-Id": request_id_of(request)}
         try:
             return Response(json.dumps(describe(tenant_of(self._keys, request))), 200, headers, JSON)
         except ApiError as error:
@@ -406,7 +406,7 @@ class _Texts:
     ) -> Response:
         """Reply with what `done` returns for the model that the body names: the request's, unless one is given."""
         # The same id as in the log.
-        tenant, request_id = "", _request_id(request)
+        tenant, request_id = "", request_id_of(request)
         headers = {"X-Request-Id": request_id}
         try:
             tenant = tenant_of(self._keys, request)
@@ -435,7 +435,7 @@ class _EngineEndpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        reply = _Reply(send, _request_id(request))
+        reply = _Reply(send, request_id_of(request))
         await _served(self._models.log, reply, self._serve(request, reply))
 
     @abstractmethod
@@ -711,7 +711,7 @@ async def _ended_with(generations: Sequence[Generation], receive: Receive) -> As
         await asyncio.gather(watching, return_exceptions=True)
 
 
-def _request_id(request: Request) -> str:
+def request_id_of(request: Request) -> str:
     """Return the caller's X-Request-Id if it has the accepted form, otherwise a new id."""
     given = request.headers.get("X-Request-Id", "")
     return given if SANE_ID.fullmatch(given) else secrets.token_hex(12)
@@ -725,7 +725,7 @@ def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None) -> Res
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     text = f"{request.method} {quoted(request.scope['path'])} is not served here"
-    headers = {"X-Request-Id": _request_id(request)}
+    headers = {"X-Request-Id": request_id_of(request)}
     if status == 404:
         return refusal_of(ApiError(status, "not_found", f"{text}."), headers)
     # Starlette knows the methods of the path (RFC 9110, 15.5.6: the reply must have them).
@@ -739,7 +739,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     # Starlette raises the error again behind the reply, so the log has its traceback.
     text = "The server failed; its log says more."
-    return refusal_of(ApiError(FAILED, "internal_error", text), {"X-Request-Id": _request_id(request)})
+    return refusal_of(ApiError(FAILED, "internal_error", text), {"X-Request-Id": request_id_of(request)})
 
 
 ERROR_REPLIES: Final = {404: _not_found, 405: _not_found, 500: _failed}

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.openai.api_errors import OVERLOADED, RETRY_AFTER_S, ApiError
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
-from gpulease.client.decode.openai.openai_server import refusal_of
+from gpulease.client.decode.openai.openai_server import refusal_of, request_id_of
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 from gpulease.client.http.problems import Problem, RequestRefused
 
@@ -38,14 +38,16 @@ class InnerProxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the request over a connection of its own, and pass the reply on as it comes."""
+        request = Request(scope, receive)
         try:
-            body = await read_body(Request(scope, receive), MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
+            body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
             reader, writer = await asyncio.open_unix_connection(self._path)
         except (RequestRefused, OSError) as error:
             problem = error.problem if isinstance(error, RequestRefused) else STOPPING
             # The body may still be arriving, so this connection can't carry another request.
             refused = ApiError(problem.status, problem.code, problem.detail, None, problem.retry_after_s)
-            await refusal_of(refused, {"Connection": "close"})(scope, receive, send)
+            headers = {"Connection": "close", "X-Request-Id": request_id_of(request)}
+            await refusal_of(refused, headers)(scope, receive, send)
             return
         try:
             # A stream, such as that of the page's events, lasts until either side ends it.
