@@ -42,7 +42,7 @@ def prctl(option: int, *arguments: int | bytes) -> int:
     result: int = _LIBC.prctl(option, *values)
     if result < 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
     return result
 
 

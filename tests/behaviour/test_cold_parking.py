@@ -545,6 +545,8 @@ def test_the_end_of_a_cold_lease(node: Daemon, end: str) -> None:
             session.sync()
             chill(node.address, lease)
             break
+    else:
+        raise AssertionError("the lease ended before it was cold")
     if end == "revoked":
         ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "maintenance"), node.address)
     if end in ("revoked", "expired"):

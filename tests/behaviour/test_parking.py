@@ -204,6 +204,8 @@ def test_the_end_of_a_parked_lease_gives_the_hosts_memory_back(node: Daemon, end
             buffer = Filled(session, 6)
             lease.park()
             break
+    else:
+        raise AssertionError("the lease ended before it was parked")
     if end == "revoked":
         revoke(node.address, lease)
     elif end == "dropped":

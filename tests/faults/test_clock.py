@@ -77,6 +77,8 @@ def test_a_clock_that_is_set(
                 ending = GpuSession(ends)
                 kept = start_endless(ending)
                 break
+        else:
+            raise AssertionError("the lease ended before its kernel ran")
         clock.set(off)
         shown = lease.issue(Permission.MEM_READ, guest, 30).expires_at_unix_secs
         assert abs(shown - 30 - time.time() - off.total_seconds()) < LATE_S, "what is shown is the new clock's"
@@ -150,6 +152,8 @@ def test_a_clock_that_is_set_under_remote_sessions(
                 with suppress(OSError, AssertionError):
                     eve = stack.enter_context(pki.peer(daemon.tls_address, pki.short_lived("eve", short_s)).hello())
                     break
+            else:
+                raise AssertionError("the certificate expired before its bearer was greeted")
             clock.set(timedelta(hours=-26))
             check_main_job(session)
             eve.sock.settimeout(LATE_S + short_s)
