@@ -44,6 +44,7 @@ from gpulease.client.decode.decode_requests import (
     SamplingParameters,
     SchedulerEvent,
     SharedPrefix,
+    StepTokens,
     TenantConfig,
 )
 from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine
@@ -97,6 +98,7 @@ __all__ = [
     "SharedPrefix",
     "StepLimits",
     "StepReport",
+    "StepTokens",
     "TenantConfig",
     "TextNotRead",
     "TextProcessesFailed",

@@ -351,7 +351,7 @@ class SchedulerEvent:
         retry_after_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTokens:
     """The tokens that a step emitted, as columns. Iterating makes a `SchedulerEvent.Token` of each.
 
@@ -376,7 +376,7 @@ class StepTokens:
         return map(SchedulerEvent.Token, self.requests, self.tokens, self.positions, self.rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutcome:
     """What an answered step changed.
 

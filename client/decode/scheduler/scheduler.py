@@ -56,6 +56,9 @@ forever."""
 _REQUEST: Final = attrgetter("request")
 _TABLE: Final = attrgetter("table")
 
+_ONE: Final = np.array(1)
+"""numpy adds an array in half the time of a number."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
@@ -177,9 +180,11 @@ class ContinuousBatchScheduler:
         self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
         self._columns = SequenceColumns(settings.max_sequences)
-        # Tokens that end a sequence of some request; only those are compared with each sequence's own.
+        # How many live requests have each token as an end, besides the model, and which have any: only those are
+        # compared with each sequence's own.
+        self._ends = Counter[int]()
         self._may_end = np.zeros(settings.vocabulary, bool)
-        self._note_ends(settings.end_tokens)
+        self._note_ends(settings.end_tokens, 1)
         # Tenants with prompts to compute, as an ordered set.
         self._prefilling: dict[TenantState, None] = {}
         # Free rows of the block tables, the highest first, so that `pop` returns the lowest.
@@ -235,10 +240,13 @@ class ContinuousBatchScheduler:
         ends = frozenset() if sampling.ignores_end else self.settings.end_tokens
         return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
 
-    def _note_ends(self, tokens: Iterable[int]) -> None:
+    def _note_ends(self, tokens: Iterable[int], change: int) -> None:
         for token in tokens:
             if token < self.settings.vocabulary:
-                self._may_end[token] = True
+                self._ends[token] += change
+                self._may_end[token] = self._ends[token]
+                if not self._ends[token]:
+                    del self._ends[token]
 
     # --- Tenants and requests come and go. ---
 
@@ -353,7 +361,7 @@ class ContinuousBatchScheduler:
             if sequence.next_position == sequence.prompt:
                 self._leave_prefill(sequence)
                 if sequence.next_position <= sequence.last:
-                    sequence.begin_decoding()
+                    sequence.set_block(sequence.next_position)
                     self._decoding.append(sequence)
         step.events = events
         if self._guided:
@@ -402,7 +410,7 @@ class ContinuousBatchScheduler:
         # All sequences get their tokens at once; those with something else to do are looked at one by one below.
         columns, tables, new = self._columns, step.tables[rows], found[rows]
         places = columns.known[tables]
-        columns.known[tables] = places + 1
+        columns.known[tables] = places + _ONE
         columns.newest[tables] = new
         tokens: list[int] = new.tolist()
         for sequence, token in zip(sampled, tokens, strict=True):
@@ -696,7 +704,7 @@ class ContinuousBatchScheduler:
                 self.end_tokens(request.sampling),
                 self._columns,
             )
-            self._note_ends(request.sampling.stop_token_ids)
+            self._note_ends(request.sampling.stop_token_ids, 1)
             sequence.prefix = prefix
             if prefix:
                 # A replay is the same request, and saves the tokens once more.
@@ -934,25 +942,29 @@ class ContinuousBatchScheduler:
             self._decoding = self._decoding[max_rows:] + chosen
         else:
             self._decoding = chosen.copy()
-        # The rows of all sequences at once: numpy fills the step's columns from those of the sequences.
+        # The rows of all sequences at once: numpy copies the step's columns from those of the sequences. With few
+        # sequences each call counts, so there is one copy, and no `any`, which is a call of Python code.
         rows, columns = len(chosen), self._columns
-        step = StepPlan(self._step_number, chosen)
-        tables, positions, sources = step.tables, step.positions, step.sources
-        tables[:] = np.fromiter(map(_TABLE, chosen), np.int64, rows)
-        positions[:], sources[:] = columns.next_position[tables], columns.row[tables]
+        copied = columns.planned.take(np.fromiter(map(_TABLE, chosen), np.int64, rows), axis=1)
+        positions, tokens, sources, blocks, tables, known, turns_at = copied
         # A row that is computed again after a failed step has a known token. Otherwise the step before is still
         # computing the token, and the kernel takes it from that step's row, on the card.
-        is_known = positions < columns.known[tables]
-        if is_known.any():
-            step.tokens[is_known], sources[is_known] = columns.newest[tables[is_known]], NO_ROW
-        for row in (positions % PAGE == 0).nonzero()[0].tolist():
-            columns.block[tables[row]] = chosen[row].blocks[positions[row] // PAGE]
-        step.blocks[:] = columns.block[tables]
-        columns.row[tables], columns.next_position[tables] = np.arange(rows), positions + 1
+        is_known = positions < known
+        if np.count_nonzero(is_known):
+            tokens *= is_known
+            sources[is_known] = NO_ROW
+        else:
+            tokens.fill(0)
+        columns.row[tables], columns.next_position[tables] = np.arange(rows), positions + _ONE
+        is_any_last = False
+        for row in (positions >= turns_at).nonzero()[0].tolist():
+            sequence, position = chosen[row], int(positions[row])
+            blocks[row] = sequence.set_block(position)
+            is_any_last |= position == sequence.last
         # Sequences with their last possible row leave the list now; whether they end earlier, `take_results` decides.
-        if (positions == columns.last[tables]).any():
+        if is_any_last:
             self._decoding = [sequence for sequence in self._decoding if sequence.next_position <= sequence.last]
-        return step
+        return StepPlan(self._step_number, chosen, copied[:5])
 
     # --- Ends. ---
 
@@ -967,6 +979,7 @@ class ContinuousBatchScheduler:
             step.has_ended = True
         del self._live[request.request_id], tenant.live[request.request_id]
         self._guided -= request.has_guidance
+        self._note_ends(request.sampling.stop_token_ids, -1)
         # Blocks of a lost region do not come back: `bind` starts with new ones.
         if (region := tenant.blocks).size:
             if tenant.reuses:
@@ -1003,7 +1016,7 @@ class ContinuousBatchScheduler:
         again = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
         decoding = [sequence for sequence in again if sequence.next_position >= sequence.prompt]
         for sequence in decoding:
-            sequence.begin_decoding()
+            sequence.set_block(sequence.next_position)
         self._decoding = [sequence for sequence in self._decoding if sequence not in again]
         for sequence in again:
             tenant = sequence.tenant

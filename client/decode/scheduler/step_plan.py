@@ -54,15 +54,15 @@ class StepPlan:
         "sequences",
     )
 
-    def __init__(self, number: int, decoding: list[LiveSequence]) -> None:
-        """Begin with a row for each of these sequences: the caller fills its columns, which are zero, in place."""
+    def __init__(self, number: int, decoding: list[LiveSequence], columns: NDArray[np.int64]) -> None:
+        """Begin with a row for each of these sequences, with these columns [5, rows]."""
         self.number, self.decode_rows = number, len(decoding)
         self.sampled, self.sequences = decoding, decoding.copy()
         self.chunks: list[tuple[LiveSequence, int, int]] = []
         self.joined: list[LiveSequence] = []
         self.events: list[AnyEvent] = []
         self.is_guided = self.is_void = self.has_ended = False
-        self._columns = np.zeros((5, len(decoding)), np.int64)
+        self._columns = columns
         # Columns of prompts' rows, which are appended to the others when those are next read.
         self._prompts: tuple[list[int], ...] = ()
         # The rows that yield the first tokens of prompts.

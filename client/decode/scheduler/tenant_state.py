@@ -45,16 +45,20 @@ class SequenceColumns:
     writes them.
 
     Attributes:
-        next_position, row, acts_at, last: As of `LiveSequence`.
+        planned: What a plan reads, in one array: the columns of a `StepPlan` in its order, `known` and `turns_at`.
+        next_position, row, acts_at: As of `LiveSequence`.
         known: The number of its tokens.
         newest: The last one of them.
         block: The block of the last position that a step has a row for, while it decodes.
+        turns_at: The first position at which a row is its last one, or is in another block.
     """
 
     def __init__(self, tables: int) -> None:
         """Begin with zeros: a sequence sets its values when it is admitted."""
-        columns: NDArray[np.int64] = np.zeros((7, tables), np.int64)
-        self.next_position, self.row, self.acts_at, self.last, self.known, self.newest, self.block = columns
+        self.planned: NDArray[np.int64] = np.zeros((7, tables), np.int64)
+        self.next_position, self.newest, self.row, self.block, own, self.known, self.turns_at = self.planned
+        own[:] = np.arange(tables)
+        self.acts_at: NDArray[np.int64] = np.zeros(tables, np.int64)
 
 
 class LiveSequence:
@@ -127,7 +131,7 @@ class LiveSequence:
         # `next_position` moves when a row is planned, `filled` when its step is answered: the two differ by what is
         # under way.
         self._columns = columns
-        columns.known[table], columns.newest[table], columns.last[table] = self.prompt, self.tokens[-1], self.last
+        columns.known[table], columns.newest[table] = self.prompt, self.tokens[-1]
         self.filled = self.next_position = 0
         self.row = NO_ROW
         self.keys: list[bytes] = []
@@ -164,9 +168,12 @@ class LiveSequence:
     def set_acts_at(self) -> None:
         self._columns.acts_at[self.table] = min(len(self.blocks) * PAGE - 1, self.last + 1)
 
-    def begin_decoding(self) -> None:
-        """Set the block of `next_position`; later ones are set as the positions come to them."""
-        self._columns.block[self.table] = self.blocks[self.next_position // PAGE]
+    def set_block(self, position: int) -> int:
+        """Set and return the block of a position, where its next row is while it decodes."""
+        index = position // PAGE
+        self._columns.block[self.table] = block = self.blocks[index]
+        self._columns.turns_at[self.table] = min((index + 1) * PAGE, self.last)
+        return block
 
     @property
     def length(self) -> int:

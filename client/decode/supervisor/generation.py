@@ -60,6 +60,7 @@ class Generation:
 
     # Every step reads and changes these of a thousand generations: they are to lie close together.
     __slots__ = (
+        "__weakref__",
         "_cancel",
         "_emitted",
         "_on_change",

@@ -155,11 +155,11 @@ class RequestLedger:
             else:
                 entry.gpu_s += row_s * (count - 1)
         # For all rows at once, because a numpy call per token would be slow.
-        logs = log_probabilities(results)
+        logs = log_probabilities(results).tolist()
         entries, now = self._entries, time.monotonic()
         ranks = None if ranked is None else _Ranks(results, ranked)
         if ranks is not None:
-            self._score(step, logs.tolist(), ranks)
+            self._score(step, logs, ranks)
         if normed is not None:
             for sequence, first_row, count in step.chunks:
                 entry = self._entries.get(sequence.request.request_id) if sequence.request.pooling else None
@@ -167,8 +167,9 @@ class RequestLedger:
                     rows = normed[first_row : first_row + count]
                     entry.generation.pool(int(step.positions[first_row]), rows)
         tokens = outcome.tokens
+        its_logs = map(logs.__getitem__, tokens.rows)
         for request, token, position, row, log in zip(
-            tokens.requests, tokens.tokens, tokens.positions, tokens.rows, logs[tokens.rows].tolist(), strict=True
+            tokens.requests, tokens.tokens, tokens.positions, tokens.rows, its_logs, strict=True
         ):
             if (entry := entries.get(request.request_id)) is None:
                 continue

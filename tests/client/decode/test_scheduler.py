@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RebindLimited, RequestRejected
-from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest, SchedulerEvent, TenantConfig
+from gpulease.client.decode.decode_requests import (
+    AnyEvent,
+    PromptRequest,
+    SamplingParameters,
+    SchedulerEvent,
+    TenantConfig,
+)
 from gpulease.client.decode.row_records import NO_ROW
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.scheduler.step_plan import StepPlan
@@ -824,3 +830,15 @@ def test_nobody_makes_room_for_a_tenant_that_is_no_heavier_or_where_preemption_i
     scheduler = crowded(weight, preempts=preempts)
     assert ends(scheduler.submit(prompt_request("b", "r", 3, 6), 0.0)) == [("r", "PoolExhausted")]
     assert set(scheduler.tenants["a"].live) == {"old", "young"}
+
+
+def test_tokens_that_end_requests_are_compared_only_while_one_of_them_lives() -> None:
+    scheduler = ContinuousBatchScheduler(LIMITS, [TenantConfig("a", 4, 64)])
+    model = scheduler._may_end.tolist()
+    for name in ("first", "second"):
+        sampling = SamplingParameters(stop_token_ids=(3, 3, 5, VOCABULARY))
+        scheduler.submit(PromptRequest("a", name, (1, 1), sampling, 2), 0.0)
+    scheduler.cancel("first")
+    assert scheduler._may_end[[3, 5]].all()
+    scheduler.cancel("second")
+    assert scheduler._may_end.tolist() == model
