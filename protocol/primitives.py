@@ -36,7 +36,8 @@ class Plain:
     """An encoding with only `struct`: construct takes 5 to 20 times as long.
 
     Both functions raise one of NOT_PLAIN for input that the construct might refuse. A read may end beyond the payload's
-    end, so the caller compares the offset. Otherwise it accepts the same input as the construct, with the same result.
+    end, so the caller compares the offset. Apart from that, it accepts what the construct
+    accepts, with the same result.
 
     Attributes:
         read: Takes a payload and the value's offset; returns the value and the offset after it.
@@ -58,7 +59,6 @@ _U128_BYTES: Final = 16
 
 def plain_of(subcon: Any) -> Plain:
     """Return the plain form of an encoding of this module."""
-    # Construct's own integers have no attribute for a plain form; every other encoding here was given one.
     # Three kinds: construct's integers, which have a format for struct; the one integer that struct has no letter for;
     # and what this module made, which has its form with it.
     if isinstance(subcon, c.FormatField):

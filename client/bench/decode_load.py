@@ -176,18 +176,18 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def offer_load(client: DecodeClient, keys: Sequence[str], load: "RequestLoad") -> list[RequestOutcome]:
-    """Send a load's requests as they arrive, each with a random key.
+    """Send each request of a load at its scheduled arrival time, with a random key.
 
-    Returns their outcomes after the last one's end.
+    Returns the requests' outcomes after the end of the last one.
     """
     chance, began, found = random.Random(load.seed), time.monotonic(), list[RequestOutcome]()
     running = set[asyncio.Task[None]]()
     for number, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
-        # Wait until its time, however many requests are still open: arrivals don't depend on the server.
+        # Wait for the arrival time, however many requests are still open: arrivals don't depend on the server.
         await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
         outcome = RequestOutcome(chance.randrange(len(keys)), time.monotonic())
         found.append(outcome)
-        # Beyond this, the client would run out of descriptors: count it as not sent.
+        # With more open requests the client would run out of descriptors: count this one as not sent.
         if len(running) >= MAX_OPEN:
             outcome.error, outcome.ended_at = "not sent", outcome.sent_at
             continue

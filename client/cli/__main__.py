@@ -61,7 +61,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # click's group suggests commands that were imported already.
+        # click would suggest only commands that are imported already, so suggest from all of them here.
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from gpulease.protocol.did_you_mean import did_you_mean
 

@@ -49,7 +49,7 @@ _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
 @click.option(
     "--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="Memory on the card, in MiB."
 )
-@click.option("--secs", default=60.0, show_default=True, help="The time limit.")
+@click.option("--secs", default=60.0, show_default=True, help="Longest duration of the lease, in seconds.")
 def submit(
     kernel: str,
     image: Path,
@@ -61,7 +61,7 @@ def submit(
     secs: float,
 ) -> None:
     """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write its outputs."""
-    # The session's part of the lease is as small as possible: the job has the rest.
+    # The session stays unused, so its part of the lease is as small as possible. The job's memory comes in addition.
     builder = GpuBuilder().min_vram(SESSION_BYTES).submits(room << 20).lease_secs(secs)
     with builder.acquire() as lease:
         submission = lease.submit(kernel, image.read_bytes()).grid(_numbers(grid, "--grid"))

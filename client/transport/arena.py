@@ -46,7 +46,7 @@ class Arena:
     def _allocate(self, nbytes: int) -> Any:
         # First return the pieces of arrays that were dropped since the last call.
         self._take_back()
-        # Use multiples of the alignment, so that every free piece begins at one as well.
+        # Round up to the alignment, so that every free piece starts aligned.
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         # First fit: pieces are few, and freed ones merge with their neighbours.
         for at, free in enumerate(self._sizes):
@@ -63,7 +63,7 @@ class Arena:
         return None
 
     def offset_of(self, view: memoryview) -> int | None:
-        """Offset in the arena of a contiguous view's bytes; None if they are elsewhere, or read-only.
+        """Return the offset in the arena of a contiguous view's bytes; None if they lie elsewhere or are read-only.
 
         Raises TypeError or ValueError if the bytes are not contiguous.
         """
@@ -79,7 +79,7 @@ class Arena:
 
     def _take_back(self) -> None:
         while self._dropped:
-            # Insert the piece by its place, so that its neighbours are next to it.
+            # Keep the free pieces sorted by offset, so that adjacent ones can be merged.
             start, size = self._dropped.popleft()
             at = bisect_left(self._starts, start)
             self._starts.insert(at, start)

@@ -19,13 +19,13 @@ from gpulease.client.decode.kernels import triton_source
 
 TARGETS: Final = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90a": GPUTarget("cuda", 90, 32)}
 """sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver run. sm_90a has wgmma, which
-only cards of compute capability 9.0 run, with the same bits as mma."""
+only cards of compute capability 9.0 run. Its results are bit-identical to those of mma."""
 
 PTX_VERSION: Final = 88
 """PTX ISA 8.8, which drivers of CUDA 12.9 and later accept."""
 
 HEAD_WIDTHS: Final = (32, 64, 80, 96, 128, 256)
-"""Widths of attention heads that have kernels."""
+"""Dimensions of attention heads for which kernels are compiled."""
 
 HEADS: Final = 16
 """The most query heads per key head: the rows of one matrix instruction."""
@@ -49,11 +49,12 @@ PROMPT_TILES: Final = {
     128: (32, 4, 3, None),
     256: (32, 8, 2, None),
 }
-"""By the width of heads, for tiles of a prompt's rows: query heads of a tile, those of all its rows; warps; stages;
-registers. The positions read at once are those of ATTEND_TILES, which decide the bits."""
+"""By the width of heads, for tiles of a prompt's rows: lanes of a tile, which are its rows times the query heads per
+key head; warps; stages; registers. The positions read at once, which determine the rounding, are those of
+ATTEND_TILES."""
 
 ROPE_HEADS: Final = 8
-"""Heads that one program rotates: the most that still leave enough programs for a step of one row."""
+"""Heads that one program rotates. With more, a step of one row would have too few programs to fill the GPU."""
 
 SPLIT: Final = 128
 """Positions of a sequence in one part of its attention."""

@@ -15,7 +15,7 @@ from gpulease.client.decode.text.tokenizer import Tokenizer
 from gpulease.client.texts import quoted
 
 MAX_PIECE_CHARACTERS: Final = 256
-"""Longest SentencePiece piece for which merges are derived. Trying all cuts of longer ones would take too long."""
+"""Longest SentencePiece piece for which merges are derived. Trying all splits of longer ones would take too long."""
 
 UNKNOWN: Final = 2
 USER_DEFINED: Final = 4
@@ -25,13 +25,21 @@ LLAMA_3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-"""The pattern by which Llama 3 splits a text into words, from its tokenizer.json. Qwen 2 splits digits singly."""
+"""The pattern by which Llama 3 splits a text into words, from its tokenizer.json."""
 
 QWEN_2: Final = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+"""The same of Qwen 2, where each digit is a word."""
 
 
 def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
-    """Build the tokenizer that a file's metadata describes. Raises ModelRejected."""
+    """Build the tokenizer that a file's metadata describes.
+
+    Args:
+        said: The metadata.
+        begin_token: Id of the token that begins each prompt; None without one.
+
+    Raises ModelRejected if a key is missing, malformed or not supported.
+    """
     kind = said.text(f"{AT}model")
     # The two kinds of vocabularies that the supported families have.
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
@@ -53,7 +61,7 @@ def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
     kind = said.text(f"{AT}pre")
     merges = []
     for text in _texts(said, "merges"):
-        # A merge is two texts with a space between them; letters of GPT-2 contain no space.
+        # A merge is two texts with a space between them; GPT-2's letters for bytes contain no space.
         left, _, right = text.partition(" ")
         if not left or not right:
             raise ModelRejected(

@@ -49,7 +49,7 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 silent."""
 
 HELLO_TIMEOUT_S: Final = 5.0
-"""Time from the end of the handshake to HELLO. Stops the same peers."""
+"""Time from the end of the handshake to HELLO. Stops peers that complete the handshake and then stay silent."""
 
 STALL_TIMEOUT_S: Final = 5.0
 """Time from the first byte of a frame to its last, and for a peer to read a whole answer."""
@@ -58,11 +58,11 @@ IDLE_TIMEOUT_S: Final = 30.0
 """Time without a request. A tenant sends one request and disconnects."""
 
 REQUESTS_PER_TURN: Final = 4
-"""Requests of one connection that are served in a row, if they take less than a quantum."""
+"""Requests of one connection that are served in a row, unless they use up its quantum of time."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
-"""Unread answer bytes above which the directory reads nothing more from the peer. It passes that much of a longer
-answer to the kernel or to TLS at a time; the rest stays in the listing's own buffer, which all its readers share."""
+"""Unread answer bytes above which the directory reads nothing more from the peer. It sends a longer
+answer in chunks of this size, from one buffer that all readers of the same listing share."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which nearly every request fits."""

@@ -169,7 +169,7 @@ class _LogTarget(CommitTarget[Draft]):
         before = log.link
         # Step 2: the START or RESUME record, if one is due, then the records of the group that are not in the log yet.
         drafts = [*([] if self._opening is None else [self._opening]), *group[self._written :]]
-        # Step 3: append. If it fails, `attempted` has the chain's ends with which the next try compares the file.
+        # Step 3: append. If it fails, the next try compares the file's end with `attempted`.
         try:
             log.append(drafts, time.monotonic_ns() // NS_PER_US)
         finally:
@@ -183,14 +183,14 @@ class _LogTarget(CommitTarget[Draft]):
         self._opening, self._attempted, self._written = None, [], 0
 
     def after_commit(self) -> None:
-        # Reported here and not where it happened: a full queue means that the disk is slow, and log lines would add to
-        # that.
+        # Dropped records are reported here, not when they are dropped: a full queue means that the disk is slow, and
+        # log lines would make it slower.
         if self._queue.dropped > self._logged_dropped:
             log_event(LogEvent.AUDIT_DROPPED, count=self._queue.dropped)
             self._logged_dropped = self._queue.dropped
         if (log := self._log) is None:
             return
-        # The `prune` record is durable before its file goes: a crash in between leaves a file too many, never a gap.
+        # The `prune` record is durable before its file is deleted: a crash in between leaves an extra file, not a gap.
         while (superfluous := log.superfluous()) is not None:
             path, data = superfluous
             log.append([draft_of(RecordKind.PRUNE, data)], time.monotonic_ns() // NS_PER_US)
@@ -220,7 +220,7 @@ class _LogTarget(CommitTarget[Draft]):
     def close(self) -> None:
         if self._log is None:
             return
-        # The log itself is durable. A head that can't be synced is only older than it could be.
+        # The log itself is durable. A head that can't be synced is out of date, but valid.
         try:
             self._log.sync_head()
         except OSError as error:
