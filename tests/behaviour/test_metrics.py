@@ -154,12 +154,14 @@ def test_what_a_person_types(daemon: Daemon, gpulease: Callable[..., Result]) ->
 
 @pytest.mark.exhaustive
 def test_a_new_broker_goes_on_from_where_sessions_are(lasting: LastingDaemon) -> None:
+    # Earlier tests may have used this daemon.
+    before = sum(Scrape(lasting.now).of_tenant("copy"))
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
         buffer = session.mem_alloc(4096)
         for _ in range(50):
             session.mem_write(buffer, 0, bytes(16))
         session.sync()
-        assert Scrape(lasting.now).of_tenant("copy") == [50]
+        assert sum(Scrape(lasting.now).of_tenant("copy")) - before == 50
         lasting.restart()
         session.mem_write(buffer, 0, bytes(16))
         session.sync()
