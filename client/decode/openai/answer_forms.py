@@ -6,7 +6,7 @@ OpenAI's API has `response_format`. vLLM has `structured_outputs`, before that `
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from gpulease.client.decode.openai.api_errors import invalid
@@ -83,10 +83,12 @@ def _structured_outputs(name: str, value: Any, is_chat: bool) -> AnswerForm | No
     ((key, read),) = forms.items()
     form = read(f"{name}.{key}", value[key], is_chat)
     # The error's parameter is one of the body's.
-    return None if form is None else AnswerForm(name, form.schema, form.regex, form.choices)
+    return None if form is None else replace(form, parameter=name)
 
 
 def _json(name: str, value: Any, _: bool) -> AnswerForm | None:
+    if value is None:
+        return None
     schema = value
     if isinstance(value, str):
         # vLLM takes a schema also as a text.
@@ -94,11 +96,9 @@ def _json(name: str, value: Any, _: bool) -> AnswerForm | None:
             schema = json.loads(value)
         except (ValueError, RecursionError):
             schema = None
-        if not isinstance(schema, dict):
-            raise invalid(f"{name} must be a JSON Schema, an object or its text, not {quoted(value)}", _body(name))
-    if schema is not None and not isinstance(schema, dict):
+    if not isinstance(schema, dict):
         raise invalid(f"{name} must be a JSON Schema, an object or its text, not {quoted(value)}", _body(name))
-    return None if schema is None else AnswerForm(name, schema)
+    return AnswerForm(name, schema)
 
 
 def _json_object(name: str, value: Any, _: bool) -> AnswerForm | None:
