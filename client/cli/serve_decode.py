@@ -124,7 +124,7 @@ async def _serve(
 ) -> None:
     """Open the decoder, and serve until a signal; the lease ends with this call. `path` is the settings' file."""
     from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
-    from gpulease.client.decode.openai.openai_server import make_openai_application
+    from gpulease.client.decode.openai.openai_server import make_openai_application, refuse
     from gpulease.client.decode.page.decode_page import DecodePage
     from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
     from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
@@ -209,7 +209,7 @@ async def _serve(
             servers[0].should_exit = True
 
         async with _going_on(stop_with_decoder()):
-            await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append)
+            await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append, refuse=refuse)
         # If the decoder ended by itself, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
 

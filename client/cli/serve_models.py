@@ -44,7 +44,7 @@ async def serve_models(
     """
     from gpulease.client.decode.openai.fronts.front_messages import Welcome
     from gpulease.client.decode.openai.fronts.front_server import fronts
-    from gpulease.client.decode.openai.openai_server import make_pool_application
+    from gpulease.client.decode.openai.openai_server import make_pool_application, refuse
     from gpulease.client.decode.openai.pool_metrics import PoolMetrics
     from gpulease.client.decode.openai.served_models import ManyModels
     from gpulease.client.decode.page.decode_page import DecodePage
@@ -105,7 +105,7 @@ async def serve_models(
         tasks.start(drain_with_server())
         stack.callback(reloading.close)
         reloading.begin(pool_reload(pool, path, settings))
-        await serve_within(app, sock, known=known, stop_s=stop_s, began=servers.append)
+        await serve_within(app, sock, known=known, stop_s=stop_s, began=servers.append, refuse=refuse)
         # Streams that fronts have open would otherwise wait for models until their own limit.
         pool.drain()
 

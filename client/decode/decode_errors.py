@@ -69,7 +69,15 @@ class NoModelLoaded(DecodeError):
 
 
 class RequestRejected(DecodeError):
-    """A prompt or its sampling is invalid: empty, outside of the vocabulary, too long for the context, and so on."""
+    """A prompt or its sampling is invalid: empty, outside of the vocabulary, too long for the context, and so on.
+
+    Attributes:
+        parameter: The name of the parameter of `/v1/completions` that is wrong; "" if that is not known.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, parameter: str = "") -> None:
+        super().__init__(message, hint)
+        self.parameter = parameter
 
 
 class UnknownModel(RequestRejected):

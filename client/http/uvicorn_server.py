@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import ipaddress
-import json
 import logging
 import signal
 import socket
@@ -15,10 +14,12 @@ from typing import Any, Final
 import h11
 import uvicorn
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.http.problems import MEDIA_TYPE, Problem
+from gpulease.client.http.application import problem_response
+from gpulease.client.http.problems import Problem
 from gpulease.client.http.unix_path import BACKLOG, bound_to_path, keep_path, remove_path
 from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
 from gpulease.protocol.http_origin import (
@@ -32,8 +33,12 @@ from gpulease.protocol.http_origin import (
 )
 
 MAX_CONNECTIONS: Final = 512
-"""Most connections at the same time; uvicorn answers a further one with 503. Without a limit, a peer could use up all
+"""Most connections at the same time; requests over further ones get 503. Without a limit, a peer could use up all
 descriptors of the process."""
+
+FULL: Final = Problem(
+    503, "too_many_connections", "The server has too many connections. Send the request again.", retry_after_s=1.0
+)
 
 MAX_HEAD_BYTES: Final = 16 << 10
 """Most bytes of a request's line and headers, for a peer that never ends them."""
@@ -187,38 +192,49 @@ class KeepingServer(uvicorn.Server):
 
 
 class GuardedApp:
-    """An ASGI application behind the checks of `protocol.http_origin`.
+    """An ASGI application behind the checks of `protocol.http_origin`, and behind a limit of connections.
 
-    They refuse requests of other sites' pages in a browser on this host (CSRF, DNS rebinding).
+    The checks refuse requests of other sites' pages in a browser on this host (CSRF, DNS rebinding).
 
     Args:
         app: The application that answers requests which pass.
         known: The host names that the server answers to.
+        is_full: Returns whether the server has too many connections.
+        refuse: Makes the reply to a request that does not pass.
     """
 
-    def __init__(self, app: Any, known: KnownHosts) -> None:
-        self._app, self._known = app, known
+    def __init__(self, app: Any, known: KnownHosts, is_full: Callable[[], bool], refuse: "Refuse") -> None:
+        self._app, self._known, self._is_full, self._refuse = app, known, is_full, refuse
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            # Requests that change something are checked more strictly than those that only read.
-            is_act = scope["method"] not in READING
-            # Before the application sees the request, whatever its path is.
-            refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
-            if refused is not None:
-                await _send_refusal(send, *refused)
-                return
+        if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
+            await self._refuse(scope, problem)(scope, receive, send)
+            return
         # If the peer disconnects while the application reads its body, no reply is possible.
         with suppress(ClientDisconnect):
             await self._app(scope, receive, send)
 
+    def _problem(self, scope: Any) -> Problem | None:
+        if self._is_full():
+            return FULL
+        # Requests that change something are checked more strictly than those that only read.
+        is_act = scope["method"] not in READING
+        # Before the application sees the request, whatever its path is.
+        refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
+        if refused is None:
+            return None
+        status, text = refused
+        return Problem(status, {400: "invalid_request", MISDIRECTED: "unknown_host"}.get(status, "foreign_page"), text)
 
-async def _send_refusal(send: Any, status: int, text: str) -> None:
-    code = {400: "invalid_request", MISDIRECTED: "unknown_host"}.get(status, "foreign_page")
-    body = json.dumps(Problem(status, code, text).body("")).encode()
-    head = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body})
+
+Refuse = Callable[[Any, Problem], Response]
+"""Makes the reply to a request that the guard refuses, from its ASGI scope. It must close the connection, because the
+request's body was not read."""
+
+
+def refuse_as_problem(_: Any, problem: Problem) -> Response:
+    """Return the reply to a refused request as a problem (RFC 9457)."""
+    return problem_response(problem, is_body_unread=True)
 
 
 def known_hosts(sock: socket.socket, host_names: Iterable[str], origins: Iterable[str] = ()) -> KnownHosts:
@@ -256,6 +272,7 @@ async def serve_within(
     stop_s: float,
     began: Callable[[uvicorn.Server], None] = lambda _: None,
     keeps_path: bool = True,
+    refuse: Refuse = refuse_as_problem,
 ) -> None:
     """Serve like `serve`, but in the running event loop.
 
@@ -267,13 +284,14 @@ async def serve_within(
         began: Called with the server, which stops when its `should_exit` is set.
         keeps_path: Whether to recreate the file of a Unix socket after it was removed. Only one of several processes
             that accept from one socket may do that.
+        refuse: Makes the reply to a request that is refused before the application sees it.
     """
     log_to_stderr()
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     # No access log, no websockets and no header that names the server; limits are those of this module.
     config = uvicorn.Config(
-        GuardedApp(app, known),
+        GuardedApp(app, known, lambda: len(server.server_state.connections) >= MAX_CONNECTIONS, refuse),
         http=TimelyProtocol,
         loop="asyncio",
         ws="none",
@@ -281,7 +299,6 @@ async def serve_within(
         access_log=False,
         log_config=None,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(stop_s),

@@ -29,7 +29,7 @@ from gpulease.client.decode.decode_errors import (
     UnknownModel,
 )
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.http.problems import RequestRefused
+from gpulease.client.http.problems import Problem, RequestRefused
 
 EXTENSION: Final = "gpulease"
 """The member of replies that OpenAI's API does not have. It contains `replays`, and `seed` if the server chose it; in a
@@ -201,21 +201,26 @@ def _over_limit(limit: int, detail: str, param: str, reduced: str) -> ApiError:
     return ApiError(400, ADMISSION_REPLIES[AdmissionReason.TOO_LARGE].code, text, param)
 
 
+def error_of_problem(problem: Problem) -> ApiError:
+    """Return the error in OpenAI's shape for a problem of the HTTP server."""
+    return ApiError(problem.status, problem.code, problem.detail, None, problem.retry_after_s)
+
+
 def api_error_of(error: Exception) -> ApiError | None:
     """Return the reply for an error of the HTTP server or of the decoder; None for an unexpected error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefused):
         # From reading the body: too large or too slow.
-        problem = error.problem
-        return ApiError(problem.status, problem.code, problem.detail, None, problem.retry_after_s)
+        return error_of_problem(error.problem)
     # A bug: the caller gets a generic 500, and the log has the traceback.
     if not isinstance(error, GpuLeaseError):
         return None
     reply = reply_to(error)
     # Errors that know when room comes say so; for others a short wait is as good as any.
     again_s = getattr(error, "retry_after_s", None) or RETRY_AFTER_S
-    return ApiError(reply.status, reply.code, reply.message or str(error), None, again_s if reply.is_retried else None)
+    param = (error.parameter or None) if isinstance(error, RequestRejected) else None
+    return ApiError(reply.status, reply.code, reply.message or str(error), param, again_s if reply.is_retried else None)
 
 
 def reply_to(error: GpuLeaseError) -> ReplyTo:

@@ -45,6 +45,7 @@ from gpulease.client.decode.openai.api_errors import (
     FAILED,
     OVERLOADED,
     ApiError,
+    error_of_problem,
 )
 from gpulease.client.decode.openai.api_keys import ApiKeys
 from gpulease.client.decode.openai.completion_intake import (
@@ -68,6 +69,8 @@ from gpulease.client.decode.supervisor.model_pool import ModelPool, unknown_mode
 from gpulease.client.http.application import BODY_LIMIT_S, JSON, disconnected, read_body
 from gpulease.client.http.event_stream import COMMENT, json_event, named_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
+from gpulease.client.http.problems import Problem
+from gpulease.client.http.uvicorn_server import refuse_as_problem
 from gpulease.client.texts import quoted
 
 T = TypeVar("T")
@@ -720,6 +723,15 @@ def request_id_of(request: Request) -> str:
 def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     """Return the reply to an error, with further headers."""
     return Response(json.dumps(error.body()), error.status, {**error.headers(), **(headers or {})}, JSON)
+
+
+def refuse(scope: Scope, problem: Problem) -> Response:
+    """Return the reply to a request that is refused before the application sees it, in the form that its path has."""
+    # The operator's page reads problems; all other paths are for clients of OpenAI's API.
+    if scope["path"] == "/" or scope["path"].startswith("/page/"):
+        return refuse_as_problem(scope, problem)
+    headers = {"Connection": "close", "X-Request-Id": request_id_of(Request(scope))}
+    return refusal_of(error_of_problem(problem), headers)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -218,6 +219,17 @@ def _read_to_the_end(path: Path, sent: bytes, answer_s: float = 0.0) -> bytes:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(_talk_to(Starlette(routes=[Route("/", answer)]), talk, f"unix:{path}"))
     return got
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_request_over_one_connection_too_many_is_refused_as_a_problem(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvicorn_server, "MAX_CONNECTIONS", 1)
+    head, _, body = _read_to_the_end(path, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in head.lower()
+    assert json.loads(body)["code"] == "too_many_connections"
 
 
 async def _talk_to(

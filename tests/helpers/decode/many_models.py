@@ -14,7 +14,7 @@ from gpulease.client.decode import TINY_MODEL, DecoderSettings, TenantConfig, op
 from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
 from gpulease.client.decode.openai.fronts.front_messages import Welcome
 from gpulease.client.decode.openai.fronts.front_server import fronts
-from gpulease.client.decode.openai.openai_server import make_pool_application
+from gpulease.client.decode.openai.openai_server import make_pool_application, refuse
 from gpulease.client.decode.openai.pool_metrics import PoolMetrics
 from gpulease.client.decode.openai.served_models import ManyModels
 from gpulease.client.decode.page.decode_page import DecodePage
@@ -131,7 +131,7 @@ def pool_rig(
                 if http_processes:
                     welcome = Welcome("", keys.digests, (), (), 5.0)
                     sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
-                await serve_within(app, sock, known=known, stop_s=5, began=began)
+                await serve_within(app, sock, known=known, stop_s=5, began=began, refuse=refuse)
 
     with served_in_thread(run, stop_limit_s=100):
         yield rigs[0]

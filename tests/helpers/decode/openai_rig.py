@@ -16,7 +16,7 @@ from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
 from gpulease.client.decode.openai.completion_intake import DecoderSource
 from gpulease.client.decode.openai.fronts.front_messages import Welcome
 from gpulease.client.decode.openai.fronts.front_server import fronts
-from gpulease.client.decode.openai.openai_server import make_openai_application
+from gpulease.client.decode.openai.openai_server import make_openai_application, refuse
 from gpulease.client.decode.openai.served_models import OneModel
 from gpulease.client.http.uvicorn_server import known_hosts, listening, serve_within
 from helpers.daemon import Daemon
@@ -107,7 +107,7 @@ def openai_rig(
                         models = OneModel(decoder, source, str(model))
                         welcome = Welcome(str(model), keys.digests, (), tuple(cors), float(stop_s))
                         sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
-                    await serve_within(app, sock, known=known, stop_s=stop_s, began=began)
+                    await serve_within(app, sock, known=known, stop_s=stop_s, began=began, refuse=refuse)
 
     with served_in_thread(run, stop_limit_s=60):
         yield rigs[0]

@@ -25,7 +25,13 @@ from gpulease.client.decode.openai.fronts.front_messages import (
 )
 from gpulease.client.decode.openai.fronts.front_source import FrontSource
 from gpulease.client.decode.openai.fronts.inner_proxy import InnerProxy
-from gpulease.client.decode.openai.openai_server import ERROR_REPLIES, OpenAiFace, browsers_of, completion_routes
+from gpulease.client.decode.openai.openai_server import (
+    ERROR_REPLIES,
+    OpenAiFace,
+    browsers_of,
+    completion_routes,
+    refuse,
+)
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
 
 if TYPE_CHECKING:
@@ -84,7 +90,9 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
 
     receiving = asyncio.create_task(receive())
     known = known_hosts(listening, welcome.host_names, welcome.cors_origins)
-    await serve_within(app, listening, known=known, stop_s=welcome.stop_s, began=on_begin, keeps_path=False)
+    await serve_within(
+        app, listening, known=known, stop_s=welcome.stop_s, began=on_begin, keeps_path=False, refuse=refuse
+    )
     # The streams are over. The task must not see the end of the connection, which would be a failure.
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from gpulease.client.decode.first_ended import first_ended
-from gpulease.client.decode.openai.api_errors import OVERLOADED, RETRY_AFTER_S, ApiError
+from gpulease.client.decode.openai.api_errors import OVERLOADED, RETRY_AFTER_S, error_of_problem
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
 from gpulease.client.decode.openai.openai_server import refusal_of, request_id_of
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
@@ -45,9 +45,8 @@ class InnerProxy:
         except (RequestRefused, OSError) as error:
             problem = error.problem if isinstance(error, RequestRefused) else STOPPING
             # The body may still be arriving, so this connection can't carry another request.
-            refused = ApiError(problem.status, problem.code, problem.detail, None, problem.retry_after_s)
             headers = {"Connection": "close", "X-Request-Id": request_id_of(request)}
-            await refusal_of(refused, headers)(scope, receive, send)
+            await refusal_of(error_of_problem(problem), headers)(scope, receive, send)
             return
         try:
             # A stream, such as that of the page's events, lasts until either side ends it.

@@ -1,14 +1,18 @@
 """What operators and other servers' clients call besides completions: health, version, tokens, and browsers' checks."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 import gpulease
+import gpulease.client.decode
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
 
+FEATURES = Path(gpulease.client.decode.__path__[0]) / "openai/features.md"
 PAGE = "https://chat.example"
 ALIAS = "org/tiny-1B"
 PROMPT = "Changed in version"
@@ -101,3 +105,35 @@ def test_pages_of_the_given_origins_alone_may_call(http: httpx.Client) -> None:
     assert "Access-Control-Allow-Origin" not in refused.headers
     listed = http.get("/v1/models", headers={"Origin": PAGE})
     assert listed.headers["Access-Control-Allow-Origin"] == PAGE
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Host": "rebound.example"}, 421, "unknown_host"),
+        ({"Origin": "https://other.example"}, 403, "foreign_page"),
+        ({"Host": "a b"}, 421, "unknown_host"),
+    ],
+)
+def test_a_request_that_no_handler_sees_is_refused_in_its_path_s_form(
+    http: httpx.Client, headers: dict[str, str], status: int, code: str
+) -> None:
+    for path in ("/v1/completions", "/v1/embeddings", "/nowhere"):
+        refused = http.post(path, json={}, headers=headers | {"X-Request-Id": "r1"})
+        assert (refused.status_code, refused.headers["Content-Type"]) == (status, "application/json")
+        error = refused.json()["error"]
+        assert (error["code"], error["type"], error["param"]) == (code, "invalid_request_error", None)
+        assert (refused.headers["X-Request-Id"], refused.headers["Connection"]) == ("r1", "close")
+    # The operator's page shows a problem's detail.
+    refused = http.delete("/page/tenants/ann/region", headers=headers)
+    assert (refused.status_code, refused.headers["Content-Type"]) == (status, "application/problem+json")
+    assert (refused.json()["code"], bool(refused.json()["detail"])) == (code, True)
+
+
+def test_endpoints_that_the_table_of_features_says_there_are_not_are_not_found(http: httpx.Client) -> None:
+    rows = [line for line in FEATURES.read_text().splitlines() if line.endswith("| no | |")]
+    paths = [path for row in rows for path in re.findall(r"`(/[^`]+)`", row)]
+    assert len(paths) > 8
+    for path in paths:
+        refused = http.post(path, json={})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found"), path
