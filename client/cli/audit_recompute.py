@@ -14,9 +14,9 @@ from gpulease.client.console.private_daemon import private_daemon, running_addre
 from gpulease.client.decode import Checkpoint, Decoder, DecoderSettings, SamplingParameters, open_model
 from gpulease.client.decode.model_config import LongScaling, ModelConfig
 from gpulease.client.decode.sample_models import TINY_MODEL
-from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest, bias_digest
+from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeRecord, TokenDigest, digests_of
 from gpulease.client.decode.supervisor.decoder import DEFAULT_TENANT
-from gpulease.client.decode.text.grammar import grammar_digest, grammar_library
+from gpulease.client.decode.text.grammar import grammar_library
 
 EXIT_OUTPUT_DIFFERS: Final = EXIT_FAILED
 EXIT_PROMPT_DIFFERS: Final = 3
@@ -59,7 +59,7 @@ def recompute(
 
     Uses the running daemon; without one, a private one on the embedded driver, which needs no GPU.
 
-    Exit status: 0 the output is equal, 1 it differs, 3 the prompt, the logit_bias or the grammar differs, 4 the model
+    Exit status: 0 the output is equal, 1 it differs, 3 the prompt, a list of tokens or the grammar differs, 4 the model
     differs, 5 the kernels or the grammar's library differ, 65 RECORD was not written by a decoder.
     """
     said = _record_of(record.read(MAX_RECORD_BYTES))
@@ -67,20 +67,26 @@ def recompute(
     checkpoint = open_model(path or TINY_MODEL)
     if (prompt_file is None) is (request_file is None):
         raise click.UsageError("give either --prompt or --request")
-    biases = () if bias_file is None else _biases_of(bias_file.read(MAX_PROMPT_BYTES))
-    grammar = ""
+    asked = SamplingParameters()
+    if bias_file is not None:
+        asked = replace(asked, logit_bias=_biases_of(bias_file.read(MAX_PROMPT_BYTES)))
     if prompt_file is not None:
         prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
     else:
         assert request_file is not None
         prompts, asked = _request_of(request_file.read(MAX_PROMPT_BYTES), checkpoint)
-        biases, grammar = asked.logit_bias, asked.grammar
         # Of several prompts, each has a record of its own.
         prompt = next((one for one in prompts if TokenDigest.of(one) == said.prompt), prompts[0])
     # Compare what was given before computing: a different prompt, model or kernel explains any different output.
-    digests = bias_digest(biases) if biases else "", grammar_digest(grammar) if grammar else ""
-    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), *digests)
-    given = replace(said.sampling, logit_bias=biases, grammar=grammar)
+    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), asked)
+    # The record has all else.
+    given = replace(
+        said.sampling,
+        logit_bias=asked.logit_bias,
+        grammar=asked.grammar,
+        allowed_token_ids=asked.allowed_token_ids,
+        bad_words=asked.bad_words,
+    )
     found = TokenDigest.of([])
     # A request that ended without output needs no computing, and so no daemon.
     if said.output.count:
@@ -123,13 +129,14 @@ def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], S
     # Imported late: it needs the extras `decode` and `serve`.
     from gpulease.client.decode.openai.api_errors import ApiError
     from gpulease.client.decode.openai.completion_request import parse_request
-    from gpulease.client.decode.openai.prompt_job import read_prompts, with_grammar
+    from gpulease.client.decode.openai.prompt_job import read_prompts, with_grammar, with_tokens
     from gpulease.client.decode.text.prompt_reader import PromptReader
 
     reader = PromptReader(checkpoint.tokenizer(), checkpoint.config.context)
     try:
         # The body itself shows which endpoint it was for. Seeds are the record's.
-        asked = with_grammar(reader, parse_request(data, is_chat=b'"messages"' in data, fresh_seed=0))
+        asked = parse_request(data, is_chat=b'"messages"' in data, fresh_seed=0)
+        asked = with_tokens(reader, with_grammar(reader, asked))
     except ApiError as error:
         raise click.UsageError(f"the request must be one that the server took: {error.message}") from None
     return read_prompts(reader, asked), asked.sampling
@@ -143,15 +150,17 @@ def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
         raise click.UsageError("logit_bias must be a JSON object of token ids with a number each") from None
 
 
-def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, logit_bias: str, grammar: str) -> None:
+def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, asked: SamplingParameters) -> None:
     """Report every difference that shows before computing, and exit if there is one."""
     pairs = (
         # In this order: an explanation that comes first makes the later ones unnecessary.
         ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
-        ("logit_bias", EXIT_PROMPT_DIFFERS, said.logit_bias or "none", logit_bias or "none"),
-        ("grammar", EXIT_PROMPT_DIFFERS, said.grammar or "none", grammar or "none"),
+        *(
+            (name, EXIT_PROMPT_DIFFERS, said.digests[name] or "none", digest or "none")
+            for name, digest in digests_of(asked).items()
+        ),
         # Another version may allow other tokens.
-        ("grammar's library", EXIT_KERNELS_DIFFER, said.grammar_by, grammar_library() if grammar else ""),
+        ("grammar's library", EXIT_KERNELS_DIFFER, said.grammar_by, grammar_library() if asked.grammar else ""),
         ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
         ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
     )

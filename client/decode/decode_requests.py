@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from gpulease.client.decode.decode_errors import AdmissionReason, CompletionReason, RequestRejected
@@ -37,6 +38,15 @@ MAX_BIAS: Final = 100.0
 
 MAX_BIASED_TOKENS: Final = 300
 """Most tokens with a bias: a request's audit record has them all."""
+
+MAX_ALLOWED_TOKENS: Final = 4096
+"""Most tokens of a list of those that are allowed. It is checked once for each of a request's sequences."""
+
+MAX_BAD_SEQUENCES: Final = 256
+"""Most sequences of tokens that an answer may not have: two for each word, with and without a space before it."""
+
+MAX_BAD_SEQUENCE: Final = 16
+"""Longest of these, in tokens. With each emitted token, up to so many lengths are looked up."""
 
 MAX_STOP_TOKENS: Final = 128
 """Most tokens that end one request's sequence, besides the model's."""
@@ -80,6 +90,8 @@ class SamplingParameters:
         presence_penalty: Subtracted from the logit of each emitted token.
         frequency_penalty: Subtracted from it as often as it was emitted.
         logit_bias: Tokens, each with what is added to its logit before the penalties.
+        allowed_token_ids: The only tokens that can be chosen, also to end the sequence; () for all.
+        bad_words: Sequences of tokens that are not emitted: the last token of each can't be chosen behind the others.
         min_tokens: Tokens that are emitted before one that ends the sequence can be chosen.
         stop_token_ids: Further tokens that end the sequence.
         ignores_end: Whether the model's end tokens do not end the sequence.
@@ -100,6 +112,8 @@ class SamplingParameters:
     stop_token_ids: tuple[int, ...] = ()
     ignores_end: bool = False
     grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature):
@@ -129,9 +143,23 @@ class SamplingParameters:
             raise RequestRejected(f"stop_token_ids must have at most {MAX_STOP_TOKENS}, not {len(self.stop_token_ids)}")
         for token in self.stop_token_ids:
             _check_integer("a token of stop_token_ids", token, 0, MAX_POSITIONS)
+        _check_tokens("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
+        if len(self.bad_words) > MAX_BAD_SEQUENCES or not all(
+            0 < len(word) <= MAX_BAD_SEQUENCE for word in self.bad_words
+        ):
+            most = f"at most {MAX_BAD_SEQUENCES} sequences of 1 to {MAX_BAD_SEQUENCE} tokens"
+            raise RequestRejected(f"bad_words must be {most}")
+        _check_tokens("bad_words", tuple(chain(*self.bad_words)), MAX_BAD_SEQUENCES * MAX_BAD_SEQUENCE)
+        # The grammar alone says which tokens may come next, and when it ends.
+        others = self.min_tokens, self.stop_token_ids, self.ignores_end, self.filters_tokens
+        if self.grammar and any(others):
+            text = "a grammar can't be combined with min_tokens, stop_token_ids, ignore_eos, allowed_token_ids or"
+            raise RequestRejected(f"{text} bad_words")
 
-        if self.grammar and (self.min_tokens or self.stop_token_ids or self.ignores_end):
-            raise RequestRejected("a grammar can't be combined with min_tokens, stop_token_ids or ignore_eos")
+    @property
+    def filters_tokens(self) -> bool:
+        """Whether lists say which tokens can be chosen."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def penalises(self) -> bool:
@@ -142,7 +170,7 @@ class SamplingParameters:
     @property
     def changes_logits(self) -> bool:
         """Whether tokens are chosen from other logits than the model's."""
-        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0 or self.filters_tokens
 
     @property
     def depth(self) -> float:
@@ -418,3 +446,11 @@ def _check_range(name: str, value: object, least: float, most: float) -> None:
 def _check_integer(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise RequestRejected(f"{name} must be an integer from {least} to {most}, not {value!r}")
+
+
+def _check_tokens(name: str, tokens: tuple[int, ...], most: int) -> None:
+    """Check a list of tokens in calls of C alone: it is checked for each sequence of a request."""
+    if len(tokens) > most:
+        raise RequestRejected(f"{name} must have at most {most} tokens, not {len(tokens)}")
+    if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) <= MAX_POSITIONS):
+        raise RequestRejected(f"{name} must have integers from 0 to {MAX_POSITIONS} as tokens")

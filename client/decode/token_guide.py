@@ -16,15 +16,17 @@ _GROWTH: Final = 64
 
 
 class TokenMasks(Protocol):
-    """A grammar's state: which tokens may come next.
+    """Which tokens may come next: a grammar's state, or a request's lists (token_filter.py).
 
     Attributes:
         mask: The mask of the next token, [mask_words] u32.
         is_ready: Whether `mask` is that of the next token, and not being computed.
+        is_stepwise: Whether the mask depends on the emitted tokens.
     """
 
     mask: NDArray[np.uint32]
     is_ready: bool
+    is_stepwise: bool
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:
         """Take the emitted token, and compute the next mask; `on_ready` is called when it is there."""
@@ -34,7 +36,7 @@ class TokenGuide:
     """The guide of one request.
 
     Attributes:
-        masks: The grammar's state; None without a grammar.
+        masks: Which tokens may come next; None for any.
         emitted: Tokens that were accepted.
     """
 
@@ -60,7 +62,7 @@ class TokenGuide:
             biases: Tokens, each with what is added to its logit.
             min_tokens: Tokens that are emitted before one of `end_tokens` can be.
             end_tokens: Tokens that end the sequence.
-            masks: The grammar's state.
+            masks: Which tokens may come next.
         """
         self.masks, self.emitted = masks, 0
         self._repetition, self._presence, self._frequency = repetition, presence, frequency
@@ -83,7 +85,7 @@ class TokenGuide:
     @property
     def is_stepwise(self) -> bool:
         """Whether the choice of a token depends on the one before: its row can't be planned before that is known."""
-        return self._penalises or self.masks is not None
+        return self._penalises or (self.masks is not None and self.masks.is_stepwise)
 
     @property
     def is_ready(self) -> bool:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from gpulease.client.decode.decode_errors import RequestRejected
-from gpulease.client.decode.decode_requests import MAX_POSITIONS, MAX_PRIORITY, SamplingParameters
+from gpulease.client.decode.decode_requests import (
+    MAX_BAD_SEQUENCES,
+    MAX_POSITIONS,
+    MAX_PRIORITY,
+    MAX_SALT_CHARACTERS,
+    SamplingParameters,
+)
 from gpulease.client.decode.openai.answer_forms import AnswerForm, form_of
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS, check_parameters
@@ -27,6 +33,9 @@ MAX_REFUSAL_CHARACTERS: Final = 240
 
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat. The model's template processes each, in a time that only the process's limits bound."""
+
+MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
+"""Most bad words. Each is up to two sequences of tokens."""
 
 MAX_CHOICES: Final = 128
 """Most choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
@@ -95,6 +104,7 @@ class CompletionRequest:
         tries: Sequences for each prompt, of which the likeliest `choices` are sent.
         sampling: How tokens are chosen.
         is_seed_chosen: Whether the caller left the seed to the server.
+        bad_words: Texts that the answer does not have; their tokens are part of `sampling` once they are read.
         stops: Texts that end the answer.
         includes_stop: Whether the answer includes the stop, or the token, that ends it.
         has_logprobs: Whether the tokens' log-probabilities are sent.
@@ -123,6 +133,7 @@ class CompletionRequest:
     tries: int
     sampling: SamplingParameters
     is_seed_chosen: bool
+    bad_words: tuple[str, ...]
     stops: tuple[str, ...]
     includes_stop: bool
     has_logprobs: bool
@@ -175,7 +186,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         messages=messages,
         variables=variables,
         begins=parse_begins(said),
-        cache_salt=_text(said, "cache_salt"),
+        cache_salt=_salt(said),
         form=form,
         tools=tools,
         must_call=must_call,
@@ -189,6 +200,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         tries=tries,
         sampling=_sampling(said, fresh_seed if seed is None else seed % 2**64),
         is_seed_chosen=seed is None,
+        bad_words=_bad_words(said.get("bad_words")),
         stops=stops,
         includes_stop=_flag(said, "include_stop_str_in_output"),
         has_logprobs=has_logprobs,
@@ -257,14 +269,16 @@ def _tool(number: int, tool: Any) -> Tool:
 def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], form: AnswerForm | None, *, has_tools: bool) -> None:
     """Refuse parameters that could end an answer in the middle of its form, or continue it after that has ended.
 
+    Nor may lists of tokens leave none that the form needs.
+
     `stop` may end an answer by a regular expression: that is what a caller means who sends both, as vLLM's examples do.
     """
     what = "tools" if form is None else form.parameter
-    for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos"):
+    for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
         if name == "stop" and form is not None and form.regex is not None and not has_tools:
             continue
         if stops if name == "stop" else said.get(name):
-            raise invalid(f"{name} can't be combined with {what}: the answer must end where its form does", name)
+            raise invalid(f"{name} can't be combined with {what}: that alone says what the answer is", name)
 
 
 def check_model(asked: str, names: Sequence[str]) -> None:
@@ -347,6 +361,13 @@ def _text(said: Mapping[str, Any], name: str) -> str:
     raise invalid(f"{name} = {quoted(value)}; send a string", name)
 
 
+def _salt(said: Mapping[str, Any]) -> str:
+    salt = _text(said, "cache_salt")
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise invalid(f"cache_salt must have at most {MAX_SALT_CHARACTERS} characters, not {len(salt)}", "cache_salt")
+    return salt
+
+
 def _max_tokens(said: Mapping[str, Any], least: int, *, is_chat: bool) -> int | None:
     names = ["max_tokens", *(["max_completion_tokens"] if is_chat else [])]
     # Chats have two names for the same limit. Both are accepted if they agree.
@@ -368,7 +389,7 @@ def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
     values: dict[str, Any] = {"temperature": 1.0}
     values |= {name: value for name in _SAMPLING_NAMES if (value := said.get(name)) is not None}
     values |= {"logit_bias": _biases(said.get("logit_bias")), "ignores_end": _flag(said, "ignore_eos")}
-    values["stop_token_ids"] = _stop_tokens(said.get("stop_token_ids"))
+    values |= {name: _tokens(said, name) for name in ("stop_token_ids", "allowed_token_ids")}
     # Other servers write -1 for "all", where this engine has 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
@@ -398,11 +419,12 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), bias) for token, bias in value.items())
 
 
-def _stop_tokens(value: Any) -> tuple[int, ...]:
+def _tokens(said: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = said.get(name)
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise invalid("stop_token_ids must be a list of token ids", "stop_token_ids")
+        raise invalid(f"{name} must be a list of token ids", name)
     return tuple(value)
 
 
@@ -416,6 +438,18 @@ def _logprobs_of_chat(said: Mapping[str, Any]) -> tuple[bool, int]:
     if ranks and not has_logprobs:
         raise invalid("top_logprobs requires logprobs = true", "top_logprobs")
     return has_logprobs, ranks
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    words = [] if value is None else value
+    if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
+        raise invalid(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
+    for word in words:
+        # A space before a word is not part of it: the word is meant both with and without.
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARACTERS:
+            most = f"each must be a string of at most {MAX_STOP_CHARACTERS} characters, not only spaces"
+            raise invalid(f"bad_words: {quoted(word)}; {most}", "bad_words")
+    return tuple(words)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

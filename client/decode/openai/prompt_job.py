@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from gpulease.client.decode.decode_errors import GrammarRefused
+from gpulease.client.decode.decode_errors import GrammarRefused, RequestRejected
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.completion_request import CompletionRequest, check_model, parse_request
@@ -31,13 +31,13 @@ def read_completion(
         # Check everything about the request before its texts are tokenized.
         asked = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
         check_model(asked.model, names)
-        asked = with_grammar(reader, asked)
+        asked = with_tokens(reader, with_grammar(reader, asked))
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.
         return {"error": error.parts}
     prompts = read_prompts(reader, asked)
     # Only the tokens are needed from here on, so the texts are not sent back.
-    short = replace(asked, prompts=(), messages=(), variables={}, form=None, tools=())
+    short = replace(asked, prompts=(), messages=(), variables={}, form=None, tools=(), bad_words=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
 
 
@@ -51,6 +51,17 @@ def read_prompts(reader: "PromptReader", asked: CompletionRequest) -> list[list[
         else reader.read_text(prompt, begins=asked.begins is not False)
         for prompt in asked.prompts
     ]
+
+
+def with_tokens(reader: "PromptReader", asked: CompletionRequest) -> CompletionRequest:
+    """Return a request with its bad words as tokens. Raises ApiError if those can't be followed."""
+    if not asked.bad_words:
+        return asked
+    words = [sequence for word in asked.bad_words for sequence in reader.read_word(word)]
+    try:
+        return replace(asked, sampling=replace(asked.sampling, bad_words=tuple(words)))
+    except RequestRejected as error:
+        raise invalid(error.message, "bad_words") from None
 
 
 def with_grammar(reader: "PromptReader", asked: CompletionRequest) -> CompletionRequest:
@@ -91,7 +102,9 @@ def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, list[tuple
     lists = {
         "logit_bias": tuple((token, bias) for token, bias in said["logit_bias"]),
         "stop_token_ids": tuple(said["stop_token_ids"]),
+        "allowed_token_ids": tuple(said["allowed_token_ids"]),
+        "bad_words": tuple(map(tuple, said["bad_words"])),
     }
-    made = {"messages": (), "prompts": (), "tools": (), "stops": tuple(asked["stops"])}
+    made = {"messages": (), "prompts": (), "tools": (), "bad_words": (), "stops": tuple(asked["stops"])}
     request = CompletionRequest(**asked | made | {"sampling": SamplingParameters(**said | lists)})
     return request, [unpacked_tokens(tokens) for tokens in answer["prompts"]]

@@ -87,8 +87,8 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     # Other servers'.
     "add_generation_prompt": _neutral(True),
     "add_special_tokens": _USED,
-    "allowed_token_ids": _neutral([]),
-    "bad_words": _neutral([]),
+    "allowed_token_ids": _USED,
+    "bad_words": _USED,
     "cache_prompt": _IGNORED,
     "cache_salt": _USED,
     "chat_template": _REFUSED,

@@ -14,7 +14,7 @@ import os
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -148,17 +148,15 @@ class DecodeRecord:
     """A request's record as it was read from the log: the inputs of the computation, and the digest of its output.
 
     Attributes:
-        logit_bias: Digest of the biases (`bias_digest`), which `sampling` does not have; "" if there were none.
-        grammar: Digest of the grammar, which it does not have either.
-        grammar_by: The library that computed the grammar's masks.
+        digests: Those of what `sampling` does not have, as `digests_of` returns them.
+        grammar_by: The library that computed the grammar's masks; "" without one.
     """
 
     prompt: TokenDigest
     output: TokenDigest
     sampling: SamplingParameters
     by: ComputedBy
-    logit_bias: str = ""
-    grammar: str = ""
+    digests: Mapping[str, str]
     grammar_by: str = ""
 
     @classmethod
@@ -187,16 +185,31 @@ class DecodeRecord:
             )
             by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
             grammar = said.get("grammar", {"sha256": "", "by": ""})
-            digests = str(said.get("logit_bias", "")), str(grammar["sha256"]), str(grammar["by"])
-            return cls(TokenDigest(**note["prompt"]), TokenDigest(**note["output"]), sampling, by, *digests)
+            digests = {name: str(said.get(name, "")) for name in digests_of(usual)} | {
+                "grammar": str(grammar["sha256"])
+            }
+            prompt, output = TokenDigest(**note["prompt"]), TokenDigest(**note["output"])
+            return cls(prompt, output, sampling, by, digests, str(grammar["by"]))
         except (KeyError, TypeError, ValueError, GpuLeaseError) as error:
             raise ValueError(f"it is not as a decoder writes it: {type(error).__name__}: {error}") from None
 
 
-def bias_digest(biases: Iterable[tuple[int, float]]) -> str:
-    """Return the SHA-256 of biases, in ascending order of tokens, each as a line of its token and its shortest text."""
-    lines = [f"{token} {float(bias)!r}\n" for token, bias in sorted(biases)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+def digests_of(sampling: SamplingParameters) -> dict[str, str]:
+    """Return the SHA-256 of each part of a sampling that may be longer than a record, by its name; "" if it has none.
+
+    Lists are digested in ascending order, because their order changes nothing. Each item is a line: a bias is its token
+    and its shortest text, a sequence of tokens has spaces between them.
+    """
+    lists = {
+        "logit_bias": [f"{token} {float(bias)!r}" for token, bias in sorted(sampling.logit_bias)],
+        "allowed_token_ids": [str(token) for token in sorted(set(sampling.allowed_token_ids))],
+        "bad_words": [" ".join(map(str, word)) for word in sorted(set(sampling.bad_words))],
+    }
+    found = {
+        name: hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest() if lines else ""
+        for name, lines in lists.items()
+    }
+    return found | {"grammar": grammar_digest(sampling.grammar) if sampling.grammar else ""}
 
 
 def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
@@ -205,15 +218,14 @@ def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: repr(float(value)) for name in _FLOATS if (value := getattr(sampling, name)) != getattr(usual, name)
     }
-    if sampling.logit_bias:
-        # All of them might be longer than a record.
-        found["logit_bias"] = bias_digest(sampling.logit_bias)
+    digests = digests_of(sampling)
+    found |= {name: digest for name, digest in digests.items() if digest and name != "grammar"}
     if sampling.min_tokens:
         found["min_tokens"] = sampling.min_tokens
         found["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.grammar:
         # The masks are the library's, so tokens depend on its version, too.
-        found["grammar"] = {"sha256": grammar_digest(sampling.grammar), "by": grammar_library()}
+        found["grammar"] = {"sha256": digests["grammar"], "by": grammar_library()}
     if sampling.ignores_end:
         found["ignores_end"] = True
     return found

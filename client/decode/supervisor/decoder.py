@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
@@ -46,7 +46,8 @@ from gpulease.client.decode.supervisor.step_loop import StepLoop
 from gpulease.client.decode.supervisor.tenant_moves import TenantMoves
 from gpulease.client.decode.supervisor.tenant_regions import TenantRegions
 from gpulease.client.decode.text.grammar import GrammarMasks, Grammars
-from gpulease.client.decode.token_guide import TokenGuide
+from gpulease.client.decode.token_filter import TokenFilter
+from gpulease.client.decode.token_guide import TokenGuide, TokenMasks
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.settings_reader import Setting
@@ -431,14 +432,24 @@ class Decoder:
         self.cancel(generation)
 
     def _guide_of(
-        self, prompt: Sequence[int], sampling: SamplingParameters, masks: GrammarMasks | None
+        self, prompt: Sequence[int], sampling: SamplingParameters, masks: TokenMasks | None
     ) -> TokenGuide | None:
         if not sampling.changes_logits and masks is None:
             return None
-        vocabulary = self.scheduler.settings.vocabulary
-        ends = (*self.end_tokens(sampling), *(token for token, _ in sampling.logit_bias))
-        if beyond := [token for token in (*ends, *prompt) if not 0 <= token < vocabulary]:
-            raise RequestRejected(f"tokens must be 0 to {vocabulary - 1}, not {beyond[0]}")
+        vocabulary, ends = self.scheduler.settings.vocabulary, self.end_tokens(sampling)
+        for name, tokens in (
+            ("stop_token_ids", ends),
+            ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("bad_words", tuple(chain(*sampling.bad_words))),
+            ("prompt", prompt),
+        ):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                beyond = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise RequestRejected(f"{name}: tokens must be 0 to {vocabulary - 1}, not {beyond}", parameter=name)
+        if sampling.filters_tokens:
+            _check_any_is_left(vocabulary, sampling, ends)
+            masks = TokenFilter(vocabulary, sampling.allowed_token_ids, sampling.bad_words)
         return TokenGuide(
             prompt,
             repetition=sampling.repetition_penalty,
@@ -446,7 +457,7 @@ class Decoder:
             frequency=sampling.frequency_penalty,
             biases=sampling.logit_bias,
             min_tokens=sampling.min_tokens,
-            end_tokens=self.end_tokens(sampling),
+            end_tokens=ends,
             masks=masks,
         )
 
@@ -669,6 +680,16 @@ def _check_prefixes(prefixes: Sequence[SharedPrefix], vocabulary: int, positions
             )
         if not 0 <= min(prefix.token_ids) <= max(prefix.token_ids) < vocabulary:
             raise RequestRejected(f"tokens of prefix {prefix.name} must be 0 to {vocabulary - 1}")
+
+
+def _check_any_is_left(vocabulary: int, sampling: SamplingParameters, ends: frozenset[int]) -> None:
+    """Refuse lists that could leave no token to choose from, whatever was emitted."""
+    banned = {word[-1] for word in sampling.bad_words} | (ends if sampling.min_tokens else set())
+    allowed = set(sampling.allowed_token_ids)
+    if not (allowed - banned if allowed else len(banned) < vocabulary):
+        name = "allowed_token_ids" if allowed else "bad_words"
+        text = "a token must be left that no bad word ends with, and that does not end the answer before min_tokens"
+        raise RequestRejected(f"{name}: {text}", parameter=name)
 
 
 def _only_tenant(limits: StepLimits) -> TenantConfig:

@@ -194,8 +194,11 @@ class GrammarMasks:
     Attributes:
         mask: The mask of the next token.
         is_ready: Whether it is.
+        is_stepwise: Always true.
         on_failed: Called if no mask can be computed within the limits, and no token can follow.
     """
+
+    is_stepwise = True
 
     def __init__(self, grammars: "Grammars", tenant_id: str, matcher: Any, mask: NDArray[np.uint32]) -> None:
         self.mask, self.is_ready = mask, True

@@ -68,6 +68,16 @@ class PromptReader:
         begins = tokenizer.chat_begins if begins is None else begins
         return self.read_text(tokenizer.render_chat(messages, variables), begins=begins)
 
+    def read_word(self, word: str) -> list[tuple[int, ...]]:
+        """Return the sequences of tokens that are a word, as vLLM's `bad_words` has them.
+
+        They are the word at the beginning of a text and behind a space, where that is another word of as many tokens.
+        Raises RequestRejected for one that is not valid Unicode.
+        """
+        plain, spaced = (tuple(self._tokenizer.encode(space + word.lstrip(), begins=False)) for space in ("", " "))
+        is_other = plain[:1] != spaced[:1] and len(plain) == len(spaced)
+        return [plain, spaced] if is_other else [plain]
+
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, with the names of special ones."""
         return self._tokenizer.decode(tokens, has_special=True)

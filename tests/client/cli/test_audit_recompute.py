@@ -16,6 +16,7 @@ from gpulease.client.decode import TINY_MODEL, Decoder, DecoderSettings, Samplin
 from gpulease.client.decode.model_config import LongScaling
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
 from gpulease.client.decode.text.grammar import json_rule
+from gpulease.client.decode.text.prompt_reader import PromptReader
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import check_whole, config, records
 from helpers.daemon import Daemon
@@ -132,6 +133,25 @@ def test_a_request_s_body_gives_its_prompt_and_its_grammar(recorded: Recorded, t
         words = ["audit", "recompute", "-", "--request", str(file)]
         environment = {ADDRESS_VARIABLE: recorded.daemon.address}
         done = CliRunner().invoke(main, words, input=json.dumps(record), env=environment)
+        assert (done.exit_code, said in done.output) == (status, True), done.output
+
+
+def test_a_request_s_body_gives_its_lists_of_tokens(recorded: Recorded, tmp_path: Path) -> None:
+    """The record has their digests; in another order they are the same lists."""
+    tokenizer = open_model(TINY_MODEL).tokenizer()
+    words = tuple(PromptReader(tokenizer, 160).read_word("version"))
+    sampling = SamplingParameters(0.9, seed=3, allowed_token_ids=tuple(range(20, 200)), bad_words=words)
+    record = recorded.decoded(sampling)
+    body: dict[str, Any] = {"prompt": PROMPT, "bad_words": ["version"]}
+    file = tmp_path / "body"
+    for allowed, status, said in (
+        (list(range(199, 19, -1)), 0, "is equal"),
+        ([5], command.EXIT_PROMPT_DIFFERS, "the allowed_token_ids must be"),
+    ):
+        file.write_text(json.dumps(body | {"allowed_token_ids": allowed}))
+        environment = {ADDRESS_VARIABLE: recorded.daemon.address}
+        arguments = ["audit", "recompute", "-", "--request", str(file)]
+        done = CliRunner().invoke(main, arguments, input=json.dumps(record), env=environment)
         assert (done.exit_code, said in done.output) == (status, True), done.output
 
 

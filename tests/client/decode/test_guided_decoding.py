@@ -1,6 +1,7 @@
 """Penalties, biases, scores, priorities: the same tokens in any company, after a loss, and as numpy computes them."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ PENALISED = SamplingParameters(
 )
 BIASED = SamplingParameters(temperature=1.0, seed=4, min_p=0.02, logit_bias=((7, 4.0), (300, -100.0)), min_tokens=4)
 GREEDY_PENALISED = SamplingParameters(frequency_penalty=2.0)
-GUIDED = {"a": PENALISED, "b": BIASED, "d": GREEDY_PENALISED}
+FILTERED = SamplingParameters(
+    temperature=1.0, seed=5, allowed_token_ids=(5, 6, 7, 8, 9), bad_words=((6,), (5, 5), (7, 8), (8, 5, 7))
+)
+GUIDED = {"a": PENALISED, "b": BIASED, "c": FILTERED, "d": GREEDY_PENALISED}
 
 
 def guided(decoder: Decoder, name: str, **options: Any) -> Generation:
@@ -42,12 +46,36 @@ def test_guided_sequences_have_the_tokens_together_that_they_have_alone(daemon: 
         for name, other in zip(("b", "c", "d"), others, strict=True):
             assert await read(other) == alone[name]
         # Its guide goes on where it was: the replay has the tokens emitted so far in its prompt.
-        lost = guided(decoder, "a")
-        output = [await anext(lost) for _ in range(5)]
-        daemon.revoke(decoder.regions.pools["a"].region.lease_id)
-        output += await read(lost)
-        assert lost.replays == 1
-        assert output == expected["a"]
+        for name in ("a", "c"):
+            lost = guided(decoder, name)
+            output = [await anext(lost) for _ in range(5)]
+            daemon.revoke(decoder.regions.pools[name].region.lease_id)
+            output += await read(lost)
+            assert lost.replays == 1
+            assert output == expected[name]
+
+    play(daemon, scene)
+
+
+def test_lists_of_tokens_are_kept_and_change_no_other_choice(daemon: Daemon) -> None:
+    """Greedy, so each token is the likeliest of those that the lists allow."""
+
+    async def scene(decoder: Decoder) -> None:
+        emitted = [one.token for one in await read(guided(decoder, "c"))]
+        assert set(emitted) <= {5, 7, 8, 9}
+        assert len(set(emitted)) > 2
+        pairs = list(itertools.pairwise(emitted))
+        assert not {(5, 5), (7, 8)} & set(pairs)
+        prompt = [1, 2, 3]
+        plain = [one.token for one in await read(decoder.submit(prompt, max_tokens=8, tenant_id="a"))]
+        # The third token is bad behind the two before it, and at no other place.
+        words = (tuple(plain[:3]),)
+        sampling = SamplingParameters(bad_words=words)
+        other = await read(decoder.submit(prompt, max_tokens=8, tenant_id="a", sampling=sampling, ranks=2))
+        assert [one.token for one in other[:2]] == plain[:2]
+        assert other[2].token == other[2].ranks[1][0] != plain[2]
+        # Log-probabilities are those of the model's own logits.
+        assert other[2].log_probability == other[2].ranks[1][1]
 
     play(daemon, scene)
 
@@ -155,14 +183,37 @@ def test_the_lower_priority_is_admitted_first_within_its_tenant(daemon: Daemon) 
     play(daemon, scene)
 
 
+def test_lists_that_may_leave_no_token_are_refused(daemon: Daemon) -> None:
+    everything = tuple((token,) for token in range(200))
+
+    async def scene(decoder: Decoder) -> None:
+        for sampling in (
+            SamplingParameters(allowed_token_ids=(5, 6), bad_words=((5,), (5, 6))),
+            SamplingParameters(allowed_token_ids=(7,), stop_token_ids=(7,), min_tokens=1),
+            SamplingParameters(allowed_token_ids=tuple(range(200)), bad_words=everything),
+        ):
+            with pytest.raises(RequestRejected, match="a token must be left") as refused:
+                decoder.submit([1, 2], max_tokens=1, tenant_id="a", sampling=sampling)
+            assert refused.value.parameter == "allowed_token_ids"
+        # Where the end alone is allowed, it comes at once.
+        sampling = SamplingParameters(allowed_token_ids=(7,), stop_token_ids=(7,))
+        ending = decoder.submit([1, 2], max_tokens=3, tenant_id="a", sampling=sampling)
+        assert [one.token for one in await read(ending)] == [7]
+
+    play(daemon, scene)
+
+
 def test_a_biased_token_outside_of_the_vocabulary_is_refused(daemon: Daemon) -> None:
     async def scene(decoder: Decoder) -> None:
         for sampling in (
             SamplingParameters(logit_bias=((10**6, 1.0),)),
             SamplingParameters(stop_token_ids=(10**6,), min_tokens=1),
+            SamplingParameters(allowed_token_ids=(5, 10**6)),
+            SamplingParameters(bad_words=((5, 10**6),)),
         ):
-            with pytest.raises(RequestRejected, match="tokens must be"):
+            with pytest.raises(RequestRejected, match="tokens must be") as refused:
                 decoder.submit([1, 2], max_tokens=1, tenant_id="a", sampling=sampling)
+            assert getattr(sampling, refused.value.parameter)
         assert not decoder.scheduler.tenants["a"].live
 
     play(daemon, scene)

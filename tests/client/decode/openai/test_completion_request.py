@@ -11,7 +11,7 @@ from gpulease.client.decode import TINY_MODEL, open_model
 from gpulease.client.decode.openai.answer_forms import AnswerForm
 from gpulease.client.decode.openai.api_errors import ApiError
 from gpulease.client.decode.openai.completion_request import CompletionRequest, parse_request
-from gpulease.client.decode.openai.prompt_job import read_prompts
+from gpulease.client.decode.openai.prompt_job import read_prompts, with_tokens
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS
 from gpulease.client.decode.text.prompt_reader import PromptReader
 
@@ -93,6 +93,7 @@ def test_prompts_that_are_none(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("cache_salt", "x" * 1025),
         ("n", 0),
         ("n", 129),
         ("n", True),
@@ -113,6 +114,15 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", 5),
         ("stop_token_ids", [1] * 129),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", [True]),
+        ("allowed_token_ids", [2**31]),
+        ("allowed_token_ids", [5] * 4097),
+        ("bad_words", "a"),
+        ("bad_words", [5]),
+        ("bad_words", [" "]),
+        ("bad_words", ["a"] * 129),
+        ("bad_words", ["x" * 1025]),
         ("ignore_eos", 1),
         ("priority", 2**31),
         ("logprobs", 21),
@@ -285,11 +295,26 @@ def test_a_form_may_be_where_other_servers_have_it(said: dict[str, Any], form: A
         ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "invalid_value"),
         ({"guided_choice": ["a"], "stop": "a"}, "stop", "invalid_value"),
         ({"guided_regex": "a", "stop_token_ids": [5]}, "stop_token_ids", "invalid_value"),
+        ({"guided_regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids", "invalid_value"),
+        ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words", "invalid_value"),
     ],
 )
 def test_a_form_that_is_wrong_is_refused_by_its_parameter(said: dict[str, Any], param: str | None, code: str) -> None:
     found = refused(**said)
     assert (found.status, found.param, found.code) == (400, param, code)
+
+
+def test_a_bad_word_is_its_tokens_at_the_beginning_and_behind_a_space() -> None:
+    tokenizer = open_model(TINY_MODEL).tokenizer()
+    reader = PromptReader(tokenizer, 160)
+    plain, spaced = (tuple(tokenizer.encode(text, begins=False)) for text in ("version", " version"))
+    # A space before the word itself changes nothing, as in vLLM.
+    for word in ("version", " version"):
+        found = with_tokens(reader, parsed(bad_words=[word], seed=1)).sampling.bad_words
+        assert found == ((plain, spaced) if len(plain) == len(spaced) else (plain,))
+    with pytest.raises(ApiError, match="1 to 16 tokens") as error:
+        with_tokens(reader, parsed(bad_words=["zq" * 100]))
+    assert error.value.param == "bad_words"
 
 
 def test_a_begin_token_is_added_as_the_request_says() -> None:

@@ -176,6 +176,28 @@ def test_an_answer_includes_its_stop_only_on_request(rig: OpenAiRig, client: ope
         assert done.logprobs.tokens == tokens[:count]
 
 
+def test_lists_of_tokens_and_words_limit_an_answer(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    import openai
+
+    async def encoded(text: str) -> list[int]:
+        return (await rig.decoder.tokenizer()).encode(text, begins=False)
+
+    plain = complete(client, max_tokens=24, logprobs=0).choices[0]
+    # A word of the answer, which it has no more.
+    word = max(re.findall(r"[a-z]+", plain.text), key=len)
+    for bad in (word, f" {word}"):
+        other = complete(client, max_tokens=24, extra_body={"bad_words": [bad]}).choices[0].text
+        assert word not in re.findall(r"[a-z]+", other)
+        assert other != plain.text
+    allowed = rig.wait_for(encoded("abc"))
+    answer = complete(client, temperature=1, seed=1, extra_body={"allowed_token_ids": allowed, "min_tokens": 12})
+    assert (set(answer.choices[0].text) <= set("abc"), answer.usage.completion_tokens) == (True, 12)
+    for name, value in (("allowed_token_ids", [5, 10**6]), ("allowed_token_ids", ["a"]), ("bad_words", [" "])):
+        with pytest.raises(openai.BadRequestError) as refused:
+            chat(client, extra_body={name: value})
+        assert refused.value.param == name
+
+
 def test_logprobs_are_the_chosen_tokens(client: openai.OpenAI) -> None:
     choice = complete(client, logprobs=1).choices[0]
     assert "".join(choice.logprobs.tokens) == choice.text

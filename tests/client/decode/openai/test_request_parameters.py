@@ -13,6 +13,8 @@ TOOLS: Final = [{"type": "function", "function": {"name": "look", "parameters": 
 
 USED_VALUES: Final[dict[str, Any]] = {
     "add_special_tokens": False,
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["x"],
     "best_of": 2,
     "cache_salt": "a",
     "chat_template_kwargs": {"enable_thinking": False},

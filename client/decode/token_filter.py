@@ -1,0 +1,62 @@
+"""Lists of tokens that an answer may have, or may not: `allowed_token_ids`, and `bad_words` as sequences of tokens.
+
+What is allowed next follows from the emitted tokens alone, so a replay continues with the same choices.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client.decode.row_records import mask_words
+
+
+class TokenFilter:
+    """The masks of one request's lists; a `TokenMasks` of its guide.
+
+    Attributes:
+        mask: The mask of the next token, [mask_words] u32.
+        is_ready: Always true: a mask is there with its token.
+        is_stepwise: Whether the mask depends on the emitted tokens.
+    """
+
+    is_ready = True
+
+    def __init__(self, vocabulary: int, allowed: Sequence[int], bad_words: Sequence[tuple[int, ...]]) -> None:
+        """Begin with no token emitted.
+
+        Args:
+            vocabulary: Number of the model's tokens; all others here are below it.
+            allowed: The tokens that are allowed; () allows all.
+            bad_words: Sequences of tokens. The last token of each is not allowed behind its other tokens.
+        """
+        is_allowed = np.full(32 * mask_words(vocabulary), not allowed)
+        is_allowed[list(allowed)] = True
+        # By the tokens before the last: the last tokens.
+        self._lasts: dict[tuple[int, ...], list[int]] = {}
+        for *before, last in bad_words:
+            if before:
+                self._lasts.setdefault(tuple(before), []).append(last)
+            else:
+                is_allowed[last] = False
+        self._lengths = sorted({len(before) for before in self._lasts})
+        self._recent: tuple[int, ...] = ()
+        self._usual: NDArray[np.uint32] = np.packbits(is_allowed, bitorder="little").view(np.uint32)
+        self.mask = self._usual
+        self.is_stepwise = bool(self._lasts)
+
+    def accept(self, token: int, on_ready: Callable[[], None]) -> None:
+        """Take the emitted token. The next mask is there at once, so `on_ready` is not called."""
+        if not self.is_stepwise:
+            return
+        self._recent = (*self._recent, token)[-self._lengths[-1] :]
+        # Fewer tokens than a length are looked up as they are: they may still be another sequence's.
+        lasts = {last for length in self._lengths for last in self._lasts.get(self._recent[-length:], ())}
+        # Most tokens complete no sequence but one, and change nothing.
+        self.mask = self._without(lasts) if lasts else self._usual
+
+    def _without(self, tokens: set[int]) -> NDArray[np.uint32]:
+        mask, found = self._usual.copy(), np.fromiter(tokens, np.uint32, len(tokens))
+        # Several tokens may be bits of one word.
+        np.bitwise_and.at(mask, found // 32, ~(np.uint32(1) << found % 32))
+        return mask
