@@ -586,7 +586,11 @@ class Runtime:
         return "" if lease is None else lease.reason
 
     def _kill_worker(self, effect: KillWorker) -> None:
-        self.workers.kill(effect.worker_id)
+        if effect.after_record:
+            # Until then the next broker would continue the session in this worker, which has it whole.
+            self.journal.once_decided(lambda: self.workers.kill(effect.worker_id))
+        else:
+            self.workers.kill(effect.worker_id)
 
     def _prove_reclaimed(self, effect: ProveReclaimed) -> None:
         self._reclaimer.prove(effect.worker_id, effect.card_uuid, self.workers.ended_pid(effect.worker_id))

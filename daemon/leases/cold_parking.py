@@ -5,7 +5,9 @@
    session has something that could not be made again in another process, it stays, and the lease shows that until the
    session's next park.
 2. The worker, which still has bytes of the card (above all its context), is passed to the pool as a warm context to
-   drop. So the pool kills it, proves its bytes free, and fences them if that fails. The lease is charged nothing.
+   drop. So the pool kills it, proves its bytes free, and fences them if that fails. The lease is charged nothing. The
+   kill waits until the record of the cold session is durable: a table restored from the record before that continues
+   the session in the former worker, because the image was lost with the broker.
 3. The session returns as from a warm park: it is charged in full and waits in the queue of acquires. Once it has room,
    a warm context or a new worker adopts the image. If it gets no room in time, a worker adopts the session in its
    parked state and refuses the requests that wait, provided that the card has room for this worker's context. If a

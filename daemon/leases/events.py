@@ -879,9 +879,15 @@ class RefuseWork:
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill the worker's process and reap it; the answer is `WorkerExited`, even without a process."""
+    """Kill the worker's process and reap it; the answer is `WorkerExited`, even without a process.
+
+    Attributes:
+        after_record: Whether the records so far must be durable before the kill, or known not to become so. A lease
+            continues without this worker, but a table that was restored from an earlier record would need it.
+    """
 
     worker_id: int
+    after_record: bool = False
 
 
 @dataclass(frozen=True, slots=True)

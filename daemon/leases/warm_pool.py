@@ -250,7 +250,8 @@ class WarmPool:
         context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
         context.is_worker_gone = is_gone
         out.append(RenameWorker(lease.lease_id, context.warm_id))
-        self._drop(context, f"the session of lease {lease.lease_id:032x} has left it", now_ns, out)
+        reason = f"the session of lease {lease.lease_id:032x} has left it"
+        self._drop(context, reason, now_ns, out, after_record=True)
 
     def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
         """Give a lease without a worker a context of its card that served no tenant; return whether one was ready."""
@@ -523,7 +524,13 @@ class WarmPool:
             self._refills[context.card_uuid].was_lost(now_ns)
         self._drop(context, reason, now_ns, out)
 
-    def _drop(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _drop(
+        self, context: WarmContext, reason: str, now_ns: int, out: list[Effect], *, after_record: bool = False
+    ) -> None:
+        """Kill a context's worker, and release its bytes once they are proved free.
+
+        `after_record`: As in `KillWorker`.
+        """
         # No RefuseWork: no client is connected to a context that has no lease.
         context.state = WarmState.DROPPING
         context.reason = reason
@@ -531,7 +538,7 @@ class WarmPool:
         if context.is_worker_gone:
             out.append(ProveReclaimed(context.warm_id, context.card_uuid))
         else:
-            out.append(KillWorker(context.warm_id))
+            out.append(KillWorker(context.warm_id, after_record))
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
 
     def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:

@@ -162,6 +162,10 @@ class Journal:
         """Call `do` when all events so far are durable; never, if they can't be."""
         do()
 
+    def once_decided(self, do: Callable[[], None]) -> None:
+        """Call `do` when all events so far are durable, or when it is known that they can't be in time."""
+        do()
+
     async def stop(self) -> None: ...
 
 
@@ -286,6 +290,9 @@ class FileJournal(Journal):
 
     def once_kept(self, do: Callable[[], None]) -> None:
         self._hold(lambda problem: None if problem else do())
+
+    def once_decided(self, do: Callable[[], None]) -> None:
+        self._hold(lambda problem: do())
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
         """Hold an outcome until every event so far is durable, which is simpler than to know which of them matter."""

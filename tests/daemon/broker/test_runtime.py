@@ -18,6 +18,7 @@ from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
     Cause,
+    CoreLimits,
     Effect,
     Event,
     FenceClearRequested,
@@ -27,13 +28,17 @@ from gpulease.daemon.leases import (
     LeaseState,
     LeaseTable,
     LeaseTerms,
+    MoveRequested,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
+    RegionProved,
     Renewed,
     RequestDenied,
     RevokeRequested,
     SessionCondemned,
+    SessionImaged,
+    SessionParked,
     SubmitRequested,
     WaitTimerFired,
     WorkerExited,
@@ -106,6 +111,51 @@ def test_a_fault_of_an_event_that_an_effect_posted_is_answered_at_once_and_stops
         # One that no effect posted is raised, for the caller to answer.
         with pytest.raises(ZeroDivisionError):
             runtime.post(RevokeRequested(runtime.expect(revoked.append), 5, "because"))
+        await runtime.stop()
+
+    asyncio.run(story())
+
+
+def test_the_worker_that_a_session_has_left_is_killed_once_a_record_says_so() -> None:
+    """With an earlier record, the next broker continues the session in that worker: the image dies with this broker."""
+    waiting: list[Callable[[], None]] = []
+    killed: list[int] = []
+
+    class SlowJournal(Journal):
+        def once_decided(self, do: Callable[[], None]) -> None:
+            waiting.append(do)
+
+    class Listening(SimulatedWorkers):
+        def kill(self, lease_id: int) -> None:
+            killed.append(lease_id)
+
+    async def story() -> None:
+        limits = CoreLimits(park_memory_bytes=16 << 20)
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], limits)
+        tokens = TokenService(table, frozenset(), None, None, {})
+        source = EmbeddedCards([1000])
+        runtime = Runtime(table, source, Listening(), tokens, FactRecorder(), 1, SlowJournal())
+        terms = LeaseTerms(900, 60_000, park_idle_ms=0)
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, terms))
+        runtime.post(WorkerReady(5))
+        runtime.post(MoveRequested(runtime.expect(lambda _: None), 5, "ann", None))
+        state = table._store.parkable[5].park
+        assert state is not None
+        runtime.post(SessionParked(5, state.number, 900))
+        runtime.post(RegionProved(5))
+        runtime.post(SessionImaged(5, state.number, 1000))
+        ((left,),) = [[one.warm_id for one in table.warming()]]
+        assert killed == []
+        (kill,) = waiting
+        kill()
+        assert killed == [left]
+        # A lease that ends has no use for its worker.
+        runtime.post(WorkerExited(left, "killed", is_by_daemon=True))
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 6, LeaseTerms(90, 60_000)))
+        runtime.post(WorkerReady(6))
+        runtime.post(SessionCondemned(6, Cause.KERNEL_TIMEOUT, "a kernel ran for more than 0.3 s"))
+        assert (killed, len(waiting)) == ([left, 6], 1)
+        runtime.workers.images.close()
         await runtime.stop()
 
     asyncio.run(story())

@@ -194,6 +194,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.dead: dict[int, int] = {}
         self.timers: list[tuple[int, TimerEvent]] = []
         self.kills: list[int] = []
+        # Of the last event: kills that need not wait until the disk has its rows.
+        self.unrecorded_kills: list[int] = []
         self.proofs: list[ProveRegion] = []
         self.open: set[int] = set()
         self.ended: dict[int, int] = {}
@@ -220,6 +222,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.table.validate_charges(before)
         self.disk.saw(event, effects, self.table)
         # What is lost with the last rows: nobody was told of it, so the next daemon may report it again.
+        self.unrecorded_kills = []
         self.before_last = dict(self.ended), {lease_id: list(kinds) for lease_id, kinds in self.records.items()}
         for effect in effects:
             self.execute(effect)
@@ -256,8 +259,10 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     renamed.worker_id = to_id
                     if not (is_held or was_held):
                         renamed.answers, renamed.size = [], 0
-            case KillWorker(worker_id):
+            case KillWorker(worker_id, after_record):
                 self.kills.append(worker_id)
+                if not after_record:
+                    self.unrecorded_kills.append(worker_id)
             case ProveReclaimed(worker_id=worker_id):
                 self.kills.append(-worker_id)
             case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
@@ -664,6 +669,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.disk.lose_tail()
             self.ended, self.records = self.before_last
         contents = self.disk.read()
+        if is_tail_lost:
+            self.check_unrecorded_kills({kept.lease_id for kept in contents.leases if not kept.is_cold})
         self.table = LeaseTable(CARDS.values(), self.limits, self.warm, contents.recovered())
         self.images, self.lent = {}, set()
         self.cards = {kept.lease_id: kept.card_uuid for kept in contents.leases}
@@ -699,6 +706,13 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         if self.table.has_drain:
             self.send(DrainTimerFired())
         self.send(PoolTimerFired())
+
+    def check_unrecorded_kills(self, lease_ids: set[int]) -> None:
+        """Check that no lease, of these that have a worker by their rows, has lost it although it continues."""
+        for worker_id in self.unrecorded_kills:
+            worker, live = self.workers.get(worker_id), self.table._store.live
+            if worker is not None and worker.is_leased and worker.of_lease in lease_ids & live.keys():
+                assert live[worker.of_lease].state is not LeaseState.ACTIVE, "a worker that its record needs was killed"
 
     def find_workers(self, lease_ids: set[int]) -> dict[int, int]:
         """Number the workers as a new daemon does; return the lease of each that is one too many, by its number."""
@@ -925,4 +939,24 @@ def test_a_session_that_a_new_worker_has_parked_outlives_its_broker() -> None:
     lease = state.table.get(1)
     assert lease is not None
     assert lease.state is LeaseState.ACTIVE
+    state.teardown()
+
+
+def test_a_session_that_left_without_a_record_of_it_continues_in_its_worker() -> None:
+    """The broker was killed with the session's image, right after it had received it."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire("ann", 250, 0, 0, is_quick=True)
+    state.all_is_done(0, 0)
+    state.move(0, None, is_operator=True)
+    state.all_is_done(0, 0)
+    (lease_id,) = state.images
+    assert state.kills
+    state.broker_is_killed(is_tail_lost=True, luck=0)
+    assert state.table._store.live[lease_id].state is LeaseState.ACTIVE
+    state.all_is_done(0, 0)
+    worker = state.workers[lease_id]
+    state.send(ReturnWanted(lease_id, worker.park))
+    state.all_is_done(0, 0)
+    assert worker.on_card
     state.teardown()
