@@ -39,6 +39,10 @@ BATCHES: Final = (1, 8, 64, 256)
 POSITIONS: Final = 1024
 """Positions of a sequence: prompts, replays and the measured steps fit."""
 
+TEMPERATURE: Final = 0.8
+WARM_TOKENS: Final = 32
+"""Tokens that each sequence emits before its steps are timed."""
+
 REVOKE_EVERY_S: Final = 1.0
 PROMPT: Final = 512
 """Tokens of the prompts that are rebound."""
@@ -52,7 +56,7 @@ class DecoderTimes(DecoderObserver):
         tokens: Number of tokens, by tenant.
         rebinds: Seconds from a request's loss to its next token.
         flips: Seconds from the flip of a region's word to the report.
-        steps: Number of steps.
+        step_ends: Times of the ends of steps, in monotonic seconds.
     """
 
     def __init__(self) -> None:
@@ -60,7 +64,7 @@ class DecoderTimes(DecoderObserver):
         self.tokens: Counter[str] = Counter()
         self.rebinds: list[float] = []
         self.flips: list[float] = []
-        self.steps = 0
+        self.step_ends: list[float] = []
         self._last: dict[str, float] = {}
 
     # `_last` stays: the next token of a sequence still has a token before it.
@@ -70,12 +74,12 @@ class DecoderTimes(DecoderObserver):
         self.tokens.clear()
         self.rebinds.clear()
         self.flips.clear()
-        self.steps = 0
+        self.step_ends.clear()
 
     def on_step(self, report: StepReport) -> None:
         """Record when each sequence got its token: the gap to its last one, by tenant."""
         now, last = time.monotonic(), self._last
-        self.steps += 1
+        self.step_ends.append(now)
         for event in report.tokens:
             request = event.request
             # A request that continues after a loss has another id; its sequence is the same.
@@ -108,7 +112,7 @@ class _Service:
 
     async def output(self, tenant: str, seed: int, length: int, tokens: int) -> list[int]:
         """The complete output of a request: its tokens."""
-        sampling = SamplingParameters(temperature=0.8, seed=seed)
+        sampling = SamplingParameters(temperature=TEMPERATURE, seed=seed)
         # The seed decides the output: the same request gives the same tokens.
         asked = self.decoder.submit(self.prompt(seed, length), max_tokens=tokens, tenant_id=tenant, sampling=sampling)
         try:
@@ -199,25 +203,25 @@ async def measure(
 
 
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
-    """Tokens per second of `batch` sequences of all tenants, and of the engine alone with as many rows."""
-    length, tokens = 16, POSITIONS - 32
+    """Tokens per second of `batch` sequences of all tenants, and of the engine alone in the same steps.
+
+    Measured for `for_s` seconds, or until a sequence is about to end: a step of fewer sequences is another step.
+    """
+    length, tokens, ends = 16, POSITIONS - 32, service.times.step_ends
     # The batch is divided among the tenants; a small one goes to the first of them.
     each = max(1, batch // len(names))
     async with service.load(names[: min(batch, len(names))], each, length, tokens):
-        # Wait for the full batch, then for a steady state, before anything is counted.
+        # Wait until each sequence has emitted some tokens: from then on every step has a row of each.
         await _until(lambda: service.decoder.scheduler.live_sequences == batch)
-        await asyncio.sleep(for_s / 4)
-        lengths = [sequence.length for sequence in service.live()]
+        await _until(lambda: min(sequence.length for sequence in service.live()) >= length + WARM_TOKENS)
         service.times.clear()
-        began = time.monotonic()
-        await asyncio.sleep(for_s)
-        rate = sum(service.times.tokens.values()) / (time.monotonic() - began)
-        # Attention reads all positions before each row: the engine alone must read as many.
-        lengths += [sequence.length for sequence in service.live()]
+        first = [sequence.length for sequence in service.live()]
+        until, most = time.monotonic() + for_s, POSITIONS - 2 * WARM_TOKENS - max(first)
+        await _until(lambda: time.monotonic() >= until or len(ends) >= most)
+        rate = batch * _per_s(ends)
+        steps = _StepsAgain(service, first, len(ends))
     await _quiet(service)
-    # The mean position of the sequences at the beginning and the end of the time.
-    context = sum(lengths) // len(lengths)
-    bare = await engine_alone(service, batch, context, for_s)
+    bare = batch * _per_s(await steps.run())
     return {
         "figure": "throughput",
         "sequences": batch,
@@ -227,30 +231,54 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
     }
 
 
-async def engine_alone(service: _Service, batch: int, context: int, for_s: float) -> float:
-    """Tokens per second of the engine without a scheduler, two steps in progress."""
-    # Rows as the decoder's steps have them, from all tenants' regions.
-    engine, pools = service.decoder.engine, [*service.decoder.regions.pools.values()]
-    rows = np.zeros(batch, ROW)
-    rows["source"], rows["top_p"], rows["position"] = np.arange(batch), 1, context
-    rows["inverse_temperature"] = 1 / 0.8
-    for row in range(batch):
-        pool = pools[row % len(pools)]
-        rows["base"][row], rows["blocks"][row] = pool.region.address, pool.blocks
-        rows["table"][row], rows["block"][row] = row, row // len(pools)
-    # The first step takes its tokens from the rows, later ones from the step before.
-    first = rows.copy()
-    first["source"], first["token"] = NO_ROW, 5
-    await engine.start(first, pools)
-    # Two steps in progress, as under the decoder.
-    steps, began = 0, time.monotonic()
-    while time.monotonic() < began + for_s:
-        await engine.start(rows, pools)
-        await engine.finish()
-        steps += 1
-    took_s = time.monotonic() - began
-    await engine.finish()
-    return steps * batch / took_s
+def _per_s(ends: Sequence[float]) -> float:
+    """Number of steps per second, from the times of their ends."""
+    return (len(ends) - 1) / (ends[-1] - ends[0])
+
+
+class _StepsAgain:
+    """Steps that a decoder has computed, for the engine without a scheduler.
+
+    Rows have the live sequences' own block tables, blocks and positions. With others, attention would read other
+    amounts of memory: rows with the same blocks, for example, read them from the card's cache.
+
+    Args:
+        service: The decoder, whose live sequences have had a row in each of the steps.
+        first: Each sequence's position in the first step.
+        count: Number of steps.
+    """
+
+    def __init__(self, service: _Service, first: Sequence[int], count: int) -> None:
+        self._engine, self._count, live = service.decoder.engine, count, service.live()
+        self._pools = [service.decoder.regions.pools[sequence.tenant.config.id] for sequence in live]
+        self._first = np.array(first)
+        # Blocks behind a sequence's window are free again: its rows take the region's first block instead.
+        most = max(len(sequence.blocks) for sequence in live)
+        self._blocks = np.array([sequence.blocks + [0] * (most - len(sequence.blocks)) for sequence in live]).clip(0)
+        self._rows = rows = np.zeros(len(live), ROW)
+        rows["top_p"], rows["inverse_temperature"] = 1, 1 / TEMPERATURE
+        rows["table"] = [sequence.table for sequence in live]
+        rows["base"] = [pool.region.address for pool in self._pools]
+        rows["blocks"] = [pool.blocks for pool in self._pools]
+        # The first step takes its tokens from the rows, later ones from the step before.
+        rows["source"], rows["token"] = NO_ROW, 5
+
+    async def run(self) -> list[float]:
+        """Compute the steps, two in progress, as under the decoder. Returns the times of their ends."""
+        ends: list[float] = []
+        for step in range(self._count):
+            await self._start(step)
+            if step:
+                await self._engine.finish()
+                ends.append(time.monotonic())
+        await self._engine.finish()
+        return ends
+
+    async def _start(self, step: int) -> None:
+        rows, position = self._rows, self._first + step
+        rows["position"], rows["block"] = position, self._blocks[np.arange(len(rows)), position // PAGE]
+        await self._engine.start(rows, self._pools)
+        rows["source"] = np.arange(len(rows))
 
 
 async def survivors(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
