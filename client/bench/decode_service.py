@@ -21,7 +21,6 @@ from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.bench.figures import percentile, print_figures
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.decode import (
-    TINY_MODEL,
     Checkpoint,
     Decoder,
     DecoderSettings,
@@ -370,8 +369,8 @@ def checkpoint_named(name: str) -> Checkpoint:
 
 def main(words: Sequence[str]) -> None:
     """Measure, as the words say (see the module's docstring)."""
-    # Words that are missing have defaults: the tiny model, ten seconds, 256 sequences.
-    chosen, for_s, most = (*words[:3], *(str(TINY_MODEL), "10", "256")[len(words) :])
+    # Words that are missing have defaults: the smallest shape, ten seconds, 256 sequences.
+    chosen, for_s, most = (*words[:3], *("two-layers", "10", "256")[len(words) :])
     wanted = words[3:] or FIGURES
     if unknown := set(wanted) - set(FIGURES):
         sys.exit(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
