@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import compress
-from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -34,7 +33,7 @@ from gpulease.client.decode.decode_requests import (
 )
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.cell_rate import CellRate
-from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.step_plan import DecodeRoster, StepPlan
 from gpulease.client.decode.scheduler.tenant_state import (
     NO_BLOCK,
     LiveSequence,
@@ -52,9 +51,6 @@ PREFILL_GRAIN: Final = PAGE
 MAX_PREEMPTIONS: Final = 2
 """How often one request may be preempted. Without a limit, a stream of heavier tenants' requests could prevent its end
 forever."""
-
-_REQUEST: Final = attrgetter("request")
-_TABLE: Final = attrgetter("table")
 
 _ONE: Final = np.array(1)
 """numpy adds an array in half the time of a number."""
@@ -179,6 +175,8 @@ class ContinuousBatchScheduler:
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
+        # Those that decode in the last step that was planned.
+        self._roster = DecodeRoster([])
         self._columns = SequenceColumns(settings.max_sequences)
         # How many live requests have each token as an end, besides the model, and which have any: only those are
         # compared with each sequence's own.
@@ -402,13 +400,14 @@ class ContinuousBatchScheduler:
             sequence.filled += count
             if sequence.keys and not sequence.is_ended:
                 self._publish(sequence, sequence.filled // PAGE)
-        sampled, rows = step.sampled, step.sampled_rows
+        sampled, rows, tables, requests = step.sampled, step.sampled_rows, step.sampled_tables, step.sampled_requests
         if step.has_ended:
             # Some have ended by the previous step. Their rows were planned ahead, so discard their tokens.
             lives = [not sequence.is_ended for sequence in sampled]
-            sampled, rows = list(compress(sampled, lives)), rows[lives]
+            sampled, requests = list(compress(sampled, lives)), list(compress(requests, lives))
+            rows, tables = rows[lives], tables[lives]
         # All sequences get their tokens at once; those with something else to do are looked at one by one below.
-        columns, tables, new = self._columns, step.tables[rows], found[rows]
+        columns, new = self._columns, found[rows]
         places = columns.known[tables]
         columns.known[tables] = places + _ONE
         columns.newest[tables] = new
@@ -438,9 +437,7 @@ class ContinuousBatchScheduler:
                 continue
             ends.append(self._finish(sequence, reason))
             last_tokens.append(index)
-        return StepOutcome(
-            StepTokens(list(map(_REQUEST, sampled)), tokens, places.tolist(), rows.tolist()), ends, last_tokens
-        )
+        return StepOutcome(StepTokens(requests, tokens, places.tolist(), rows.tolist()), ends, last_tokens)
 
     def failed(self, step: StepPlan, tenant_id: str | None, reason: CompletionReason, now: float) -> list[AnyEvent]:
         """Process a step's failure.
@@ -940,12 +937,14 @@ class ContinuousBatchScheduler:
             chosen = chosen[:max_rows]
             # A round robin: who gets a row now goes to the end of the list.
             self._decoding = self._decoding[max_rows:] + chosen
-        else:
-            self._decoding = chosen.copy()
+        # Usually the sequences are those of the step before: two lists of the same objects are compared at once.
+        roster = self._roster
+        if chosen != roster.sequences:
+            roster = self._roster = DecodeRoster(chosen.copy())
         # The rows of all sequences at once: numpy copies the step's columns from those of the sequences. With few
         # sequences each call counts, so there is one copy, and no `any`, which is a call of Python code.
-        rows, columns = len(chosen), self._columns
-        copied = columns.planned.take(np.fromiter(map(_TABLE, chosen), np.int64, rows), axis=1)
+        columns = self._columns
+        copied = columns.planned.take(roster.tables, axis=1)
         positions, tokens, sources, blocks, tables, known, turns_at = copied
         # A row that is computed again after a failed step has a known token. Otherwise the step before is still
         # computing the token, and the kernel takes it from that step's row, on the card.
@@ -955,7 +954,7 @@ class ContinuousBatchScheduler:
             sources[is_known] = NO_ROW
         else:
             tokens.fill(0)
-        columns.row[tables], columns.next_position[tables] = np.arange(rows), positions + _ONE
+        columns.row[tables], columns.next_position[tables] = roster.rows, positions + _ONE
         is_any_last = False
         for row in (positions >= turns_at).nonzero()[0].tolist():
             sequence, position = chosen[row], int(positions[row])
@@ -964,7 +963,7 @@ class ContinuousBatchScheduler:
         # Sequences with their last possible row leave the list now; whether they end earlier, `take_results` decides.
         if is_any_last:
             self._decoding = [sequence for sequence in self._decoding if sequence.next_position <= sequence.last]
-        return StepPlan(self._step_number, chosen, copied[:5])
+        return StepPlan(self._step_number, roster, copied[:5])
 
     # --- Ends. ---
 

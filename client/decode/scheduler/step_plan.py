@@ -7,15 +7,37 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.decode.decode_requests import AnyEvent
+from gpulease.client.decode.decode_requests import AnyEvent, PromptRequest
 from gpulease.client.decode.row_records import NO_ROW, PAGE
 from gpulease.client.decode.scheduler.tenant_state import LiveSequence, TenantState
 
 _TENANT: Final = attrgetter("tenant")
-
+_REQUEST: Final = attrgetter("request")
+_TABLE: Final = attrgetter("table")
 
 _POSITIONS, _TOKENS, _SOURCES, _BLOCKS, _TABLES = range(5)
 """A plan's columns, in the order in which its arrays have them."""
+
+
+class DecodeRoster:
+    """Sequences that decode, and what follows from them alone: made once for all steps that have the same ones.
+
+    Attributes:
+        sequences: The sequences, in the order of their rows. The list is never changed.
+        rows: The row of each: 0, 1, and so on.
+        tables: Their rows of the block tables.
+        requests: Their requests.
+        tenant_rows: How many of them each tenant has.
+    """
+
+    __slots__ = ("requests", "rows", "sequences", "tables", "tenant_rows")
+
+    def __init__(self, sequences: list[LiveSequence]) -> None:
+        self.sequences = sequences
+        self.rows: NDArray[np.int64] = np.arange(len(sequences))
+        self.tables: NDArray[np.int64] = np.fromiter(map(_TABLE, sequences), np.int64, len(sequences))
+        self.requests: list[PromptRequest] = list(map(_REQUEST, sequences))
+        self.tenant_rows: Counter[TenantState] = Counter(map(_TENANT, sequences))
 
 
 class StepPlan:
@@ -30,7 +52,7 @@ class StepPlan:
         chunks: A chunk each: its sequence, its first row, its number of rows.
         joined: Sequences with their first row in this step. Their constant fields are to be written now, and the
             entries of their block tables for the positions before that row.
-        sampled: Sequences that get a token from this step.
+        sampled: Sequences that get a token from this step: those that decode, then those whose prompts end in it.
         events: What happened while the step was planned: expired, preempted and refused requests.
         is_guided: Whether rows of it need a guided step.
         is_void: Whether the step's results are to be ignored, because it or the one before it failed.
@@ -41,6 +63,7 @@ class StepPlan:
         "_columns",
         "_last_rows",
         "_prompts",
+        "_roster",
         "_tenant_rows",
         "chunks",
         "decode_rows",
@@ -54,10 +77,12 @@ class StepPlan:
         "sequences",
     )
 
-    def __init__(self, number: int, decoding: list[LiveSequence], columns: NDArray[np.int64]) -> None:
+    def __init__(self, number: int, decoding: DecodeRoster, columns: NDArray[np.int64]) -> None:
         """Begin with a row for each of these sequences, with these columns [5, rows]."""
-        self.number, self.decode_rows = number, len(decoding)
-        self.sampled, self.sequences = decoding, decoding.copy()
+        self.number, self._roster = number, decoding
+        # Both lists are the roster's until a prompt gets rows.
+        self.sampled = self.sequences = decoding.sequences
+        self.decode_rows = len(decoding.sequences)
         self.chunks: list[tuple[LiveSequence, int, int]] = []
         self.joined: list[LiveSequence] = []
         self.events: list[AnyEvent] = []
@@ -67,7 +92,7 @@ class StepPlan:
         self._prompts: tuple[list[int], ...] = ()
         # The rows that yield the first tokens of prompts.
         self._last_rows: list[int] = []
-        self._tenant_rows: Counter[TenantState] = Counter()
+        self._tenant_rows = decoding.tenant_rows
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -107,10 +132,18 @@ class StepPlan:
     @property
     def sampled_rows(self) -> NDArray[np.int64]:
         """For each of `sampled`, the row that yields its token; the results of other rows are unused."""
-        rows = np.arange(len(self.sampled))
-        if self._last_rows:
-            rows[len(rows) - len(self._last_rows) :] = self._last_rows
-        return rows
+        rows = self._roster.rows
+        return np.append(rows, self._last_rows) if self._last_rows else rows
+
+    @property
+    def sampled_tables(self) -> NDArray[np.int64]:
+        """The row of the block tables of each of `sampled`."""
+        return self.tables[self.sampled_rows] if self._last_rows else self._roster.tables
+
+    @property
+    def sampled_requests(self) -> list[PromptRequest]:
+        """The request of each of `sampled`."""
+        return list(map(_REQUEST, self.sampled)) if self._last_rows else self._roster.requests
 
     @property
     def tenant_rows(self) -> Counter[TenantState]:
@@ -118,8 +151,8 @@ class StepPlan:
 
         Read it once the plan is complete: it is counted once.
         """
-        if not self._tenant_rows:
-            self._tenant_rows.update(map(_TENANT, self.sequences))
+        if self.chunks and self._tenant_rows is self._roster.tenant_rows:
+            self._tenant_rows = Counter(map(_TENANT, self.sequences))
         return self._tenant_rows
 
     def count_tenants(self, sequences: list[LiveSequence]) -> Counter[TenantState]:
@@ -132,6 +165,9 @@ class StepPlan:
         # Rows of one prompt are contiguous and ascending, so its tokens and blocks are slices.
         first_row, begin = len(self.sequences), sequence.next_position
         end = begin + count
+        if not self.chunks:
+            # Other steps have the roster's lists.
+            self.sequences, self.sampled = self.sequences.copy(), self.sampled.copy()
         self.sequences += [sequence] * count
         if not self._prompts:
             self._prompts = [], [], [], [], []

@@ -36,7 +36,7 @@ from gpulease.client.decode.decode_requests import (
 )
 from gpulease.client.decode.row_records import RESULT
 from gpulease.client.decode.scheduler.cell_rate import CellRate
-from gpulease.client.decode.scheduler.step_plan import StepPlan
+from gpulease.client.decode.scheduler.step_plan import DecodeRoster, StepPlan
 from gpulease.client.decode.scheduler.tenant_state import LiveSequence, SequenceColumns, TenantState
 from gpulease.client.decode.supervisor.generation import Emitted, Generation
 from gpulease.client.decode.supervisor.request_ledger import RequestLedger, error_of
@@ -251,7 +251,7 @@ class AnyOrder(RuleBasedStateMachine):
         chosen = self.some(data)
         parts = data.draw(st.integers(0, len(chosen)))
         filling, emitting = chosen[:parts], chosen[parts:]
-        step = StepPlan(0, [], np.zeros((5, 0), np.int64))
+        step = StepPlan(0, DecodeRoster([]), np.zeros((5, 0), np.int64))
         for known in chosen:
             sequence = known.sequence()
             # Only the chunk that ends a prompt has a token; a replay's prompt has all that was emitted.
@@ -418,7 +418,7 @@ def test_losses_before_a_token_are_one_rebind_and_of_the_engine_if_any_was() -> 
     ledger.deliver([SchedulerEvent.Completed(first, CompletionReason.ENGINE_ERROR, "r.2")], is_engine_scoped=True)
     results = np.ones(1, RESULT)
     for position in (2, 3):
-        step = StepPlan(0, [], np.zeros((5, 0), np.int64))
+        step = StepPlan(0, DecodeRoster([]), np.zeros((5, 0), np.int64))
         outcome = StepOutcome(StepTokens([second], [5], [position], [0]), (), ())
         ledger.computed(step, outcome, results, 1.0)
     rebinds = [replace(report, latency_s=0.0) for report in recorder.reports if isinstance(report, RebindReport)]
