@@ -45,6 +45,7 @@ from gpulease.client.decode.row_records import (
     Results,
     Rows,
     StepGuidance,
+    bytes_of,
     mask_words,
 )
 from gpulease.client.errors import RegionFailed
@@ -401,7 +402,7 @@ class DecodeEngine:
         bucket = self._bucket(count)
         given, stream = self._rows[parity], self._streams[parity]
         # Fill up to the bucket with rows that compute nothing: a graph has a constant number of rows.
-        given[:count] = rows
+        bytes_of(given[:count])[:] = bytes_of(rows)
         given["position"][count:bucket] = NO_ROW
         given["source"][count:bucket] = NO_ROW
         if guidance is not None:
@@ -471,7 +472,7 @@ class DecodeEngine:
     async def _send(self, guidance: StepGuidance, parity: int, count: int, bucket: int) -> None:
         """Copy a step's guidance to the card, on the step's stream: after the previous step, and before the launch."""
         arrays, stream = self._guide_arrays[parity], self._streams[parity]
-        arrays.guides[:count] = guidance.guides
+        bytes_of(arrays.guides[:count])[:] = bytes_of(guidance.guides)
         # Padding rows have no guidance.
         padding = arrays.guides[count:bucket]
         padding["count"] = padding["ranks"] = 0
@@ -480,7 +481,7 @@ class DecodeEngine:
         await session.mem_write(forward.guides, 0, arrays.guides[:bucket], stream=stream)
         # Only as many bytes as there are; arrays of the arena are copied without a wait.
         if entries := len(guidance.entries):
-            arrays.entries[:entries] = guidance.entries
+            bytes_of(arrays.entries[:entries])[:] = bytes_of(guidance.entries)
             await session.mem_write(forward.entries, 0, arrays.entries[:entries], stream=stream)
         if masks := len(guidance.masks):
             arrays.masks[:masks] = guidance.masks
@@ -510,9 +511,9 @@ class DecodeEngine:
             raise
         self._steps.popleft()
         # Make copies, because the step after the next one writes the same arrays.
-        self.ranked = self._guide_arrays[parity].ranked[: step.rows].copy() if step.is_guided else None
+        self.ranked = _copy_of(self._guide_arrays[parity].ranked[: step.rows]) if step.is_guided else None
         self.normed = f32_of_bf16(self._normed_arrays[parity][: step.rows]) if step.is_pooled else None
-        return self._results[parity][: step.rows].copy()
+        return _copy_of(self._results[parity][: step.rows])
 
     async def _fetch(self, parity: int, step: _Step) -> None:
         """Read a step's results in a session without shared memory, where the step's graph can't copy them."""
@@ -606,6 +607,10 @@ class DecodeEngine:
                 del self._sets[next(iter(self._sets))]
             found = self._sets[pools] = await self.session.region_set(pool.region for pool in pools)
         return found
+
+
+def _copy_of(records: Rows) -> Rows:
+    return bytes_of(records).copy().view(records.dtype)
 
 
 def _runs(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
