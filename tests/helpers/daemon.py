@@ -90,6 +90,7 @@ class Daemon:
         kept_connections: Most connections that a program keeps open for several tests.
 
     Args:
+        tls_port: The port of its TLS listener; 0 for any.
         within: The command by which it is started elsewhere, under the id of its own process.
     """
 
@@ -99,6 +100,7 @@ class Daemon:
         vram: Sequence[str] = ("6GiB",),
         tcp: bool = False,
         tls: bool = False,
+        tls_port: int = 0,
         config: str = "",
         faults: Faults | None = None,
         driver: str = "cpu",
@@ -120,7 +122,7 @@ class Daemon:
         self._listeners = 1 + tcp + tls
         arguments = ["--driver", driver, "--log-format", log_format] + ["--listen", self.address] * listens
         arguments += ["--listen", "tcp:127.0.0.1:0"] * tcp
-        arguments += ["--listen", "tls:127.0.0.1:0"] * tls
+        arguments += ["--listen", f"tls:127.0.0.1:{tls_port}"] * tls
         arguments += [part for size in vram for part in ("--vram", size)]
         if config:
             (self.folder / "config.toml").write_text(config)

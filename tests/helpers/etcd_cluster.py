@@ -13,7 +13,7 @@ import pytest
 
 from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
 from helpers.daemon import FOLDER
-from helpers.free_ports import free_ports
+from helpers.free_ports import HeldPorts
 from helpers.waiting import wait_until
 
 START_LIMIT_S: Final = 60.0
@@ -85,7 +85,9 @@ class EtcdCluster:
         self.folder = folder
         self._authority = authority
         self._server = authority.issue_server(["127.0.0.1", "localhost"]) if authority is not None else None
-        ports = free_ports(2 * members)
+        # Members are started again, at the addresses that their clients know.
+        self._held = HeldPorts(2 * members)
+        ports = self._held.ports
         self.members = []
         for number in range(members):
             host, within = places[number] if places is not None else ("127.0.0.1", ())
@@ -111,6 +113,7 @@ class EtcdCluster:
     def __exit__(self, *_: object) -> None:
         for member in self.members:
             self.kill(member)
+        self._held.close()
 
     def start(self, member: Member) -> None:
         """Start a member, on the data that it had; return without waiting for its answer."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from gpulease.client import GpuLease, LeaseExpired
 from gpulease.daemon.remote.acceptor import SPARE_RELAYS
 from helpers.daemon import FOLDER, SHORT_LEASES_S, Daemon, Faults, T
+from helpers.free_ports import HeldPorts
 from helpers.processes import ProcessInfo, marked
 from helpers.waiting import wait_until
 
@@ -42,6 +43,8 @@ class LastingDaemon:
         self.config = f'state = "{self.state}"\n{config}'
         self._vram, self._driver, self._tls, self._log_format = vram, driver, tls, log_format
         self._within = within
+        # A client that has lost its connection asks the next daemon at the same address.
+        self._held = HeldPorts(int(tls))
         self._all: list[Daemon] = []
         self._has_faults = False
         self.now: Daemon
@@ -58,6 +61,7 @@ class LastingDaemon:
             config=self.config,
             driver=self._driver,
             tls=self._tls,
+            tls_port=self._held.ports[0] if self._tls else 0,
             folder=self.folder,
             faults=faults,
             stderr=stderr,
@@ -159,4 +163,5 @@ class LastingDaemon:
         for daemon in self._all:
             if daemon.process.poll() is None:
                 daemon.kill()
+        self._held.close()
         shutil.rmtree(self.folder)
