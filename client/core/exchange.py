@@ -36,6 +36,10 @@ PING_AFTER_S: Final = 2.0
 """Time without a reply after which the client pings the daemon, in seconds, for a request that makes something or waits
 for room. A grant without a wait takes far less, so hardly any acquire pings."""
 
+LATE_S: Final = 1.0
+"""A deadline that is noticed later than this, in seconds, was missed by this process: it was stopped (job control, a
+debugger), or its host is overloaded. The peer may have answered long ago."""
+
 CONNECT_RETRY_S: Final = 0.01
 """Pause before another connect to a Unix socket with a full backlog, in seconds."""
 
@@ -58,7 +62,11 @@ Clock = Callable[[], float]
 
 
 class FixedDeadline:
-    """A deadline a fixed number of seconds from now; raises Disconnected when it is over."""
+    """A deadline a fixed number of seconds from now; raises Disconnected when it is over.
+
+    If this process was stopped meanwhile, the peer gets up to CONNECT_LIMIT_S again: its monotonic clock continued, but
+    the peer may have waited for this process to read or to send.
+    """
 
     def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -70,7 +78,10 @@ class FixedDeadline:
         return self._end - self._clock()
 
     def over(self) -> Procedure[None]:
-        """Raise Disconnected, which names the daemon and the time."""
+        """Raise Disconnected, which names the daemon and the time, unless this process was late."""
+        if self.remaining_s() < -LATE_S:
+            self._end = self._clock() + min(self._seconds, CONNECT_LIMIT_S)
+            return
         other = "" if isinstance(self._address, UnixAddress) else ", or another program listens there"
         raise Disconnected(
             f"{self._doing}: the daemon at {self._address} did not answer within {self._seconds:g} s",
@@ -138,8 +149,11 @@ def receive_from_living(
         # The daemon answered the PING: begin another period of silence.
         if ping_id and take(ping_id) is not None:
             ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, doing, channel.address, clock)
-        # Four cases: the request's own time is over; wait quietly; a PING was sent and its time is over; the silence
-        # lasted PING_AFTER_S, so send a PING and give it `pong_limit_s`.
+        # Five cases: a time is over, but something has come, as in `_wait`; the request's own time is over; wait
+        # quietly; a PING was sent and its time is over; the silence lasted PING_AFTER_S, so send a PING and give it
+        # `pong_limit_s`.
+        if min(deadline.remaining_s(), quiet.remaining_s()) <= 0 and channel.pump():
+            continue
         if deadline.remaining_s() <= 0:
             yield from deadline.over()
         elif quiet.remaining_s() > 0:
@@ -170,7 +184,8 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
         channel.finish_step()
     elif remaining_s > 0:
         yield Wait(channel, for_room, remaining_s)
-    else:
+    # The time is over, but this process may have been stopped since it last received: take what has come meanwhile.
+    elif not channel.pump():
         yield from deadline.over()
 
 
@@ -360,7 +375,8 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
                 channel, code = start_connecting(family, where, address)
             # The connect is in progress (EINPROGRESS): the socket becomes writable when it has succeeded or failed.
             if code == errno.EINPROGRESS:
-                is_done = False
+                # Look at least once: this process may have been stopped since it began.
+                is_done = yield Wait(channel, True, max(0.0, deadline.remaining_s()))
                 while not is_done and deadline.remaining_s() > 0:
                     is_done = yield Wait(channel, True, deadline.remaining_s())
                 code = connect_error(channel) if is_done else errno.ETIMEDOUT
