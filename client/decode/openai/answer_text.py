@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.decode.openai.api_errors import CLOSED_REQUEST, FINISHES, ApiError
 from gpulease.client.decode.openai.stop_filter import StopFilter
@@ -43,6 +43,7 @@ class AnswerPiece:
         replays: How often the sequence was replayed until then; None if unchanged since the last piece.
         finish: Why the answer ended; "" if it continues.
         calls: Pieces of calls of tools.
+        prompt_logprobs: Of a whole answer: the log-probabilities of its prompt (`prompt_logprobs`), if requested.
     """
 
     text: str = ""
@@ -50,6 +51,7 @@ class AnswerPiece:
     replays: int | None = None
     finish: str = ""
     calls: list[CallPart] = field(default_factory=list)
+    prompt_logprobs: "list[PromptLogprobs | None] | None" = None
 
     @property
     def is_empty(self) -> bool:
@@ -161,6 +163,34 @@ def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted
             piece.tokens.append(token_text(tokenizer.bytes_of, scores[place - 1], begin))
     piece.text += stream.end()
     return piece
+
+
+PromptLogprobs = dict[str, dict[str, Any]]
+"""The log-probabilities at one token of a prompt, by the ids of tokens, as vLLM sends them."""
+
+
+def prompt_logprobs(tokenizer: "Tokenizer", scores: Sequence[Emitted], ranks: int) -> "list[PromptLogprobs | None]":
+    """Return the log-probabilities of a prompt: None for its first token, which has none.
+
+    For each other token: its own, and those of the `ranks` likeliest at its place. The rank of a token that is not
+    among the likeliest that were computed is not known, and None.
+    """
+    names, found = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
+    for score in scores:
+        places = {token: place for place, (token, _) in enumerate(score.ranks, 1)}
+        # Its own first, as in vLLM. It may be one of the likeliest.
+        logs = {score.token: score.log_probability} | dict(score.ranks[:ranks])
+        found.append(
+            {
+                str(token): {
+                    "logprob": max(log, LEAST_LOG_PROBABILITY),
+                    "rank": places.get(token),
+                    "decoded_token": names.get(token) or tokenizer.bytes_of(token).decode(errors="replace"),
+                }
+                for token, log in logs.items()
+            }
+        )
+    return found
 
 
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[AnswerPiece]:

@@ -238,8 +238,9 @@ class DecoderSource:
                         request_id=_name_of(tenant, request_id, place),
                         priority=asked.priority,
                         cache_salt=asked.cache_salt,
-                        ranks=asked.ranks,
-                        scores_prompt=asked.is_echo and asked.has_logprobs,
+                        # The reply leaves out what was not requested of the prompt's or the answer's.
+                        ranks=max(asked.ranks, asked.prompt_ranks or 0),
+                        scores_prompt=asked.prompt_ranks is not None or (asked.is_echo and asked.has_logprobs),
                         masks=None if masks is None else masks.fork(),
                     )
                     generations.append(generation)

@@ -57,6 +57,9 @@ class ReplyHead:
         """Return the body of a reply that is not a stream, with each whole answer as one piece."""
         choices = [self._choice(index, piece) for index, piece in enumerate(answers)]
         body = self._object(choices, is_chunk=False) | {"usage": usage(counts)}
+        if self.is_chat and answers[0].prompt_logprobs is not None:
+            # All answers have the chat as their prompt. Completions may have several prompts.
+            body["prompt_logprobs"] = answers[0].prompt_logprobs
         replays = max((piece.replays for piece in answers if piece.replays is not None), default=None)
         return body | self._extension(replays, is_first=True)
 
@@ -72,6 +75,8 @@ class ReplyHead:
             choice["message"] = message
         else:
             choice["text"] = piece.text
+            if piece.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = piece.prompt_logprobs
         return choice
 
     def chunk(self, piece: AnswerPiece, index: int = 0, *, is_first: bool) -> dict[str, Any]:
@@ -140,7 +145,7 @@ class ReplyHead:
             return {
                 "tokens": texts,
                 "token_logprobs": [token.log_probability for token in tokens],
-                "top_logprobs": [_top_logprobs(token) for token in tokens] if self.ranks else None,
+                "top_logprobs": [_top_logprobs(token, self.ranks) for token in tokens] if self.ranks else None,
                 "text_offset": [token.begin for token in tokens],
             }
         # Chats and completions have different shapes for the same data.
@@ -151,7 +156,7 @@ class ReplyHead:
                 "bytes": list(token.data),
                 "top_logprobs": [
                     {"token": data.decode(errors="replace"), "logprob": log, "bytes": list(data)}
-                    for data, log in token.ranks
+                    for data, log in token.ranks[: self.ranks]
                 ],
             }
             for text, token in zip(texts, tokens, strict=True)
@@ -159,13 +164,13 @@ class ReplyHead:
         return {"content": entries, "refusal": None}
 
 
-def _top_logprobs(token: TokenText) -> dict[str, float] | None:
-    """Return the likeliest tokens by their texts, and the token itself, as completions have them."""
+def _top_logprobs(token: TokenText, ranks: int) -> dict[str, float] | None:
+    """Return the `ranks` likeliest tokens by their texts, and the token itself, as completions have them."""
     if token.log_probability is None:
         return None
     # Several tokens may have the same text, such as parts of characters: the likeliest one counts.
     found: dict[str, float] = {}
-    for data, log in (*token.ranks, (token.data, token.log_probability)):
+    for data, log in (*token.ranks[:ranks], (token.data, token.log_probability)):
         found.setdefault(data.decode(errors="replace"), log)
     return found
 

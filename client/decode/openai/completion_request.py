@@ -49,6 +49,9 @@ MAX_CALLS: Final = 128
 MAX_VARIABLES: Final = 64
 """Most variables that a chat gives its model's template."""
 
+_OWN_VARIABLES: Final = ("messages", "continue_final_message")
+"""Parameters of a chat that its template's variables can't replace."""
+
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """Default tokens of a completion, as in OpenAI's API."""
 
@@ -91,6 +94,7 @@ class CompletionRequest:
         prompts: Texts, or their tokens; () for a chat.
         messages: A chat's messages, each with `role` and `content`; () for a completion.
         variables: Further variables of the chat's template; the tools are one.
+        continues: Whether the answer continues the chat's last message.
         begins: Whether prompts begin with the tokenizer's begin token; None: those of completions do, those of chats as
             the tokenizer's files say.
         cache_salt: The prompts share blocks only with requests that have the same one.
@@ -109,6 +113,8 @@ class CompletionRequest:
         includes_stop: Whether the answer includes the stop, or the token, that ends it.
         has_logprobs: Whether the tokens' log-probabilities are sent.
         ranks: How many of the likeliest tokens are sent with each.
+        prompt_ranks: How many of the likeliest tokens are sent with each of the prompt's; None if the prompt's
+            log-probabilities are not sent.
         is_echo: Whether the prompt is sent before its answer.
         priority: Its place among the tenant's requests that wait.
         is_stream: Whether the answer is sent as it is computed.
@@ -121,6 +127,7 @@ class CompletionRequest:
     prompts: tuple[str | tuple[int, ...], ...]
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
+    continues: bool
     begins: bool | None
     cache_salt: str
     form: AnswerForm | None
@@ -138,6 +145,7 @@ class CompletionRequest:
     includes_stop: bool
     has_logprobs: bool
     ranks: int
+    prompt_ranks: int | None
     is_echo: bool
     priority: int
     is_stream: bool
@@ -174,7 +182,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     is_echo = _flag(said, "echo")
     form = form_of(said, is_chat=is_chat)
     tools, must_call = _tools(said)
-    messages, variables = parse_chat_prompt(said) if is_chat else ((), {})
+    messages, variables, continues = parse_chat_prompt(said) if is_chat else ((), {}, False)
     stops = _stops(said.get("stop"))
     _flag(said, "parallel_tool_calls")
     if form is not None or tools:
@@ -185,6 +193,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         prompts=prompts,
         messages=messages,
         variables=variables,
+        continues=continues,
         begins=parse_begins(said),
         cache_salt=_salt(said),
         form=form,
@@ -205,6 +214,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         includes_stop=_flag(said, "include_stop_str_in_output"),
         has_logprobs=has_logprobs,
         ranks=ranks,
+        prompt_ranks=_prompt_ranks(said, is_stream=is_stream),
         is_echo=is_echo,
         priority=_within(said, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY),
         is_stream=is_stream,
@@ -213,11 +223,26 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     )
 
 
-def parse_chat_prompt(said: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
-    """Return a chat's messages and its template's variables. Raises ApiError for invalid ones."""
+def parse_chat_prompt(said: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any], bool]:
+    """Return a chat's messages, its template's variables, and whether the last message is to be continued.
+
+    Raises ApiError for invalid ones.
+    """
     tools, _ = _tools(said)
-    variables = {**_variables(said.get("chat_template_kwargs")), **({"tools": said["tools"]} if tools else {})}
-    return _messages(said.get("messages")), variables
+    variables = _variables(said.get("chat_template_kwargs"))
+    if said.get("add_generation_prompt") is not None:
+        variables = {"add_generation_prompt": _flag(said, "add_generation_prompt")} | variables
+    if tools:
+        variables["tools"] = said["tools"]
+    if (documents := said.get("documents")) is not None:
+        if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+            raise invalid("documents must be a list of objects", "documents")
+        variables["documents"] = documents or None
+    continues = _flag(said, "continue_final_message")
+    if continues and variables.get("add_generation_prompt"):
+        text = "continue_final_message can't be combined with add_generation_prompt, which begins another message"
+        raise invalid(text, "continue_final_message")
+    return _messages(said.get("messages")), variables, continues
 
 
 def parse_begins(said: Mapping[str, Any]) -> bool | None:
@@ -344,14 +369,17 @@ def _choices(said: Mapping[str, Any], prompts: int, *, is_stream: bool) -> tuple
     return choices, tries
 
 
-def _variables(value: Any) -> Mapping[str, Any]:
+def _variables(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or len(value) > MAX_VARIABLES:
         raise invalid(
             f"chat_template_kwargs must be an object of up to {MAX_VARIABLES} members", "chat_template_kwargs"
         )
-    return value
+    for name in _OWN_VARIABLES:
+        if name in value:
+            raise invalid(f"chat_template_kwargs: send {name} as a parameter of its own", "chat_template_kwargs")
+    return dict(value)
 
 
 def _text(said: Mapping[str, Any], name: str) -> str:
@@ -431,6 +459,14 @@ def _tokens(said: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def _logprobs_of_completion(said: Mapping[str, Any]) -> tuple[bool, int]:
     """Return whether a completion has log-probabilities, and for how many of the likeliest tokens at each position."""
     return said.get("logprobs") is not None, _within(said, "logprobs", 0, 0, MAX_RANKS)
+
+
+def _prompt_ranks(said: Mapping[str, Any], *, is_stream: bool) -> int | None:
+    if said.get("prompt_logprobs") is None:
+        return None
+    if is_stream:
+        raise invalid("prompt_logprobs is not sent in a stream", "prompt_logprobs")
+    return _within(said, "prompt_logprobs", 0, 0, MAX_RANKS)
 
 
 def _logprobs_of_chat(said: Mapping[str, Any]) -> tuple[bool, int]:

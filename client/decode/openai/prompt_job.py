@@ -44,7 +44,7 @@ def read_completion(
 def read_prompts(reader: "PromptReader", asked: CompletionRequest) -> list[list[int]]:
     """Return the tokens of each of a request's prompts. Raises what the reader raises."""
     if asked.is_chat:
-        return [reader.read_chat(asked.messages, asked.variables, begins=asked.begins)]
+        return [reader.read_chat(asked.messages, asked.variables, begins=asked.begins, continues=asked.continues)]
     return [
         reader.checked(prompt)
         if isinstance(prompt, tuple)

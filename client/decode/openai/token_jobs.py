@@ -9,7 +9,10 @@ from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
 if TYPE_CHECKING:
     from gpulease.client.decode.text.prompt_reader import PromptReader
 
-MEMBERS: Final = ("model", "prompt", "messages", "add_special_tokens", "tools", "chat_template_kwargs")
+MEMBERS: Final = (
+    *("model", "prompt", "messages", "add_special_tokens", "tools", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 """Members of the body of `/tokenize`: those of vLLM's that change the tokens of a prompt."""
 
 
@@ -23,7 +26,9 @@ def read_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[s
         check_model(said.get("model") or "", names)
         begins = parse_begins(said)
         if said.get("messages") is not None:
-            return {"tokens": packed_tokens(reader.read_chat(*parse_chat_prompt(said), begins=begins))}
+            messages, variables, continues = parse_chat_prompt(said)
+            tokens = reader.read_chat(messages, variables, begins=begins, continues=continues)
+            return {"tokens": packed_tokens(tokens)}
         prompt = said.get("prompt")
         if not isinstance(prompt, str):
             raise invalid("prompt must be a string", "prompt")

@@ -32,6 +32,10 @@ MAX_SAID_CHARACTERS: Final = 1000
 """Most characters of a template's own error message, so that it can't return a whole message to the caller."""
 
 
+_END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put behind a message to find its end in a prompt; that of transformers' chat_template_utils."""
+
+
 class ChatTemplate:
     """Turns a chat into a prompt.
 
@@ -61,21 +65,34 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self.arguments = (source, self._tokens, where)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = {},  # it is not changed
+        *,
+        continues: bool = False,
+    ) -> str:
         """Return the prompt for the assistant's next turn.
 
         Args:
             messages: The chat in order; each message has `role` and `content`.
             variables: Further variables of the template.
+            continues: Whether the prompt ends with the last message's content instead, for the model to continue it, as
+                by transformers' `continue_final_message`.
 
-        Raises RequestRejected for messages that the template refuses, with its own message.
+        Raises RequestRejected for messages that the template refuses, with its own message, and for a last message that
+        it does not show as it is.
         """
         # The names that Hugging Face's templates expect; the caller's variables take precedence.
-        given = {"add_generation_prompt": True, "tools": None, "documents": None} | self._tokens | variables
+        given: dict[str, Any] = {"add_generation_prompt": not continues, "tools": None, "documents": None}
+        given |= {**self._tokens, **variables, "messages": list(messages)}
+        if continues:
+            *before, last = messages
+            given["messages"] = [*before, {**last, "content": f"{last['content']}{_END_MARK}"}]
         # Rendered piece by piece, so that a template that never ends is stopped at the limit instead of filling memory.
         pieces, size = [], 0
         try:
-            for piece in self._template.generate(messages=list(messages), **given):
+            for piece in self._template.generate(given):
                 size += len(piece)
                 if size > MAX_PROMPT_CHARACTERS:
                     raise RequestRejected(f"the chat is a prompt of more than {MAX_PROMPT_CHARACTERS:,} characters")
@@ -85,7 +102,21 @@ class ChatTemplate:
         except Exception as error:  # a template can fail in any way that Python can
             said = str(error)[:MAX_SAID_CHARACTERS]
             raise RequestRejected(f"the model's chat template does not take these messages: {said}") from None
-        return "".join(pieces)
+        text = "".join(pieces)
+        return _up_to_mark(text, messages[-1]["content"]) if continues else text
+
+
+def _up_to_mark(text: str, content: str) -> str:
+    """Return a prompt up to the end of its last message's content, behind which the mark is."""
+    place = text.rfind(_END_MARK.strip())
+    if place < 0 or content.strip() not in text:
+        raise RequestRejected(
+            "the model's chat template does not show the last message as it is, so no answer can continue it",
+            parameter="continue_final_message",
+        )
+    before = text[:place]
+    # A template that trims messages takes the mark's space. Then it would have trimmed the content's spaces, too.
+    return before if text[place : place + len(_END_MARK)] == _END_MARK else before.rstrip()
 
 
 class _Environment(ImmutableSandboxedEnvironment):

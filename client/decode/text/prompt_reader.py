@@ -52,11 +52,17 @@ class PromptReader:
         return self.checked(self._tokenizer.encode(text, begins=begins))
 
     def read_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, begins: bool | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        begins: bool | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """Put a chat into the model's template, and tokenize the result.
 
-        The begin token comes first, once, if `begins`; None: as the tokenizer's files say.
+        The begin token comes first, once, if `begins`; None: as the tokenizer's files say. If `continues`, the prompt
+        ends with the last message's content.
 
         Raises AdmissionRefused for a chat that can't fit, RequestRejected for one that the template refuses.
         """
@@ -66,7 +72,7 @@ class PromptReader:
         tokenizer = self._tokenizer
         # A template may add text, so the rendered prompt is checked again.
         begins = tokenizer.chat_begins if begins is None else begins
-        return self.read_text(tokenizer.render_chat(messages, variables), begins=begins)
+        return self.read_text(tokenizer.render_chat(messages, variables, continues=continues), begins=begins)
 
     def read_word(self, word: str) -> list[tuple[int, ...]]:
         """Return the sequences of tokens that are a word, as vLLM's `bad_words` has them.

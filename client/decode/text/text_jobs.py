@@ -101,10 +101,12 @@ def refusal(error: RequestRejected) -> dict[str, Any]:
     # The class of the error is one of two; the reason shows which.
     if isinstance(error, AdmissionRefused):
         return {"refused": error.detail, "hint": error.hint, "reason": error.reason.value}
-    return {"refused": error.message, "hint": error.hint, "reason": ""}
+    return {"refused": error.message, "hint": error.hint, "reason": "", "parameter": error.parameter}
 
 
 def refused(answer: Mapping[str, Any]) -> RequestRejected:
     """Return the error that `refusal` packed, to be raised in the server."""
     text, hint, reason = (str(answer[name]) for name in ("refused", "hint", "reason"))
-    return AdmissionRefused(AdmissionReason(reason), text, None) if reason else RequestRejected(text, hint)
+    if reason:
+        return AdmissionRefused(AdmissionReason(reason), text, None)
+    return RequestRejected(text, hint, parameter=str(answer["parameter"]))

@@ -137,11 +137,13 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages, variables), begins=self.chat_begins)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Return a chat's prompt as text. Raises what `encode_chat` raises."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, continues: bool = False
+    ) -> str:
+        """Return a chat's prompt as text, ended as `ChatTemplate.render` says. Raises what `encode_chat` raises."""
         if self.chat_template is None:
             raise RequestRejected("the model has no chat template", "Send a completion request with the prompt as text")
-        return self.chat_template.render(messages, **variables)
+        return self.chat_template.render(messages, variables, continues=continues)
 
     @property
     def most_bytes_per_token(self) -> int | None:

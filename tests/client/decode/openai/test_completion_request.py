@@ -125,6 +125,9 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ("bad_words", ["x" * 1025]),
         ("ignore_eos", 1),
         ("priority", 2**31),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", True),
         ("logprobs", 21),
         ("logprobs", True),
         ("stop", ["a"] * 17),
@@ -161,11 +164,27 @@ def test_what_can_t_be_computed_is_refused_by_name(name: str, value: Any) -> Non
         ("top_logprobs", 3),
         ("logprobs", 1),
         ("chat_template_kwargs", []),
+        ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", {"continue_final_message": True}),
+        ("continue_final_message", 1),
+        ("add_generation_prompt", "no"),
+        ("documents", ["a"]),
         ("chat_template_kwargs", {str(name): 1 for name in range(65)}),
     ],
 )
 def test_what_a_chat_can_t_have_is_refused_by_name(name: str, value: Any) -> None:
     assert refused(is_chat=True, **{name: value}).param == name
+
+
+def test_a_message_is_continued_or_followed_by_another() -> None:
+    assert parsed(True, continue_final_message=True).continues
+    assert parsed(True, continue_final_message=True, add_generation_prompt=False).continues
+    for said in ({"add_generation_prompt": True}, {"chat_template_kwargs": {"add_generation_prompt": True}}):
+        assert refused(True, continue_final_message=True, **said).param == "continue_final_message"
+    # As in vLLM, the template's variables take precedence.
+    asked = parsed(True, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True})
+    assert asked.variables == {"add_generation_prompt": True}
+    assert refused(stream=True, prompt_logprobs=1).param == "prompt_logprobs"
 
 
 def test_a_parameter_that_nobody_knows_is_refused() -> None:

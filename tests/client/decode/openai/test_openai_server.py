@@ -176,6 +176,50 @@ def test_an_answer_includes_its_stop_only_on_request(rig: OpenAiRig, client: ope
         assert done.logprobs.tokens == tokens[:count]
 
 
+def test_a_chat_s_last_message_is_continued(rig: OpenAiRig, client: openai.OpenAI) -> None:
+    """The answer is that of the rendered prompt, cut behind the message's content."""
+    import openai
+
+    begun = [*USER, {"role": "assistant", "content": "The with"}]
+    with rig.http() as http:
+        said = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+        tokens = http.post("/tokenize", json=said).json()["tokens"]
+        shown = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert shown.endswith("The with")
+    continued = chat(client, messages=begun, extra_body={"continue_final_message": True})
+    done = complete(client, prompt=tokens, max_tokens=8)
+    assert continued.choices[0].message.content == done.choices[0].text
+    assert continued.usage == done.usage
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, messages=begun, extra_body=both)
+    assert refused.value.param == "continue_final_message"
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_its_echo(client: openai.OpenAI) -> None:
+    """In vLLM's shape, for completions in each choice, for chats once; the answer's own are not affected."""
+    echoed = complete(client, echo=True, logprobs=3).choices[0].logprobs
+    done = complete(client, prompt=[PROMPT, "The with"], logprobs=2, extra_body={"prompt_logprobs": 3, "n": 2})
+    assert len(done.choices) == 4
+    first, same, *others = (choice.model_extra["prompt_logprobs"] for choice in done.choices)
+    assert first == same
+    assert others[0] == others[1] != first
+    assert first[0] is None
+    for place, shown in enumerate(first[1:], 1):
+        own, *_ = shown.values()
+        assert (own["decoded_token"], own["logprob"]) == (echoed.tokens[place], echoed.token_logprobs[place])
+        ranks = [one["rank"] for one in shown.values()]
+        assert sorted(rank for rank in ranks if rank is not None) == [1, 2, 3]
+        assert (own["rank"] is None) is (len(shown) == 4)
+        likeliest = {one["decoded_token"]: one["logprob"] for one in shown.values()}
+        assert likeliest == echoed.top_logprobs[place]
+    plain = complete(client, logprobs=2).choices[0]
+    assert (done.choices[0].text, done.choices[0].logprobs) == (plain.text, plain.logprobs)
+    shown = chat(client, extra_body={"prompt_logprobs": 0}).model_extra["prompt_logprobs"]
+    assert [entry and len(entry) for entry in shown] == [None] + [1] * (len(shown) - 1)
+    assert shown[1:]
+
+
 def test_lists_of_tokens_and_words_limit_an_answer(rig: OpenAiRig, client: openai.OpenAI) -> None:
     import openai
 

@@ -19,13 +19,37 @@ MESSAGES: Final = [{"role": "user", "content": "Hi <&> 'you'"}]
 
 
 def rendered(source: str, messages: Any = MESSAGES, **variables: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}, "a file").render(messages, **variables)
+    return ChatTemplate(source, {"bos_token": "<s>"}, "a file").render(messages, variables)
 
 
 def test_a_chat_is_a_prompt_for_the_next_turn() -> None:
     """Blocks take no line of their own, and nothing is escaped."""
     assert rendered(CHATML) == "<|im_start|>user\nHi <&> 'you'<|im_end|>\n<|im_start|>assistant\n"
     assert rendered(CHATML, add_generation_prompt=False) == "<|im_start|>user\nHi <&> 'you'<|im_end|>\n"
+
+
+@pytest.mark.parametrize("content", ["The answer", "The answer ", " a\n", "", "<|im_end|>"])
+def test_a_prompt_may_end_with_the_last_message(content: str) -> None:
+    chat = [*MESSAGES, {"role": "assistant", "content": content}]
+    before = f"<|im_start|>user\nHi <&> 'you'<|im_end|>\n<|im_start|>assistant\n{content}"
+    assert ChatTemplate(CHATML, {}, "a file").render(chat, continues=True) == before
+    # A template that trims messages trims this one, too.
+    trimming = "{% for message in messages %}{{ message.role }}:{{ message.content | trim }};{% endfor %}"
+    found = ChatTemplate(trimming, {}, "a file").render(chat, continues=True)
+    assert found == f"user:Hi <&> 'you';assistant:{content.strip()}"
+
+
+def test_a_message_that_the_template_changes_can_t_be_continued() -> None:
+    for source in ("{{ messages[-1].content | upper }}", "{{ messages[0].role }}", "{{ messages[-1].content[:3] }}"):
+        with pytest.raises(RequestRejected, match="does not show the last message") as refused:
+            ChatTemplate(source, {}, "a file").render(MESSAGES, continues=True)
+        assert refused.value.parameter == "continue_final_message"
+
+
+def test_variables_have_any_name() -> None:
+    source = "{{ self_made }}{{ messages | length }}"
+    assert ChatTemplate(source, {}, "a").render(MESSAGES, {"self_made": 1, "messages": [{}] * 9}) == "11"
+    assert ChatTemplate("{{ source }}", {}, "a").render(MESSAGES, {"source": "s", "self": 1, "variables": 2}) == "s"
 
 
 GEMMA: Final = """{{ bos_token }}
