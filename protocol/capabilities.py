@@ -63,12 +63,12 @@ def names_of(permissions: Permission) -> tuple[str, ...]:
 
 def permissions_of(names: Iterable[str]) -> Permission:
     """Return the permissions with these names. Raises ValueError for an unknown name."""
-    found = Permission(0)
+    permissions = Permission(0)
     for name in names:
         if name not in _BY_NAME:
             raise ValueError(f"{name!r} is not a permission; the permissions are {', '.join(map(str, _BY_NAME))}")
-        found |= _BY_NAME[name]
-    return found
+        permissions |= _BY_NAME[name]
+    return permissions
 
 
 def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:

@@ -112,7 +112,7 @@ class Failure:
         Raises BodyError if the payload is malformed.
         """
         data = bytes(payload)
-        found: dict[int, bytes] = {}
+        values: dict[int, bytes] = {}
         # Step 1: parse it by hand, as `ErrorBody` defines it, because the parser takes most of a refusal's time.
         with suppress(struct.error, UnicodeDecodeError):
             (message_bytes,) = _U32.unpack_from(data)
@@ -124,10 +124,10 @@ class Failure:
                 for _ in range(count):
                     kind, value_bytes = _TLV.unpack_from(data, at)
                     at += _TLV.size + value_bytes
-                    found[kind] = data[at - value_bytes : at]
+                    values[kind] = data[at - value_bytes : at]
                 # The payload is valid if every byte was used, and none beyond its end.
                 if at == len(data):
-                    return cls._with_details(status, message, found)
+                    return cls._with_details(status, message, values)
         # Step 2: parse by the definition, which reports what is wrong.
         return cls.from_body(status, parse_body(ErrorBody, data))
 

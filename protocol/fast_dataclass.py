@@ -79,9 +79,9 @@ else:
         return made
 
     def _finished(cls: C, *, frozen: bool, eq: bool) -> C:
-        found = fields(cls)
+        class_fields = fields(cls)
         # The compiled constructor does not support fields with init=False.
-        if not all(item.init for item in found):
+        if not all(item.init for item in class_fields):
             raise TypeError(f"{cls.__qualname__}: use dataclasses.dataclass for fields that are not parameters")
         # Code that inspects the class needs these, and the standard library, which lets only frozen classes derive from
         # frozen ones.
@@ -89,7 +89,7 @@ else:
         parameters.init = parameters.repr = True
         parameters.eq, parameters.frozen = eq, frozen
         # Step 1: set what every instance needs: a constructor and, for a frozen class, methods that refuse assignment.
-        cls.__init__ = _constructor(cls, found, frozen=frozen)
+        cls.__init__ = _constructor(cls, class_fields, frozen=frozen)
         if frozen:
             cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete
             # Copying and unpickling can't set attributes one by one on a frozen instance.
@@ -97,30 +97,30 @@ else:
         # Step 2: set the methods that the class does not define itself, from the fields that take part in each.
         own = vars(cls)
         if "__repr__" not in own:
-            cls.__repr__ = _representation([item.name for item in found if item.repr])
+            cls.__repr__ = _representation([item.name for item in class_fields if item.repr])
         if not eq:
             return cls
-        compared = _values_of([item.name for item in found if item.compare])
+        compared = _values_of([item.name for item in class_fields if item.compare])
         # A class that defines `__eq__` alone has None there (the language reference, "object.__hash__").
         if own.get("__hash__") is None:
-            cls.__hash__ = _hash_of(found) if frozen else None
+            cls.__hash__ = _hash_of(class_fields) if frozen else None
         if "__eq__" not in own:
             cls.__eq__ = _equality(compared)
         return cls
 
-    def _hash_of(found: tuple[Field[Any], ...]) -> Callable[[Any], int]:
-        hashed = _values_of([item.name for item in found if (item.compare if item.hash is None else item.hash)])
+    def _hash_of(class_fields: tuple[Field[Any], ...]) -> Callable[[Any], int]:
+        hashed = _values_of([item.name for item in class_fields if (item.compare if item.hash is None else item.hash)])
         return lambda self: hash(hashed(self))
 
-    def _constructor(cls: type, found: tuple[Field[Any], ...], *, frozen: bool) -> Callable[..., None]:
+    def _constructor(cls: type, class_fields: tuple[Field[Any], ...], *, frozen: bool) -> Callable[..., None]:
         # The names that the constructor's source refers to. Values are passed as objects, so none is written as text.
         names: dict[str, Any] = {"_set": object.__setattr__, "_MISSING": MISSING, "__name__": cls.__module__}
         parameters, lines = ["self"], []
         # Frozen instances refuse assignment, so set their fields through `object`, or while their class is the twin.
-        has_twin = frozen and len(found) >= FIELDS_WITH_TWIN
+        has_twin = frozen and len(class_fields) >= FIELDS_WITH_TWIN
         sets = "_set(self, {0!r}, {1})" if frozen and not has_twin else "self.{0} = {1}"
         # Keyword-only parameters must follow all others, and `sorted` keeps the fields' order otherwise.
-        for item in sorted(found, key=attrgetter("kw_only")):
+        for item in sorted(class_fields, key=attrgetter("kw_only")):
             value = item.name
             if item.kw_only and "*" not in parameters:
                 parameters.append("*")
@@ -144,7 +144,7 @@ else:
         exec(f"def __init__({', '.join(parameters)}):\n " + "\n ".join(lines or ["pass"]), names)
         made: Callable[..., None] = names["__init__"]
         made.__qualname__ = f"{cls.__qualname__}.__init__"
-        made.__annotations__ = {item.name: item.type for item in found} | {"return": None}
+        made.__annotations__ = {item.name: item.type for item in class_fields} | {"return": None}
         return made
 
     def _twin_of(cls: type) -> type:

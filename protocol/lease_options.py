@@ -491,8 +491,8 @@ def _by_field(options: type[WorkerOptions]) -> Mapping[str, LeaseOption[Any, Any
     hints = get_type_hints(options, include_extras=True)
     # Read the annotations with their metadata, where each option is declared next to its field. The annotation holds
     # the declaration, so no field can be without one.
-    found = {item.name: hints[item.name].__metadata__[0] for item in fields(options)}
-    return dict(sorted(found.items(), key=lambda item: item[1].tag))
+    by_field = {item.name: hints[item.name].__metadata__[0] for item in fields(options)}
+    return dict(sorted(by_field.items(), key=lambda item: item[1].tag))
 
 
 WORKER_OPTIONS: Final = _by_field(WorkerOptions)

@@ -824,8 +824,8 @@ def _mistakes() -> Iterator[str]:
         displaced = next(
             (spec.op.name for spec, op in zip(_ALL, Opcode, strict=False) if spec.op is not op), "the last"
         )
-        found = f"missing: {missing}" if missing else f"the first in the wrong place: {displaced}"
-        yield f"every opcode must have one specification, in the opcodes' order; {found}"
+        mistake = f"missing: {missing}" if missing else f"the first in the wrong place: {displaced}"
+        yield f"every opcode must have one specification, in the opcodes' order; {mistake}"
     for spec in _ALL:
         # Peers of any version find out from the number alone whether the broker or a worker serves an operation.
         if (0x0600 <= spec.op < 0x0700) != spec.is_session:

@@ -195,13 +195,13 @@ class CallError:
     def from_bytes(cls, data: bytes) -> Self | None:
         """Return the error of an ERROR's payload; None if the payload is too short."""
         try:
-            found: Any = CALL_ERROR.parse(data)
+            error: Any = CALL_ERROR.parse(data)
         except c.ConstructError:
             return None
         # A code of a later server is INTERNAL: the caller learns that the call failed, and the text says why.
-        known = found.code in CallErrorCode._value2member_map_
-        code = CallErrorCode(found.code) if known else CallErrorCode.INTERNAL
-        return cls(code, found.text[:MAX_ERROR_TEXT_BYTES].decode(errors="replace"), found.retry_after_ms)
+        known = error.code in CallErrorCode._value2member_map_
+        code = CallErrorCode(error.code) if known else CallErrorCode.INTERNAL
+        return cls(code, error.text[:MAX_ERROR_TEXT_BYTES].decode(errors="replace"), error.retry_after_ms)
 
 
 def greeting() -> bytes:

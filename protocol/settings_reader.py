@@ -202,37 +202,37 @@ class Declared:
         setting = self.setting
         # Step 1: the value in the field's type.
         if setting.read is not None:
-            found = setting.read(value)
+            result = setting.read(value)
         elif self.table is not None:
-            found = read_settings(self.table, value)
+            result = read_settings(self.table, value)
         elif isinstance(self.kind, type) and issubclass(self.kind, Enum):
-            found = read_choice(self.kind, value)
+            result = read_choice(self.kind, value)
         elif self.kind is float and type(value) in (int, float):
-            found = _finite(value)
+            result = _finite(value)
         elif type(value) is self.kind:
-            found = value
+            result = value
         else:
             raise must_be(self.what, value)
         # Step 2: its bounds.
-        if setting.choices and found not in setting.choices:
+        if setting.choices and result not in setting.choices:
             raise must_be(self.what, value, did_you_mean(value, setting.choices, ""))
-        self.check_bounds(found, value)
+        self.check_bounds(result, value)
         # Only whole numbers of a file without a bound of their own: the read function of another has checked it.
-        if self.kind is int and setting.read is None and setting.most is None and found > MAX_WHOLE:
+        if self.kind is int and setting.read is None and setting.most is None and result > MAX_WHOLE:
             raise must_be(f"at most {MAX_WHOLE}", value)
-        return found
+        return result
 
 
 def _finite(number: float) -> float:
     """Return a number as a float. Raises ValueError without text for one that is infinite, nan or too large."""
     # An int of thousands of digits raises OverflowError here.
     try:
-        found = float(number)
+        parsed = float(number)
     except OverflowError:
         raise ValueError from None
-    if not math.isfinite(found):
+    if not math.isfinite(parsed):
         raise ValueError
-    return found
+    return parsed
 
 
 _WHAT: Final = {bool: "true or false", str: "a string"}
@@ -250,7 +250,7 @@ def declared(kind: type) -> Mapping[str, Declared]:
 
 @cache
 def _declared(kind: Any) -> Mapping[str, Declared]:
-    found: dict[str, Declared] = {}
+    settings_by_key: dict[str, Declared] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
     # Each field with an annotation of `Setting` is a setting; others are fields of the class alone.
     for item in fields(kind):
@@ -269,10 +269,10 @@ def _declared(kind: Any) -> Mapping[str, Declared]:
             raise TypeError(f"{kind.__name__}.{item.name} needs a read function: its type is {made.kind}")
         if made.setting.read is not None and made.table is None and not made.setting.what:
             raise TypeError(f"{kind.__name__}.{item.name} must say what its value is, because it has a read function")
-        if not made.setting.does or made.key in found:
+        if not made.setting.does or made.key in settings_by_key:
             raise TypeError(f"{kind.__name__}.{item.name} must say what it does, and have a key of its own")
-        found[made.key] = made
-    return types.MappingProxyType(found)
+        settings_by_key[made.key] = made
+    return types.MappingProxyType(settings_by_key)
 
 
 def _without_none(kind: Any) -> Any:
@@ -300,11 +300,11 @@ def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, An
     values: dict[str, Any] = {}
     # Step 2: each key of the file, so that a misspelt one is an error and not a default.
     for key, value in table.items():
-        if (found := settings.get(key)) is None:
+        if (entry := settings.get(key)) is None:
             raise BadSetting(f"there is no setting {{}}; {did_you_mean(key, settings)}", (key,))
-        values[found.attribute] = found.value_of(value)
+        values[entry.attribute] = entry.value_of(value)
     # Step 3: what the file must have and lacks.
-    missing = [key for key, found in settings.items() if found.default is MISSING and found.attribute not in values]
+    missing = [key for key, entry in settings.items() if entry.default is MISSING and entry.attribute not in values]
     if missing:
         raise BadSetting(f"{{}} must be given{''.join(f', and {key}' for key in missing[1:])}", (missing[0],))
     return values
@@ -324,12 +324,12 @@ def read_settings(kind: type[Settings], table: Any) -> Settings:
 
 def check_bounds(settings: Any) -> None:
     """Check the numbers of an instance, by its attributes' names, for a `__post_init__`. Raises BadSetting."""
-    for found in declared(type(settings)).values():
-        value = getattr(settings, found.attribute)
+    for entry in declared(type(settings)).values():
+        value = getattr(settings, entry.attribute)
         try:
-            found.check_bounds(value, value)
+            entry.check_bounds(value, value)
         except BadSetting as error:
-            raise error.within(found.attribute) from None
+            raise error.within(entry.attribute) from None
 
 
 # --- values that several declarations read ---
@@ -359,10 +359,10 @@ def read_text(value: Any) -> str:
 
 def read_texts(value: Any) -> list[str]:
     """Return the strings of a list, or of one string. Raises BadSetting."""
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise must_be("a string or a list of strings", value)
-    return list(found)
+    return list(texts)
 
 
 def read_size(value: Any) -> int:

@@ -449,9 +449,9 @@ class GpuSession(SessionView):
         await self._run(self._session.streams.sync())
 
     async def _pass_printed(self, callback: PrintedCallback) -> None:
-        found = await self.printed()
-        if found.text or found.is_lost:
-            callback(found)
+        output = await self.printed()
+        if output.text or output.is_lost:
+            callback(output)
 
     async def close(self) -> None:
         """End the session; an operation that waits in another task fails. The lease continues."""

@@ -60,18 +60,18 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
     size = "cpu" if driver == "cpu" else "cuda"
     # The whole bench first: its private daemons must be alone on the card.
     bench = measure_beside_direct_calls(RunSize(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
-    found = bench["driver"]
-    report |= {"title": bench["title"], "driver": found, "card": bench["card"], "bench": bench}
+    driver_name = bench["driver"]
+    report |= {"title": bench["title"], "driver": driver_name, "card": bench["card"], "bench": bench}
     # Regions and the decode engine share one daemon; the core and the gateway have their own.
     with contextlib.ExitStack() as stack:
-        address = running_address() or stack.enter_context(private_daemon(found))
-        report["regions"] = measure_regions(address, transform_ptx(), REGION_SAMPLES[found], say)
-        report |= _decode(address, found, say)
+        address = running_address() or stack.enter_context(private_daemon(driver_name))
+        report["regions"] = measure_regions(address, transform_ptx(), REGION_SAMPLES[driver_name], say)
+        report |= _decode(address, driver_name, say)
     say("the lease core with its journal, audit log and log")
-    report["core"] = core_figures(CORE_LEASES[found], ("journal", "audit", "log"))
+    report["core"] = core_figures(CORE_LEASES[driver_name], ("journal", "audit", "log"))
     say("requests of one lease each, the tenant's own contexts used again")
     # A daemon of its own: its pool holds the contexts that requests use again.
-    with private_daemon(found, warm_contexts=REQUEST_CONTEXTS, settings='recycle = "same-tenant"\n') as address:
+    with private_daemon(driver_name, warm_contexts=REQUEST_CONTEXTS, settings='recycle = "same-tenant"\n') as address:
         report["gateway"] = request_figures(address, REQUEST_S, has_pool=True)
     return report
 

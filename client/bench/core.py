@@ -24,7 +24,9 @@ def measure_core(leases: int) -> dict[str, dict[str, float]]:
 def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
     """True if every run, except those with the complete log, keeps the bounds of a host with a card."""
     return all(
-        keeps_bounds("cuda", {"core": found}) for name, found in figures.items() if "log" not in name.split(" + ")
+        keeps_bounds("cuda", {"core": path_figures})
+        for name, path_figures in figures.items()
+        if "log" not in name.split(" + ")
     )
 
 

@@ -140,15 +140,15 @@ class DirectSession:
         self.call("cuLaunchKernel", function, *shape, shared_bytes, self.stream, places.ctypes.data, 0)
 
     def _function(self, module: Module, kernel: str, shared_bytes: int) -> Any:
-        found = self._functions.get((module.handle, kernel))
-        if found is None:
-            found = self.call("cuModuleGetFunction", self._modules[module.handle], kernel.encode())
+        function = self._functions.get((module.handle, kernel))
+        if function is None:
+            function = self.call("cuModuleGetFunction", self._modules[module.handle], kernel.encode())
             # More than 48 KiB of shared memory must be asked for by name (CUDA C++ Programming Guide, Shared Memory).
             if shared_bytes > SHARED_BYTES:
                 most = self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                self.call("cuFuncSetAttribute", found, most, shared_bytes)
-            self._functions[module.handle, kernel] = found
-        return found
+                self.call("cuFuncSetAttribute", function, most, shared_bytes)
+            self._functions[module.handle, kernel] = function
+        return function
 
     @contextmanager
     def captured(self, stream: Any) -> Iterator[list[Any]]:
@@ -212,12 +212,14 @@ class DirectEngine:
         self._session.call("cuCtxSynchronize")
         # A graph for each number of rows and each of the two streams: its copies have fixed addresses.
         for parity, stream in enumerate(self._streams):
-            given, found = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
+            given, results_address = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
             for bucket in self._buckets:
                 with session.captured(stream) as made:
                     session.call("cuMemcpyHtoDAsync", forward.rows.handle, given, bucket * ROW.itemsize, stream)
                     await forward.launch(bucket)
-                    session.call("cuMemcpyDtoHAsync", found, forward.results.handle, bucket * RESULT.itemsize, stream)
+                    session.call(
+                        "cuMemcpyDtoHAsync", results_address, forward.results.handle, bucket * RESULT.itemsize, stream
+                    )
                 self._graphs[bucket, parity] = made[0]
 
     async def start(self, rows: Rows, pools: Iterable[Any] = ()) -> int:
@@ -252,9 +254,9 @@ async def measure(api: Any, shape: str, target: str, batches: Sequence[int], con
     engine = await DirectEngine.open(api, config, limits, count, batches, target)
     for context in contexts:
         for batch in batches:
-            found = await step_time(engine, decode_rows(engine.blocks, limits, batch, context), ())
+            step_times = await step_time(engine, decode_rows(engine.blocks, limits, batch, context), ())
             figure = {"figure": "direct", "shape": shape, "batch": batch, "context": context}
-            print_figures(figure | {"ms": found.took_s * 1e3, "results": found.results})
+            print_figures(figure | {"ms": step_times.took_s * 1e3, "results": step_times.results})
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ async def kernel_figures(engine: DecodeEngine, blocks: RowBlocks, batch: int, co
     """Yield each kernel's microseconds per launch and per step, alone in graphs, in order of their share of a step."""
     await _give_rows(engine, blocks, batch, context)
     # The share of a step is the kernel's time times its launches in that step.
-    found: list[Figure] = []
+    figures: list[Figure] = []
     for kind, launches in _kinds(engine, batch).items():
         took_us = await _launch_us(engine, launches)
         moved = _weight_bytes(launches[0])
         # Only linear layers read a known number of bytes: their weights.
         rate = {"gb_per_s": moved / took_us / 1e3} if moved else {}
-        found.append(
+        figures.append(
             {"kernel": kind, "us": took_us, "launches": len(launches), "step_us": took_us * len(launches)} | rate
         )
-    for figure in sorted(found, key=lambda figure: -figure["step_us"]):
+    for figure in sorted(figures, key=lambda figure: -figure["step_us"]):
         yield figure
 
 

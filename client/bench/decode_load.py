@@ -180,13 +180,13 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "RequestLo
 
     Returns the requests' outcomes after the end of the last one.
     """
-    chance, began, found = random.Random(load.seed), time.monotonic(), list[RequestOutcome]()
+    chance, began, outcomes = random.Random(load.seed), time.monotonic(), list[RequestOutcome]()
     running = set[asyncio.Task[None]]()
     for number, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
         # Wait for the arrival time, however many requests are still open: arrivals don't depend on the server.
         await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
         outcome = RequestOutcome(chance.randrange(len(keys)), time.monotonic())
-        found.append(outcome)
+        outcomes.append(outcome)
         # With more open requests the client would run out of descriptors: count this one as not sent.
         if len(running) >= MAX_OPEN:
             outcome.error, outcome.ended_at = "not sent", outcome.sent_at
@@ -197,7 +197,7 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "RequestLo
         task.add_done_callback(running.discard)
     # The last requests may end long after the last arrival.
     await asyncio.gather(*running)
-    return found
+    return outcomes
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,10 +127,10 @@ class _Service:
 
         async def repeat(tenant: str, number: int) -> None:
             while True:
-                found = await self.output(tenant, number, length, tokens)
+                output_tokens = await self.output(tenant, number, length, tokens)
                 counts["outputs"] += 1
                 # The same request must give the same output each time, whatever was revoked meanwhile.
-                counts["wrong_outputs"] += known.setdefault((tenant, number), found) != found
+                counts["wrong_outputs"] += known.setdefault((tenant, number), output_tokens) != output_tokens
 
         tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(each)]
         try:
@@ -287,7 +287,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
         await asyncio.sleep(1)
         # Quiet and revoking in turn, twice, so that a change of the host's speed affects both.
         for _ in range(2):
-            for name, found in gaps.items():
+            for name, gaps_s in gaps.items():
                 # Forget what came before this part; only the other tenants' gaps count.
                 service.times.clear()
                 until = time.monotonic() + for_s / 2
@@ -296,11 +296,11 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
                     if name == "revoking":
                         await service.revoke(names[0])
                 for tenant in names[1:]:
-                    found += service.times.gaps[tenant]
+                    gaps_s += service.times.gaps[tenant]
     await _quiet(service)
     figures = {
-        f"{name}_{label}_ms": percentile(found, part) * 1e3
-        for name, found in gaps.items()
+        f"{name}_{label}_ms": percentile(gaps_s, part) * 1e3
+        for name, gaps_s in gaps.items()
         for label, part in (("p50", 50), ("p99", 99), ("worst", 100))
     }
     # The ratio is what matters: it does not depend on the card's speed.
@@ -319,10 +319,10 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
             await asyncio.sleep(random.uniform(0.1, 0.2))
             await service.revoke(names[0])
     await _quiet(service)
-    found = {"rebind_ms": service.times.rebinds, "flip_to_forward_revoked_ms": service.times.flips}
-    return {"figure": "rebinds", "prompt": PROMPT, "count": len(found["rebind_ms"])} | {
+    times = {"rebind_ms": service.times.rebinds, "flip_to_forward_revoked_ms": service.times.flips}
+    return {"figure": "rebinds", "prompt": PROMPT, "count": len(times["rebind_ms"])} | {
         f"{name.removesuffix('_ms')}_p{part}_ms": percentile(values, part) * 1e3
-        for name, values in found.items()
+        for name, values in times.items()
         if values
         for part in (50, 99)
     }

@@ -176,11 +176,11 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
             steps: Steps = {}
             for context in contexts:
                 for batch in batches:
-                    found = await step_time(engine, decode_rows(blocks, limits, batch, context), [pool])
-                    steps[batch, context] = found
+                    step_times = await step_time(engine, decode_rows(blocks, limits, batch, context), [pool])
+                    steps[batch, context] = step_times
                     step = {"figure": "step", "shape": shape, "batch": batch, "context": context}
                     moved = moved_bytes(config, batch, context)
-                    report(step | step_figure(batch, found.took_s, moved, rate))
+                    report(step | step_figure(batch, step_times.took_s, moved, rate))
             # A whole prompt in one step.
             prompt = prompt_rows(blocks, limits)
             took_s = (await step_time(engine, prompt, [pool])).took_s

@@ -66,10 +66,10 @@ class StaticSteps:
 
     def step(self) -> None:
         """Compute the next token of each sequence, in place."""
-        found = self._model(
+        model_output = self._model(
             input_ids=self.tokens, past_key_values=self.cache, position_ids=self._position, use_cache=True
         )
-        self.tokens.copy_(found.logits[:, -1].argmax(-1, keepdim=True))
+        self.tokens.copy_(model_output.logits[:, -1].argmax(-1, keepdim=True))
 
 
 def measure(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:

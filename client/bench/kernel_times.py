@@ -193,10 +193,10 @@ class Prepared:
         # The first values again: earlier launches may have changed them.
         self._session.mem_write(self._buffers[0], 0, self._work.into)
         self.launch()
-        found = np.empty_like(self._work.into)
-        self._session.mem_read(self._buffers[0], 0, found.nbytes, into=found)
-        if not np.allclose(found, self._wanted, rtol=1e-3, atol=1e-3):
-            raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(found - self._wanted).max()}")
+        output = np.empty_like(self._work.into)
+        self._session.mem_read(self._buffers[0], 0, output.nbytes, into=output)
+        if not np.allclose(output, self._wanted, rtol=1e-3, atol=1e-3):
+            raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(output - self._wanted).max()}")
 
     def free(self) -> None:
         """Free the arrays on the card; `launch` can't be called after it."""

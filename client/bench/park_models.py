@@ -68,14 +68,14 @@ class PatternFigures:
 
     def figures(self) -> Figures:
         count = len(self.hits_s) + len(self.misses_s)
-        found = {"requests": float(count), "hit_rate": len(self.hits_s) / max(1, count)}
+        figures = {"requests": float(count), "hit_rate": len(self.hits_s) / max(1, count)}
         for name, took_s in (("back", self.misses_s), ("there", self.hits_s)):
             if took_s:
-                found |= {
+                figures |= {
                     f"{name}_p50_ms": percentile(took_s, 50) * 1e3,
                     f"{name}_p99_ms": percentile(took_s, 99) * 1e3,
                 }
-        return found | {"refused": float(self.refused), "wrong": float(self.wrong)}
+        return figures | {"refused": float(self.refused), "wrong": float(self.wrong)}
 
 
 def patterns() -> dict[str, Iterator[int]]:
@@ -123,8 +123,8 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, say: Say) 
 
 def is_right(report: dict[str, Any]) -> bool:
     """Return whether every pattern had requests that came back, no wrong word, and none refused."""
-    found = [*report["parked"].values(), *report["loaded again"].values()]
-    return all(one["requests"] and not one["wrong"] and not one["refused"] for one in found)
+    requests = [*report["parked"].values(), *report["loaded again"].values()]
+    return all(one["requests"] and not one["wrong"] and not one["refused"] for one in requests)
 
 
 def _builder(address: str, size_bytes: int) -> GpuBuilder:
@@ -216,7 +216,7 @@ def _measure_loaded(address: str, slice_bytes: int, size_bytes: int, each_s: flo
 
 
 def _run(request: Callable[[int], tuple[bool, float, int]], each_s: float, say: Say, what: str) -> dict[str, Figures]:
-    found: dict[str, Figures] = {}
+    figures: dict[str, Figures] = {}
     for name, numbers in patterns().items():
         say(f"{what}: requests {name}")
         counted, until = PatternFigures(), time.monotonic() + each_s
@@ -228,8 +228,8 @@ def _run(request: Callable[[int], tuple[bool, float, int]], each_s: float, say: 
                 continue
             (counted.hits_s if is_there else counted.misses_s).append(took_s)
             counted.wrong += wrong
-        found[name] = counted.figures()
-    return found
+        figures[name] = counted.figures()
+    return figures
 
 
 def park_table(report: dict[str, Any]) -> str:

@@ -424,9 +424,9 @@ def _kill_brokers(daemon: PrivateDaemon, counts: StormCounts, until: float) -> N
 def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
     """Run a storm; returns the report. Raises MissingPrerequisite."""
     counts = StormCounts()
-    with _small_daemon(driver, say) as (daemon, found, audit):
+    with _small_daemon(driver, say) as (daemon, gpu, audit):
         address, until = daemon.address, time.monotonic() + minutes * 60
-        tenants = [_Tenant(address, found, seed, counts, until) for seed in range(TENANTS)]
+        tenants = [_Tenant(address, gpu, seed, counts, until) for seed in range(TENANTS)]
         work: list[Callable[[], None]] = [tenant.run for tenant in tenants]
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
         # One of them drains: with all cards drained at once, tenants would only wait.

@@ -98,10 +98,10 @@ def measure_beside_peers(
             ready |= others
         else:
             absent = dict.fromkeys(CALLERS[1:], NO_CARD)
-        found = _in_turn(ready, absent, rounds, say)
+        figures = _in_turn(ready, absent, rounds, say)
     if not has_pool:
         absent["the session's set-up"] = NO_POOL
-    return report_of(found, absent, rounds, has_goals=card["driver"] == "cuda")
+    return report_of(figures, absent, rounds, has_goals=card["driver"] == "cuda")
 
 
 def _in_turn(
@@ -110,7 +110,7 @@ def _in_turn(
     """Measure each caller in each round; one that fails is moved to `absent`."""
     names = list(ready)
     # Whatever a caller measured before it failed is dropped with it.
-    found: dict[str, list[Figures]] = {name: [] for name in names}
+    rounds_by_name: dict[str, list[Figures]] = {name: [] for name in names}
     for number in range(rounds):
         # Each round begins with another caller, so that none is always first on a cold card.
         first = number % len(names)
@@ -119,13 +119,13 @@ def _in_turn(
                 continue
             say(f"round {number + 1} of {rounds}: round trips, {name}")
             try:
-                found[name].append(ready[name]())
+                rounds_by_name[name].append(ready[name]())
             except MissingPrerequisite as error:
                 # Without the session there is nothing to compare.
                 if name == LEASED:
                     raise
                 absent[name] = str(error)
-    return {name: medians(figures) for name, figures in found.items() if name not in absent}
+    return {name: medians(figures) for name, figures in rounds_by_name.items() if name not in absent}
 
 
 def _measure_leased(address: str, launches: int, samples: int, *, has_pool: bool) -> Figures:
@@ -199,39 +199,39 @@ def _run_program(program: Path, words: tuple[str, ...], variables: Mapping[str, 
 
 
 def report_of(
-    found: Mapping[str, Figures], absent: Mapping[str, str], rounds: int, *, has_goals: bool
+    figures: Mapping[str, Figures], absent: Mapping[str, str], rounds: int, *, has_goals: bool
 ) -> dict[str, Any]:
     """The report: figures, ratios to each other caller by row, goals, and why callers are missing.
 
     Goals are for cards: `has_goals` is False for the embedded driver.
     """
     # Every ratio is the session's median to the other caller's.
-    ours = found[LEASED]
+    ours = figures[LEASED]
     # Ratios compare medians; the p99 values are only shown.
     medians_of = {row.stem: row.figure(50) for row in ROWS}
     return {
         "rounds": rounds,
-        "figures": dict(found),
+        "figures": dict(figures),
         "ratio": {
             name: {
                 stem: round(ours[figure] / theirs[figure], 3)
                 for stem, figure in medians_of.items()
                 if figure in ours and theirs.get(figure)
             }
-            for name, theirs in found.items()
+            for name, theirs in figures.items()
             if name != LEASED
         },
-        "goals": _goals(found) if has_goals else {},
+        "goals": _goals(figures) if has_goals else {},
         "absent": dict(absent),
     }
 
 
-def _goals(found: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+def _goals(figures: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
     """Each row's goal as text, and whether the session reaches it: None if a figure for that is missing."""
     bounds = {bound.name: bound for bound in load_bounds("cuda")}
     goals = {}
     for row in ROWS:
         bound, name = bounds[row.promise], row.figure(50)
-        value = bound.value(found[LEASED].get(name), found.get(bound.beside, {}).get(name))
+        value = bound.value(figures[LEASED].get(name), figures.get(bound.beside, {}).get(name))
         goals[row.stem] = {"goal": bound.aim_text, "is_met": None if value is None else bound.holds(value, bound.aim)}
     return goals

@@ -49,7 +49,7 @@ async def measure(
     Raises what `Decoder.open` raises.
     """
     figures = []
-    found: dict[bool, list[list[int]]] = {}
+    outputs: dict[bool, list[list[int]]] = {}
     for reuses in (False, True):
         tenants = [TenantConfig("bench", SEQUENCES, blocks, max_waiting=sequences)]
         settings = _settings(prefix, reuses=reuses)
@@ -57,10 +57,10 @@ async def measure(
             load = _PrefixLoad(decoder, prefix)
             figures.append(await load.first_tokens(rounds) | {"reuses_prefixes": reuses})
             figures.append(await load.at_once(sequences) | {"reuses_prefixes": reuses})
-            found[reuses] = load.outputs
+            outputs[reuses] = load.outputs
     # The whole point is that nothing else changes.
-    wrong = sum(one != other for one, other in zip(found[False], found[True], strict=True))
-    return [*figures, {"figure": "outputs", "compared": len(found[True]), "wrong": wrong}]
+    wrong = sum(one != other for one, other in zip(outputs[False], outputs[True], strict=True))
+    return [*figures, {"figure": "outputs", "compared": len(outputs[True]), "wrong": wrong}]
 
 
 class _PrefixLoad:

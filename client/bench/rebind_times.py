@@ -129,10 +129,10 @@ async def _median_ms(rounds: int, work: Callable[[], Awaitable[object]]) -> floa
     return percentile(took_ms, 50)
 
 
-def table_of(found: Sequence[RebindTimes]) -> str:
+def table_of(runs: Sequence[RebindTimes]) -> str:
     """Lay out the times, one line for each prompt, with both copies of the stateful way."""
     lines = ["prompt   replay ms   stateful ms   (out + in)        MiB"]
-    for times in found:
+    for times in runs:
         parts = f"({times.out_ms:.2f} + {times.in_ms:.2f})"
         size = f"{times.copied_bytes / 2**20:.2f}"
         lines.append(f"{times.prompt:6}   {times.replay_ms:9.2f}   {times.stateful_ms:11.2f}   {parts:14} {size:>6}")

@@ -102,8 +102,8 @@ def measure_calls(
     calls = open_calls()
     timed_us(alloc_and_free, WARM_LAUNCHES)
     figures |= _microseconds("alloc_free_beside", timed_us(alloc_and_free, samples))
-    launched, found = _launch_figures(calls, launches, samples)
-    figures |= found
+    launched, launch_figures = _launch_figures(calls, launches, samples)
+    figures |= launch_figures
     # Times of a caller that skipped launches mean nothing: the counters show every one of them.
     counters = calls.read_counters()
     if not (counters == launched * STEP).all():

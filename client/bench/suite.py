@@ -182,31 +182,31 @@ def _measure(address: str, card: dict[str, Any], plan: RunSize, say: Say) -> _Me
     return _Measured(leased, by_socket, direct, leases, bare, gate, tcp, tls, kernels, overlapped)
 
 
-def _report(card: dict[str, Any], plan: RunSize, found: _Measured) -> dict[str, Any]:
-    leased, direct = found.leased, found.direct
+def _report(card: dict[str, Any], plan: RunSize, measured: _Measured) -> dict[str, Any]:
+    leased, direct = measured.leased, measured.direct
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
         "driver": card["driver"],
         "card": card["name"],
         "leased": leased,
-        "leased_by_socket": found.by_socket,
+        "leased_by_socket": measured.by_socket,
         "direct": direct,
         # A ratio needs both figures, and the direct one above 0.
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
-        "tcp": found.tcp,
-        "tls": found.tls,
+        "tcp": measured.tcp,
+        "tls": measured.tls,
         "lease_samples": plan.leases,
-        "leases": _rounded(found.leases, 2),
-        "bare": _rounded(found.bare, 2),
+        "leases": _rounded(measured.leases, 2),
+        "bare": _rounded(measured.bare, 2),
         "gate_flips": plan.flips,
-        "gate": _rounded(found.gate, 1),
-        "overlap": _rounded(found.overlap, 3),
-        "kernels": {name: _rounded(figures, 4) for name, figures in found.kernels.items()},
-        "round_trips": found.round_trips,
+        "gate": _rounded(measured.gate, 1),
+        "overlap": _rounded(measured.overlap, 3),
+        "kernels": {name: _rounded(figures, 4) for name, figures in measured.kernels.items()},
+        "round_trips": measured.round_trips,
     }
-    if "acquire_p50_ms" in found.leases:
+    if "acquire_p50_ms" in measured.leases:
         # Comparisons across groups: an acquire to a bare context, and a launch to pycuda's call.
-        report["acquire_to_bare"] = round(found.leases["acquire_p50_ms"] / found.bare["open_p50_ms"], 3)
+        report["acquire_to_bare"] = round(measured.leases["acquire_p50_ms"] / measured.bare["open_p50_ms"], 3)
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
     return report

@@ -78,9 +78,9 @@ class _Commands(click.Group):
             return None
         # Import the one module that is needed: all of them would take longer than most commands run.
         module, _, name = COMMANDS[cmd_name][0].partition(":")
-        found: click.Command = getattr(import_module(f"gpulease.client.cli.{module}"), name)
+        command: click.Command = getattr(import_module(f"gpulease.client.cli.{module}"), name)
         interrupt_unwinds()
-        return found
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # The lines of the table above, so that the help text imports no command.

@@ -75,8 +75,8 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
 def _environment(lease: engine.LeaseHandle) -> dict[str, str]:
     """The variables by which a program finds a lease."""
     # In the environment of `gpulease run`, too: a program need not know which command started it.
-    found = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
-    return found | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
+    variables = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
+    return variables | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
 
 
 def _exports(lease: engine.LeaseHandle) -> str:

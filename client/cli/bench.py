@@ -510,9 +510,9 @@ def _tables(report: dict[str, Any]) -> str:
 
 def round_trip_table(report: Mapping[str, Any]) -> str:
     """The table of round trips, p50 and p99 of each caller; below it, notes, and which callers are missing and why."""
-    found, ratio, goals = report["figures"], report["ratio"], report["goals"]
+    figures, ratio, goals = report["figures"], report["ratio"], report["goals"]
     # Only callers that were measured have columns; the session comes first.
-    callers = [name for name in CALLERS if name in found]
+    callers = [name for name in CALLERS if name in figures]
     others = [name for name in callers if name != LEASED]
     head = [f"round trips, medians of {report['rounds']} rounds", "unit"]
     head += [text for name in callers for text in (f"{name} p50", "p99")]
@@ -520,10 +520,10 @@ def round_trip_table(report: Mapping[str, Any]) -> str:
     rows = []
     for row in ROWS:
         # A row without a figure of the session has nothing to compare.
-        if row.figure(50) not in found[LEASED]:
+        if row.figure(50) not in figures[LEASED]:
             continue
         cells = [row.text, row.unit.replace("gb_s", "GB/s")]
-        cells += [_figure_text(found[name], row.figure(percent)) for name in callers for percent in (50, 99)]
+        cells += [_figure_text(figures[name], row.figure(percent)) for name in callers for percent in (50, 99)]
         cells += [_figure_text(ratio[name], row.stem) for name in others]
         goal = goals.get(row.stem, {"goal": "", "is_met": None})
         rows.append([*cells, goal["goal"], {True: "yes", False: "no", None: ""}[goal["is_met"]]])
@@ -545,15 +545,15 @@ def _tcp_table(tcp: dict[str, Figures]) -> str:
     return table(["over TCP on loopback, GB/s", "leased", "a plain stream", "leased/stream"], rows)
 
 
-def _tls_table(found: dict[str, Figures]) -> str:
-    tls, tcp, ratio = (found[column] for column in ("tls", "tcp", "ratio"))
+def _tls_table(figures: dict[str, Figures]) -> str:
+    tls, tcp, ratio = (figures[column] for column in ("tls", "tcp", "ratio"))
     rows = [
         [text, _figure_text(tls, key), _figure_text(tcp, key), unit, _figure_text(ratio, key)]
         for key, text, unit in _TLS_ROWS
         if key in tls
     ]
     head = ["through sockets on loopback", "TLS", "TCP", "unit", "TLS/TCP"]
-    return "\n".join([table(head, rows), _raw_tls(found["stream"])])
+    return "\n".join([table(head, rows), _raw_tls(figures["stream"])])
 
 
 def _raw_tls(stream: Figures) -> str:
@@ -577,14 +577,18 @@ def _kernel_table(kernels: dict[str, Figures]) -> str:
 
 def _request_table(figures: dict[str, dict[str, dict[str, float]]]) -> str:
     rows = [
-        [pool, load, *(f"{found[name]:.1f}" if name in found else "" for name in ("per_s", "p50_ms", "p99_ms"))]
+        [
+            pool,
+            load,
+            *(f"{load_figures[name]:.1f}" if name in load_figures else "" for name in ("per_s", "p50_ms", "p99_ms")),
+        ]
         for pool, loads in figures.items()
-        for load, found in loads.items()
+        for load, load_figures in loads.items()
     ]
     return table(["a lease each", "requests", "a second", "p50 ms", "p99 ms"], rows)
 
 
 def _core_table(leases: int, figures: dict[str, Figures]) -> str:
     head = [f"{leases} leases, no processes", *figures]
-    rows = [[text, *(f"{found[name]:.2f}" for found in figures.values())] for name, text in CORE_ROWS]
+    rows = [[text, *(f"{column[name]:.2f}" for column in figures.values())] for name, text in CORE_ROWS]
     return table(head, rows)

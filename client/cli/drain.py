@@ -150,9 +150,9 @@ def _ask_patiently(op: Opcode) -> Any:
 
 
 def _remaining_leases(uuid: str | None, *, with_fenced: bool) -> list[str]:
-    found: list[Report] = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
-    found = [lease for lease in found if uuid in (None, lease["card_uuid"])]
-    return [lease["lease_id"] for lease in found if with_fenced or lease["state"] != "fenced"]
+    leases: list[Report] = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
+    leases = [lease for lease in leases if uuid in (None, lease["card_uuid"])]
+    return [lease["lease_id"] for lease in leases if with_fenced or lease["state"] != "fenced"]
 
 
 def _show(uuid: str | None, status: DrainStatus, fenced: list[str], as_json: bool) -> None:

@@ -109,13 +109,13 @@ def quota(words: tuple[str, ...]) -> None:
 
 
 def _fleet() -> Fleet:
-    found = fleet_of(None)
-    if found is None:
+    report = fleet_of(None)
+    if report is None:
         raise InvalidRequest(
             f"GPULEASE_ADDRESS must name a fleet, not {os.environ.get(ADDRESS_VARIABLE, '')!r}",
             "Set it to the fleet's directories, fleet:tls:HOST:PORT",
         )
-    return found
+    return report
 
 
 def _listing() -> Report:

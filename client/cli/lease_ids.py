@@ -74,35 +74,35 @@ def _lease_with_prefix(prefix: str) -> LeaseId:
     """The only lease with these first digits. Raises NotFound, or InvalidRequest if there are several."""
     # The list has only leases that this user may see, so a prefix reveals nothing about others'.
     ids = [lease["lease_id"] for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)]
-    found = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
-    if not found:
+    matches = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
+    if not matches:
         raise NotFound(
             f"no lease that you may see begins with {prefix}",
             "See `gpulease leases`; one that has ended needs all 32 digits",
         )
-    if len(found) > 1:
-        listed = ", ".join(found[:MAX_LISTED]) + (" and more" if len(found) > MAX_LISTED else "")
-        raise InvalidRequest(f"{len(found)} leases begin with {prefix}: {listed}", "Give more digits")
-    return lease_id_of(found[0])
+    if len(matches) > 1:
+        listed = ", ".join(matches[:MAX_LISTED]) + (" and more" if len(matches) > MAX_LISTED else "")
+        raise InvalidRequest(f"{len(matches)} leases begin with {prefix}: {listed}", "Give more digits")
+    return lease_id_of(matches[0])
 
 
 def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Ids of leases that this user may see; none if the daemon does not answer in time."""
-    found: list[CompletionItem] = []
+    items: list[CompletionItem] = []
     # In a thread that is abandoned after the limit: resolving a host name has no time limit of its own.
-    thread = threading.Thread(target=_list_leases_into, args=(found, incomplete.lower()), daemon=True)
+    thread = threading.Thread(target=_list_leases_into, args=(items, incomplete.lower()), daemon=True)
     # Wait for the answer, but no longer than a person would.
     thread.start()
     thread.join(COMPLETION_LIMIT_S)
-    return list(found)
+    return list(items)
 
 
-def _list_leases_into(found: list[CompletionItem], begin: str) -> None:
+def _list_leases_into(items: list[CompletionItem], begin: str) -> None:
     # Drop every error: its message would appear in the shell's command line.
     with suppress(Exception):
         report = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
         those = (lease for lease in report if _LEASE_ID.fullmatch(lease["lease_id"]))
-        found += [_item(lease) for lease in those if lease["lease_id"].startswith(begin)][:MAX_COMPLETIONS]
+        items += [_item(lease) for lease in those if lease["lease_id"].startswith(begin)][:MAX_COMPLETIONS]
 
 
 def _item(lease: dict[str, object]) -> CompletionItem:

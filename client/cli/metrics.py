@@ -26,10 +26,10 @@ def metrics() -> None:
 def health(as_json: bool) -> None:
     """Show whether the daemon can grant leases, and if not, why. The exit status is then 1."""
     # The report is printed as received with --json, and checked only for the table.
-    found = ask(Opcode.HEALTH, Empty()).report
-    is_ready, checks = health_of(found)
+    report = ask(Opcode.HEALTH, Empty()).report
+    is_ready, checks = health_of(report)
     if as_json:
-        click.echo(json_text(found))
+        click.echo(json_text(report))
     else:
         rows = [[check["check"], _word(check), check["detail"] or MISSING] for check in checks]
         click.echo(fitted(["check", "result", "what is wrong"], rows, output_width(), is_text_last=True))

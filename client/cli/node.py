@@ -84,9 +84,9 @@ def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -
     """Describe every measure, or only those that are off; "" if none is off."""
     # On request all measures, otherwise only what an operator should know.
     if is_whole:
-        measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
+        measures = [[finding["measure"], "on" if finding["on"] else "OFF", finding["detail"]] for finding in sandbox]
         return fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True)
-    off = [found["measure"] for found in sandbox if not found["on"]]
+    off = [finding["measure"] for finding in sandbox if not finding["on"]]
     if not off:
         return ""
     which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
@@ -126,18 +126,18 @@ def _warm(card: Report) -> str:
 @_table_or_json
 def leases(tenant: str | None, as_json: bool) -> None:
     """List leases, each with its regions: your own, or all of them if you are an operator."""
-    found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
+    report = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
     # The daemon lists what this user may see; the option narrows it further.
     if tenant is not None:
-        found = [lease for lease in leases_of(found) if lease["tenant"] == tenant]
+        report = [lease for lease in leases_of(report) if lease["tenant"] == tenant]
     if as_json:
-        click.echo(json_text(found))
+        click.echo(json_text(report))
         return
-    if not found:
+    if not report:
         click.echo("No leases." if tenant is None else shown(f"No leases of {tenant}."))
         return
     # Each region directly after its lease.
-    listed = as_tree(leases_of(found), lambda lease: str(lease["lease_id"]), lambda lease: lease.get("parent"))
+    listed = as_tree(leases_of(report), lambda lease: str(lease["lease_id"]), lambda lease: lease.get("parent"))
     gpus = _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]

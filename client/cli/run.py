@@ -222,14 +222,14 @@ class _LeasedProgram:
             else:
                 left_s = max(0.0, self._deadline_s - now_s) + UNREPORTED_S
             # All awaited signals are blocked, so each is received here, one at a time, and none is lost between checks.
-            found = signal.sigtimedwait(_AWAITED, left_s)
-            if found is None or found.si_signo == _LEASE_ENDED:
+            signal_info = signal.sigtimedwait(_AWAITED, left_s)
+            if signal_info is None or signal_info.si_signo == _LEASE_ENDED:
                 if not self.end_reason:
                     kill_s = time.monotonic() + KILL_AFTER_S
                     self._report_end()
-            elif found.si_signo in FORWARDED and found.si_code <= 0:  # sent by a process (sigaction(2))
+            elif signal_info.si_signo in FORWARDED and signal_info.si_code <= 0:  # sent by a process (sigaction(2))
                 # Signals from the terminal (a positive si_code: the kernel's) reach the program by themselves.
-                self._send(signal.Signals(found.si_signo))
+                self._send(signal.Signals(signal_info.si_signo))
 
     def _report_end(self) -> None:
         # Without a report from the daemon, the time alone has ended the lease.

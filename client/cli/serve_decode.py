@@ -222,17 +222,17 @@ def prefixes_reload(
 
     shared = settings.prefixes
 
-    async def apply(found: "DecodeSettings") -> str:
+    async def apply(reloaded: "DecodeSettings") -> str:
         nonlocal shared
-        check_kind(path, found, settings)
+        check_kind(path, reloaded, settings)
         # Keys have no comparison of their own.
-        others = replace(found, prefixes=settings.prefixes, keys=settings.keys)
-        if others != settings or found.keys.digests != settings.keys.digests:
+        others = replace(reloaded, prefixes=settings.prefixes, keys=settings.keys)
+        if others != settings or reloaded.keys.digests != settings.keys.digests:
             log.warning("%s: of a server of one model, all settings but [prefixes] are read at the start only", path)
-        if found.prefixes != shared:
+        if reloaded.prefixes != shared:
             tokenizer = await decoder.tokenizer()
-            await decoder.share(await asyncio.to_thread(shared_prefixes, found.prefixes, tokenizer, positions))
-            shared = found.prefixes
+            await decoder.share(await asyncio.to_thread(shared_prefixes, reloaded.prefixes, tokenizer, positions))
+            shared = reloaded.prefixes
         return f"prefixes {', '.join(prefix.name for prefix in shared)}" if shared else "no prefixes"
 
     return apply

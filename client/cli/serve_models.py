@@ -115,11 +115,11 @@ def pool_reload(
 ) -> "Callable[[DecodeSettings], Awaitable[str]]":
     """Return what applies the models of a settings file to a pool, for `SettingsReload`."""
 
-    async def apply(found: "DecodeSettings") -> str:
-        check_kind(path, found, settings)
-        if found.keys.digests != settings.keys.digests or found.pool != settings.pool:
+    async def apply(reloaded: "DecodeSettings") -> str:
+        check_kind(path, reloaded, settings)
+        if reloaded.keys.digests != settings.keys.digests or reloaded.pool != settings.pool:
             log.warning("%s: [pool] and the tenants' keys are read at the start only", path)
-        await pool.change(found.models)
-        return ", ".join(found.models)
+        await pool.change(reloaded.models)
+        return ", ".join(reloaded.models)
 
     return apply

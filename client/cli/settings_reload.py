@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger("gpulease.decode")
 
 
-def check_kind(path: Path, found: "DecodeSettings", settings: "DecodeSettings") -> None:
+def check_kind(path: Path, reloaded: "DecodeSettings", settings: "DecodeSettings") -> None:
     """Raise InvalidRequest if a settings file that was read again is for the other kind of server."""
-    if (found.pool is None) is not (settings.pool is None):
+    if (reloaded.pool is None) is not (settings.pool is None):
         must = "model, and no [models.NAME]" if settings.pool is None else "[pool] and [models.NAME], and no model"
         raise InvalidRequest(f"{path} must have {must}", "Restart the server to change between one model and many")
 

@@ -300,8 +300,8 @@ def run_tenants_demo(
         # If others lease too, their memory would be counted.
         if before["leases"] == after["leases"] == 1:
             came_back = after["available_bytes"] - during["available_bytes"]
-            found = f"{size_text(size)} leased, {size_text(max(0, came_back))} came back"
-            claims.append(Claim("bob's memory was free again", came_back >= size, found))
+            result = f"{size_text(size)} leased, {size_text(max(0, came_back))} came back"
+            claims.append(Claim("bob's memory was free again", came_back >= size, result))
         report: dict[str, Any] = {
             "driver": scene.driver,
             "card": scene.card_uuid,
@@ -311,8 +311,8 @@ def run_tenants_demo(
         with scene.builder(size, CAROL_S).orphan_secs(ORPHAN_S).timeout(END_S).acquire() as carol:
             granted_ms = (time.monotonic() - bob.deadline_s) * 1e3
             if needs_bobs:
-                found = f"{refused or 'granted'} while bob had it; granted {granted_ms:.0f} ms after his deadline"
-                claims.append(Claim("carol's memory is bob's", bool(refused), found))
+                result = f"{refused or 'granted'} while bob had it; granted {granted_ms:.0f} ms after his deadline"
+                claims.append(Claim("carol's memory is bob's", bool(refused), result))
             carols_report, carols_claims = _carol(carol, lines, size - spare, written, granted_ms, transform_ptx)
             ann.watch_for(max(0.0, AFTER_S - ann.phases[-1].seconds))
             report |= carols_report | {"remaining_s": round(carol.remaining_s, 3)}
@@ -392,9 +392,9 @@ def _carol(
         # She looks before she writes: any word that is not 0 would be bob's.
         module = session.module_load(rule_breakers())
         memory = session.mem_alloc(read_bytes)
-        found = count_set(session, module, memory, words)
+        nonzero_words = count_set(session, module, memory, words)
         session.mem_free(memory)
-        read = f"gets {size_text(lease.size_bytes)}, reads {words:,} words: {found:,} are not 0"
+        read = f"gets {size_text(lease.size_bytes)}, reads {words:,} words: {nonzero_words:,} are not 0"
         lines.say(f"carol  {granted_ms:+.0f} ms from bob's deadline: {read}")
         # Then she computes, as any tenant does.
         results = _transformed(session, transform_ptx)
@@ -404,8 +404,8 @@ def _carol(
     claims = [
         Claim(
             "carol reads only zeros",
-            written == words and not found,
-            f"bob wrote {written:,} words, carol read {words:,}: {found:,} not 0",
+            written == words and not nonzero_words,
+            f"bob wrote {written:,} words, carol read {words:,}: {nonzero_words:,} not 0",
         ),
         Claim("her kernels' results are right", np.array_equal(results, wanted), f"{VALUES} floats compared"),
         region_claim,
@@ -425,8 +425,8 @@ def _transformed(session: GpuSession, ptx: bytes) -> "np.ndarray[Any, np.dtype[n
     for kernel, operand in (("scale", FACTOR), ("bias", SUMMAND)):
         args = KernelArgs().push_buffer(array).push_u32(VALUES).push_f32(operand)
         session.launch(module, kernel, (VALUES // BLOCK[0], 1, 1), BLOCK, args)
-    found: np.ndarray[Any, np.dtype[np.float32]] = array.numpy()
-    return found
+    result: np.ndarray[Any, np.dtype[np.float32]] = array.numpy()
+    return result
 
 
 def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, lines: LiveLines) -> Claim:
@@ -456,7 +456,7 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
         cleared = words - count_set(session, module, kept.address, words, in_kept)
     size = size_text(REGION_BYTES)
     lines.say(f"       has two regions of {size} in one session; one is revoked, proved back in {back_ms:.1f} ms")
-    found = f"{left:,} of {words:,} words are there"
-    lines.say(f"       a launch in it: {refusal or 'taken'}; in the other {found}, kernels continue")
+    result = f"{left:,} of {words:,} words are there"
+    lines.say(f"       a launch in it: {refusal or 'taken'}; in the other {result}, kernels continue")
     holds = refusal == RegionRevoked.__name__ and left == words and cleared == words
-    return Claim("one region is revoked, the other continues", holds, f"{refusal or 'taken'}; in the other {found}")
+    return Claim("one region is revoked, the other continues", holds, f"{refusal or 'taken'}; in the other {result}")

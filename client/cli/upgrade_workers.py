@@ -32,18 +32,18 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
     connections, handles and device addresses; its tenant sees one long operation. A session that can't leave its worker
     stays there until its lease ends, and is listed with the reason. The exit status is 1 if any session stays.
     """
-    found = [
+    leases = [
         lease
         for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)
         if lease.get("earlier_version") and lease["state"] == "active"
     ]
     outcomes = []
-    for number, lease in enumerate(found):
+    for number, lease in enumerate(leases):
         if number:
             time.sleep(pause_ms / 1000)
         outcomes.append(_upgrade(lease, patience_ms / 1000))
-        if not as_json and len(found) > 1:
-            click.echo(f"{number + 1} of {len(found)}", err=True)
+        if not as_json and len(leases) > 1:
+            click.echo(f"{number + 1} of {len(leases)}", err=True)
     print_outcomes(
         outcomes,
         {"lease": "lease_id", "tenant": "tenant", "version": "from_version"},

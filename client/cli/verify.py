@@ -43,7 +43,7 @@ def _ignore(row: FaultResult) -> None:
 
 def _json(report: MatrixReport) -> str:
     scene = report.scene
-    found = {
+    document = {
         "title": scene.title(),
         "driver": scene.driver,
         "card": scene.card_name,
@@ -51,7 +51,7 @@ def _json(report: MatrixReport) -> str:
         "claims": [asdict(claim) for claim in report.claims],
         "breaches": report.breaches,
     }
-    return indented_json(found)
+    return indented_json(document)
 
 
 def _tables(report: MatrixReport) -> str:

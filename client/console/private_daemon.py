@@ -282,7 +282,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def children_of(parent: int) -> list[tuple[int, str]]:
     """A process's children, each with its name."""
     # The kernel need not have a list of children (proc_tid_children(5)): look at every process's parent.
-    found = []
+    children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -291,14 +291,14 @@ def children_of(parent: int) -> list[tuple[int, str]]:
             except OSError:
                 continue  # The process ended meanwhile.
             if int(rest.split()[1]) == parent:
-                found.append((int(entry), name))
-    return found
+                children.append((int(entry), name))
+    return children
 
 
 def _processes_of(broker: int) -> list[int]:
     """The process ids of a daemon: its broker's, and those of all descendants."""
     # The list grows while it is walked, so all descendants are found, level by level.
-    found = [broker]
-    for pid in found:
-        found += [child for child, _ in children_of(pid)]
-    return found
+    processes = [broker]
+    for pid in processes:
+        processes += [child for child, _ in children_of(pid)]
+    return processes

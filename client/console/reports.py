@@ -95,13 +95,13 @@ def leases_of(report: object) -> list[Report]:
     return leases
 
 
-def as_tree(found: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[T], str | None]) -> list[T]:
+def as_tree(records: Sequence[T], id_of: Callable[[T], str], parent_of: Callable[[T], str | None]) -> list[T]:
     """Order each region directly after its lease. A region without its lease in the list keeps its place."""
-    leases = {id_of(item) for item in found if not parent_of(item)}
+    leases = {id_of(item) for item in records if not parent_of(item)}
     under: dict[str, list[T]] = {}
     # First the leases, by id; then each region under its lease, or as a row of its own.
     tree = []
-    for item in found:
+    for item in records:
         parent = parent_of(item)
         if parent and parent in leases:
             under.setdefault(parent, []).append(item)
@@ -125,12 +125,12 @@ def json_text(report: object) -> str:
 
 
 def _maps(
-    found: object, what: str, needed: Mapping[str, str], perhaps: Mapping[str, str] | None = None
+    value: object, what: str, needed: Mapping[str, str], perhaps: Mapping[str, str] | None = None
 ) -> list[Report]:
-    if not isinstance(found, list):
+    if not isinstance(value, list):
         raise MalformedReport(f"the daemon's answer is not a list of {what}s")
     # Numbered from 1, as a person counts the items of a list.
-    numbered = enumerate(found, 1)
+    numbered = enumerate(value, 1)
     return [_map(item, f"{what} {number} of the daemon's answer", needed, perhaps or {}) for number, item in numbered]
 
 

@@ -128,13 +128,13 @@ def upload(session: SessionView, kind: type[A], given: Any, dtype: Any) -> Calls
 
 def read(array: SessionArray, stream: StreamHandle | None) -> Calls[NDArray[Any]]:
     """Copy an array into a new numpy array. An array with gaps is packed on the card first."""
-    found = np.empty(array.shape, array.dtype)
+    values = np.empty(array.shape, array.dtype)
     if array.size:
         source = array if array.is_contiguous else (yield from copy(array, stream))
         # One copy is enough: the elements are contiguous from `offset` on.
-        args = (source.buffer, source.layout.offset, array.size_bytes, _bytes_of(found), stream)
+        args = (source.buffer, source.layout.offset, array.size_bytes, _bytes_of(values), stream)
         yield Call("mem_read", args)
-    return found
+    return values
 
 
 def copy(array: A, stream: StreamHandle | None) -> Calls[A]:
@@ -277,18 +277,18 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
         narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
         return narrow
     try:
-        found: np.dtype[Any] = np.dtype(dtype)
+        checked: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError, UnicodeError) as error:
         raise InvalidRequest(
             f"{doing}: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
         ) from None
     # numpy reads None as float64, so refuse None explicitly.
-    if dtype is None or found.name not in PLAIN_TYPES | NARROW_TYPES or not found.isnative:
+    if dtype is None or checked.name not in PLAIN_TYPES | NARROW_TYPES or not checked.isnative:
         raise InvalidRequest(
             f"{doing}: arrays on the card don't support elements of {quoted(dtype)}",
             f"The types are {', '.join(sorted(PLAIN_TYPES | NARROW_TYPES))}",
         )
-    return found
+    return checked
 
 
 def host_array(given: Any, dtype: Any) -> NDArray[Any]:

@@ -56,14 +56,14 @@ def assigned_lease_id(name: str | None) -> LeaseId:
             "Give a token, or start the program as `gpulease run --vram 4GiB -- CMD`",
         )
     leases = assigned_leases(Path(folder))
-    found = [lease for lease in leases if name is None or name in lease.names]
-    if len(found) != 1:
+    matches = [lease for lease in leases if name is None or name in lease.names]
+    if len(matches) != 1:
         what = "lease of this container" if name is None else f"lease that is named {name!r}"
         choice = ", ".join(lease.names[0] for lease in leases) or "none"
         raise InvalidRequest(
-            f"attach: there must be one {what}, not {len(found)}", f"Name one: attach(name=...). There are: {choice}"
+            f"attach: there must be one {what}, not {len(matches)}", f"Name one: attach(name=...). There are: {choice}"
         )
-    return found[0].lease_id
+    return matches[0].lease_id
 
 
 def assigned_leases(folder: Path) -> list[AssignedLease]:
@@ -77,10 +77,10 @@ def assigned_leases(folder: Path) -> list[AssignedLease]:
 def _read(path: Path) -> AssignedLease:
     try:
         with path.open("rb") as file:
-            found: dict[str, Any] = json.loads(file.read(MAX_FILE_BYTES))
-        lease_id = lease_id_of(found["lease_id"])
-        claim, request, number = str(found["claim"]), str(found["request"]), int(found["number"])
+            contents: dict[str, Any] = json.loads(file.read(MAX_FILE_BYTES))
+        lease_id = lease_id_of(contents["lease_id"])
+        claim, request, number = str(contents["claim"]), str(contents["request"]), int(contents["number"])
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(f"{FOLDER_VARIABLE}: {path} does not describe a lease: {error}") from None
-    names = f"{claim}/{request}/{number}", f"{claim}/{request}", request, str(found["lease_id"])
+    names = f"{claim}/{request}/{number}", f"{claim}/{request}", request, str(contents["lease_id"])
     return AssignedLease(lease_id, names)

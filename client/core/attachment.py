@@ -316,7 +316,7 @@ class Attachment:
 
     def option_value(self, option: SessionOption) -> bytes | None:
         """The value of an option in ATTACH's reply; None if the worker did not send it."""
-        return next((found.value for found in self.reply.options if found.type == option), None)
+        return next((reply_option.value for reply_option in self.reply.options if reply_option.type == option), None)
 
     def require(self, op: Opcode, doing: str) -> None:
         """Raise Unsupported, naming what is being done, if the worker is too old to serve an operation."""

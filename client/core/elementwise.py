@@ -112,7 +112,9 @@ class ElementwiseOperation:
 
     def _types(self, args: Sequence[Any]) -> dict[str, np.dtype[Any]]:
         """The element dtype of each parameter's kind: from arrays and numpy scalars, otherwise from Python numbers."""
-        found = {parameter.kind: np.dtype(parameter.kind) for parameter in self._parameters if not parameter.is_generic}
+        dtype_by_kind = {
+            parameter.kind: np.dtype(parameter.kind) for parameter in self._parameters if not parameter.is_generic
+        }
         untyped: dict[str, list[Any]] = {}
         # Arrays and numpy scalars have a dtype, which must agree for each letter. Python numbers only decide if nothing
         # else does.
@@ -120,19 +122,21 @@ class ElementwiseOperation:
             dtype = getattr(value, "dtype", None)
             if dtype is None:
                 untyped.setdefault(parameter.kind, []).append(np.asarray(value).dtype)
-            elif found.setdefault(parameter.kind, dtype) != dtype:
-                wanted = f"{parameter.kind} is {found[parameter.kind]}" if parameter.is_generic else parameter.kind
+            elif dtype_by_kind.setdefault(parameter.kind, dtype) != dtype:
+                wanted = (
+                    f"{parameter.kind} is {dtype_by_kind[parameter.kind]}" if parameter.is_generic else parameter.kind
+                )
                 raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {wanted}")
         for kind, dtypes in untyped.items():
-            found.setdefault(kind, np.result_type(*dtypes))
+            dtype_by_kind.setdefault(kind, np.result_type(*dtypes))
         # Every letter has a type by now, or no argument determines it.
         for parameter in self._parameters:
-            dtype = found.get(parameter.kind)
+            dtype = dtype_by_kind.get(parameter.kind)
             if dtype is None:
                 raise self._failed(f"no argument determines the type {parameter.kind}", "Give the output arrays, too")
             if dtype.name not in C_TYPES:
                 raise self._failed(f"{parameter.name}: such kernels have no elements of {dtype}")
-        return found
+        return dtype_by_kind
 
     def _shape(self, args: Sequence[Any], size: int | None) -> tuple[int, ...]:
         shaped = [

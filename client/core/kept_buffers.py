@@ -44,9 +44,9 @@ class SessionKeptBuffers:
 
     def _find(self, name: str) -> Procedure[BorrowedBuffer]:
         doing = "kept"
-        found = yield from self._operations.do(doing, self._named(self._checked_name(name, doing), doing))
+        reply = yield from self._operations.do(doing, self._named(self._checked_name(name, doing), doing))
         # The handle is borrowed: the lease holds the buffer, so dropping this handle frees nothing.
-        return BorrowedBuffer(self._attachment, found.handle, found.size_bytes)
+        return BorrowedBuffer(self._attachment, reply.handle, reply.size_bytes)
 
     def names(self) -> Procedure[dict[str, int]]:
         """List the kept buffers: name to size in bytes."""
@@ -56,8 +56,8 @@ class SessionKeptBuffers:
     def _names(self) -> Procedure[dict[str, int]]:
         doing = "kept_names"
         self._attachment.require(Opcode.MEM_KEPT, doing)
-        found = yield from self._operations.do(doing, self._list(doing))
-        return {one.name: one.size_bytes for one in found}
+        reply = yield from self._operations.do(doing, self._list(doing))
+        return {one.name: one.size_bytes for one in reply}
 
     def take(self, name: str) -> Procedure[Buffer]:
         """Make a kept buffer this session's own, as if it had allocated it. Raises InvalidHandle if there is none."""
@@ -90,11 +90,11 @@ class SessionKeptBuffers:
         yield from self._operations.ask(Opcode.MEM_KEEP, build_body(MemKeep(handle, name)), doing=doing)
 
     def _taken(self, name: str, doing: str) -> Procedure[Buffer]:
-        found = yield from self._named(name, doing)
+        reply = yield from self._named(name, doing)
         # Find the buffer, then take it. If another session takes it in between, the second request fails. An empty name
         # makes the buffer this connection's own again.
-        yield from self._ask_to_keep(found.handle, "", doing)
-        return Buffer(self._attachment, found.handle, found.size_bytes)
+        yield from self._ask_to_keep(reply.handle, "", doing)
+        return Buffer(self._attachment, reply.handle, reply.size_bytes)
 
     def _list(self, doing: str) -> Procedure[tuple[KeptBuffer, ...]]:
         reply: KeptBuffersBody = yield from self._operations.ask(Opcode.MEM_KEPT, doing=doing)

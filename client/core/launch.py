@@ -383,11 +383,11 @@ class Launches(LaunchCommands):
     ) -> LaunchTemplate:
         try:
             # The second way: launches with this kernel, shape and argument sizes were checked before.
-            found = module.templates.get((op, kernel, tuple(grid), tuple(block), shared_bytes, kinds))
+            cached = module.templates.get((op, kernel, tuple(grid), tuple(block), shared_bytes, kinds))
         except (TypeError, AttributeError):
-            found = None  # a wrong type: the checks below report it
-        if found is not None:
-            return found
+            cached = None  # a wrong type: the checks below report it
+        if cached is not None:
+            return cached
         if not isinstance(module, Module):
             raise InvalidHandle(f"launch of {quoted(kernel)}: the module must be a Module, not {quoted(module)}")
         self._check_owner(module, kernel)

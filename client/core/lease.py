@@ -281,19 +281,19 @@ _TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")
 _NUMBERS: Final = ("generation", "size_bytes", "remaining_ms", "ttl_ms")
 
 
-def lease_report_of(found: Any, doing: str) -> LeaseReport:
+def lease_report_of(reports: Any, doing: str) -> LeaseReport:
     """Check a map that the daemon sent, and return it.
 
     Raises Disconnected if it is not a map, or if members have other types than the protocol's.
     """
     is_typed = (
-        isinstance(found, dict)
-        and all(isinstance(found.get(name, ""), str) for name in _TEXTS)
-        and all(type(found.get(name, 0)) is int for name in _NUMBERS)
+        isinstance(reports, dict)
+        and all(isinstance(reports.get(name, ""), str) for name in _TEXTS)
+        and all(type(reports.get(name, 0)) is int for name in _NUMBERS)
     )
     if not is_typed:
         raise error_of(Failure(Status.DISCONNECTED, "the report is not a lease's map"), doing)
-    return cast(LeaseReport, found)
+    return cast(LeaseReport, reports)
 
 
 LEASE_OVER_FOR_BROKER: Final = frozenset(end.status for end in LEASE_ENDS.values()) | {Status.FENCED, Status.NOT_FOUND}
@@ -1069,13 +1069,13 @@ def _open(
     doing = doing_of(op)
     deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
-    began_s, found = time.monotonic(), None if spare is None else spare.take()
+    began_s, connection = time.monotonic(), None if spare is None else spare.take()
     try:
         # Step 1: connect, and send the request right after HELLO; or send it on a spare connection.
-        if found is None:
+        if connection is None:
             channel, hello, number = yield from dial_for(address, deadline, First(op, body, owed=owed))
         else:
-            channel, hello = found
+            channel, hello = connection
             number, frame = channel.link.request(op, body, makes=owed is not None)
             if owed is not None:
                 owed.channel, owed.number = channel, number
@@ -1095,7 +1095,7 @@ def _open(
     except LinkEnded as ended:
         assert channel is not None
         channel.close()
-        if found is None:
+        if connection is None:
             raise disconnected(ended, channel, doing) from None
     except GpuLeaseError:
         if channel is not None:

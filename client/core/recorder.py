@@ -94,9 +94,11 @@ class Recording(LaunchCommands, CopyCommands):
         # On the wire, mark the parameters that are buffers: the worker checks their handles at each launch.
         parameters = tuple(
             GraphParameter(
-                name, ParameterKind.BUFFER if found.kind == "buffer" else ParameterKind.VALUE, found.argument_bytes
+                name,
+                ParameterKind.BUFFER if declared.kind == "buffer" else ParameterKind.VALUE,
+                declared.argument_bytes,
             )
-            for name, found in self._parameters.items()
+            for name, declared in self._parameters.items()
         )
         body = GraphCreate(tuple(self._nodes), tuple(sorted(self._used)), parameters, tuple(self._places))
         # The graph holds its buffers and modules. If it has only one kernel, `kernel` names that in errors.

@@ -239,8 +239,8 @@ def _run(
 
 def _number_of(opened: AttachReply) -> int:
     """The job's number; -1 if the daemon does not report one."""
-    found = [option.value for option in opened.options if option.type == SubmitOption.NUMBER]
-    return int.from_bytes(found[0], "big") if found else -1
+    numbers = [option.value for option in opened.options if option.type == SubmitOption.NUMBER]
+    return int.from_bytes(numbers[0], "big") if numbers else -1
 
 
 def _end_error(

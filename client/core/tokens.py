@@ -77,15 +77,15 @@ def token_of(token: "bytes | str | Grant") -> bytes:
     try:
         if isinstance(token, str):
             # The URL-safe alphabet, strictly: a character outside it is a mistake in copying, not noise.
-            found = base64.b64decode(token, altchars=b"-_", validate=True)
+            token_bytes = base64.b64decode(token, altchars=b"-_", validate=True)
         else:
             # memoryview() first: bytes() of a number would be that many zeros.
-            found = bytes(memoryview(token))
+            token_bytes = bytes(memoryview(token))
     except (ValueError, TypeError):
         raise InvalidRequest("a token must be bytes, or the string that Grant.to_text gave") from None
-    if len(found) > MAX_TOKEN_BYTES:
-        raise InvalidRequest(f"a token has at most {MAX_TOKEN_BYTES} bytes, not {len(found)}")
-    return found
+    if len(token_bytes) > MAX_TOKEN_BYTES:
+        raise InvalidRequest(f"a token has at most {MAX_TOKEN_BYTES} bytes, not {len(token_bytes)}")
+    return token_bytes
 
 
 def issue_request(

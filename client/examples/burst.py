@@ -38,8 +38,8 @@ def run(bursts: int = 5, launches: int = 20) -> tuple[float, int]:
                     callers = [caller for caller in callers if caller[0].lease_id != error.lease_id]
             if burst == 1:
                 leaves.revoke("the caller hung up")
-        found = np.frombuffer(session.mem_read(stays, 0, 4 * n), np.float32)
-    return float(found.mean()), done
+        result = np.frombuffer(session.mem_read(stays, 0, 4 * n), np.float32)
+    return float(result.mean()), done
 
 
 if __name__ == "__main__":

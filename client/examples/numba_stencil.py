@@ -27,12 +27,12 @@ def run(size: int = 40, steps: int = 20, rate: float = 0.2) -> float:
             # Each step reads one array and writes the other; then they change places.
             kernel[(blocks, blocks), (16, 16)](after, before, rate)
             before, after = after, before
-        found = before.numpy()
+        result = before.numpy()
     # The same steps in numpy, for comparison.
     for _ in range(steps):
         around = plate[:-2, 1:-1] + plate[2:, 1:-1] + plate[1:-1, :-2] + plate[1:-1, 2:]
         plate[1:-1, 1:-1] += np.float32(rate) * (around - 4 * plate[1:-1, 1:-1])
-    return float(np.abs(found - plate).max())
+    return float(np.abs(result - plate).max())
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ def run(batches: int = 6, n: int = 5000) -> float:
                 session.launch(second, "sum", [1], [32], [y, sums, batch, n], stream=summing)
                 # The place is free again once its sum is taken.
                 filtering.wait_for(summing)
-        found = sums.numpy()
+        result = sums.numpy()
     # The same in numpy: edges are repeated, as the kernel does.
     padded = np.pad(given, ((0, 0), (1, 1)), mode="edge")
     wanted = (0.5 * given + 0.25 * (padded[:, :-2] + padded[:, 2:])).sum(1)
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+    return float(np.abs(result - wanted).max() / np.abs(wanted).max())
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ def run(n: int = 10_000) -> float:
     with GpuBuilder().min_vram("16MiB").acquire() as lease, GpuSession(lease) as session:
         module, total = session.compile(SOURCE), session.array(y)
         session.launch(module, "saxpy", [-(-n // 256)], [256], [2.0, session.array(x), total, n])
-        found = total.numpy()
-    return float(np.abs(found - (2 * x + y)).max())
+        result = total.numpy()
+    return float(np.abs(result - (2 * x + y)).max())
 
 
 if __name__ == "__main__":

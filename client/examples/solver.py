@@ -58,8 +58,8 @@ def run(n: int = 128, most_steps: int = 200, look_every: int = 10) -> float:
                 step.launch()
             if numbers.numpy()[0] < 1e-10:
                 break
-        found = x.numpy()
-    return float(np.abs(found - wanted).max())
+        result = x.numpy()
+    return float(np.abs(result - wanted).max())
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ def run(m: int = 50, n: int = 70, k: int = 40) -> float:
             return triton.cdiv(given["M"], given["BM"]), triton.cdiv(given["N"], given["BN"])
 
         kernel[tiles](c, a, b, m, n, k, BM=32, BN=32, BK=32, num_warps=4, num_stages=2)
-        found = c.numpy()
+        result = c.numpy()
     # numpy multiplies the same halves in single precision.
     wanted = left.astype(np.float32) @ right.astype(np.float32)
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+    return float(np.abs(result - wanted).max() / np.abs(wanted).max())
 
 
 if __name__ == "__main__":

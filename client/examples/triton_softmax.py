@@ -22,10 +22,10 @@ def run(rows: int = 5, columns: int = 100) -> float:
     with GpuBuilder().min_vram("16MiB").acquire() as lease, GpuSession(lease) as session:
         x, y = session.array(given), session.zeros(given.shape, np.float32)
         session.kernel(softmax)[(rows,)](y, x, columns, BLOCK=triton.next_power_of_2(columns), num_warps=2)
-        found = y.numpy()
+        result = y.numpy()
     # The maximum is subtracted first, as in the kernel, so that no power overflows.
     powers = np.exp(given - given.max(axis=1, keepdims=True))
-    return float(np.abs(found - powers / powers.sum(axis=1, keepdims=True)).max())
+    return float(np.abs(result - powers / powers.sum(axis=1, keepdims=True)).max())
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple
 
 def _parameters(text: str) -> tuple[SourceParameter, ...]:
     """Parse a list of parameters: "raw T x, float32 y". Raises InvalidRequest."""
-    found = []
+    parameters = []
     for declared in text.split(",") if text.strip() else ():
         words = declared.split()
         is_raw = words[:1] == ["raw"]
@@ -263,8 +263,8 @@ def _parameters(text: str) -> tuple[SourceParameter, ...]:
             )
         if len(kind) == 1 and not kind.isalpha():
             raise InvalidRequest(f"elementwise: a type's placeholder must be a single letter, not {quoted(kind)}")
-        found.append(SourceParameter(kind, name, is_raw))
-    return tuple(found)
+        parameters.append(SourceParameter(kind, name, is_raw))
+    return tuple(parameters)
 
 
 def _of_cupy(kernel: Any) -> tuple[Any, ...]:

@@ -249,10 +249,10 @@ class NumbaKernel:
             hint = "Use lineinfo=True instead, or compile the device functions into the kernel with inline='always'"
             raise Unsupported(f"kernel {self.name}: debug=True with device functions needs numba's own linker", hint)
         text = self._linked(texts[0], library)
-        found = _ENTRY.search(text)
-        if found is None:
+        match = _ENTRY.search(text)
+        if match is None:
             raise compile_error(f"numba's kernel {self.name}", "numba made no kernel of it: it returns a value")
-        return CompiledKernel(text, found[1], is_cooperative=bool(library.use_cooperative))
+        return CompiledKernel(text, match[1], is_cooperative=bool(library.use_cooperative))
 
     def _linked(self, text: str, library: Any) -> str:
         """Add the functions that numba has as CUDA C. Raises Unsupported if anything needs another linker."""

@@ -60,10 +60,10 @@ def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
     """
     most = ptx_version_of(cuda_version)
     # The directive stands at the beginning; a cubin has none.
-    found = _VERSION.search(image if isinstance(image, str) else image[:4096].decode(errors="replace"))
-    if most is None or found is None or 10 * int(found[1]) + int(found[2]) <= most:
+    match = _VERSION.search(image if isinstance(image, str) else image[:4096].decode(errors="replace"))
+    if most is None or match is None or 10 * int(match[1]) + int(match[2]) <= most:
         return image
-    message = f"the compiler writes PTX {found[1]}.{found[2]}, the card's driver takes up to {most // 10}.{most % 10}"
+    message = f"the compiler writes PTX {match[1]}.{match[2]}, the card's driver takes up to {most // 10}.{most % 10}"
     cuda = f"{cuda_version // 1000}.{cuda_version % 1000 // 10}"
     raise LoadFailed(message, f"Install the compiler's wheels of CUDA {cuda}", Failure(Status.LOAD_FAILED, message))
 
@@ -88,8 +88,8 @@ def compile_error(what: str, log: str, first: str = "") -> LoadFailed:
     """
     log = log.replace("\0", "").strip()
     # NVRTC, Triton and numba write a line number in three forms.
-    found = _LINE.search(log)
-    line = int(found[1] or found[2] or found[3]) if found else 0
+    match = _LINE.search(log)
+    line = int(match[1] or match[2] or match[3]) if match else 0
     first = first or next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])
     message = f"{what} does not compile: {first.strip()}"
     return LoadFailed(message, "", Failure(Status.LOAD_FAILED, message, log=log, line=line))

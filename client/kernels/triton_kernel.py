@@ -146,12 +146,12 @@ class TritonKernel:
         compiled = self._compiled(bound, kinds, named, options)
         self._check_globals()
         # Step 4: the grid, which may be computed from the arguments as the program passed them.
-        found = grid(dict(bound) | values) if callable(grid) else grid
+        launch_grid = grid(dict(bound) | values) if callable(grid) else grid
         try:
-            sizes = tuple(size.__index__() for size in found)
+            sizes = tuple(size.__index__() for size in launch_grid)
         except (TypeError, AttributeError):
             raise self._failed(
-                f"the grid must be a sequence of integers, not {quoted(found)}", "Write kernel[(n,)](...)"
+                f"the grid must be a sequence of integers, not {quoted(launch_grid)}", "Write kernel[(n,)](...)"
             ) from None
         packed = self._packed(bound, kinds)
         # Triton's own launcher does nothing for such a grid, and ignores numbers after the third.
@@ -209,10 +209,10 @@ class TritonKernel:
     def _element(self, name: str, dtype: Any) -> str:
         from triton.runtime.jit import type_canonicalisation_dict
 
-        found = type_canonicalisation_dict.get(str(np.dtype(dtype)))
-        if found is None:
+        element = type_canonicalisation_dict.get(str(np.dtype(dtype)))
+        if element is None:
             raise self._failed(f"{name}: Triton doesn't support elements of {dtype}")
-        return str(found)
+        return str(element)
 
     def _typed(self, kind: tuple[str, Any], value: Any) -> tuple[str, Any]:
         """Correct a number's type: a numpy scalar has its own, which Triton's binder does not see."""
@@ -233,12 +233,12 @@ class TritonKernel:
         key = [str(_replace_jit_callables(kinds)), repr(sorted(options.items()))]
         if self._knobs.runtime.add_stages_inspection_hook is not None:
             key += map(str, self._knobs.runtime.add_stages_inspection_hook())
-        found = self._variants.get(tuple(key))
-        if found is None:
+        variant = self._variants.get(tuple(key))
+        if variant is None:
             if len(self._variants) >= MAX_VARIANTS:
                 self._variants.clear()
-            found = self._variants[tuple(key)] = self._compile(bound, kinds, keywords, options)
-        return found
+            variant = self._variants[tuple(key)] = self._compile(bound, kinds, keywords, options)
+        return variant
 
     def _compile(
         self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]], keywords: dict[str, Any], options: Any

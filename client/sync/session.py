@@ -466,10 +466,10 @@ class GpuSession(SessionView):
         return drive(self._session.streams.printed())
 
     def _pass_printed(self, callback: PrintedCallback) -> None:
-        found = self.printed()
+        output = self.printed()
         # Not called without output: otherwise each sync would call it.
-        if found.text or found.is_lost:
-            callback(found)
+        if output.text or output.is_lost:
+            callback(output)
 
     def close(self) -> None:
         """End the session. An operation that waits in another thread fails. The lease continues."""

@@ -246,12 +246,12 @@ class Channel:
             return
         # Descriptors come as ancillary data of the reply's first byte (unix(7), SCM_RIGHTS).
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-        found: list[Any] = []
+        fds: list[Any] = []
         try:
             # Ask for no more room than a reply's descriptors take; the kernel closes any that do not fit.
-            found.extend(map(self.sock.recvmsg_into, ([buffer],), (space,), (socket.MSG_CMSG_CLOEXEC,)))
+            fds.extend(map(self.sock.recvmsg_into, ([buffer],), (space,), (socket.MSG_CMSG_CLOEXEC,)))
         finally:
-            for count, ancillary, _, _ in found:
+            for count, ancillary, _, _ in fds:
                 for level, kind, payload in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                         self.descriptors += array.array("i", payload)
@@ -340,8 +340,8 @@ def resolve(address: Address) -> list[tuple[int, Any]]:
     """(family, address for connect) of each address that a name resolves to. Raises OSError if there is none."""
     if isinstance(address, UnixAddress):
         return [(socket.AF_UNIX, address.path)]
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return [(int(family), where) for family, _, _, _, where in found]
+    infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return [(int(family), where) for family, _, _, _, where in infos]
 
 
 def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel, int]:

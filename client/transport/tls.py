@@ -54,7 +54,7 @@ def context_of(files: TlsFiles) -> ssl.SSLContext:
     """The TLS context for the files' current contents. Raises InvalidRequest if they can't be used."""
     # The files' inode, size and time are part of the cache's key, so that a renewed certificate is read again.
     try:
-        stamps = tuple((found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, _paths(files)))
+        stamps = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in map(os.stat, _paths(files)))
     except OSError as error:
         raise _unusable(f"the file {error.filename}", error) from None
     return _context_of(files, stamps)

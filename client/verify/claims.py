@@ -86,9 +86,9 @@ def canary(scene: Scene, size_bytes: int) -> str:
             for reuse in range(2):
                 # Leave room for the counter.
                 buffer = session.mem_alloc(size_bytes - WORD_BYTES)
-                if found := count_set(session, module, buffer, words - 1):
+                if nonzero_words := count_set(session, module, buffer, words - 1):
                     where = "of this session" if reuse else "of an earlier lease"
-                    raise Breach(f"{found} of {words} words {where} were readable")
+                    raise Breach(f"{nonzero_words} of {words} words {where} were readable")
                 fill(session, module, buffer, words - 1, PATTERN)
                 session.sync()
                 session.mem_free(buffer)
@@ -131,8 +131,8 @@ def _search(scene: Scene) -> str:
         buffer = session.mem_alloc(COPY_BYTES)
         if any(session.mem_read(buffer, 0, COPY_BYTES)):
             raise Breach("new memory is not zero")
-        if found := count_in_process(worker_pid(lease.lease_id), secret):
-            raise Breach(f"a later lease's worker has {found} copies of an earlier one's secret")
+        if copies := count_in_process(worker_pid(lease.lease_id), secret):
+            raise Breach(f"a later lease's worker has {copies} copies of an earlier one's secret")
     return "found in the worker it passed through, in no byte of the next"
 
 
@@ -235,10 +235,10 @@ def _counting(session: GpuSession) -> Round:
 
     def fill_and_count() -> None:
         fill(session, module, buffer, WORKLOAD_WORDS, 1)
-        found = count_set(session, module, buffer, WORKLOAD_WORDS)
+        set_words = count_set(session, module, buffer, WORKLOAD_WORDS)
         fill(session, module, buffer, WORKLOAD_WORDS, 0)
-        if found != WORKLOAD_WORDS or count_set(session, module, buffer, WORKLOAD_WORDS):
-            raise Breach(f"{found} of {WORKLOAD_WORDS} words were counted")
+        if set_words != WORKLOAD_WORDS or count_set(session, module, buffer, WORKLOAD_WORDS):
+            raise Breach(f"{set_words} of {WORKLOAD_WORDS} words were counted")
 
     return fill_and_count
 
@@ -343,8 +343,8 @@ def submit_beside(scene: Scene) -> str:
             (written,) = _submit(lease, "fill").out(OUTPUT_BYTES).args(_words().push_u32(PATTERN)).launch()
             if (np.frombuffer(written, np.uint32) != PATTERN).any():
                 raise Breach("a submit's output is not what its kernel wrote")
-            _, found = _submit(lease, "count_set").out(OUTPUT_BYTES).args(_words()).out(WORD_BYTES).launch()
-            if count := int.from_bytes(found, "little"):
+            _, result = _submit(lease, "count_set").out(OUTPUT_BYTES).args(_words()).out(WORD_BYTES).launch()
+            if count := int.from_bytes(result, "little"):
                 raise Breach(f"{count} of {WORDS} words of an earlier submit were readable")
         _look_at_the_session(lease, buffer.handle)
         # Three jobs that break a rule each; the session must not notice.
@@ -371,10 +371,10 @@ def _words() -> KernelArgs:
 def _look_at_the_session(lease: GpuLease, address: int) -> None:
     """Read the session's address from a job, which must fail or find another value."""
     try:
-        (found,) = lease.submit("peek", PEEK_PTX).arg(np.uint64(address)).out(WORD_BYTES).launch()
+        (value_bytes,) = lease.submit("peek", PEEK_PTX).arg(np.uint64(address)).out(WORD_BYTES).launch()
     except SyncFailed:
         return
-    if int.from_bytes(found, "little") == PATTERN:
+    if int.from_bytes(value_bytes, "little") == PATTERN:
         raise Breach("a word of the session was readable")
 
 

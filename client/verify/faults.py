@@ -179,10 +179,10 @@ def _heap(scene: Scene) -> FaultOutcome:
     """The device heap is bounded: a kernel that allocates more gets a null pointer; the card's memory is unaffected."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
-    module, found = session.module_load(hungry()), session.mem_alloc(8)
-    session.launch(module, "from_heap", ONE, ONE, KernelArgs().push_buffer(found).push_u64(HEAP_BYTES))
+    module, heap_bytes = session.module_load(hungry()), session.mem_alloc(8)
+    session.launch(module, "from_heap", ONE, ONE, KernelArgs().push_buffer(heap_bytes).push_u64(HEAP_BYTES))
     # The kernel stores the pointer that it got.
-    if any(session.mem_read(found, 0, 8)):
+    if any(session.mem_read(heap_bytes, 0, 8)):
         raise Breach(f"a kernel got {HEAP_BYTES} bytes of heap in a slice of {SLICE_BYTES}")
     return _free_lease(scene, lease.lease_id, "-", "a null pointer")
 

@@ -105,9 +105,9 @@ def count_set(
     count = session.mem_alloc(4)
     args = _at(place).push_u64(words).push_buffer(count)
     session.launch(module, "count_set", GRID, BLOCK, args, regions=regions)
-    found = int.from_bytes(session.mem_read(count, 0, 4), "little")
+    nonzero_words = int.from_bytes(session.mem_read(count, 0, 4), "little")
     session.mem_free(count)
-    return found
+    return nonzero_words
 
 
 def _at(place: Buffer | int) -> KernelArgs:

@@ -62,8 +62,8 @@ class MatrixReport:
     @property
     def breaches(self) -> int:
         """Number of rows in which a promise did not hold."""
-        found = [row.breach for row in self.faults] + [claim.breach for claim in self.claims]
-        return sum(map(bool, found))
+        breaches = [row.breach for row in self.faults] + [claim.breach for claim in self.claims]
+        return sum(map(bool, breaches))
 
 
 def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]) -> MatrixReport:

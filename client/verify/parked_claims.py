@@ -83,8 +83,8 @@ def no_byte_readable(scene: Scene) -> str:
         taken_ms = _park(lease)
         with scene.builder(size_bytes).acquire() as other, GpuSession(other) as neighbour:
             theirs, probe = neighbour.mem_alloc(size_bytes - SPARE_BYTES), neighbour.module_load(rule_breakers())
-            if found := count_set(neighbour, probe, theirs, words):
-                raise Breach(f"{found} of {words} words of a parked session were readable")
+            if nonzero_words := count_set(neighbour, probe, theirs, words):
+                raise Breach(f"{nonzero_words} of {words} words of a parked session were readable")
             _search(other, secret)
             # The neighbour's own work, over all pages that the session had.
             fill(neighbour, probe, theirs, words, 1)
@@ -100,8 +100,8 @@ def no_byte_readable(scene: Scene) -> str:
 
 def _search(lease: GpuLease, secret: bytes) -> None:
     try:
-        if found := count_in_process(worker_pid(lease.lease_id), secret):
-            raise Breach(f"another lease's worker has {found} copies of a parked session's secret")
+        if copies := count_in_process(worker_pid(lease.lease_id), secret):
+            raise Breach(f"another lease's worker has {copies} copies of a parked session's secret")
     except PermissionError:
         # Workers are closed to all but root.
         return
@@ -196,8 +196,8 @@ def region_gone(scene: Scene) -> str:
         else:
             raise Breach("a region that ended while its session was parked could be used")
         with lease.region(size_bytes) as later:
-            if found := count_set(session, module, later, words, session.region_set([later])):
-                raise Breach(f"{found} of {words} words of a region that had ended were readable")
+            if nonzero_words := count_set(session, module, later, words, session.region_set([later])):
+                raise Breach(f"{nonzero_words} of {words} words of a region that had ended were readable")
         data.begin()
         if wrong := data.check():
             raise Breach(f"the session around a region that ended has {wrong} wrong words")

@@ -149,8 +149,8 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         for wanted in (RegionRevoked, RegionFenced, RegionFenced):
             _expect(wanted, lambda: _fill(session, module, gone, PATTERN, both), session)
         scene.wait_for_end(gone.lease_id, RETURN_S)
-        if found := count_set(session, module, gone.address, words, only_kept):
-            raise Breach(f"{found} of {words} words of a returned region are readable")
+        if nonzero_words := count_set(session, module, gone.address, words, only_kept):
+            raise Breach(f"{nonzero_words} of {words} words of a returned region are readable")
         # A later region must have other addresses, and must not see writes through the stale pointer.
         with lease.region(size_bytes, ttl_secs=TTL_S) as later:
             if later.address == gone.address:
@@ -158,8 +158,8 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
             # A stale table: the launch does not name the region to which it writes.
             _fill(session, module, gone, 1, only_kept)
             three = session.region_set([later])
-            if found := count_set(session, module, later.address, words, three):
-                raise Breach(f"{found} words written through a stale pointer are in a later region")
+            if nonzero_words := count_set(session, module, later.address, words, three):
+                raise Breach(f"{nonzero_words} words written through a stale pointer are in a later region")
         if count_set(session, module, kept.address, words, only_kept) != words:
             raise Breach("another region lost words")
         gone.close()

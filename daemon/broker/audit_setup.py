@@ -121,9 +121,9 @@ def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
     # Turn every container into names and values, so that one rule orders all of them.
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
-        for found in declared(type(value)).values():
-            if found.setting.is_later and inside[found.attribute] == found.default:
-                del inside[found.attribute]
+        for entry in declared(type(value)).values():
+            if entry.setting.is_later and inside[entry.attribute] == entry.default:
+                del inside[entry.attribute]
     elif isinstance(value, Mapping):
         inside = {str(_plain(key)): item for key, item in value.items()}
     elif isinstance(value, list | tuple):

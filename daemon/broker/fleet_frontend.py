@@ -472,13 +472,13 @@ class FleetFrontend:
         try:
             if await asyncio.to_thread(certificate_stamps, self._files) == self._told_files:
                 return
-            fds, found = await asyncio.to_thread(open_certificates, self._files)
+            fds, names = await asyncio.to_thread(open_certificates, self._files)
         except BadEtcdSettings:
             return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
             # Record them only if they were sent, so that otherwise the next round tries again.
             if self._tell(CertificatesRenewed(tuple(self._files)), fds):
-                self._told_files = found
+                self._told_files = names
         finally:
             # The message has its own duplicates.
             close_all(fds)

@@ -138,10 +138,10 @@ class Listeners:
     async def _bind_tcp(self, address: TcpAddress) -> list[socket.socket]:
         """Bind every address of the name to one port, except for address families that this host lacks."""
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         port, bound, lacking = address.port, list[socket.socket](), list[OSError]()
         # All addresses of a name get the port of the first, which the kernel may have chosen.
-        for family, where in sorted({(entry[0], entry[4]) for entry in found}):
+        for family, where in sorted({(entry[0], entry[4]) for entry in infos}):
             _check_loopback(address, str(where[0]))
             try:
                 bound.append(bound_at(family, (where[0], port, *where[2:])))

@@ -179,13 +179,13 @@ class NodeMetrics:
 
     async def _read_stray_bytes(self) -> dict[str, int]:
         """Poll the cards, in a thread, for the memory that no process accounts for, by uuid."""
-        found: dict[str, int] = {}
+        stray_bytes: dict[str, int] = {}
         for uuid in self._cards:
             # Without a thread or an answer, leave out the unknown figures.
             with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
                 reading = await asyncio.to_thread(self._source.read, uuid)
-                found[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
-        return found
+                stray_bytes[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
+        return stray_bytes
 
     async def _add_up(self) -> TenantTotals:
         """Count what workers did since the last scrape, and sum up all leases and regions."""

@@ -417,16 +417,16 @@ class LastingState:
         is_left: Whether sessions are left to the next daemon when this one ends.
     """
 
-    def __init__(self, journal: Journal, zygotes: Path | None, found: list[FoundZygote]) -> None:
+    def __init__(self, journal: Journal, zygotes: Path | None, found_zygotes: list[FoundZygote]) -> None:
         self.journal = journal
         self.zygotes = zygotes
         self.is_left = zygotes is not None
-        self._found = found
+        self._found = found_zygotes
 
     def take_zygotes(self) -> list[FoundZygote]:
         """Return the zygotes that an earlier daemon left, which the caller must close."""
-        found, self._found = self._found, []
-        return found
+        zygotes, self._found = self._found, []
+        return zygotes
 
 
 @contextlib.asynccontextmanager
@@ -559,10 +559,10 @@ async def _resolve(address: Address) -> list[tuple[str, int]]:
         return []
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise cannot_listen(f"listen on {address}", error) from None
-    return [(str(entry[4][0]), int(entry[4][1])) for entry in found]
+    return [(str(entry[4][0]), int(entry[4][1])) for entry in infos]
 
 
 def loop_factory() -> Any:

@@ -127,7 +127,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     if len(token) > MAX_TOKEN_BYTES:
         raise _malformed(f"a token has at most {MAX_TOKEN_BYTES} bytes, this one {len(token)}")
     # The library hides what the callback raised, so the key, or the number of an unknown one, is noted here.
-    found: list[Key] = []
+    matches: list[Key] = []
     unknown: list[int | None] = []
 
     def verify_with(number: int | None = None) -> PublicKey:
@@ -135,12 +135,12 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
         if key is None:
             unknown.append(number)
             raise KeyError(number)
-        found.append(key)
+        matches.append(key)
         return public_key(key)
 
     try:
         biscuit = Biscuit.from_bytes(token, verify_with)
-        return Opened(_read(biscuit), biscuit, found[-1])
+        return Opened(_read(biscuit), biscuit, matches[-1])
     except CapabilityDenied:
         raise
     except (KeyboardInterrupt, SystemExit):

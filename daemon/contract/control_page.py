@@ -572,9 +572,11 @@ class BrokerPage:
         """Return the connections that the worker reports, ordered by number."""
         end = _FIRST_CONNECTION + MAX_CONNECTIONS * _CONNECTION_WORDS
         words = self._claims[_FIRST_CONNECTION:end].tolist()
-        found = [ShownConnection(*words[at : at + _CONNECTION_WORDS]) for at in range(0, len(words), _CONNECTION_WORDS)]
+        connections = [
+            ShownConnection(*words[at : at + _CONNECTION_WORDS]) for at in range(0, len(words), _CONNECTION_WORDS)
+        ]
         # The worker may write at the same time, so an entry may be torn. Entries are used only for display.
-        return sorted(one for one in found if one.number)
+        return sorted(one for one in connections if one.number)
 
     def let_go(self) -> None:
         """Close the descriptors, once the worker and its zygote have received theirs."""

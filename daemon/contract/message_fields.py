@@ -313,8 +313,8 @@ def _fields_of(message: type[Any]) -> tuple[_Field, ...]:
         return known
     hints = get_type_hints(message, include_extras=True)
     # ORDER moves fields to the front of the map. In the class they can't move, because defaults must come last there.
-    found = {field.name: _field_of(field, hints[field.name]) for field in fields(message)}
-    _FIELDS[message] = tuple(found[name] for name in dict.fromkeys((*message.ORDER, *found)))
+    message_fields = {field.name: _field_of(field, hints[field.name]) for field in fields(message)}
+    _FIELDS[message] = tuple(message_fields[name] for name in dict.fromkeys((*message.ORDER, *message_fields)))
     return _FIELDS[message]
 
 
@@ -352,10 +352,10 @@ def by_op(*messages: type[M]) -> Mapping[str, type[M]]:
 def messages_of(union: Any) -> Mapping[str, type[Any]]:
     """Return the classes of a union of messages by their ops. Raises TypeError if two have the same op."""
     classes = get_args(union)
-    found = by_op(*classes)
-    if len(found) != len(classes):
+    classes_by_op = by_op(*classes)
+    if len(classes_by_op) != len(classes):
         raise TypeError(f"two messages of {union} have the same op")
-    return found
+    return classes_by_op
 
 
 def parse_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M | None:

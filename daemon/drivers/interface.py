@@ -806,17 +806,17 @@ def refuse_managed_text(ptx: bytes) -> None:
     if b".managed" not in ptx:
         return
     # The other alternatives match comments and strings, so that the attribute is ignored inside them.
-    for found in _MANAGED.finditer(ptx):
-        if found["managed"] is not None:
-            line = ptx.count(b"\n", 0, found.start()) + 1
-            raise managed_refused(_variable_behind(ptx, found.end()), line=line)
+    for match in _MANAGED.finditer(ptx):
+        if match["managed"] is not None:
+            line = ptx.count(b"\n", 0, match.start()) + 1
+            raise managed_refused(_variable_behind(ptx, match.end()), line=line)
 
 
 def _variable_behind(ptx: bytes, position: int) -> str:
     """Return the first name after an attribute: the variable's. All other words begin with a dot or a digit."""
-    for found in _WORD.finditer(ptx, position):
-        if found["word"] is not None:
-            return found["word"].decode("ascii")
+    for match in _WORD.finditer(ptx, position):
+        if match["word"] is not None:
+            return match["word"].decode("ascii")
     return ""
 
 

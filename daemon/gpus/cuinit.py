@@ -45,10 +45,10 @@ def ask() -> CuInitResult:
     if done.returncode < 0:
         return CuInitResult(None, f"it died of signal {-done.returncode}")
     try:
-        found = json.loads(done.stdout)
+        reply = json.loads(done.stdout)
     except ValueError:
         return CuInitResult(None, f"it exited with status {done.returncode}, and said nothing")
-    return CuInitResult(found["number"], found["reason"])
+    return CuInitResult(reply["number"], reply["reason"])
 
 
 def _call() -> CuInitResult:

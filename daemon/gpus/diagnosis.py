@@ -69,10 +69,10 @@ def _entries_of(folder: Path) -> list[Path]:
 
 def _module_version(path: Path) -> str:
     try:
-        found = _VERSION.search(path.read_text(errors="replace"))
+        match = _VERSION.search(path.read_text(errors="replace"))
     except OSError:
         return ""
-    return "unknown" if found is None else found[0]
+    return "unknown" if match is None else match[0]
 
 
 def _has_cards(folder: Path) -> bool | None:
@@ -249,8 +249,8 @@ def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
     # The number alone is ambiguous; what is wrong on the host is the better diagnosis, if something is.
     if (library, number) in _BY_HOST and (shown := _shown(library, host)) is not None:
         return shown
-    found = BY_NUMBER.get((library, number))
-    if found is None:
+    diagnosis = BY_NUMBER.get((library, number))
+    if diagnosis is None:
         return Diagnosis(
             f"{library.value} fails with error {number}",
             f"See that nvidia-smi works for the daemon's user, {OTHERWISE}",
@@ -259,7 +259,10 @@ def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
     module = f" ({host.module_version})" if host.module_version else ""
     version = f", {host.module_version}" if host.module_version else ""
     return Diagnosis(
-        found.message.format(module=module), found.hint.format(version=version), found.status, found.may_pass
+        diagnosis.message.format(module=module),
+        diagnosis.hint.format(version=version),
+        diagnosis.status,
+        diagnosis.may_pass,
     )
 
 

@@ -62,12 +62,12 @@ class NvidiaCards:
     def discover(self, known: Mapping[str, CardRow]) -> list[CardFacts]:
         """Return all cards. Present use reduces a card's capacity, unless `known` has an earlier measurement."""
         try:
-            found = [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
+            cards = [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
-        if not found:
+        if not cards:
             raise no_cards(describe_host()).as_error()
-        return found
+        return cards
 
     def why_no_context(self) -> CardsUnavailable | None:
         """Return the reason why CUDA can't use the cards that NVML lists; None without one."""

@@ -105,8 +105,8 @@ class Admission:
         """Place every waiter that fits and is not held back, and refuse those that have waited too long."""
         self._store.queue.end_holds(now_ns)
         # Each placement changes which cards have room, so ask the queue again for the first waiter that fits.
-        while (found := self._store.queue.next_placeable()) is not None:
-            waiter, account = found
+        while (placement := self._store.queue.next_placeable()) is not None:
+            waiter, account = placement
             self._store.queue.leave(waiter)
             # The waiter's timer may be late: a client that has waited for its whole time must not get a lease.
             if waiter.returning is not None:

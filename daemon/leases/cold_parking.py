@@ -362,11 +362,11 @@ class ColdParking:
 
     def on_move_requested(self, event: events.MoveRequested, now_ns: int, out: list[Effect]) -> None:
         """Begin to move a session to another card, or out of its process; or refuse the request."""
-        found = find_parkable(self._store, event, now_ns)
-        if isinstance(found, Denial):
-            out.append(RequestDenied(event.request, found))
+        parkable = find_parkable(self._store, event, now_ns)
+        if isinstance(parkable, Denial):
+            out.append(RequestDenied(event.request, parkable))
             return
-        lease, state = found
+        lease, state = parkable
         if state.move is not None:
             out.append(RequestDenied(event.request, denials.is_moving(lease.lease_id)))
             return
@@ -420,7 +420,7 @@ class ColdParking:
 
     def arriving(self) -> dict[str, int]:
         """Return, by card, the bytes that moves in progress will take and that the card is not charged for yet."""
-        found: dict[str, int] = {}
+        bytes_by_card: dict[str, int] = {}
         for lease in self._store.parkable.values():
             state = lease.park
             if state is None or state.move is None or not state.move.card_uuid:
@@ -428,8 +428,8 @@ class ColdParking:
             uuid = state.move.card_uuid
             is_charged = lease.card_uuid == uuid and not state.off_bytes
             charge_bytes = 0 if is_charged else self._store.account_by_uuid[uuid].charge_bytes(lease.terms)
-            found[uuid] = found.get(uuid, 0) + charge_bytes
-        return found
+            bytes_by_card[uuid] = bytes_by_card.get(uuid, 0) + charge_bytes
+        return bytes_by_card
 
     def _check_card(self, lease: Lease, account: CardAccount, now_ns: int) -> Denial | None:
         """Return the denial for a move to a card; None if the lease may go there once there is room."""

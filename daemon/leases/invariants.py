@@ -512,8 +512,8 @@ def _validate_regions(store: LeaseStore) -> None:
         _validate_slice(lease)
     # An ended region is in this index only once its memory is returned.
     for region_id, ended in store.ended_regions.items():
-        found = store.regions.get(region_id)
-        is_over = found is None or found.state is RegionState.RETURNED
+        child = store.regions.get(region_id)
+        is_over = child is None or child.state is RegionState.RETURNED
         if not is_over:
             raise InvariantBroken(f"Region {region_id:032x} is both live and ended.")
         is_whole = ended.state is LeaseState.TORNDOWN and ended.cause is not None and ended.ended_ns is not None

@@ -89,8 +89,8 @@ class ParkingViews:
 
     def snapshots(self) -> dict[int, ParkSnapshot]:
         """Return the parking state of each live parkable lease, by id."""
-        found = {lease_id: self.of(lease_id) for lease_id in self._store.parkable}
-        return {lease_id: park for lease_id, park in found.items() if park is not None}
+        snapshots = {lease_id: self.of(lease_id) for lease_id in self._store.parkable}
+        return {lease_id: park for lease_id, park in snapshots.items() if park is not None}
 
     def host_bytes(self) -> tuple[int, int]:
         """Return the host memory that is held for sessions, and its maximum."""
@@ -120,12 +120,12 @@ class Parking(ParkingViews):
 
     def on_requested(self, event: events.ParkRequested, now_ns: int, out: list[Effect]) -> None:
         """Park a session for its tenant or an operator, or refuse the request."""
-        found = find_parkable(self._store, event, now_ns)
-        if isinstance(found, Denial):
-            out.append(RequestDenied(event.request, found))
+        parkable = find_parkable(self._store, event, now_ns)
+        if isinstance(parkable, Denial):
+            out.append(RequestDenied(event.request, parkable))
             return
         # If the session is parked already, or is being parked, that answers this request as well.
-        lease, state = found
+        lease, state = parkable
         if state.phase is ParkPhase.PARKED and not state.is_awaited:
             out.append(SessionParkDone(event.request, lease.snapshot(), state.moved_bytes))
             return

@@ -273,10 +273,10 @@ class Regions(RegionViews):
 
     def on_refused(self, event: events.RegionRefused, now_ns: int, out: list[Effect]) -> None:
         """Process the answer that the worker does not have a region."""
-        found = self._find(event.region_id)
-        if found is None or found[1].state not in (RegionState.OPENING, *ENDED_REGIONS):
+        match = self._find(event.region_id)
+        if match is None or match[1].state not in (RegionState.OPENING, *ENDED_REGIONS):
             return
-        lease, region = found
+        lease, region = match
         if region.state is RegionState.OPENING:
             self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, out, denials.region_refused(event.reason))
         region.move(Trigger.REGION_TAKEN, now_ns)
@@ -355,10 +355,10 @@ class Regions(RegionViews):
 
     def on_ended(self, event: events.RegionEnded, now_ns: int, out: list[Effect]) -> None:
         """Return the memory that the worker removed if the driver shows it free; otherwise have the card polled."""
-        found = self._find(event.region_id)
-        if found is None:
+        match = self._find(event.region_id)
+        if match is None:
             return
-        lease, region = found
+        lease, region = match
         if region.state is RegionState.ACTIVE and region.is_restored:
             # The earlier daemon changed the region's word and was killed before it wrote that to the journal.
             self._leave(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, out, None)
@@ -391,20 +391,20 @@ class Regions(RegionViews):
 
     def on_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
         """Return a region after the card has shown its memory free. A lasting fence is not lifted by a proof."""
-        found = self._find(event.region_id)
-        if found is not None and found[1].state is RegionState.FENCED and not found[1].is_given_up:
-            self._return(*found, Trigger.RECLAIM_PROVED, now_ns, out)
+        match = self._find(event.region_id)
+        if match is not None and match[1].state is RegionState.FENCED and not match[1].is_given_up:
+            self._return(*match, Trigger.RECLAIM_PROVED, now_ns, out)
 
     def on_released(self, event: events.RegionReleased, now_ns: int, out: list[Effect]) -> None:
         """Give the bytes kept in a region's place back to the slice."""
-        found = self._find(event.region_id)
-        if found is None:
+        match = self._find(event.region_id)
+        if match is None:
             return
-        if found[1].state is RegionState.RETURNED:
-            self._store.forget_region(*found)
+        if match[1].state is RegionState.RETURNED:
+            self._store.forget_region(*match)
         # The fence is not lifted yet; once it is, nothing is left to keep.
-        elif found[1].state is RegionState.FENCED:
-            found[1].kept_bytes = 0
+        elif match[1].state is RegionState.FENCED:
+            match[1].kept_bytes = 0
 
     def _find(self, region_id: int) -> tuple[Lease, TableRegion] | None:
         """Return a region and its lease while the lease is active, otherwise None.

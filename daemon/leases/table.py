@@ -238,8 +238,12 @@ class LeaseTable:
 
     def warm_row(self, warm_id: int) -> WarmRow | None:
         """Return the record of a warm context that outlives this table; None if it is unknown."""
-        found = self._store.warm.get(warm_id)
-        return None if found is None else WarmRow(warm_id, found.card_uuid, found.charge_bytes, found.reason)
+        warm_context = self._store.warm.get(warm_id)
+        return (
+            None
+            if warm_context is None
+            else WarmRow(warm_id, warm_context.card_uuid, warm_context.charge_bytes, warm_context.reason)
+        )
 
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
         """Return every live lease, fenced ones included, oldest first."""
@@ -283,9 +287,9 @@ class LeaseTable:
 
     def counted(self) -> dict[int, str]:
         """Return the tenant of each lease that counts against a quota in the fleet, queued acquires included."""
-        found = {lease.lease_id: lease.tenant for lease in self._store.capped.values() if lease.terms.fleet_bytes}
+        tenants = {lease.lease_id: lease.tenant for lease in self._store.capped.values() if lease.terms.fleet_bytes}
         acquires = (waiter.acquire for waiter in self._store.queue if waiter.returning is None)
-        return found | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
+        return tenants | {acquire.lease_id: acquire.tenant for acquire in acquires if acquire.terms.fleet_bytes}
 
     @property
     def has_claimed_lease(self) -> bool:

@@ -160,8 +160,8 @@ class LeaseStore:
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """Return a live lease or region, or an ended one; None if it is unknown or forgotten."""
         # Live ones first: an id is never used twice, so it is in one of the four at most.
-        found = self.live.get(lease_id) or self.regions.get(lease_id)
-        return found.snapshot() if found is not None else self.get_ended(lease_id)
+        entry = self.live.get(lease_id) or self.regions.get(lease_id)
+        return entry.snapshot() if entry is not None else self.get_ended(lease_id)
 
     def get_ended(self, lease_id: int) -> LeaseSnapshot | None:
         """Return an ended lease or region; None if it is unknown or forgotten."""
@@ -170,22 +170,22 @@ class LeaseStore:
     def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
         """Return the denial for work under a lease or region now; None if it is active and in time."""
         # In the order of certainty: unknown or ended, not granted yet, ending, overdue.
-        found = self.live.get(lease_id) or self.regions.get(lease_id)
+        entry = self.live.get(lease_id) or self.regions.get(lease_id)
         # Most are active and in time, and need no snapshot.
-        if isinstance(found, Lease) and found.serves(now_ns):
+        if isinstance(entry, Lease) and entry.serves(now_ns):
             return None
-        if found is None:
+        if entry is None:
             ended = self.get_ended(lease_id)
             return self.unknown(lease_id) if ended is None else denials.lease_ended(ended)
-        lease = found.snapshot()
+        lease = entry.snapshot()
         if lease.state is LeaseState.PENDING:
             return denials.lease_pending(lease)
         if lease.state is not LeaseState.ACTIVE:
             return denials.lease_ended(lease)
         # Its timer may be late, so compare the time itself.
-        if found.is_expired(now_ns):
+        if entry.is_expired(now_ns):
             return denials.lease_expired(lease)
-        is_isolated = isinstance(found, Lease) and found.is_isolated(now_ns)
+        is_isolated = isinstance(entry, Lease) and entry.is_isolated(now_ns)
         return denials.lease_isolated(lease) if is_isolated else None
 
     def unknown(self, lease_id: int) -> Denial:

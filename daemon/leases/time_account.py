@@ -278,17 +278,17 @@ def shares_of(busy: Mapping[int, float], wall_ns: float) -> dict[int, float]:
     """
     if len(busy) < 2 or all(part >= 1.0 for part in busy.values()):
         return {one: wall_ns * part / len(busy) for one, part in busy.items()}
-    found = dict.fromkeys(busy, 0.0)
+    shares = dict.fromkeys(busy, 0.0)
     for node, weight in _NODES:
         product = weight * wall_ns
         for part in busy.values():
             product *= 1.0 - part + part * node
         for one, part in busy.items():
-            found[one] += product * part / (1.0 - part + part * node)
+            shares[one] += product * part / (1.0 - part + part * node)
     # For more than 16 sessions the integral is an approximation, so scale the shares to the exact sum.
     nobody = 1.0
     for part in busy.values():
         nobody *= 1.0 - part
-    total_ns = sum(found.values())
+    total_ns = sum(shares.values())
     scale = wall_ns * (1.0 - nobody) / total_ns if total_ns else 0.0
-    return {one: share * scale for one, share in found.items()}
+    return {one: share * scale for one, share in shares.items()}

@@ -224,14 +224,14 @@ class TimeShares:
         words = {one.session: 1 << one.latency_word for one in sessions if one.latency_word is not None}
         mask = sum(words[one.session] for one in sessions if one.session in words and one.tenant in self._obeyed)
         self._mask, self._is_bounded = mask, bool(words)
-        found: dict[int, TimeLimits] = {}
+        limits_by_session: dict[int, TimeLimits] = {}
         for one in sessions:
             own_word = words.get(one.session, 0)
             limits = self._limits(now_ns, allowances.get(one.session, 0), own_word)
             if one.session in self._turns:
                 limits = _in_turns(limits, self._turns[one.session], now_ns)
-            found[one.session] = limits
-        return found
+            limits_by_session[one.session] = limits
+        return limits_by_session
 
     def idle_limits(self, now_ns: int) -> TimeLimits:
         """Return the limits of a session that was idle in the last round: it may wake up at any time."""
@@ -459,10 +459,10 @@ def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKe
 
 def busy_times(parts: Mapping[int, float]) -> dict[int, float]:
     """Return how long each session is busy until it has its part, if all begin now and share the card equally."""
-    found: dict[int, float] = {}
+    times: dict[int, float] = {}
     elapsed_ns = done_ns = 0.0
     for number, (session, part_ns) in enumerate(sorted(parts.items(), key=lambda item: item[1])):
         elapsed_ns += (part_ns - done_ns) * (len(parts) - number)
-        found[session] = elapsed_ns
+        times[session] = elapsed_ns
         done_ns = part_ns
-    return found
+    return times

@@ -84,15 +84,15 @@ def _identity(maker: ModuleType) -> bytes:
 
 
 def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
-    found: list[tuple[str, bytes]] = []
+    sources: list[tuple[str, bytes]] = []
     # Sources of generated and native code alike: any change of either may change the result.
     for entry in folder.iterdir():
         name = f"{path}/{entry.name}"
         if entry.is_dir():
-            found += _sources(entry, name)
+            sources += _sources(entry, name)
         elif entry.name.endswith((".py", ".ll")):
-            found.append((name, entry.read_bytes()))
-    return found
+            sources.append((name, entry.read_bytes()))
+    return sources
 
 
 def _current_folder() -> PrivateFolder | None:

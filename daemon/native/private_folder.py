@@ -86,8 +86,8 @@ class PrivateFolder:
         else:
             folder = os.open(self._directory, _OPEN_DIRECTORY)
         # Checked on the open descriptor, so that the directory can't be exchanged after the check.
-        found = os.fstat(folder)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             os.close(folder)
             raise PermissionError
         return folder
@@ -124,12 +124,12 @@ def _digest(key: bytes, data: bytes) -> bytes:
 def _read_own(name: str, folder: int) -> bytes | None:
     # The same checks for a file: no link, no other owner, no write permission for others.
     with open(os.open(name, _OPEN_ENTRY, dir_fd=folder), "rb") as file:
-        found = os.fstat(file.fileno())
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-        if not is_ours or found.st_size > MAX_ENTRY_BYTES:
+        status = os.fstat(file.fileno())
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if not is_ours or status.st_size > MAX_ENTRY_BYTES:
             return None
         # Ask for no more than the file holds: read() allocates, and may fill, that much memory first.
-        return file.read(found.st_size)
+        return file.read(status.st_size)
 
 
 def _write_whole(name: str, data: bytes, folder: int) -> None:
@@ -150,11 +150,11 @@ def _prune(folder: int) -> None:
     entries = []
     for name in os.listdir(folder):
         try:
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             # Another process has removed it.
             continue
-        entries.append((found.st_mtime_ns, name, found.st_size))
+        entries.append((status.st_mtime_ns, name, status.st_size))
     # By time of last use, oldest first, until both bounds hold.
     total, count = sum(size for _, _, size in entries), len(entries)
     for _, name, size in sorted(entries):

@@ -40,17 +40,17 @@ def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
         raise NoTenant("a name in the certificate has a wildcard, and a tenant is one")
     # With a table, only its names count; without one, the names in our own URI form.
     if tenants:
-        found = [name for name in names if name in tenants]
+        matches = [name for name in names if name in tenants]
         wanted = "one of those that the node's operator has listed"
     else:
-        found = [name for name in names if name.startswith(TENANT_PREFIX)]
+        matches = [name for name in names if name.startswith(TENANT_PREFIX)]
         wanted = f"{TENANT_PREFIX}NAME"
     # Two names could belong to two tenants, and no rule says which of them connects.
-    if len(found) != 1:
-        why = "several names of tenants are" if found else "no name of a tenant is"
+    if len(matches) != 1:
+        why = "several names of tenants are" if matches else "no name of a tenant is"
         raise NoTenant(f"{why} in the certificate; one is needed: {wanted}")
     try:
-        return tenants[found[0]] if tenants else check_tenant(found[0].removeprefix(TENANT_PREFIX))
+        return tenants[matches[0]] if tenants else check_tenant(matches[0].removeprefix(TENANT_PREFIX))
     except ValueError as error:
         raise NoTenant(str(error)) from None
 
@@ -190,10 +190,10 @@ def _revoked(path: Path | None) -> frozenset[int]:
 
 def _stamp(path: Path | None) -> Stamp:
     try:
-        found = None if path is None else path.stat()
+        status = None if path is None else path.stat()
     except OSError:
         return None
-    return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+    return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 # --- lists of revoked certificates ---
@@ -214,7 +214,7 @@ def revoked_serials(pem: bytes) -> frozenset[int]:
     The structure is RFC 5280, 5.1: the first element of a CertificateList holds an optional version, an algorithm, an
     issuer, one or two times, and an optional sequence of entries. Each entry begins with its serial number.
     """
-    return frozenset(serial for found in _PEM.finditer(pem) for serial in _serials_of(base64.b64decode(found[1])))
+    return frozenset(serial for match in _PEM.finditer(pem) for serial in _serials_of(base64.b64decode(match[1])))
 
 
 def _serials_of(der: bytes) -> Iterator[int]:
@@ -237,7 +237,7 @@ def _serials_of(der: bytes) -> Iterator[int]:
 
 def _elements(der: bytes) -> list[tuple[int, bytes]]:
     """Return each element's tag and content (X.690, 8.1). Raises ValueError for an element that is cut off."""
-    found: list[tuple[int, bytes]] = []
+    elements: list[tuple[int, bytes]] = []
     at = 0
     while at < len(der):
         if len(der) - at < 2:
@@ -251,6 +251,6 @@ def _elements(der: bytes) -> list[tuple[int, bytes]]:
             at += size
         if at + length > len(der):
             raise ValueError("a list of revoked certificates is cut off")
-        found.append((tag, der[at : at + length]))
+        elements.append((tag, der[at : at + length]))
         at += length
-    return found
+    return elements

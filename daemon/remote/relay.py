@@ -455,10 +455,10 @@ class Pump:
         )
         # Spin first: a tenant that waits for an answer sends its next frame within microseconds of it.
         until = time.monotonic_ns() + self._spin_ns
-        found = self._poll.poll(0)
-        while not found and time.monotonic_ns() < until:
-            found = self._poll.poll(0)
-        for fd, events in found or self._poll.poll(timeout_s * 1000):
+        ready = self._poll.poll(0)
+        while not ready and time.monotonic_ns() < until:
+            ready = self._poll.poll(0)
+        for fd, events in ready or self._poll.poll(timeout_s * 1000):
             if events & _HANG_UP and not events & (select.POLLIN | select.POLLOUT):
                 self._hung_up(fd)
 

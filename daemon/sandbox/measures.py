@@ -142,5 +142,5 @@ class SandboxSettings:
 
     @classmethod
     def from_text(cls, text: str) -> "SandboxSettings":
-        found = json.loads(text)
-        return cls(found["required"], found["user"], frozenset(map(Measure, found["without"])))
+        values = json.loads(text)
+        return cls(values["required"], values["user"], frozenset(map(Measure, values["without"])))

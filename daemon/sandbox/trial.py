@@ -123,21 +123,21 @@ def _run_trial(
         # The parent's event loop must not be woken by this process's signals.
         signal.set_wakeup_fd(-1)
         trials = _Trials(needs, identity, reason, writing)
-        found: list[tuple[str, bool, str]] = []
+        findings: list[tuple[str, bool, str]] = []
         # In a worker's own order: each trial runs under the measures before it.
         for measure, attempt in trials.by_measure().items():
             if measure in settings.without:
-                found.append((measure.value, False, reason if measure is Measure.USER else _LEFT_OUT))
+                findings.append((measure.value, False, reason if measure is Measure.USER else _LEFT_OUT))
                 continue
             try:
-                found.append((measure.value, True, attempt()))
+                findings.append((measure.value, True, attempt()))
             except (_Missing, NoFilter) as error:
-                found.append((measure.value, False, str(error)))
+                findings.append((measure.value, False, str(error)))
             except (OSError, ValueError) as error:
-                found.append((measure.value, False, f"the kernel refuses it: {error}"))
+                findings.append((measure.value, False, f"the kernel refuses it: {error}"))
         # If the process that waits for the result was killed meanwhile, the pipe has no reader.
         with contextlib.suppress(BrokenPipeError):
-            os.write(writing, json.dumps(found).encode())
+            os.write(writing, json.dumps(findings).encode())
         status = 0
     except Exception:
         # A bug: the traceback goes to the log.

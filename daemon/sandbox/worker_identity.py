@@ -74,19 +74,19 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
     groups = set()
     for device in devices:
         try:
-            found = device.stat()
+            status = device.stat()
         except FileNotFoundError:
             continue
-        mode = found.st_mode
+        mode = status.st_mode
         # No group is needed for a device that all users, or this one, can open.
-        if not stat.S_ISCHR(mode) or mode & 0o006 == 0o006 or found.st_uid == uid:
+        if not stat.S_ISCHR(mode) or mode & 0o006 == 0o006 or status.st_uid == uid:
             continue
-        if mode & 0o060 != 0o060 or found.st_gid == 0:
+        if mode & 0o060 != 0o060 or status.st_gid == 0:
             raise SandboxBroken(
                 f"only root can open {device}",
                 hint="Give it to a group (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module).",
             )
-        groups.add(found.st_gid)
+        groups.add(status.st_gid)
     return tuple(sorted(groups - {gid}))
 
 

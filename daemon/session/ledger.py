@@ -257,7 +257,7 @@ class Ledger:
 
     def allocations_of(self, holder: Holder) -> list[int]:
         """Return the handles of all allocations of a holder."""
-        return [handle for handle, found in self._holders.items() if found is holder]
+        return [handle for handle, owner in self._holders.items() if owner is holder]
 
     def holder_of(self, handle: int) -> Holder | None:
         """Return an allocation's holder; None if no allocation has that handle."""

@@ -35,8 +35,8 @@ def settings_that_wait(now: Config, wanted: Config) -> list[str]:
     wanted = replace(wanted, limits=replace(wanted.limits, tenants=now.limits.tenants))
     return [
         key
-        for key, found in declared(Config).items()
-        if not found.setting.is_reloaded and getattr(now, found.attribute) != getattr(wanted, found.attribute)
+        for key, entry in declared(Config).items()
+        if not entry.setting.is_reloaded and getattr(now, entry.attribute) != getattr(wanted, entry.attribute)
     ]
 
 

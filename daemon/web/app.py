@@ -134,8 +134,8 @@ class PageAccess:
         # duration shows how much of a token was right.
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         token = text.strip().encode("latin-1")
-        found = hashlib.sha256(token).digest()
-        if self._token_digest and scheme.lower() == "bearer" and hmac.compare_digest(found, self._token_digest):
+        digest = hashlib.sha256(token).digest()
+        if self._token_digest and scheme.lower() == "bearer" and hmac.compare_digest(digest, self._token_digest):
             return token
         # Count only real attempts: a reader without a token is not one.
         if scheme and self._token_digest:
@@ -220,11 +220,11 @@ class Site:
         return Guard(app, hosts, others)
 
     async def _file(self, request: Request) -> Response:
-        found = self._page.get(request.scope["path"])
-        if found is None:
+        file = self._page.get(request.scope["path"])
+        if file is None:
             # Starlette's routes match a path with a line feed behind it, too.
             raise HTTPException(404)
-        content, kind = found
+        content, kind = file
         return Response(content, media_type=kind)
 
     async def _state(self, request: Request) -> Response:
@@ -472,9 +472,9 @@ class MetricsPage:
 def without_names(text: str, pseudonyms: Pseudonyms) -> str:
     """Return the exposition with pseudonyms in place of tenants' names."""
 
-    def hide(found: re.Match[str]) -> str:
-        name = found[1]
-        return found[0] if name in NOBODY else f'tenant="{pseudonyms.of_tenant(name)}"'
+    def hide(match: re.Match[str]) -> str:
+        name = match[1]
+        return match[0] if name in NOBODY else f'tenant="{pseudonyms.of_tenant(name)}"'
 
     lines = (line if line.startswith("#") else _TENANT.sub(hide, line) for line in text.split("\n"))
     return "\n".join(lines)

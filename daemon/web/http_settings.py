@@ -81,8 +81,8 @@ def _read_token(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             # Of the open file, not of the path: it can't be replaced between the check and the read.
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
                 raise BadToken(f"{path} must be a file that only its owner can read: chmod 600 it")
             text = file.read(MAX_TOKEN_BYTES + 1)
     except OSError as error:

@@ -215,9 +215,9 @@ class Feed:
         self._changed = asyncio.Event()
 
     def _fleet(self) -> FleetNow | None:
-        if (found := self._membership) is None:
+        if (membership := self._membership) is None:
             return None
-        return FleetNow(found.node, found.left_s(self._boot_clock_ns()), found.fenced)
+        return FleetNow(membership.node, membership.left_s(self._boot_clock_ns()), membership.fenced)
 
     async def ask(self, op: Opcode, body: Any) -> Any:
         """Ask the broker. Returns the body of its reply. Raises BrokerSilent."""

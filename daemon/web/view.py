@@ -132,13 +132,13 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
     regions: dict[str, list[dict[str, Any]]] = {}
     # Leases by card. Regions by lease, whichever of the two comes first.
     for lease in snapshot.leases:
-        found = _slice(lease, snapshot.rates, pseudonyms, age_s, is_named=is_named)
+        slice_view = _slice(lease, snapshot.rates, pseudonyms, age_s, is_named=is_named)
         if (parent := lease.get("parent")) is not None:
             # A region's bytes are its lease's.
-            regions.setdefault(parent, []).append(found | {"is_region": True})
+            regions.setdefault(parent, []).append(slice_view | {"is_region": True})
             continue
-        found["regions"] = regions.setdefault(lease["lease_id"], [])
-        slices.setdefault(lease["card_uuid"], []).append(found)
+        slice_view["regions"] = regions.setdefault(lease["lease_id"], [])
+        slices.setdefault(lease["card_uuid"], []).append(slice_view)
     left_ms = next((card.get("drain_left_ms") for card in snapshot.cards), None)
     return {
         "host": snapshot.node,
@@ -159,7 +159,7 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
     # A fenced lease no longer serves its name, though it still holds it.
     served = [lease for lease in snapshot.leases if "name" in lease and lease["state"] != "fenced"]
     left_s = None if fleet.left_s is None else _rounded(max(0.0, fleet.left_s - age_s))
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "node": fleet.node,
         "horizon_left_s": left_s,
         "fenced": fleet.fenced,
@@ -167,8 +167,8 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
     }
     # A name may say who the tenant is, so only an operator sees it.
     if is_named:
-        found["names"] = [{"name": lease["name"], "epoch": lease["epoch"]} for lease in served]
-    return found
+        fields["names"] = [{"name": lease["name"], "epoch": lease["epoch"]} for lease in served]
+    return fields
 
 
 def _card(
@@ -184,7 +184,7 @@ def _card(
 def _slice(
     lease: Report, rates: Mapping[str, float], pseudonyms: Pseudonyms, age_s: float, *, is_named: bool
 ) -> dict[str, Any]:
-    found = {
+    fields = {
         "key": pseudonyms.of_lease(lease["lease_id"]),
         "tenant": lease["tenant"] if is_named else pseudonyms.of_tenant(lease["tenant"]),
         "state": lease["state"],
@@ -203,16 +203,16 @@ def _slice(
     # Where the session of a parkable lease is, and since when it is off its card.
     if (park := lease.get("park")) is not None:
         since_ms = park["parked_for_ms"]
-        found["park"] = park["phase"]
-        found["parked_for_s"] = None if since_ms is None else _rounded(since_ms / MS_PER_S + age_s)
+        fields["park"] = park["phase"]
+        fields["parked_for_s"] = None if since_ms is None else _rounded(since_ms / MS_PER_S + age_s)
     # An id gives no access to a lease, but with it a local user could follow a tenant.
     if is_named:
-        found["lease_id"] = lease["lease_id"]
-        found["reason"] = lease["reason"]
-        found["launches_per_s"] = rates.get(lease["lease_id"])
+        fields["lease_id"] = lease["lease_id"]
+        fields["reason"] = lease["reason"]
+        fields["launches_per_s"] = rates.get(lease["lease_id"])
         # The broker's account; absent for regions and sessions without a context.
-        found["gpu_s"] = lease.get("gpu_seconds")
-    return found
+        fields["gpu_s"] = lease.get("gpu_seconds")
+    return fields
 
 
 def _allocated(lease: Report) -> int | None:
@@ -226,7 +226,7 @@ def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_name
     about = change.about
     # Without `about` the feed never learned the lease: show the change without it.
     tenant = "" if about is None else about.tenant if is_named else pseudonyms.of_tenant(about.tenant)
-    found = {
+    fields = {
         "number": change.number,
         "age_s": _rounded(max(0.0, now_s - change.at_s)),
         "key": pseudonyms.of_lease(change.lease_id),
@@ -238,8 +238,8 @@ def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_name
         "is_region": about is not None and about.is_region,
     }
     if is_named:
-        found |= {"lease_id": change.lease_id, "reason": change.reason}
-    return found
+        fields |= {"lease_id": change.lease_id, "reason": change.reason}
+    return fields
 
 
 def _left_s(left_ms: int, age_s: float) -> float:

@@ -166,14 +166,14 @@ class CardTimes:
 
     def take_uncounted(self) -> dict[Pair, LeaseTimeUse]:
         """Return each tenant's use of each card since the last call."""
-        found, self._uncounted = self._uncounted, {}
-        return found
+        uncounted, self._uncounted = self._uncounted, {}
+        return uncounted
 
     def take_unrecorded(self) -> list[tuple[int, LeaseTimeUse]]:
         """Return the leases that have used their card since the last call, each with its use so far."""
-        found = [(lease, use) for lease, use in self._uses.items() if use.gpu_ns != self._recorded.get(lease, 0.0)]
-        self._recorded |= {lease: use.gpu_ns for lease, use in found}
-        return found
+        unrecorded = [(lease, use) for lease, use in self._uses.items() if use.gpu_ns != self._recorded.get(lease, 0.0)]
+        self._recorded |= {lease: use.gpu_ns for lease, use in unrecorded}
+        return unrecorded
 
     def busy_ratios(self) -> dict[str, float]:
         """Return, by card with sessions, the fraction of the last second or more in which any session was busy."""
@@ -244,7 +244,7 @@ class CardTimes:
     def _update_members(self) -> None:
         """Find the workers that have a lease, and how the time of each card is shared."""
         self._is_stale = False
-        found: dict[str, dict[int, _Member]] = {}
+        members_by_card: dict[str, dict[int, _Member]] = {}
         for worker in self._workers.serving():
             spec = worker.spec
             card = self._cards.get(spec.card_uuid)
@@ -252,11 +252,11 @@ class CardTimes:
             if member is None or member.worker is not worker or member.lease_id != spec.of_lease:
                 member = self._new_member(worker)
             if member is not None:
-                found.setdefault(spec.card_uuid, {})[spec.lease_id] = member
+                members_by_card.setdefault(spec.card_uuid, {})[spec.lease_id] = member
         limits = self._table.limits
-        for uuid in self._cards.keys() - found.keys():
+        for uuid in self._cards.keys() - members_by_card.keys():
             self._close_words(self._cards.pop(uuid))
-        for uuid, members in found.items():
+        for uuid, members in members_by_card.items():
             card = self._cards.setdefault(uuid, _Card())
             adopted: dict[int, LeaseTimeUse] = {}
             # A worker that is new on the card may be from an earlier broker, which left its account on the page.

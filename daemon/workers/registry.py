@@ -169,12 +169,12 @@ class Workers:
         """Return the measures of the workers' sandbox: for each, whether it is on, and its extent or why it is off."""
         return self._zygotes.now.findings
 
-    async def start(self, found: Sequence[FoundZygote] = ()) -> None:
+    async def start(self, zygotes: Sequence[FoundZygote] = ()) -> None:
         """Take over the zygotes of an earlier daemon, and start one if none of them can fork workers here.
 
         Raises ZygoteBroken.
         """
-        for one in found:
+        for one in zygotes:
             zygote = self._zygotes.take_over(one)
             self._found |= {(zygote, worker.serial): worker for worker in one.workers}
         await self._zygotes.start()
@@ -206,17 +206,17 @@ class Workers:
         """Return the workers of an earlier daemon, alive or reaped, that are not adopted yet."""
         return list(self._found.values())
 
-    def adopt(self, found: FoundWorker, lease_id: int) -> None:
+    def adopt(self, found_worker: FoundWorker, lease_id: int) -> None:
         """Take over an earlier daemon's worker under the number of a lease, or of a warm context."""
-        ((zygote, serial),) = [key for key, worker in self._found.items() if worker is found]
+        ((zygote, serial),) = [key for key, worker in self._found.items() if worker is found_worker]
         del self._found[zygote, serial]
         # The worker ended before it was adopted: only its process id is needed, for the proof that its bytes are free.
-        if found.fds is None or found.reason is not None:
-            close_all(list(found.fds or ()))
-            self._reaped[lease_id] = ReapedWorker(lease_id, found.pid, zygote, serial)
+        if found_worker.fds is None or found_worker.reason is not None:
+            close_all(list(found_worker.fds or ()))
+            self._reaped[lease_id] = ReapedWorker(lease_id, found_worker.pid, zygote, serial)
             return
-        spec = replace(found.spec, lease_id=lease_id)
-        worker = Worker.adopt(spec, found.pid, found.fds, zygote, serial)
+        spec = replace(found_worker.spec, lease_id=lease_id)
+        worker = Worker.adopt(spec, found_worker.pid, found_worker.fds, zygote, serial)
         self._workers[lease_id] = self._by_serial[zygote, serial] = worker
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
         # Its zygote died during the hand-over, so only the pidfd reports the worker's end.
@@ -455,8 +455,8 @@ class Workers:
                 if overran:
                     self._post(SessionCondemned(worker.spec.lease_id, Cause.KERNEL_TIMEOUT, overran))
             self._on_ended(worker, reaped.reason)
-        elif (found := self._found.get((zygote, reaped.serial))) is not None:
-            found.reason, found.overran = reaped.reason, overran
+        elif (found_worker := self._found.get((zygote, reaped.serial))) is not None:
+            found_worker.reason, found_worker.overran = reaped.reason, overran
 
     def _on_worker_message(self, worker: Worker) -> None:
         try:

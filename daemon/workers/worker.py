@@ -346,8 +346,8 @@ def held_bytes(worker: Worker, most_bytes: int) -> int:
 
 
 def _read(page: BrokerPage, before: tuple[int, ...]) -> tuple[int, ...]:
-    found = page.counters()
+    counters = page.counters()
     return tuple(
-        found[counter] if old <= found[counter] < MAX_COUNT else old
+        counters[counter] if old <= counters[counter] < MAX_COUNT else old
         for counter, old in zip(SESSION_TOTALS, before, strict=True)
     )

@@ -85,11 +85,11 @@ class Zygotes:
         self._earlier: list[ZygoteClient] = []
         self._restart: asyncio.Task[None] | None = None
 
-    def take_over(self, found: FoundZygote) -> "ZygoteClient":
+    def take_over(self, found_zygote: FoundZygote) -> "ZygoteClient":
         """Take over a zygote of an earlier daemon. From now on it forks workers, if it can and no other zygote does."""
         zygote = self._new()
         # Only one zygote forks for this broker. All others keep their workers and end with the last of them.
-        if zygote.take_over(found) and not self.now.is_running:
+        if zygote.take_over(found_zygote) and not self.now.is_running:
             self.now = zygote
         else:
             zygote.retire()
@@ -277,22 +277,28 @@ class ZygoteClient:
             undo.pop_all()
         return ours
 
-    def take_over(self, found: FoundZygote) -> bool:
+    def take_over(self, found_zygote: FoundZygote) -> bool:
         """Take over a zygote that an earlier broker left. Returns whether it can fork workers for this one."""
         # From now on treat it as if this broker had started it, except that it is not our child: the channel and the
         # pidfd show its end.
-        self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
+        self._channel, self._pidfd, self._path = found_zygote.channel, found_zygote.pidfd, found_zygote.path
         self._channel.setblocking(False)
         self._outbox = Outbox(self._channel)
         asyncio.get_running_loop().add_reader(self._channel, self._read)
-        self._pid, self.findings = found.pid, found.findings
-        if found.answers_pings:
+        self._pid, self.findings = found_zygote.pid, found_zygote.findings
+        if found_zygote.answers_pings:
             self._heartbeat.begin()
         # Compare builds as well: with versions alone, an upgrade of the same version would have no effect while this
         # zygote runs.
         own = (VERSION, own_build(), self._driver, self._sandbox.to_text(), self._wipes_heap)
-        self.version = found.version
-        self.is_current = (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
+        self.version = found_zygote.version
+        self.is_current = (
+            found_zygote.version,
+            found_zygote.build,
+            found_zygote.driver,
+            found_zygote.sandbox,
+            found_zygote.wipes_heap,
+        ) == own
         return self.is_current
 
     def stop(self) -> None:

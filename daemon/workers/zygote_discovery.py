@@ -128,19 +128,19 @@ class FoundZygote:
 
 def find_zygotes(folder: Path) -> list[FoundZygote]:
     """Return all zygotes that listen in a folder, and remove the sockets of dead ones. Raises CannotAdopt."""
-    found: list[FoundZygote] = []
+    zygotes: list[FoundZygote] = []
     try:
         # Each zygote listens at a socket of its own, and sends its workers when a broker connects.
         for path in sorted(folder.glob("*.sock")):
             zygote = _find(path)
             if zygote is not None:
-                found.append(zygote)
+                zygotes.append(zygote)
     # If the start fails, leave every zygote to the next attempt.
     except BaseException:
-        for zygote in found:
+        for zygote in zygotes:
             zygote.close()
         raise
-    return found
+    return zygotes
 
 
 def _find(path: Path) -> FoundZygote | None:

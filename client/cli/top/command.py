@@ -109,5 +109,5 @@ def _without(report: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _rates(line: LeaseLine | None) -> dict[str, float | None]:
-    found = {name: None if line is None else getattr(line, name) for name in _RATES}
-    return {name: None if rate is None else round(rate, 3) for name, rate in found.items()}
+    rates = {name: None if line is None else getattr(line, name) for name in _RATES}
+    return {name: None if rate is None else round(rate, 3) for name, rate in rates.items()}

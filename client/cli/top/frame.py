@@ -100,20 +100,20 @@ def _title(view: View, scene: ScreenSamples, address: str) -> Line:
 
 
 def _warnings(view: View, scene: ScreenSamples, now_s: float) -> list[Line]:
-    found: list[Line] = []
+    lines: list[Line] = []
     sample = scene.sample
     # Old figures are worse than none: say how old they are.
     if scene.trouble:
         age = "" if sample is None else f"what is shown is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
-        found.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
+        lines.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
-        found.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
+        lines.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
     # The node's drain stands above the cards; a card's own stands in its line.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
         when = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
-        found.append([(f"DRAINED: no new leases, and {when}", Style.WARNING)])
-    return found
+        lines.append([(f"DRAINED: no new leases, and {when}", Style.WARNING)])
+    return lines
 
 
 def _card(card: Report) -> Line:

@@ -145,5 +145,5 @@ def word(report: Report, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _maps(found: object) -> Iterable[Report]:
-    return [item for item in found if isinstance(item, Mapping)] if isinstance(found, Iterable) else []
+def _maps(value: object) -> Iterable[Report]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, Iterable) else []

@@ -240,13 +240,13 @@ class _Screen:
 
     def _keys(self) -> list[str]:
         # Read bytes: for a byte outside the locale's encoding, get_wch returns the same as for the end of the input.
-        found: list[str] = []
-        while len(found) < MAX_KEYS and (code := self._window.getch()) != curses.ERR:
+        keys: list[str] = []
+        while len(keys) < MAX_KEYS and (code := self._window.getch()) != curses.ERR:
             if code > 0xFF:
-                found += [_KEYS[code]] if code in _KEYS else []
+                keys += [_KEYS[code]] if code in _KEYS else []
             else:
-                found += [_KEYS.get(mark, mark) for mark in self._decoder.decode(bytes([code]))]
-        return found
+                keys += [_KEYS.get(mark, mark) for mark in self._decoder.decode(bytes([code]))]
+        return keys
 
     def _draw(self, view: View) -> None:
         height, width = self._window.getmaxyx()

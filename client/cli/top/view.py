@@ -163,9 +163,9 @@ def _sort_by_key(view: View, key: str, scene: ScreenSamples) -> View:
 
 
 def _next_card(view: View, scene: ScreenSamples) -> View:
-    found = (number(card, "index") for card in (() if scene.sample is None else scene.sample.cards))
+    indexes = (number(card, "index") for card in (() if scene.sample is None else scene.sample.cards))
     # All cards, then each of them, and again from the start; a card that is gone leads back to all.
-    cards: list[int | None] = [None, *(int(index) for index in found if index is not None)]
+    cards: list[int | None] = [None, *(int(index) for index in indexes if index is not None)]
     return replace(view, card=cards[(cards.index(view.card) + 1) % len(cards)] if view.card in cards else None)
 
 

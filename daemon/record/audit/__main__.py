@@ -157,10 +157,12 @@ def _lease_named(source: LogSource, digits: str) -> str:
     if len(digits) == LEASE_ID_DIGITS:
         return digits
     leases = (record.data.get("lease") for record in source.records())
-    found = sorted({lease for lease in leases if isinstance(lease, str) and lease.startswith(digits)})
-    if len(found) != 1:
-        raise click.UsageError(f"{len(found)} leases of the log begin with {digits}: give all {LEASE_ID_DIGITS} digits")
-    return found[0]
+    matches = sorted({lease for lease in leases if isinstance(lease, str) and lease.startswith(digits)})
+    if len(matches) != 1:
+        raise click.UsageError(
+            f"{len(matches)} leases of the log begin with {digits}: give all {LEASE_ID_DIGITS} digits"
+        )
+    return matches[0]
 
 
 def _json_line(record: AuditRecord) -> str:

@@ -139,7 +139,7 @@ class LogRecorder(FactRecorder):
         Records and tombstones are in chronological order, except those of earlier boots. So if the last records do not
         name a lease at all, its end is missing only if it came after them.
         """
-        found = []
+        lease_ids = []
         cut_us = self._last.cut_us
         # From the newest end to the oldest. Once an end is older than the log's last record, the log was complete then,
         # so older leases that it does not name need no record.
@@ -151,8 +151,8 @@ class LogRecorder(FactRecorder):
             is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
             # Missing: the last record about the lease is not an end, or there is none and the end came after the cut.
             if is_cut_off if kind is None else kind not in (RecordKind.END, RecordKind.FENCE):
-                found.append(lease)
-        return found[::-1]
+                lease_ids.append(lease)
+        return lease_ids[::-1]
 
     def attached(self, lease_id: int, tenant: str) -> None:
         self._record((RecordKind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))

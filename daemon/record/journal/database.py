@@ -129,11 +129,11 @@ class HeadFile:
             return
         # One byte more than the head has, so that a longer file is noticed.
         data = os.pread(self._fd, HEAD_BYTES + 1, 0)
-        found = _HEAD.fullmatch(data)
-        if found is None or len(data) != HEAD_BYTES or data != _head_bytes(int(found[1])):
+        match = _HEAD.fullmatch(data)
+        if match is None or len(data) != HEAD_BYTES or data != _head_bytes(int(match[1])):
             self.close()
             raise not_whole(self._path, "it is not what was written there")
-        self.commits = int(found[1])
+        self.commits = int(match[1])
 
     def make(self) -> None:
         """Make the file durable with 0 commits. Raises OSError."""
@@ -372,10 +372,10 @@ class Store:
 
 def _place(path: Path) -> Place:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:

@@ -388,8 +388,8 @@ def _present(
         for part in _parts(some, 1):
             # One row of text instead of many rows: sqlite3 would release the interpreter for each row.
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
-            found = [bytes.fromhex(piece) for piece in text.split(" ")] if text is not None else []
-            for key, value in zip(found[::2], found[1::2], strict=True):
+            values = [bytes.fromhex(piece) for piece in text.split(" ")] if text is not None else []
+            for key, value in zip(values[::2], values[1::2], strict=True):
                 yield int(kind), key, value
 
 

@@ -347,12 +347,12 @@ class Histogram:
 
     def observe(self, labels: Labels, value: float) -> None:
         """Add one observation. A negative one, of clocks that were read in another order, is 0."""
-        found = self.of.get(labels)
-        if found is None:
-            found = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
-        found.total += max(0.0, value)
+        distribution = self.of.get(labels)
+        if distribution is None:
+            distribution = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
+        distribution.total += max(0.0, value)
         # The first bound that is not below the value; the cell behind the last bound is for everything above it.
-        found.counts[bisect_left(self.family.bounds, value)] += 1
+        distribution.counts[bisect_left(self.family.bounds, value)] += 1
 
 
 @dataclass(slots=True)
