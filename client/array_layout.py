@@ -121,10 +121,12 @@ class ArrayLayout:
         own = list(zip(self.shape, self.strides, strict=True))[max(0, -more) :]
         own = [(1, 0)] * max(0, more) + own
         # A length of 1 repeats; any other must be the wanted one.
-        fits = all(length in (1, wanted) for (length, _), wanted in zip(own, shape, strict=True))
+        fits = all(length in (1, target_length) for (length, _), target_length in zip(own, shape, strict=True))
         if not fits or any(length != 1 for length in self.shape[: max(0, -more)]):
             raise InvalidRequest(f"{doing}: an array of shape {self.shape} does not fit one of shape {shape}")
-        strides = tuple(stride if length == wanted else 0 for (length, stride), wanted in zip(own, shape, strict=True))
+        strides = tuple(
+            stride if length == target_length else 0 for (length, stride), target_length in zip(own, shape, strict=True)
+        )
         return type(self)(shape, strides, self.offset, self.item_bytes)
 
 

@@ -45,7 +45,7 @@ def cuda_c_of(source: Any, doing: str) -> str:
     return source
 
 
-def _check_path(given: Any, doing: str, hint: str) -> None:
+def _check_path(path: Any, doing: str, hint: str) -> None:
     # A path is never opened here: on a shared host, what is read must be the caller's own decision.
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and _PATH.fullmatch(given.strip())):
-        raise InvalidRequest(f"{doing}: {quoted(given)} is the path of a file", hint)
+    if isinstance(path, os.PathLike) or (isinstance(path, str) and _PATH.fullmatch(path.strip())):
+        raise InvalidRequest(f"{doing}: {quoted(path)} is the path of a file", hint)

@@ -213,8 +213,8 @@ class KernelArgs:
     def __repr__(self) -> str:
         return f"<KernelArgs sizes={self.sizes} data={self.data.hex()}>"
 
-    def _misfit(self, value: Any, wanted: str, hint: str = "") -> InvalidRequest:
-        return InvalidRequest(f"argument {len(self.kinds)} must be {wanted}, not {quoted(value)}", hint)
+    def _misfit(self, value: Any, expected: str, hint: str = "") -> InvalidRequest:
+        return InvalidRequest(f"argument {len(self.kinds)} must be {expected}, not {quoted(value)}", hint)
 
 
 def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:

@@ -9,12 +9,12 @@ MAX_QUOTED_CHARS: Final = 120
 """Most characters that a message quotes. Stops an overlong string from filling the error message too."""
 
 
-def quoted(given: Any) -> str:
+def quoted(value: Any) -> str:
     """A value as Python writes it, for a message: on one line, cut to `MAX_QUOTED_CHARS`."""
-    if isinstance(given, str | bytes | bytearray) and len(given) > MAX_QUOTED_CHARS:
-        return f"{given[:MAX_QUOTED_CHARS]!r}..."
+    if isinstance(value, str | bytes | bytearray) and len(value) > MAX_QUOTED_CHARS:
+        return f"{value[:MAX_QUOTED_CHARS]!r}..."
     try:
-        text = repr(given)
+        text = repr(value)
     except (ValueError, RecursionError):
         # An integer of thousands of digits, or endlessly nested lists.
         return "a value that can't be shown"

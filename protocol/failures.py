@@ -410,10 +410,10 @@ def region_refusal(
     if is_repeat and word in ENDED_WORDS:
         status = Status.FENCED
     # Kernel, site and position identify the launch, so that a program can find the work that was not done.
-    said, hint = _REGION_REFUSALS[status]
+    message, hint = _REGION_REFUSALS[status]
     return Failure(
         status,
-        f"region {region_id:032x} {said}",
+        f"region {region_id:032x} {message}",
         hint,
         kernel=kernel,
         region=region_id,

@@ -389,9 +389,9 @@ class GpuSession(SessionView):
         try:
             # Three ways, as in the blocking API: with attributes, plain, and in regions.
             if cooperative or cluster is not None:
-                wanted = LaunchAttributes(cooperative, cluster)
+                attributes = LaunchAttributes(cooperative, cluster)
                 number = self._launches.launch_with(
-                    wanted, regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
+                    attributes, regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
                 )
             elif regions is None:
                 number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)

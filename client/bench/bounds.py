@@ -106,27 +106,27 @@ def parse_bounds(text: str, driver: str) -> list[Bound]:
     ]
 
 
-def _bound(name: str, promise: Mapping[str, Any], given: Mapping[str, Any]) -> Bound:
+def _bound(name: str, promise: Mapping[str, Any], row: Mapping[str, Any]) -> Bound:
     # Step 1: the file's form: known keys, and exactly one limit.
-    if unknown := set(given) - _KEYS or set(promise) - {"text", "unit", *DRIVERS}:
+    if unknown := set(row) - _KEYS or set(promise) - {"text", "unit", *DRIVERS}:
         raise ValueError(f"{name}: {', '.join(sorted(unknown))} must be one of {', '.join(sorted(_KEYS))}")
-    limits = [key for key in ("at_most", "at_least") if key in given]
+    limits = [key for key in ("at_most", "at_least") if key in row]
     if len(limits) != 1:
         raise ValueError(f"{name}: it must have either at_most or at_least")
-    is_least, limit, goal = limits == ["at_least"], float(given[limits[0]]), given.get("goal")
+    is_least, limit, goal = limits == ["at_least"], float(row[limits[0]]), row.get("goal")
     # Step 2: the bound. A ratio has no unit of its own.
-    unit = "x" if "of" in given else str(promise["unit"])
+    unit = "x" if "of" in row else str(promise["unit"])
     bound = Bound(
         name,
         str(promise["text"]),
         unit,
-        str(given["figure"]),
-        str(given.get("of", "")),
-        str(given["beside"]) if "of" in given else "",
+        str(row["figure"]),
+        str(row.get("of", "")),
+        str(row["beside"]) if "of" in row else "",
         limit,
         is_least,
         None if goal is None else float(goal),
-        str(given.get("needs", "")),
+        str(row.get("needs", "")),
     )
     # Step 3: the goal must lie beyond the bound, or it would already be promised.
     if bound.goal is not None and not bound.holds(bound.goal, limit):

@@ -39,6 +39,6 @@ def core_figures(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
         # The figures are the last line; a log may come before them.
         figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise MissingPrerequisite(f"the core can't be measured: {said}") from None
+        last_line = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        raise MissingPrerequisite(f"the core can't be measured: {last_line}") from None
     return figures

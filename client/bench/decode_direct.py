@@ -212,10 +212,10 @@ class DirectEngine:
         self._session.call("cuCtxSynchronize")
         # A graph for each number of rows and each of the two streams: its copies have fixed addresses.
         for parity, stream in enumerate(self._streams):
-            given, results_address = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
+            rows_address, results_address = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
             for bucket in self._buckets:
                 with session.captured(stream) as made:
-                    session.call("cuMemcpyHtoDAsync", forward.rows.handle, given, bucket * ROW.itemsize, stream)
+                    session.call("cuMemcpyHtoDAsync", forward.rows.handle, rows_address, bucket * ROW.itemsize, stream)
                     await forward.launch(bucket)
                     session.call(
                         "cuMemcpyDtoHAsync", results_address, forward.results.handle, bucket * RESULT.itemsize, stream

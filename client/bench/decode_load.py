@@ -124,10 +124,10 @@ class DecodeClient:
     async def complete(self, key: str, prompt: str, seed: int, outcome: RequestOutcome) -> None:
         """Send one request, and record in `outcome` what comes back."""
         # With log-probabilities a reply lists its tokens; one object of a stream may have several.
-        asked = {"prompt": prompt, "max_tokens": self._max_tokens, "seed": seed, "stream": True, "logprobs": 0}
+        request = {"prompt": prompt, "max_tokens": self._max_tokens, "seed": seed, "stream": True, "logprobs": 0}
         try:
             async with asyncio.timeout(LIMIT_S):
-                await self._stream(key, json.dumps(asked).encode(), outcome)
+                await self._stream(key, json.dumps(request).encode(), outcome)
         # Each way to fail has a text of its own: the report counts them apart.
         except ReplyError as error:
             outcome.error = str(error)

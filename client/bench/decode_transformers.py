@@ -29,7 +29,7 @@ def model_of(config: ModelConfig, device: str) -> Any:
     """Make the model of transformers that has a shape, on that device."""
     settings, model = FAMILIES[config.family]
     # The shape in the terms of the family's own configuration.
-    said = settings(
+    model_settings = settings(
         vocab_size=config.vocabulary,
         hidden_size=config.width,
         intermediate_size=config.inner_width,
@@ -46,7 +46,7 @@ def model_of(config: ModelConfig, device: str) -> Any:
     # Weights are made in bf16 directly, on the card.
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        return model(said).eval()
+        return model(model_settings).eval()
 
 
 class StaticSteps:

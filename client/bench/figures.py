@@ -140,8 +140,8 @@ def figures_of(
         # Only the first line: a library may print more at exit.
         figures: Figures = json.loads(done.stdout.splitlines()[0])
     except (IndexError, ValueError):
-        said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise MissingPrerequisite(f"the direct calls failed: {said}") from None
+        last_line = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        raise MissingPrerequisite(f"the direct calls failed: {last_line}") from None
     except subprocess.TimeoutExpired:
         raise MissingPrerequisite(f"the direct calls have not ended within {timeout_s:.0f} s") from None
     return figures

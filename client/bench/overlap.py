@@ -72,8 +72,8 @@ class _Lane:
 def overlap(address: str, driver: str) -> dict[str, float]:
     """Median milliseconds per piece (copy in, kernel, copy back), in one stream and in two."""
     size = PIECE_BYTES[driver]
-    wanted = GpuBuilder(address).device("0").min_vram(2 * size).lease_secs(600)
-    with wanted.acquire() as lease, GpuSession(lease) as session:
+    builder = GpuBuilder(address).device("0").min_vram(2 * size).lease_secs(600)
+    with builder.acquire() as lease, GpuSession(lease) as session:
         # Two lanes with memory of their own: nothing is shared but the card.
         module = session.module_load(STIR_PTX)
         lanes = [_lane(session, size) for _ in range(2)]

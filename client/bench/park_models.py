@@ -128,8 +128,8 @@ def is_right(report: dict[str, Any]) -> bool:
 
 
 def _builder(address: str, size_bytes: int) -> GpuBuilder:
-    wanted = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).timeout(WAIT_S).parkable()
-    return wanted.exclusivity(GpuExclusivityClass.SHARED)
+    builder = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).timeout(WAIT_S).parkable()
+    return builder.exclusivity(GpuExclusivityClass.SHARED)
 
 
 def _measure_parked(address: str, slice_bytes: int, size_bytes: int, each_s: float, say: Say) -> dict[str, Figures]:

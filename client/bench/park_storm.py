@@ -145,9 +145,9 @@ class _Tenant:
     def _live(self, ending: str) -> None:
         seconds = SHORT_LEASE_S if ending == "expire" else LEASE_S
         idle_s = self._random.choice((0.0, 0.2, 1.0))
-        wanted = GpuBuilder(self._address).min_vram(slice_bytes(self._driver)).lease_secs(seconds)
-        wanted = wanted.timeout(PATIENCE_S).parkable(idle_s).exclusivity(GpuExclusivityClass.SHARED)
-        lease = _patient(wanted.acquire)
+        builder = GpuBuilder(self._address).min_vram(slice_bytes(self._driver)).lease_secs(seconds)
+        builder = builder.timeout(PATIENCE_S).parkable(idle_s).exclusivity(GpuExclusivityClass.SHARED)
+        lease = _patient(builder.acquire)
         try:
             with contextlib.suppress(*(_Over if ending == "expire" else ())):
                 work = _Work(lease, BLOCK_BYTES[self._driver], self._random, self._counts)

@@ -186,8 +186,8 @@ def compile_direct_calls(folder: Path) -> Path:
         try:
             run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
         except CalledProcessError as error:
-            said = (error.stderr.strip() or "no output").splitlines()[-1]
-            raise MissingPrerequisite(f"{Path(compiler).name} failed: {said}") from None
+            last_line = (error.stderr.strip() or "no output").splitlines()[-1]
+            raise MissingPrerequisite(f"{Path(compiler).name} failed: {last_line}") from None
         except (OSError, TimeoutExpired) as error:
             raise MissingPrerequisite(f"{Path(compiler).name} failed: {error}") from None
     return program

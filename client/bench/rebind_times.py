@@ -70,8 +70,8 @@ async def measure_rebinds(
     # One sequence, with as many positions as the longest prompt.
     limits = StepLimits(min(CHUNK_ROWS, longest), 1, longest + PAGE)
     blocks = limits.table_blocks
-    wanted = lease_bytes(checkpoint, limits, [blocks, blocks])
-    builder = GpuBuilder(address).min_vram(wanted).lease_secs(LEASE_S).regions_required()
+    size_bytes = lease_bytes(checkpoint, limits, [blocks, blocks])
+    builder = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).regions_required()
     async with builder.acquire() as lease, lease.keep_alive():
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
@@ -123,9 +123,9 @@ async def _median_ms(rounds: int, work: Callable[[], Awaitable[object]]) -> floa
     # Once before the clock starts: buffers are allocated, and kernels loaded.
     await work()
     for _ in range(rounds):
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         await work()
-        took_ms.append(1e3 * (time.perf_counter() - begun))
+        took_ms.append(1e3 * (time.perf_counter() - begin_s))
     return percentile(took_ms, 50)
 
 

@@ -36,8 +36,8 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
     # One session for all parts: a region's cost must not depend on what came before.
-    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
-    with wanted.acquire() as lease, GpuSession(lease) as session:
+    builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
+    with builder.acquire() as lease, GpuSession(lease) as session:
         bench = _Bench(address, lease, session, ptx, size_bytes)
         for name, measure in (
             ("open and return", bench.lives),

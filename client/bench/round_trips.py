@@ -190,8 +190,8 @@ def _rates(name: str, times_us: list[float]) -> dict[str, float]:
 def measure_session(address: str, launches: int, samples: int) -> dict[str, float]:
     """Time the calls of one session, through the public client. Raises WrongResult."""
     # The other callers use the same card.
-    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
-    with wanted.acquire() as lease, GpuSession(lease) as session:
+    builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
+    with builder.acquire() as lease, GpuSession(lease) as session:
         return measure_calls(
             lambda: session.mem_free(session.mem_alloc(ALLOCATION_BYTES)),
             lambda: _calls_of(session),

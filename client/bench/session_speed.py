@@ -35,8 +35,8 @@ OWN_BURSTS: Final = 40
 def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
     """Time launches, syncs, copies and allocations of one session, through shared memory or only its socket."""
     # The direct calls use card 0, too.
-    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
-    with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+    builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
+    with builder.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)
         buffer = session.mem_alloc(THREADS * 4)
         args = KernelArgs().push_buffer(buffer).push_u32(THREADS).push_f32(1.0)
@@ -90,8 +90,8 @@ def bulk_copies(address: str, sizes: tuple[int, ...], *, shared_memory: bool = T
     """GB/s of ordinary arrays, and of arrays in memory shared with the worker, if there is any."""
     figures: dict[str, float] = {}
     for size in sizes:
-        wanted = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
-        with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+        builder = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
+        with builder.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
             buffer, name = session.mem_alloc(size), f"{size >> 20}m"
             # Ordinary memory goes through the staging, an array of `empty` straight from the arena.
             for prefix, array in (("", np.empty(size, np.uint8)), ("arena_", session.empty(size, np.uint8))):
@@ -140,8 +140,8 @@ GRAPH_CALLS: Final = 200
 
 def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
     """Microseconds of twenty launches of a small kernel, as calls and as one graph."""
-    wanted = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
-    with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+    builder = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
+    with builder.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)
         # A parameter, so that the graph's launches can give it another value.
         args = KernelArgs().push_buffer(session.mem_alloc(THREADS * 4)).push_u32(THREADS)

@@ -30,8 +30,8 @@ def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> d
     On a daemon with a pool, only jobs with a ready context are timed, each after the pool is full: otherwise it would
     be chance whether a job gets one.
     """
-    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).submits(ROOM_BYTES).lease_secs(600)
-    with wanted.acquire() as lease:
+    builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).submits(ROOM_BYTES).lease_secs(600)
+    with builder.acquire() as lease:
         # One description, run many times: only the run is timed.
         submission = lease.submit("scale", ptx).block([THREADS]).inout(_X).args(_arguments(KernelArgs()))
         alone = []

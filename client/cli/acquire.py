@@ -49,7 +49,7 @@ class _LastingRequest(LeaseRequest):
 @click.command()
 @lease_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of shell commands.")
-def acquire(wanted: WantedLease, as_json: bool) -> None:
+def acquire(lease_request: WantedLease, as_json: bool) -> None:
     """Acquire a lease that lasts for the --for duration, no matter which programs use it.
 
     `gpulease free` ends it earlier.
@@ -69,7 +69,7 @@ def acquire(wanted: WantedLease, as_json: bool) -> None:
             lease.channel.close()
 
     # If its id was not printed, no program could free it, so it is freed.
-    wanted.described_to(_LastingRequest()).acquire(use)
+    lease_request.described_to(_LastingRequest()).acquire(use)
 
 
 def _environment(lease: engine.LeaseHandle) -> dict[str, str]:

@@ -209,11 +209,11 @@ def bench(
     click.echo(indented_json(report) if as_json else _tables(report))
 
 
-def _plan(driver: str, quick: bool, given: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> RunSize:
+def _plan(driver: str, quick: bool, options: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> RunSize:
     """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
     # What is given replaces the usual size; 0 is not accepted, so `or` is enough.
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
-    rounds, launches, leases = (one or other for one, other in zip(given, usual, strict=True))
+    rounds, launches, leases = (one or other for one, other in zip(options, usual, strict=True))
     return RunSize(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
 
 

@@ -142,8 +142,8 @@ def decode(
         tokenizer = checkpoint.tokenizer()
         # A chat message goes into the model's template; a plain prompt is continued as it is.
         tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if is_chat else tokenizer.encode(prompt)
-        asked = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling)
-        answer = asyncio.run(_continue(address, asked, _hold_back if as_json else _show))
+        prompt_request = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling)
+        answer = asyncio.run(_continue(address, prompt_request, _hold_back if as_json else _show))
     if as_json:
         click.echo(json.dumps({"model": checkpoint.name, "why": why, "prompt_tokens": tokens} | asdict(answer)))
     else:

@@ -64,10 +64,10 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def with_lease(**values: Any) -> Any:
         # Take this command's own options out; the rest goes to the command unchanged.
-        wanted = WantedLease(**{name: values.pop(name) for name in WantedLease._fields})
-        if wanted.park_idle_ms and not wanted.is_parkable:
+        lease_request = WantedLease(**{name: values.pop(name) for name in WantedLease._fields})
+        if lease_request.park_idle_ms and not lease_request.is_parkable:
             raise click.UsageError("--park-idle needs --parkable.")
-        return command(wanted=wanted, **values)
+        return command(wanted=lease_request, **values)
 
     # click lists options in the reverse of the order in which they are added.
     for option in (

@@ -69,7 +69,7 @@ _AWAITED: Final = frozenset({*FORWARDED, signal.SIGCHLD, _LEASE_ENDED})
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @lease_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
-def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
+def run(lease_request: WantedLease, command: tuple[str, ...]) -> None:
     """Run CMD on a lease that ends with CMD and is not renewed.
 
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
@@ -81,7 +81,7 @@ def run(wanted: WantedLease, command: tuple[str, ...]) -> None:
     # Imported after `_block`: importing numpy starts threads, and they inherit the blocked signals.
     from gpulease.client.sync.public import GpuBuilder
 
-    builder = wanted.described_to(GpuBuilder()).orphan_secs(ORPHAN_S)
+    builder = lease_request.described_to(GpuBuilder()).orphan_secs(ORPHAN_S)
     # No lease exists yet that could be left behind, so a wait for room can be interrupted.
     signal.pthread_sigmask(signal.SIG_SETMASK, usual)
     lease = builder.acquire()
@@ -130,23 +130,23 @@ def _fail_to_start(program: str, error: OSError) -> NoReturn:
 def _give_back(lease: "GpuLease") -> None:
     """Free the lease. A failure is reported on stderr and does not change the program's exit status."""
     # Replaced by what really happened, if it happens in time.
-    said = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
+    problems = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
 
     def leave() -> None:
         try:
             with lease:
                 pass
-            said.clear()
+            problems.clear()
         except GpuLeaseError as error:
-            said[0] = str(error)
+            problems[0] = str(error)
 
     # In a thread, because freeing waits longer than this for a daemon that keeps leases over its restart.
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
     # The lease ends at its deadline, or as an orphan, even if this takes longer.
     leaving.join(GIVE_BACK_S)
-    if said:
-        click.echo(f"gpulease: lease {lease.lease_id_text} was not freed: {said[0]}", err=True)
+    if problems:
+        click.echo(f"gpulease: lease {lease.lease_id_text} was not freed: {problems[0]}", err=True)
 
 
 class _LeasedProgram:

@@ -308,5 +308,5 @@ def _hint(url: str, key: str) -> str:
     # curl reaches a Unix socket by an option, and then needs any host name.
     if url.startswith("http+unix://"):
         where = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"
-    said = '{"prompt": "Changed in version", "max_tokens": 24, "temperature": 0, "stream": true}'
-    return f"Try: curl -N {where} -H 'Authorization: Bearer {key}' -d '{said}'"
+    request_json = '{"prompt": "Changed in version", "max_tokens": 24, "temperature": 0, "stream": true}'
+    return f"Try: curl -N {where} -H 'Authorization: Bearer {key}' -d '{request_json}'"

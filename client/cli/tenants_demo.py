@@ -398,7 +398,7 @@ def _carol(
         lines.say(f"carol  {granted_ms:+.0f} ms from bob's deadline: {read}")
         # Then she computes, as any tenant does.
         results = _transformed(session, transform_ptx)
-        wanted = np.arange(VALUES, dtype=np.float32) * FACTOR + SUMMAND
+        expected = np.arange(VALUES, dtype=np.float32) * FACTOR + SUMMAND
         lines.say(f"       runs x * {FACTOR:g} + {SUMMAND:g} on {VALUES} floats: x[100] = {results[100]:g}")
         region_claim = _one_region_revoked(lease, session, module, lines)
     claims = [
@@ -407,7 +407,7 @@ def _carol(
             written == words and not nonzero_words,
             f"bob wrote {written:,} words, carol read {words:,}: {nonzero_words:,} not 0",
         ),
-        Claim("her kernels' results are right", np.array_equal(results, wanted), f"{VALUES} floats compared"),
+        Claim("her kernels' results are right", np.array_equal(results, expected), f"{VALUES} floats compared"),
         region_claim,
     ]
     report = {

@@ -83,17 +83,17 @@ def _tables(report: MatrixReport) -> str:
 
 def _cells(row: FaultResult) -> list[Any]:
     # A fault without an outcome has a breach instead.
-    told = row.told
+    error_text = row.told
     return [
         row.fault,
-        told.error if told else "-",
-        told.cause if told else "-",
+        error_text.error if error_text else "-",
+        error_text.cause if error_text else "-",
         "error" if row.during.error else f"{row.during.rounds} rounds",
         f"{row.during.p50_us:.0f}",
         f"{row.quiet.p50_us:.0f}",
         f"{row.during.p99_us:.0f}",
         f"{row.quiet.p99_us:.0f}",
         "exactly" if row.more_mib <= 0 else f"but {row.more_mib} MiB",
-        f"{told.reclaim_ms:.0f}" if told else "-",
+        f"{error_text.reclaim_ms:.0f}" if error_text else "-",
         row.breach or "held",
     ]

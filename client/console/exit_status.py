@@ -126,8 +126,8 @@ def interrupt_unwinds() -> None:
 
 
 def _about(error: OSError) -> str:
-    said = error.strerror or str(error)
-    return f"{error.filename}: {said}" if error.filename else f"can't read or write: {said}"
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else f"can't read or write: {reason}"
 
 
 def _drop_output() -> None:

@@ -250,12 +250,12 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
     while not _answers(path):
         if process.poll() is not None or time.monotonic() > until:
             # The daemon's last line is its reason. A missing module means that the extra is not installed.
-            said = log.read_text(errors="replace").strip().splitlines()
-            if any("No module named" in line for line in said):
+            log_lines = log.read_text(errors="replace").strip().splitlines()
+            if any("No module named" in line for line in log_lines):
                 raise MissingPrerequisite(
                     "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
                 )
-            raise MissingPrerequisite(said[-1] if said else "the daemon did not start, and printed nothing")
+            raise MissingPrerequisite(log_lines[-1] if log_lines else "the daemon did not start, and printed nothing")
         time.sleep(_LOOK_S)
 
 

@@ -123,8 +123,8 @@ def _say_that_it_is_new(members: list[EtcdMember], folder: Path) -> None:
         # A member that has ended will not start by itself: report its last line now.
         ended = [number for number, member in enumerate(members) if member.process.poll() is not None]
         if ended or time.monotonic() > until_s:
-            said = (folder / f"m{ended[0] if ended else 0}" / "log").read_text(errors="replace").splitlines()
-            raise MissingPrerequisite(f"etcd does not start: {said[-1] if said else 'it printed nothing'}")
+            log_lines = (folder / f"m{ended[0] if ended else 0}" / "log").read_text(errors="replace").splitlines()
+            raise MissingPrerequisite(f"etcd does not start: {log_lines[-1] if log_lines else 'it printed nothing'}")
         time.sleep(_LOOK_S)
     key, value = (base64.b64encode(text).decode() for text in (GENERATION, b"a private fleet"))
     leader.ask("/v3/kv/put", key=key, value=value)

@@ -108,19 +108,19 @@ def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, doing: str)
 
     Raises InvalidRequest, Unsupported or AllocFailed.
     """
-    given = checked_dtype(dtype, doing)
-    layout = ArrayLayout.contiguous(checked_shape(shape, given.itemsize, doing), given.itemsize)
+    checked = checked_dtype(dtype, doing)
+    layout = ArrayLayout.contiguous(checked_shape(shape, checked.itemsize, doing), checked.itemsize)
     # Allocate at least one byte, because an array without elements has an address, too.
     buffer = yield Call("mem_alloc", (max(layout.size_bytes, 1),))
-    return kind(session, buffer, layout, given)
+    return kind(session, buffer, layout, checked)
 
 
-def upload(session: SessionView, kind: type[A], given: Any, dtype: Any) -> Calls[A]:
+def upload(session: SessionView, kind: type[A], values: Any, dtype: Any) -> Calls[A]:
     """Make a device array from anything that numpy converts to an array.
 
     Raises InvalidRequest, Unsupported or AllocFailed.
     """
-    data = host_array(given, dtype)
+    data = host_array(values, dtype)
     array = yield from new(session, kind, data.shape, data.dtype, "array")
     yield from _write(array, data, None)
     return array
@@ -291,20 +291,20 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
     return checked
 
 
-def host_array(given: Any, dtype: Any) -> NDArray[Any]:
+def host_array(values: Any, dtype: Any) -> NDArray[Any]:
     """A contiguous numpy array of the given values, converted if a dtype is given. Raises InvalidRequest."""
-    if isinstance(given, ArrayView):
-        raise InvalidRequest(f"array: {given!r} is on the card already", "Copy it there by its copy()")
-    wanted = None if dtype is None else checked_dtype(dtype, "array")
+    if isinstance(values, ArrayView):
+        raise InvalidRequest(f"array: {values!r} is on the card already", "Copy it there by its copy()")
+    wanted_dtype = None if dtype is None else checked_dtype(dtype, "array")
     try:
-        data = np.asarray(given)
+        data = np.asarray(values)
         # Without a wanted dtype the values decide, and numpy's choice must be a type that the card has.
-        if wanted is None:
+        if wanted_dtype is None:
             checked_dtype(data.dtype, "array")
-        return np.ascontiguousarray(data, wanted).reshape(data.shape)
+        return np.ascontiguousarray(data, wanted_dtype).reshape(data.shape)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(
-            f"array: the value must be an array of numbers, not {quoted(given)}: {quoted(str(error))}"
+            f"array: the value must be an array of numbers, not {quoted(values)}: {quoted(str(error))}"
         ) from None
 
 
@@ -324,19 +324,19 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
         return np.ascontiguousarray(value)
     try:
         # Numbers convert only to a kind that can hold them: an int to a float, but not a float to an int.
-        given = np.asarray(value)
-        rank = _RANKS[given.dtype.kind] if given.dtype != dtype else 0
+        scalar = np.asarray(value)
+        rank = _RANKS[scalar.dtype.kind] if scalar.dtype != dtype else 0
         if rank > _RANKS.get(dtype.kind, _RANKS["f"]):
             raise ValueError(f"elements are {dtype}")
         with np.errstate(over="ignore", invalid="ignore"):
-            made = given.astype(dtype)
+            made = scalar.astype(dtype)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(
             f"{doing}: the value must be a number that fits an array of {dtype}, not {quoted(value)}: {error}"
         ) from None
     # Conversion must not change integers. For floats only overflow to infinity counts: rounding is expected.
-    is_whole = dtype.kind in "iu" and given.dtype.kind in "iu"
-    fits = np.array_equal(made, given) if is_whole else bool((np.isfinite(made) == np.isfinite(given)).all())
+    is_whole = dtype.kind in "iu" and scalar.dtype.kind in "iu"
+    fits = np.array_equal(made, scalar) if is_whole else bool((np.isfinite(made) == np.isfinite(scalar)).all())
     if not fits:
         raise InvalidRequest(f"{doing}: {quoted(value)} does not fit elements of {dtype}")
     return made

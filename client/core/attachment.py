@@ -42,9 +42,9 @@ _ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is
 
 
 @lru_cache(maxsize=64)
-def _served(given: frozenset[int]) -> frozenset[Opcode]:
+def _served(options: frozenset[int]) -> frozenset[Opcode]:
     """Return the operations that a worker with these abilities serves. Cached, as few different sets occur."""
-    return frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in given)
+    return frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in options)
 
 
 _NOT_OPEN: Final = Failure(
@@ -205,21 +205,23 @@ class Attachment:
         at_end: Functions to call once, when the session ends.
     """
 
-    def __init__(self, lease: LeaseHandle, lock: Any, *, token: bytes, wanted: Wanted, spin: SpinPolicy) -> None:
+    def __init__(
+        self, lease: LeaseHandle, lock: Any, *, token: bytes, memory_request: Wanted, spin: SpinPolicy
+    ) -> None:
         """Prepare a connection, which `attach` opens.
 
         Args:
             lease: The session's lease.
             lock: The API's kind of lock.
             token: A token of the lease; empty for its own tenant.
-            wanted: Memory to share with the worker.
+            memory_request: Memory to share with the worker.
             spin: How long to poll for a reply before sleeping.
         """
         self.lease = lease
         self.token = token
         self.lock = lock
         self.session_id = lease.grant.lease_id
-        self._wanted = wanted
+        self._wanted = memory_request
         self._spin = spin
         self.channel: Channel
         self.connection: Connection

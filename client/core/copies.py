@@ -119,8 +119,8 @@ class Copies(CopyCommands):
         view = readable_bytes(data, "mem_write")
         check_range(buffer, offset, len(view), "mem_write")
         if view:
-            begun = self._streams.begin_copy(Opcode.ARENA_WRITE, stream, buffer, offset, view)
-            yield from self._streams.run_in(stream, begun or self._write(buffer, offset, view))
+            pending = self._streams.begin_copy(Opcode.ARENA_WRITE, stream, buffer, offset, view)
+            yield from self._streams.run_in(stream, pending or self._write(buffer, offset, view))
 
     def _write_from_arena(self, buffer: Buffer, offset: int, data: Any) -> MaybePending[None]:
         # A fast request has three outcomes: not sent, done, or waiting for a late reply.
@@ -189,8 +189,8 @@ class Copies(CopyCommands):
         owned = bytearray(nbytes) if into is None else None
         target = writable_bytes(into if owned is None else owned, nbytes, "mem_read")
         if nbytes:
-            begun = self._streams.begin_copy(Opcode.ARENA_READ, stream, buffer, offset, target)
-            copy = begun or self._read(buffer, offset, target)
+            pending = self._streams.begin_copy(Opcode.ARENA_READ, stream, buffer, offset, target)
+            copy = pending or self._read(buffer, offset, target)
             yield from self._operations.do("mem_read", self._streams.run_in(stream, copy))
         return into if owned is None else bytes(owned)
 

@@ -105,9 +105,9 @@ class ElementwiseOperation:
             raise self._failed(f"{parameter.name} is an array of the host's memory", hint)
         is_number = isinstance(value, int | float | np.generic | np.ndarray)
         if needs_array or not is_number:
-            wanted = "an array on the card" if needs_array else "an array on the card or a number"
+            expected = "an array on the card" if needs_array else "an array on the card or a number"
             raise self._failed(
-                f"{parameter.name} must be {wanted}, not {quoted(value)}", "Make one with session.array(values)"
+                f"{parameter.name} must be {expected}, not {quoted(value)}", "Make one with session.array(values)"
             )
 
     def _types(self, args: Sequence[Any]) -> dict[str, np.dtype[Any]]:
@@ -123,10 +123,10 @@ class ElementwiseOperation:
             if dtype is None:
                 untyped.setdefault(parameter.kind, []).append(np.asarray(value).dtype)
             elif dtype_by_kind.setdefault(parameter.kind, dtype) != dtype:
-                wanted = (
+                expected = (
                     f"{parameter.kind} is {dtype_by_kind[parameter.kind]}" if parameter.is_generic else parameter.kind
                 )
-                raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {wanted}")
+                raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {expected}")
         for kind, dtypes in untyped.items():
             dtype_by_kind.setdefault(kind, np.result_type(*dtypes))
         # Every letter has a type by now, or no argument determines it.

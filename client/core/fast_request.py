@@ -111,20 +111,20 @@ class _KnownReply:
         # If this is interrupted, the reply is still to come, and the link must know its request.
         self._late = request_id, into, late_into
         channel.unfinished = self._expect_late
-        asked = channel.ask(request, reply, into, more_ns, nap_ns)
-        if asked is not _ANSWERED and asked is not _NOT_SENT:
+        status = channel.ask(request, reply, into, more_ns, nap_ns)
+        if status is not _ANSWERED and status is not _NOT_SENT:
             self._expect_late()
         channel.unfinished = None
         self._late = _NO_LATE
-        if asked is _ANSWERED:
+        if status is _ANSWERED:
             if operations.freed:
                 operations.settle(None, "")
             if self._op in operations.fences or operations.acknowledged_id == request_id - 1:
                 operations.acknowledged_id = request_id  # as in `RequestPipeline.acknowledge`
             return DONE
-        if asked is _NOT_SENT:
+        if status is _NOT_SENT:
             return NOT_SENT
-        if asked is AskOutcome.REFUSED:
+        if status is AskOutcome.REFUSED:
             self._raise_refusal(request_id)
         return Pending(self._receive, request_id)
 

@@ -161,13 +161,13 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
 
 
 def acquire_in(
-    fleet: Fleet, wanted: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock = time.monotonic
+    fleet: Fleet, request: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock = time.monotonic
 ) -> Procedure[T]:
     """Ask a fleet for a lease, and make it from the grant.
 
     Args:
         fleet: The fleet.
-        wanted: The request, with the time that it may wait for room.
+        request: The request, with the time that it may wait for room.
         make: Makes the lease.
         owed: Records what a node may have granted.
         clock: The monotonic time in seconds.
@@ -175,7 +175,7 @@ def acquire_in(
     Raises CapacityExceeded, Drained, Disconnected or a similar error, or InvalidRequest. The error says how many nodes
     were asked, and why each refused.
     """
-    return (yield from _Search(fleet, wanted, make, owed, clock).run())
+    return (yield from _Search(fleet, request, make, owed, clock).run())
 
 
 class _Refusal(NamedTuple):
@@ -189,17 +189,17 @@ class _Refusal(NamedTuple):
 class _Search(Generic[T]):
     """One acquire in a fleet, until a node grants."""
 
-    def __init__(self, fleet: Fleet, wanted: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, request: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock) -> None:
         self._fleet = fleet
         self._make = make
         self._owed = owed
         self._clock = clock
         # One id for all tries of this call: a node that has granted it already answers with the same lease.
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
-        self._wanted = replace(wanted, parameters=(*wanted.parameters, request_id))
-        self._place = _place_of(wanted)
+        self._wanted = replace(request, parameters=(*request.parameters, request_id))
+        self._place = _place_of(request)
         # The wait for room is that of the whole acquire: each node gets a slice of it.
-        self._end = clock() + wanted.wait_ms / 1000
+        self._end = clock() + request.wait_ms / 1000
         self._refusals: dict[str, _Refusal] = {}
         self._last = Placement((), None, 0, "")
 
@@ -308,8 +308,8 @@ class _Search(Generic[T]):
             try:
                 channel, hello = yield from self._dial(candidate)
                 # Each try waits only for the rest of its slice.
-                wanted = replace(self._wanted, wait_ms=int(left_s * 1000))
-                number, frame = channel.link.request(Opcode.LEASE_ALLOC, wanted, makes=True)
+                request = replace(self._wanted, wait_ms=int(left_s * 1000))
+                number, frame = channel.link.request(Opcode.LEASE_ALLOC, request, makes=True)
                 self._owed.channel, self._owed.number = channel, number
                 answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
                 if isinstance(answer, LeaseGrant):
@@ -405,9 +405,9 @@ def _short(error: GpuLeaseError) -> str:
     return error.message.removeprefix(f"{doing_of(Opcode.LEASE_ALLOC)}: ").rstrip(".")
 
 
-def _place_of(wanted: LeaseAlloc) -> Place:
+def _place_of(request: LeaseAlloc) -> Place:
     """The request to a directory that corresponds to a request for a lease."""
-    exclusivity, name = EXCLUSIVITY.read(wanted.parameters), LEASE_NAME.read(wanted.parameters)
-    labels = tuple(f"{key}={value}" for key, value in LABELS.read(wanted.parameters).items())
+    exclusivity, name = EXCLUSIVITY.read(request.parameters), LEASE_NAME.read(request.parameters)
+    labels = tuple(f"{key}={value}" for key, value in LABELS.read(request.parameters).items())
     # `tried` is filled in by each round.
-    return Place(wanted.size_bytes, exclusivity, name, labels, wanted.device, ())
+    return Place(request.size_bytes, exclusivity, name, labels, request.device, ())

@@ -215,8 +215,8 @@ class Graphs:
             number, frame, are_active = graph.frame(attachment, values, regions, position)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
-        begun = self._streams.hand_over(stream, number, frame, _LAUNCH)
-        return begun if are_active else self.refused.confirmed(begun, _LAUNCH)
+        pending = self._streams.hand_over(stream, number, frame, _LAUNCH)
+        return pending if are_active else self.refused.confirmed(pending, _LAUNCH)
 
     def close(self, graph: GraphHandle) -> Procedure[None]:
         """Free a graph. Queued launches of it run to their end."""

@@ -86,7 +86,7 @@ class LaunchCommands(Protocol):
 
     def launch_with(
         self,
-        wanted: LaunchAttributes,
+        attributes: LaunchAttributes,
         regions: RegionSet | None,
         position: int,
         module: Module,
@@ -284,15 +284,15 @@ class Launches(LaunchCommands):
             if isinstance(args, KernelArgs):
                 module.latest_in = _LatestLaunch(template, kernel, grid, block, args.kinds, shared_bytes)
             number = attachment.connection.next_request_id()
-            begun = self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
+            pending = self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
             # A region may have ended: the worker has to confirm the launch.
-            return begun if are_active else self._refused.confirmed(begun, doing)
+            return pending if are_active else self._refused.confirmed(pending, doing)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
 
     def launch_with(
         self,
-        wanted: LaunchAttributes,
+        attributes: LaunchAttributes,
         regions: RegionSet | None,
         position: int,
         module: Module,
@@ -316,10 +316,10 @@ class Launches(LaunchCommands):
             are_active = self._refused.check_set(regions, position, kernel, doing)
         args = in_order(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH_WITH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
-        trailer = (*named, *wanted.trailer(kernel))
+        trailer = (*named, *attributes.trailer(kernel))
         number = attachment.connection.next_request_id()
-        begun = self._streams.hand_over(stream, number, template.frame(number, data, *trailer), "launch")
-        return begun if are_active else self._refused.confirmed(begun, doing)
+        pending = self._streams.hand_over(stream, number, template.frame(number, data, *trailer), "launch")
+        return pending if are_active else self._refused.confirmed(pending, doing)
 
     def frame(
         self,
@@ -464,26 +464,26 @@ def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs |
         raise type(error)(f"launch of {quoted(kernel)}: {error.message}", error.hint) from None
 
 
-def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
+def dimensions(kernel: str, what: str, lengths: Any) -> tuple[int, int, int]:
     """Complete a grid, block or cluster of one to three numbers to three.
 
     Args:
         kernel: The kernel, for messages.
         what: "grid", "block" or "cluster", for messages.
-        given: What the program passed.
+        lengths: What the program passed.
 
     Raises LaunchFailed.
     """
     try:
-        numbers = [item.__index__() for item in given]
+        numbers = [item.__index__() for item in lengths]
     except (TypeError, AttributeError):
-        hint = f"Write [{given}]" if hasattr(given, "__index__") else ""
-        raise _failed(kernel, f"the {what} must be a sequence of integers, not {quoted(given)}", hint) from None
+        hint = f"Write [{lengths}]" if hasattr(lengths, "__index__") else ""
+        raise _failed(kernel, f"the {what} must be a sequence of integers, not {quoted(lengths)}", hint) from None
     if not 1 <= len(numbers) <= 3:
-        raise _failed(kernel, f"the {what} must have 1 to 3 dimensions, not {len(numbers)}: {quoted(given)}")
+        raise _failed(kernel, f"the {what} must have 1 to 3 dimensions, not {len(numbers)}: {quoted(lengths)}")
     for number in numbers:
         if not 1 <= number <= MAX_U32:
-            raise _failed(kernel, f"the {what}'s numbers must be from 1 to {MAX_U32}, not {number}: {given!r}")
+            raise _failed(kernel, f"the {what}'s numbers must be from 1 to {MAX_U32}, not {number}: {lengths!r}")
     # Missing dimensions are 1, as in CUDA.
     x, y, z = (*numbers, 1, 1)[:3]
     return x, y, z
@@ -510,10 +510,10 @@ def _raw(
 
 
 def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
-    wanted = entry.parameter_sizes
-    if len(sizes) != len(wanted):
-        raise _failed(entry.name, f"{len(sizes)} arguments are given, the kernel has {len(wanted)} parameters")
-    for index, (size, parameter) in enumerate(zip(sizes, wanted, strict=True)):
+    expected_sizes = entry.parameter_sizes
+    if len(sizes) != len(expected_sizes):
+        raise _failed(entry.name, f"{len(sizes)} arguments are given, the kernel has {len(expected_sizes)} parameters")
+    for index, (size, parameter) in enumerate(zip(sizes, expected_sizes, strict=True)):
         if size != parameter:
             raise _failed(entry.name, f"argument {index} has {size!r} bytes, the kernel's parameter has {parameter}")
 
@@ -522,10 +522,10 @@ def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tup
     # Types are known for PTX alone; without them the sizes were all that could be compared.
     for index, (kind, declared) in enumerate(zip(kinds, types, strict=False)):
         if mismatch(kind, declared):
-            given = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"
+            actual = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"
             raise _failed(
                 entry.name,
-                f"argument {index} is {given}, the kernel's parameter is {declared.text}",
+                f"argument {index} is {actual}, the kernel's parameter is {declared.text}",
                 MATCH_HINT,
             )
 

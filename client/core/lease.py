@@ -417,28 +417,28 @@ class LeaseHandle:
         if end is not None and self.over is None:
             self.over = end_reason_of(end)
 
-    def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+    def note_failure(self, failure: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Record a failure from the daemon, which may mean that the lease has ended.
 
         An end that is known already is kept. A failure that names a region concerns only that region.
 
         Args:
-            said: The failure.
+            failure: The failure.
             over: Statuses that mean the lease's end.
 
         Returns:
             The failure, with a hint if the daemon sent none.
         """
         # The lease continues; the region, if it was opened here, records its own end.
-        if said.region is not None:
-            region = self.regions.get(said.region)
-            return said if region is None else region.note_failure(said)
+        if failure.region is not None:
+            region = self.regions.get(failure.region)
+            return failure if region is None else region.note_failure(failure)
         # If the daemon sent no hint, add that it is stopping, which clients can't see otherwise.
-        if said.status is Status.DISCONNECTED and not said.hint:
-            said = replace(said, hint=DAEMON_STOPS_HINT)
-        if said.status in over and self.over is None:
-            self.over = said
-        return said
+        if failure.status is Status.DISCONNECTED and not failure.hint:
+            failure = replace(failure, hint=DAEMON_STOPS_HINT)
+        if failure.status in over and self.over is None:
+            self.over = failure
+        return failure
 
     # --- procedures ---
 
@@ -482,14 +482,14 @@ class LeaseHandle:
         finally:
             self.channel.close()
 
-    def issue(self, wanted: CapabilityIssue) -> Procedure[Grant]:
+    def issue(self, request: CapabilityIssue) -> Procedure[Grant]:
         """Issue a token for another program, as `GpuLease.issue`."""
-        granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, wanted)
+        granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, request)
         return Grant(
             granted.token,
             granted.public_key,
             LeaseId(self.grant.lease_id),
-            Permission(wanted.permissions),
+            Permission(request.permissions),
             granted.ttl_ms / 1000,
             granted.expires_at_unix_s,
         )
@@ -686,9 +686,9 @@ class LeaseHandle:
         try:
             # All requests in one send, then their replies in order.
             # Number them before they are sent, so that each reply is matched to its record.
-            asked = {number: link.request(op, body) for number, body in bodies.items()}
-            yield from send(self.channel, [frame for _, frame in asked.values()], deadline)
-            for number, (request_id, _) in asked.items():
+            request_ids = {number: link.request(op, body) for number, body in bodies.items()}
+            yield from send(self.channel, [frame for _, frame in request_ids.values()], deadline)
+            for number, (request_id, _) in request_ids.items():
                 answers[number] = yield from receive(self.channel, request_id, deadline)
         except LinkEnded as ended:
             self.channel.close()
@@ -939,13 +939,13 @@ def owed_lease() -> OwedGrant:
 
 
 def acquire(
-    where: Address | Fleet, wanted: LeaseAlloc, lock: Any, owed: OwedGrant, spare: SpareConnections | None = None
+    where: Address | Fleet, request: LeaseAlloc, lock: Any, owed: OwedGrant, spare: SpareConnections | None = None
 ) -> Procedure[LeaseHandle]:
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
     Args:
         where: The daemon or the fleet.
-        wanted: The request.
+        request: The request.
         lock: The API's kind of lock.
         owed: Records what may have been granted, so that it can be given back.
         spare: Connections to the daemon to use first; a freed lease's connection is added to them. Only for a single
@@ -953,15 +953,15 @@ def acquire(
     """
     # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
     if isinstance(where, Fleet):
-        lease = yield from acquire_in(where, wanted, partial(_lease_on, lock=lock), owed)
+        lease = yield from acquire_in(where, request, partial(_lease_on, lock=lock), owed)
         lease.fleet = where
     else:
-        limit_s = ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000
-        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, wanted, limit_s, lambda grant: grant, owed, spare)
-    lease.waiting, lease.asked = WAITING.read(wanted.parameters), wanted
-    lease.is_latency = LATENCY.read(wanted.parameters)
+        limit_s = ACQUIRE_REPLY_LIMIT_S + request.wait_ms / 1000
+        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, request, limit_s, lambda grant: grant, owed, spare)
+    lease.waiting, lease.asked = WAITING.read(request.parameters), request
+    lease.is_latency = LATENCY.read(request.parameters)
     # The grant does not carry the name's epoch: ask for it.
-    if name := LEASE_NAME.read(wanted.parameters):
+    if name := LEASE_NAME.read(request.parameters):
         try:
             yield from _take_name(lease, name)
         except GpuLeaseError:

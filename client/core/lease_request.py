@@ -313,12 +313,12 @@ if _missing := [option.method for option in OPTIONS if option.method and option.
     raise TypeError(f"LeaseRequest must have the method of each lease option: {', '.join(_missing)}")
 
 
-def _member(kind: type[Member], given: int, what: str) -> Member:
+def _member(kind: type[Member], value: int, what: str) -> Member:
     try:
-        return kind(given)
+        return kind(value)
     except ValueError:
         names = ", ".join(f"{item.name} ({item.value})" for item in kind)
-        raise InvalidRequest(f"{what} must be one of {names}, not {quoted(given)}") from None
+        raise InvalidRequest(f"{what} must be one of {names}, not {quoted(value)}") from None
 
 
 def size_of(size: Any, what: str) -> int:

@@ -147,7 +147,7 @@ class Recording(LaunchCommands, CopyCommands):
             "Give the set to graph.launch(regions=...)",
         )
 
-    def launch_with(self, wanted: LaunchAttributes, *launch: Any) -> int:
+    def launch_with(self, attributes: LaunchAttributes, *launch: Any) -> int:
         """Refuse: graphs don't support cooperative launches and clusters."""
         self._check_caller("launch")
         raise InvalidRequest("launch: cooperative launches and clusters can't be recorded", "Launch it by itself")

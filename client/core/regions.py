@@ -104,20 +104,20 @@ class RegionHandle(LeaseHandle):
             or (words is not None and words.is_refused(self.slot, self.number))
         )
 
-    def note_failure(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+    def note_failure(self, failure: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Record a failure that concerns it; its lease continues."""
         # Step 1: a failure that is not about this region.
-        if said.status not in over and said.region is None:
-            return said
+        if failure.status not in over and failure.region is None:
+            return failure
         # A failure that would end a lease, in a reply about this region, reports this region's end.
-        if said.region is None:
-            said = replace(said, region=self.grant.lease_id)
+        if failure.region is None:
+            failure = replace(failure, region=self.grant.lease_id)
         # Step 2: remember the end, and whether an error has reported it: later errors say FENCED.
-        if said.status in over and said.flipped_ns is not None:
+        if failure.status in over and failure.flipped_ns is not None:
             self.is_end_raised = True
-        if said.status in over and self.over is None:
-            self.over = said
-        return said
+        if failure.status in over and self.over is None:
+            self.over = failure
+        return failure
 
     # --- procedures ---
 

@@ -160,8 +160,8 @@ class Resources:
         """Find a variable of a module. Raises InvalidHandle if the module has no variable of that name."""
         doing = "variable"
         self._check_details(Opcode.MODULE_VARIABLE, module, doing)
-        wanted = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
-        asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(wanted), doing=doing)
+        request = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
+        asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(request), doing=doing)
         reply = yield from self._operations.do(doing, asking)
         return Variable(module, name, self.attachment, reply.handle, reply.size_bytes)
 

@@ -78,14 +78,14 @@ class SessionCore:
         Raises InvalidRequest for another lease's grant.
         """
         # Memory can only be shared on one host, which the address shows.
-        wanted = wanted_of(lease.address) if shared_memory else Wanted()
+        memory_request = wanted_of(lease.address) if shared_memory else Wanted()
         # The session's frames name this lease, so a token of another one would be refused for each of them.
         if grant is not None and grant.lease_id != lease.grant.lease_id:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
         token = lease.token if grant is None else grant.token
         spin = spin_policy_of(lease.waiting, spin_ns, naps=naps)
         # Build the parts in order: each depends only on earlier ones.
-        self.attachment = Attachment(lease, lock, token=token, wanted=wanted, spin=spin)
+        self.attachment = Attachment(lease, lock, token=token, memory_request=memory_request, spin=spin)
         self.operations = RequestPipeline(self.attachment)
         self.streams = Streams(self.operations)
         self.resources = Resources(self.operations)

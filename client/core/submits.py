@@ -257,9 +257,9 @@ def _end_error(
     hint = _NOT_RUN if number is None else MAY_HAVE_RUN
     # A goodbye has the reason. The hint about repeating makes sense only if the lease has not ended.
     if is_explained:
-        said = lease.note_failure(failure)
-        is_lease_over = said.status in LEASE_OVER or said.status is Status.TIMED_OUT
-        return error_of(said if is_lease_over else replace(said, hint=hint), "submit")
+        noted = lease.note_failure(failure)
+        is_lease_over = noted.status in LEASE_OVER or noted.status is Status.TIMED_OUT
+        return error_of(noted if is_lease_over else replace(noted, hint=hint), "submit")
     # The connection just ended. The daemon learns why a moment later, so ask it about the lease until it knows.
     until = lease.clock() + END_REASON_WAIT_S
     why = failure.message

@@ -26,7 +26,7 @@ extern "C" __global__ void sum(const float *y, float *sums, int batch, int n) {
 
 def run(batches: int = 6, n: int = 5000) -> float:
     """Return the largest error of the batches' sums, relative to the largest."""
-    given = np.random.default_rng(1).random((batches, n), np.float32)
+    signals = np.random.default_rng(1).random((batches, n), np.float32)
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         first, second = session.compile(FILTER), session.compile(SUM)
         sums = session.zeros(batches, np.float32)
@@ -35,7 +35,7 @@ def run(batches: int = 6, n: int = 5000) -> float:
         with session.stream() as filtering, session.stream() as summing:
             for batch in range(batches):
                 x, y = places[batch % 2]
-                x.assign(given[batch], stream=filtering)
+                x.assign(signals[batch], stream=filtering)
                 session.launch(first, "smooth", [-(-n // 256)], [256], [x, y, n], stream=filtering)
                 # The sum of a batch begins after its filter, in the other stream.
                 summing.wait_for(filtering)
@@ -44,9 +44,9 @@ def run(batches: int = 6, n: int = 5000) -> float:
                 filtering.wait_for(summing)
         result = sums.numpy()
     # The same in numpy: edges are repeated, as the kernel does.
-    padded = np.pad(given, ((0, 0), (1, 1)), mode="edge")
-    wanted = (0.5 * given + 0.25 * (padded[:, :-2] + padded[:, 2:])).sum(1)
-    return float(np.abs(result - wanted).max() / np.abs(wanted).max())
+    padded = np.pad(signals, ((0, 0), (1, 1)), mode="edge")
+    expected = (0.5 * signals + 0.25 * (padded[:, :-2] + padded[:, 2:])).sum(1)
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 if __name__ == "__main__":

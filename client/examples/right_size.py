@@ -10,11 +10,11 @@ MARGIN = 1.1
 
 def job(session: GpuSession) -> float:
     """The work to be sized: copies on the card, whatever the session's lease has; returns a sum."""
-    given = session.array(np.arange(1 << 18, dtype=np.float32))
+    values = session.array(np.arange(1 << 18, dtype=np.float32))
     for _ in range(3):
         # What is dropped is freed, and does not count twice.
-        given = given.copy()
-    return float(given.numpy().sum())
+        values = values.copy()
+    return float(values.numpy().sum())
 
 
 def run() -> tuple[int, int, float]:

@@ -38,8 +38,8 @@ def run(n: int = 128, most_steps: int = 200, look_every: int = 10) -> float:
     # A symmetric, positive definite matrix, and a right side with a known solution.
     random = np.random.default_rng(1)
     half = random.standard_normal((n, n)).astype(np.float32)
-    matrix, wanted = half @ half.T / n + np.eye(n, dtype=np.float32), random.standard_normal(n).astype(np.float32)
-    right = matrix @ wanted
+    matrix, expected = half @ half.T / n + np.eye(n, dtype=np.float32), random.standard_normal(n).astype(np.float32)
+    right = matrix @ expected
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         module = session.compile(SOURCE)
         # All of it stays on the card: the matrix, the vectors, and the three numbers of a step.
@@ -59,7 +59,7 @@ def run(n: int = 128, most_steps: int = 200, look_every: int = 10) -> float:
             if numbers.numpy()[0] < 1e-10:
                 break
         result = x.numpy()
-    return float(np.abs(result - wanted).max())
+    return float(np.abs(result - expected).max())
 
 
 if __name__ == "__main__":

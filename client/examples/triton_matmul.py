@@ -30,14 +30,14 @@ def run(m: int = 50, n: int = 70, k: int = 40) -> float:
         kernel = session.kernel(matmul)
 
         # The grid follows from the arguments, as in Triton itself.
-        def tiles(given):
-            return triton.cdiv(given["M"], given["BM"]), triton.cdiv(given["N"], given["BN"])
+        def tiles(meta):
+            return triton.cdiv(meta["M"], meta["BM"]), triton.cdiv(meta["N"], meta["BN"])
 
         kernel[tiles](c, a, b, m, n, k, BM=32, BN=32, BK=32, num_warps=4, num_stages=2)
         result = c.numpy()
     # numpy multiplies the same halves in single precision.
-    wanted = left.astype(np.float32) @ right.astype(np.float32)
-    return float(np.abs(result - wanted).max() / np.abs(wanted).max())
+    expected = left.astype(np.float32) @ right.astype(np.float32)
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 if __name__ == "__main__":

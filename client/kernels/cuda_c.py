@@ -30,13 +30,13 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
         InvalidRequest: An argument is invalid.
         Unsupported: NVRTC is not installed.
     """
-    given = _checked(source, options, arch)
+    checked_options = _checked(source, options, arch)
     nvrtc = _nvrtc()
     # Step 1: a program from the source. Steps 2 and 3: compile it, and copy its PTX. In any case it is destroyed.
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), _NAME, 0, None, None)
     _check(nvrtc, result)
     try:
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(checked_options), checked_options)
         if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
             raise InvalidRequest(f"compile: an option is unknown to NVRTC: {_log(nvrtc, program)}")
         if result == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION:

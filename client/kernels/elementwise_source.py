@@ -272,8 +272,8 @@ def _of_cupy(kernel: Any) -> tuple[Any, ...]:
     try:
         # Options that CuPy's object carries would change the kernel silently.
         if kernel.kwargs:
-            given = ", ".join(sorted(kernel.kwargs))
-            raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {given} is not taken from its object")
+            keywords = ", ".join(sorted(kernel.kwargs))
+            raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {keywords} is not taken from its object")
         lists = [
             ", ".join(
                 f"{'raw ' if each.raw else ''}{each.ctype if each.dtype is None else np.dtype(each.dtype)} {each.name}"

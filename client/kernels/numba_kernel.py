@@ -156,12 +156,12 @@ class NumbaKernel:
         (bytes_shared,) = self._sizes(shared_bytes)
         return sizes[0], sizes[1], stream or None, bytes_shared
 
-    def _sizes(self, given: Any) -> tuple[int, ...]:
+    def _sizes(self, args: Any) -> tuple[int, ...]:
         try:
-            return tuple(size.__index__() for size in (given if isinstance(given, tuple | list) else (given,)))
+            return tuple(size.__index__() for size in (args if isinstance(args, tuple | list) else (args,)))
         except AttributeError:
             raise self._failed(
-                f"blocks and threads must each be an integer or a tuple of them, not {quoted(given)}"
+                f"blocks and threads must each be an integer or a tuple of them, not {quoted(args)}"
             ) from None
 
     # --- types ---
@@ -241,10 +241,10 @@ class NumbaKernel:
             # Numba's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
             if type(error).__name__ in ("DynamicLibNotFoundError", "NvvmSupportError"):
                 raise missing("CUDA's compiler library", "numba") from None
-            said = _COLOURS.sub("", f"{type(error).__name__}: {error}")
-            lines = [line for line in said.splitlines() if line.strip()]
+            reason = _COLOURS.sub("", f"{type(error).__name__}: {error}")
+            lines = [line for line in reason.splitlines() if line.strip()]
             # If there are more lines, the first only names the compiler's step.
-            raise compile_error(f"numba's kernel {self.name}", said, lines[min(1, len(lines) - 1)]) from None
+            raise compile_error(f"numba's kernel {self.name}", reason, lines[min(1, len(lines) - 1)]) from None
         if len(texts) > 1:
             hint = "Use lineinfo=True instead, or compile the device functions into the kernel with inline='always'"
             raise Unsupported(f"kernel {self.name}: debug=True with device functions needs numba's own linker", hint)

@@ -124,7 +124,7 @@ class TritonKernel:
         """
         # Step 1: replace device memory by objects that Triton's binder accepts, and add the options that Triton's call
         # adds.
-        given = [self._stand_in(index, value) for index, value in enumerate(args)]
+        arguments = [self._stand_in(index, value) for index, value in enumerate(args)]
         named = {name: self._stand_in(name, value) for name, value in keywords.items()}
         named["debug"] = named.get("debug", self.function.debug) or self._knobs.runtime.debug
         named["instrumentation_mode"] = self._knobs.compilation.instrumentation_mode
@@ -137,7 +137,7 @@ class TritonKernel:
             named.setdefault("enable_fp_fusion", True)
         # Step 2: bind. The result is the arguments by name, the type or constant of each, and the compiler's options.
         try:
-            bound, specialization, options = self._bind(*given, **named)
+            bound, specialization, options = self._bind(*arguments, **named)
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise self._failed(f"{error}".replace("dynamic_func", self.name)) from None
         # Step 3: find or compile the variant. numpy scalars have types that the binder does not see.
@@ -168,8 +168,8 @@ class TritonKernel:
         for (name, _), (then, variables) in self.function.used_global_vals.items():
             now = variables.get(name, gone)
             if now is gone or now != then:
-                said = "gone" if now is gone else quoted(now)
-                why = f"global variable {name} has changed since it was compiled, from {quoted(then)} to {said}"
+                state = "gone" if now is gone else quoted(now)
+                why = f"global variable {name} has changed since it was compiled, from {quoted(then)} to {state}"
                 raise self._failed(
                     why, "Triton takes a global's first value: give what changes as a tl.constexpr argument"
                 )

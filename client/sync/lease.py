@@ -43,8 +43,8 @@ class GpuBuilder(LeaseRequest):
 
         Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
-        owed, wanted = self._acquisition(None)
-        return drive_owing(owed, wanted, GpuLease)
+        owed, request = self._acquisition(None)
+        return drive_owing(owed, request, GpuLease)
 
     def _acquisition(self, spare: SpareConnections | None) -> tuple[OwedGrant, Procedure[LeaseHandle]]:
         """Return the `Owed` and the procedure of an acquire, which uses a spare connection if there is one."""
@@ -142,9 +142,9 @@ class GpuLease(LeaseView):
 
         Raises Denied if the daemon reserves one of the permissions for operators.
         """
-        wanted = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
+        request = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
         # The request is checked before the connection's lock is taken: a wrong argument never waits for another thread.
-        return drive(self._state.issue(wanted))
+        return drive(self._state.issue(request))
 
     def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
         """Ask the node what a token of this lease permits this program to do. The token can still be used afterwards.

@@ -405,9 +405,9 @@ class GpuSession(SessionView):
         with self._lock:
             # There are three operations: with attributes, plain, and in regions. The plain one is the hot path.
             if cooperative or cluster is not None:
-                wanted = LaunchAttributes(cooperative, cluster)
+                attributes = LaunchAttributes(cooperative, cluster)
                 number = self._launches.launch_with(
-                    wanted, regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
+                    attributes, regions, position, module, kernel, grid, block, args, arg_sizes, shared_bytes, stream
                 )
             elif regions is None:
                 number = self._launches.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)

@@ -46,16 +46,16 @@ class TlsFiles:
         return type(self)(**{name: _path(path, VARIABLES[name]) for name, path in paths.items()})
 
 
-def _path(given: Any, what: str) -> str:
+def _path(value: Any, what: str) -> str:
     """Check that the kernel accepts a path. Raises InvalidRequest."""
     try:
         # Accept bytes, strings and path objects.
-        path = os.fsdecode(given)
+        path = os.fsdecode(value)
         if len(os.fsencode(path)) <= MAX_PATH_BYTES and "\0" not in path:
             return path
     except (TypeError, UnicodeError):
         pass
-    raise InvalidRequest(f"{what} must be the path of a file, not {quoted(given)}")
+    raise InvalidRequest(f"{what} must be the path of a file, not {quoted(value)}")
 
 
 @dataclass(frozen=True, slots=True)

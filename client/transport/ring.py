@@ -59,17 +59,17 @@ class Shared(NamedTuple):
 def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
     """Make the session's channel and shared memory from the options of ATTACH's reply. Raises Disconnected."""
     # The reply's options show what the worker provides; the descriptors came with the reply's first byte.
-    given = Given.from_options(options)
+    memory_grant = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     # The descriptors come in a fixed order (ring, arena, words), without those that are not provided.
     try:
         through: Channel
-        if given.ring is None:
+        if memory_grant.ring is None:
             through = _gathering(channel, spin)
         else:
-            through = RingChannel(channel, next(descriptors), given.ring, spin)
-        arena = Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
-        return Shared(through, arena, SessionWords(next(descriptors)) if given.words else None)
+            through = RingChannel(channel, next(descriptors), memory_grant.ring, spin)
+        arena = Arena(next(descriptors), memory_grant.arena_bytes) if memory_grant.arena_bytes else None
+        return Shared(through, arena, SessionWords(next(descriptors)) if memory_grant.words else None)
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
         raise Disconnected(f"attach: the session's shared memory can't be used: {error}", _NO_MEMORY) from None

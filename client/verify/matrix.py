@@ -91,8 +91,8 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
         vram = CARD_VRAM if scene.is_card else HOST_VRAM
         with private_daemon(driver, (vram,), settings=SETTINGS) as address:
             parking = Scene.at(address)
-            wanted = [claim for claim in parked_claims(parking) if only in claim.name]
-            proved += [check(claim.name, partial(claim.prove, parking)) for claim in wanted]
+            selected = [claim for claim in parked_claims(parking) if only in claim.name]
+            proved += [check(claim.name, partial(claim.prove, parking)) for claim in selected]
     return MatrixReport(scene, fault_results, proved)
 
 
@@ -103,13 +103,13 @@ def _fits_six(scene: Scene) -> bool:
 def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], object]) -> list[FaultResult]:
     # The embedded driver needs less time to show the same.
     sizes, quiet_s = (CARD_SIZES, QUIET_S) if scene.is_card else (HOST_SIZES, SMALL_QUIET_S)
-    wanted = [fault for fault in faults(scene, sizes) if only in fault.name]
+    selected = [fault for fault in faults(scene, sizes) if only in fault.name]
     results: list[FaultResult] = []
-    if not wanted:
+    if not selected:
         return results
     # One neighbour for all faults: what one of them breaks shows in the next one's figures, too.
     with neighbour(scene.address, scene.card_uuid) as beside:
-        for fault in wanted:
+        for fault in selected:
             results.append(_run_fault(scene, beside, fault, quiet_s))
             on_fault(results[-1])
     return results
@@ -123,9 +123,9 @@ def _run_fault(scene: Scene, beside: Neighbour, fault: MatrixCheck[FaultOutcome]
     beside.window()
     time.sleep(quiet_s)
     quiet = beside.window()
-    told = None
+    report = None
     try:
-        told = fault.prove(scene)
+        report = fault.prove(scene)
     except (Breach, GpuLeaseError) as error:
         breach = breach or breach_of(error)
         # A failed proof may have left its lease: free it, so that the next fault starts clean.
@@ -141,7 +141,7 @@ def _run_fault(scene: Scene, beside: Neighbour, fault: MatrixCheck[FaultOutcome]
         breach = f"the daemon holds {scene.held_bytes() - held_bytes} bytes more than before"
     if not breach and more_mib > 0:
         breach = f"the card shows {more_mib} MiB more than before"
-    return FaultResult(fault.name, told, quiet, during, more_mib, breach)
+    return FaultResult(fault.name, report, quiet, during, more_mib, breach)
 
 
 def _breach_in(proof: Callable[[], None]) -> str:

@@ -146,8 +146,8 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         session.sync()
         gone.revoke("the proof")
         # The first refusal says how the region ended, all later ones that it is fenced.
-        for wanted in (RegionRevoked, RegionFenced, RegionFenced):
-            _expect(wanted, lambda: _fill(session, module, gone, PATTERN, both), session)
+        for error_type in (RegionRevoked, RegionFenced, RegionFenced):
+            _expect(error_type, lambda: _fill(session, module, gone, PATTERN, both), session)
         scene.wait_for_end(gone.lease_id, RETURN_S)
         if nonzero_words := count_set(session, module, gone.address, words, only_kept):
             raise Breach(f"{nonzero_words} of {words} words of a returned region are readable")
@@ -238,14 +238,14 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
         revoking = threading.Thread(target=gone.revoke, args=("the proof",))
         revoking.start()
         # Launch until a replay is refused: from then on none may begin.
-        begun = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
+        launches = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
         revoking.join()
         in_kept.launch(regions=only_kept)
         session.sync()
         scene.wait_for_end(gone.lease_id, RETURN_S)
         gone.close()
         in_kept.close()
-    return f"a graph of {GRAPH_NODES} nodes: refused at replay {begun}; the other region's graph continues"
+    return f"a graph of {GRAPH_NODES} nodes: refused at replay {launches}; the other region's graph continues"
 
 
 def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) -> int:

@@ -79,8 +79,8 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     return figures
 
 
-def _open(wanted: str) -> tuple[str, Context]:
-    source = choose_cards(wanted, ())
+def _open(selector: str) -> tuple[str, Context]:
+    source = choose_cards(selector, ())
     driver = driver_named(source.driver)
     driver.preload()
     return source.driver, driver.open_context(source.discover({})[0].uuid, SLICE_BYTES)

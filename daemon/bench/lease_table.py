@@ -131,17 +131,17 @@ class LeaseLoad:
     async def ask(self, events: Iterator[Callable[[int], Event]], until_ns: int = 0) -> int:
         """Post all events, or as many as fit until `until_ns`; returns how many were answered."""
         # At most `_at_a_time` requests wait for their answers, as with so many connections.
-        asked = 0
+        requests = 0
         for make in events:
             # Wait for an answer before the next request, as a connection with a bounded pipeline does.
             while self._open >= self._at_a_time:
                 self._changed.clear()
                 await self._changed.wait()
             self._open += 1
-            asked += 1
+            requests += 1
             self._runtime.post(make(self._runtime.expect(self._answered)))
             # Give the loop a turn: the broker answers between the packets of its clients.
-            if asked % PER_TURN == 0:
+            if requests % PER_TURN == 0:
                 await asyncio.sleep(0)
                 if until_ns and time.monotonic_ns() > until_ns:
                     break
@@ -149,7 +149,7 @@ class LeaseLoad:
         while self._open:
             self._changed.clear()
             await self._changed.wait()
-        return asked
+        return requests
 
     def acquire(self, ttl_ms: int) -> Callable[[int], Event]:
         self._last_id += 1
@@ -204,10 +204,10 @@ async def _rate(
     # The thread's own time: on a busy host the wall clock alone would measure the other processes.
     cpu_s, began_ns = time.thread_time(), time.monotonic_ns()
     until_ns = 0 if seconds is None else began_ns + int(seconds * NS_PER_S)
-    asked = counted * await load.ask(events, until_ns)
+    requests = counted * await load.ask(events, until_ns)
     cpu_s = time.thread_time() - cpu_s
     taken_s = (time.monotonic_ns() - began_ns) / NS_PER_S
-    return {f"{name}_per_s": asked / taken_s, f"{name}_cpu_us": cpu_s * 1e6 / asked}
+    return {f"{name}_per_s": requests / taken_s, f"{name}_cpu_us": cpu_s * 1e6 / requests}
 
 
 def _over_and_over(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:

@@ -182,7 +182,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
     return {
         "refused_p50_us": refused_us[count // 2],
         "refused_p99_us": refused_us[min(count - 1, count * 99 // 100)],
-        "begun_after_flip_most": max(begun for _, begun in samples),
+        "begun_after_flip_most": max(launches for _, launches in samples),
     }
 
 
@@ -214,9 +214,9 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Driv
         if answer is None or answer.status != Status.REVOKED:
             raise NotRefused("a revoked session's SYNC is not answered with REVOKED")
     before_ns, after_ns = revoker.revoked_ns(number)
-    begun = context.begun_after(after_ns)
+    launches = context.begun_after(after_ns)
     context.context.sync()
-    return refused_ns - before_ns, begun
+    return refused_ns - before_ns, launches
 
 
 @contextmanager

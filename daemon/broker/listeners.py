@@ -75,19 +75,19 @@ class Listeners:
         return anew
 
     async def listen(
-        self, address: UnixAddress | TcpAddress, given: Sequence[socket.socket] = (), *, set_mode: bool = True
+        self, address: UnixAddress | TcpAddress, sockets: Sequence[socket.socket] = (), *, set_mode: bool = True
     ) -> UnixAddress | TcpAddress:
         """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotListen.
 
         Args:
             address: Port 0 means any free port.
-            given: Sockets that listen there already.
+            sockets: Sockets that listen there already.
             set_mode: Whether to set the permissions of a given Unix socket.
         """
         try:
             if isinstance(address, UnixAddress):
-                return await self._listen_unix(address, given, set_mode)
-            return await self._listen_tcp(address, given)
+                return await self._listen_unix(address, sockets, set_mode)
+            return await self._listen_tcp(address, sockets)
         except OSError as error:
             raise cannot_listen(f"listen on {address}", error) from None
 
@@ -100,13 +100,13 @@ class Listeners:
             place.release(keep_file=self._keeps_files)
         self._servers, self._places, self._bound = [], [], []
 
-    async def _listen_unix(self, address: UnixAddress, given: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
+    async def _listen_unix(self, address: UnixAddress, sockets: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
         # A given socket's folder is its owner's concern.
-        if not given:
+        if not sockets:
             prepare_place(address, self._socket_mode)
         place = UnixPlace(address, self._socket_mode, log_place_change)
         try:
-            sock = place.take(given[0], set_mode=set_mode) if given else place.bind()
+            sock = place.take(sockets[0], set_mode=set_mode) if sockets else place.bind()
             refuse_descriptors(sock)
             server = await self._serve_unix(sock)
         except BaseException:
@@ -114,7 +114,7 @@ class Listeners:
             raise
         self._places.append((place, server))
         # Sockets that were made here are stored with the service manager, for the next daemon.
-        if sock not in given:
+        if sock not in sockets:
             self._bound.append((address, sock.fileno()))
         return address
 
@@ -126,10 +126,10 @@ class Listeners:
         options: dict[str, Any] = {"cleanup_socket": False} if "cleanup_socket" in takes else {}
         return await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG, **options)
 
-    async def _listen_tcp(self, address: TcpAddress, given: Sequence[socket.socket]) -> TcpAddress:
+    async def _listen_tcp(self, address: TcpAddress, sockets: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
         # The binding in create_server silently skips address families for which it may not make a socket.
-        for sock in given or await self._bind_tcp(address):
+        for sock in sockets or await self._bind_tcp(address):
             _check_loopback(address, str(sock.getsockname()[0]))
             port = int(sock.getsockname()[1])
             self._servers.append(await loop.create_server(self._factory, sock=sock, backlog=BACKLOG))

@@ -144,9 +144,9 @@ class NodeMetrics:
                 # Poll the cards before the peers are counted: the poll may take a second, in which more peers may ask.
                 await self._update_stray_bytes()
                 # Peers that ask from now on get the next text.
-                asked, self._waiting = self._waiting, []
+                waiters, self._waiting = self._waiting, []
                 result = await self._text()
-                for on_text in asked:
+                for on_text in waiters:
                     try:
                         on_text(result)
                     except Exception:

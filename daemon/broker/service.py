@@ -90,12 +90,12 @@ _RESTARTING: Final = Failure(
 
 
 @contextlib.asynccontextmanager
-async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> AsyncIterator["Service"]:
+async def running_service(config: Config, sockets: Sequence[GivenSocket] = ()) -> AsyncIterator["Service"]:
     """Run a daemon that listens, until the block is left.
 
     Args:
         config: The settings, checked as far as they can be without this host.
-        given: Listening sockets that were passed to the daemon.
+        sockets: Listening sockets that were passed to the daemon.
 
     Raises:
         NoThread, CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt,
@@ -124,7 +124,7 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         cards = await _measure(source, facts, workers, state.journal)
         async with (
             open_recorder(config, source.driver, cards) as recorder,
-            _started(Service(config, source, cards, workers, recorder, state.journal, given)) as service,
+            _started(Service(config, source, cards, workers, recorder, state.journal, sockets)) as service,
         ):
             yield service
         # Leave sessions to the next daemon only if the service decided so; a failure above keeps the default.
@@ -152,7 +152,7 @@ class Service:
         workers: Workers,
         recorder: FactRecorder,
         journal: Journal,
-        given: Sequence[GivenSocket] = (),
+        sockets: Sequence[GivenSocket] = (),
     ) -> None:
         # Make the parts from the core outward: the table, the tokens about its leases, the runtime around both, then
         # the listeners.
@@ -171,7 +171,7 @@ class Service:
         self._cards = cards
         self._driver = source.driver
         self._recorder = recorder
-        self._given = given
+        self._given = sockets
         # HELLO reports to every client whether leases survive a restart, and whether the cards are real.
         keeps = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
         warns = (Tlv(HelloOption.WARNING, source.warning.encode()),) if source.warning else ()
@@ -259,15 +259,15 @@ class Service:
         return assigned
 
     async def _listen(self, address: Address, assigned: Assigned) -> Address:
-        given = assigned.of(address)
+        sockets = assigned.of(address)
         if not isinstance(address, TlsAddress):
-            listening = await self._listeners.listen(address, given, set_mode=not assigned.is_units(address))
+            listening = await self._listeners.listen(address, sockets, set_mode=not assigned.is_units(address))
             # A given socket that was closed and replaced can no longer be reached, so it is stale.
             self.stale += [one for one in assigned.kept(address) if one.sock.fileno() < 0]
             return listening
         if self._tls is None:
             raise NeverListens(f"can't listen on {address}: the settings name no certificates")
-        return await self._tls.listen(address, given)
+        return await self._tls.listen(address, sockets)
 
     async def _restore_sockets(self) -> None:
         anew = await self._listeners.restore()

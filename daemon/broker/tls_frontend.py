@@ -108,18 +108,18 @@ class TlsFrontend:
         self._take_over_relays()
         await self._acceptor.start()
 
-    async def listen(self, address: TlsAddress, given: Sequence[socket.socket] = ()) -> TlsAddress:
+    async def listen(self, address: TlsAddress, sockets: Sequence[socket.socket] = ()) -> TlsAddress:
         """Listen on one more address. Returns it with the port that the kernel chose. Raises CannotListen.
 
         Args:
             address: Port 0 means any free port.
-            given: Sockets that listen there already.
+            sockets: Sockets that listen there already.
         """
-        for listener in given:
+        for listener in sockets:
             self._listeners.append(listener)
             self._send_listener(listener)
-        if given:
-            return TlsAddress(address.host, int(given[0].getsockname()[1]))
+        if sockets:
+            return TlsAddress(address.host, int(sockets[0].getsockname()[1]))
         loop = asyncio.get_running_loop()
         port = address.port
         try:

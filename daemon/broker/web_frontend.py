@@ -92,14 +92,14 @@ class WebFrontend:
             _web_kind(sandbox), self._begin, self._on_message, timeouts=timeouts, on_unhandled=self._on_unhandled
         )
 
-    async def listen(self, given: Sequence[socket.socket] = ()) -> str:
+    async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         """Listen, start the process, and wait until it serves. Returns the page's URL. Raises CannotListen.
 
         Args:
-            given: A socket that listens there already, if there is one.
+            sockets: A socket that listens there already, if there is one.
         """
         # A reload or a restart of the web process keeps this socket, so that clients can connect at any time.
-        self._listener = given[0] if given else self._bind()
+        self._listener = sockets[0] if sockets else self._bind()
         self._listener.setblocking(False)
         await self._process.start()
         host, port = self._listener.getsockname()[:2]

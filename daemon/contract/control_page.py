@@ -561,12 +561,12 @@ class BrokerPage:
         # the same before and after the sums are read, no interval is counted twice. A worker that changes it all the
         # time gains nothing: any of its claims may be false anyway.
         for _ in range(CLAIM_READS):
-            since = claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]
+            since_ns = claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]
             sums = claims[Counter.BUSY_NS], claims[Counter.HELD_BACK_NS]
             last = claims[Counter.LAST_BUSY_FROM_NS], claims[Counter.LAST_BUSY_UNTIL_NS]
-            if since == (claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]):
+            if since_ns == (claims[Counter.BUSY_SINCE_NS], claims[Counter.HELD_BACK_SINCE_NS]):
                 break
-        return TimeClaims(sums[0], since[0], sums[1], since[1], *last)
+        return TimeClaims(sums[0], since_ns[0], sums[1], since_ns[1], *last)
 
     def connections(self) -> list[ShownConnection]:
         """Return the connections that the worker reports, ordered by number."""

@@ -169,10 +169,10 @@ def listed(kind: FieldKind, most: int) -> FieldKind:
 def mapped(key: FieldKind, value: FieldKind, most: int) -> FieldKind:
     """Return the kind of a mapping of at most `most` keys."""
 
-    def parse(given: Any) -> dict[Any, Any]:
-        if not isinstance(given, dict) or len(given) > most:
+    def parse(mapping: Any) -> dict[Any, Any]:
+        if not isinstance(mapping, dict) or len(mapping) > most:
             raise ValueError(f"it must be a map of at most {most} keys")
-        return {key.parse(name): value.parse(item) for name, item in given.items()}
+        return {key.parse(name): value.parse(item) for name, item in mapping.items()}
 
     return FieldKind(parse, lambda items: {key.pack(name): value.pack(item) for name, item in items.items()})
 

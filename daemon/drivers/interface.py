@@ -824,9 +824,9 @@ def managed_refused(variable: str, *, line: int = 0) -> ImageRejected:
     """Return the error for an image with a managed variable."""
     name = variable[:_SHOWN_NAME_CHARACTERS]
     where = f"line {line}: " if line else ""
-    said = f"{where}the variable {name!r} is __managed__; managed memory is not supported on a lease"
+    reason = f"{where}the variable {name!r} is __managed__; managed memory is not supported on a lease"
     hint = "Declare it __device__, or pass a buffer of mem_alloc to the kernel."
-    return ImageRejected(said, log=said, line=line, hint=hint)
+    return ImageRejected(reason, log=reason, line=line, hint=hint)
 
 
 def cooperative_refused(kernel: str) -> LaunchRejected:

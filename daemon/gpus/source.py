@@ -157,8 +157,8 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
                 raise
             # Logged once, so that an operator who watches the start knows what it waits for.
             if tried == 1:
-                said = f"{error}; it is tried again for {RETRY_S:g} s. {error.hint}"
-                log_event(LogEvent.CARDS_AWAITED, said, reason=str(error), hint=error.hint, patience_s=RETRY_S)
+                message = f"{error}; it is tried again for {RETRY_S:g} s. {error.hint}"
+                log_event(LogEvent.CARDS_AWAITED, message, reason=str(error), hint=error.hint, patience_s=RETRY_S)
         await asyncio.sleep(wait_s)
 
 
@@ -179,9 +179,9 @@ class SharedCall(Generic[T]):
         """Return the result of a call that begins after this one; raises the call's exception."""
         # The first thread that asks makes the call for all who ask before it begins.
         with self._lock:
-            wanted, is_first = self._next, self._next is None
-            if wanted is None:
-                wanted = self._next = Future()
+            future, is_first = self._next, self._next is None
+            if future is None:
+                future = self._next = Future()
         if is_first:
             # One call at a time. While this thread waits here, others may still join the call that is about to begin.
             with self._calling:
@@ -189,11 +189,11 @@ class SharedCall(Generic[T]):
                     # From here on the call has begun: a thread that asks now could get a result from before its
                     # question.
                     self._next = None
-                self._answer(wanted)
-        return wanted.result()
+                self._answer(future)
+        return future.result()
 
-    def _answer(self, wanted: Future[T]) -> None:
+    def _answer(self, future: Future[T]) -> None:
         try:
-            wanted.set_result(self._call())
+            future.set_result(self._call())
         except BaseException as error:
-            wanted.set_exception(error)
+            future.set_exception(error)

@@ -88,19 +88,19 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
     known = names.split(":") if names else []
     if len(known) != len(fds):
         known = [""] * len(fds)
-    given = []
+    sockets = []
     for fd, name in zip(fds, known, strict=True):
         try:
             # The service manager passes descriptors without close-on-exec; no child of the daemon may inherit them.
             os.set_inheritable(fd, False)
-            given.append(GivenSocket(_listening(fd), name))
+            sockets.append(GivenSocket(_listening(fd), name))
         except OSError:
             what = f"descriptor {fd}{f' ({name})' if name else ''}"
             raise BadHandover(
                 f"{what}, passed by the service manager, must be a listening stream socket: ListenStream= in the "
                 ".socket unit, without Accept="
             ) from None
-    return given
+    return sockets
 
 
 def _listening(fd: int) -> socket.socket:
@@ -127,22 +127,22 @@ class Assigned:
 
     def of(self, address: Address) -> list[socket.socket]:
         """Return an address's sockets; an empty list if the daemon has to bind it."""
-        return [given.sock for given in self.by_address.get(address, [])]
+        return [activated.sock for activated in self.by_address.get(address, [])]
 
     def kept(self, address: Address) -> list[GivenSocket]:
         """Return those of an address's sockets that an earlier daemon created."""
-        return [given for given in self.by_address.get(address, []) if given.was_kept]
+        return [activated for activated in self.by_address.get(address, []) if activated.was_kept]
 
     def is_units(self, address: Address) -> bool:
         """Return whether an address's sockets are a unit's, which sets their owner and mode."""
-        return any(not given.was_kept for given in self.by_address.get(address, []))
+        return any(not activated.was_kept for activated in self.by_address.get(address, []))
 
 
-def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple[str, int]]]) -> Assigned:
+def assign(sockets: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple[str, int]]]) -> Assigned:
     """Assign each socket to an address of the settings.
 
     Args:
-        given: The passed sockets.
+        sockets: The passed sockets.
         listen: The addresses of the settings; those of TCP with the IP addresses and ports of their names.
 
     Raises:
@@ -151,7 +151,7 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
     assigned = Assigned()
     by_kept_name = {kept_name(address): address for address in listen}
     # Units' sockets first: a stored socket of the same address gives way.
-    for one in sorted(given, key=lambda one: one.was_kept):
+    for one in sorted(sockets, key=lambda one: one.was_kept):
         if one.was_kept:
             # A stored socket is dropped if its address left the settings, if a unit serves the address now, or if its
             # file is gone.

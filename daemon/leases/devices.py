@@ -78,10 +78,10 @@ class Card:
 
     def answers_to(self, selector: str) -> bool:
         """Return whether `selector` is this card's uuid (with or without "GPU-") or its index in decimal digits."""
-        wanted = selector.lower()
-        if wanted.removeprefix(GPU_PREFIX) == self.uuid.lower().removeprefix(GPU_PREFIX):
+        lowered = selector.lower()
+        if lowered.removeprefix(GPU_PREFIX) == self.uuid.lower().removeprefix(GPU_PREFIX):
             return True
-        return wanted == str(self.index)
+        return lowered == str(self.index)
 
 
 @dataclass(frozen=True, slots=True)

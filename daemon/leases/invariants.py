@@ -694,10 +694,10 @@ def _validate_queue(store: LeaseStore) -> None:
 
 def _validate_holds(store: LeaseStore) -> None:
     queue, terms = store.queue, store.queue.terms
-    begun = list(terms.begun_ns.values())
-    if len(begun) > store.limits.max_waiting:
-        raise InvariantBroken(f"{len(begun)} terms are remembered.")
-    if begun != sorted(begun):
+    begin_times_ns = list(terms.begun_ns.values())
+    if len(begin_times_ns) > store.limits.max_waiting:
+        raise InvariantBroken(f"{len(begin_times_ns)} terms are remembered.")
+    if begin_times_ns != sorted(begin_times_ns):
         raise InvariantBroken("The terms are not in the order they began.")
     for request, waiter in queue.holders.items():
         name, tenant = f"Request {request}", waiter.acquire.tenant

@@ -256,8 +256,8 @@ GRACES: Final = MappingProxyType(
 
 
 def _read_graces(table: Any) -> Mapping[Cause, int]:
-    given = {Cause(cause): grace_ms for cause, grace_ms in read_values(GRACES, table).items()}
-    return {**DEFAULT_GRACE_MS, **given}
+    graces = {Cause(cause): grace_ms for cause, grace_ms in read_values(GRACES, table).items()}
+    return {**DEFAULT_GRACE_MS, **graces}
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,12 +186,14 @@ class TimeShares:
         # late as the last one.
         round_ns = min(max(more_ns, ROUND_NS), LAPSE_NS)
         demands = {one.session: self._demand_ns(one, more_ns, round_ns) for one in sessions}
-        wanted = {tenant: sum(demands[one.session] for one in own) for tenant, own in by_tenant.items()}
+        demand_by_tenant = {tenant: sum(demands[one.session] for one in own) for tenant, own in by_tenant.items()}
         self._settle(more_ns, by_tenant, caps)
-        self._settle_latency(more_ns, by_tenant, weights, wanted)
+        self._settle_latency(more_ns, by_tenant, weights, demand_by_tenant)
         # Step 2: compute the parts of the next round. Without weights, each tenant may have all that its cap allows.
         bounds = {
-            tenant: min(wanted[tenant], round_ns * caps[tenant]) if tenant in caps else wanted[tenant]
+            tenant: min(demand_by_tenant[tenant], round_ns * caps[tenant])
+            if tenant in caps
+            else demand_by_tenant[tenant]
             for tenant in by_tenant
         }
         self._find_slack(more_ns, used_ns)
@@ -292,12 +294,12 @@ class TimeShares:
             # The others get their demands, so what this tenant took from them earlier is gradually forgiven.
             self._owed[tenant] = min(0.0, self._owed.get(tenant, 0.0) + round_ns)
         # Its sessions share that by their own weights, once with the tenant's balance and once without.
-        wanted, weights = {one.session: demands[one.session] for one in own}, _weights(own)
-        self._shares |= fill(part_ns, wanted, weights)
+        demand_by_session, weights = {one.session: demands[one.session] for one in own}, _weights(own)
+        self._shares |= fill(part_ns, demand_by_session, weights)
         is_limited = tenant in self._parts
         if is_limited:
             part_ns = max(0.0, part_ns + self._owed.get(tenant, 0.0) / _CORRECTION_ROUNDS)
-        shares = fill(part_ns, wanted, weights)
+        shares = fill(part_ns, demand_by_session, weights)
         targets: dict[int, float] = {}
         for one in own:
             share_ns, demand_ns = shares[one.session], demands[one.session]
@@ -404,7 +406,7 @@ class TimeShares:
         more_ns: int,
         by_tenant: Mapping[str, Sequence[SharedSession]],
         weights: Mapping[str, int],
-        wanted: Mapping[str, float],
+        demand_by_tenant: Mapping[str, float],
     ) -> None:
         """Decide which tenants' latency sessions are obeyed in the next round."""
         before, obeyed = self._latency_owed, set()
@@ -413,7 +415,7 @@ class TimeShares:
             if all(one.latency_word is None for one in own):
                 continue
             # Compute its part by weights among the tenants with demand; alone, it gets the whole card.
-            others = sum(weights[other] for other in by_tenant if other != tenant and wanted[other])
+            others = sum(weights[other] for other in by_tenant if other != tenant and demand_by_tenant[other])
             due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
             owed_ns = before.get(tenant, 0.0) + due_ns - sum(one.time.more_gpu_ns for one in own)
             self._latency_owed[tenant] = owed_ns = min(max(owed_ns, -MAX_CREDIT_NS), MAX_CREDIT_NS)

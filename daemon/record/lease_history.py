@@ -267,22 +267,22 @@ class LeaseHistory:
         # A lease's life begins with its grant. Its end may already be known: the same event may refuse its work.
         times = Times(before.asked_ns, before.spawned_ns, now_ns, now_ns, True, before.over_ns, before.cause)
         self._times[lease.lease_id] = times
-        asked = self._take_request(effect.request, now_ns)
-        return Fact(FactKind.GRANTED, now_ns, effect, lease.lease_id, lease, asked, times)
+        request = self._take_request(effect.request, now_ns)
+        return Fact(FactKind.GRANTED, now_ns, effect, lease.lease_id, lease, request, times)
 
     def _denied(self, effect: RequestDenied, now_ns: int) -> Fact:
-        asked = self._take_request(effect.request, now_ns)
-        self._forget_request(asked)
-        lease_id = getattr(asked.request, "lease_id", 0)
-        return Fact(FactKind.DENIED, now_ns, effect, lease_id, asked=asked)
+        request = self._take_request(effect.request, now_ns)
+        self._forget_request(request)
+        lease_id = getattr(request.request, "lease_id", 0)
+        return Fact(FactKind.DENIED, now_ns, effect, lease_id, asked=request)
 
     def _checked(self, effect: Checked, now_ns: int) -> None:
         """Forget an acquire that passed its check. It returns as a new request once its name is claimed."""
         self._forget_request(self._take_request(effect.request, now_ns))
 
     def _submit_ready(self, effect: SubmitReady, now_ns: int) -> Fact:
-        asked, lease = self._take_request(effect.request, now_ns), self._lookup(effect.lease_id)
-        return Fact(FactKind.SUBMIT_READY, now_ns, effect, effect.lease_id, lease, asked)
+        request, lease = self._take_request(effect.request, now_ns), self._lookup(effect.lease_id)
+        return Fact(FactKind.SUBMIT_READY, now_ns, effect, effect.lease_id, lease, request)
 
     def _unfenced(self, cleared: Fact) -> list[Fact]:
         effect: SlicesCleared = cleared.source
@@ -294,13 +294,13 @@ class LeaseHistory:
     def _take_request(self, request: int, now_ns: int) -> Asked:
         return self._asked.pop(request, None) or Asked(THE_DAEMON, now_ns, None)
 
-    def _forget_request(self, asked: Asked | None) -> None:
+    def _forget_request(self, request: Asked | None) -> None:
         """Forget the times of a requested lease that was not placed, because it never will be."""
-        if asked is None or not isinstance(asked.request, AcquireRequested):
+        if request is None or not isinstance(request.request, AcquireRequested):
             return
-        times = self._times.get(asked.request.lease_id)
+        times = self._times.get(request.request.lease_id)
         if times is not None and times.spawned_ns is None and times.over_ns is None:
-            del self._times[asked.request.lease_id]
+            del self._times[request.request.lease_id]
 
     # --- other effects ---
 

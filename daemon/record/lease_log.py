@@ -238,15 +238,15 @@ class LeaseLog(FactRecorder):
     def _log_request(self, fact: Fact) -> None:
         if not is_logged(LogEvent.LEASE_REQUESTED):
             return
-        asked = fact.source
+        request = fact.source
         fields = {
-            "size_bytes": bounded(asked.terms.size_bytes),
-            "ttl_ms": bounded(asked.terms.ttl_ms),
-            "wait_ms": bounded(asked.wait_ms) or None,
-            "exclusivity": EXCLUSIVITY_NAMES[asked.terms.exclusivity],
-            "wanted_card": asked.selector,
+            "size_bytes": bounded(request.terms.size_bytes),
+            "ttl_ms": bounded(request.terms.ttl_ms),
+            "wait_ms": bounded(request.wait_ms) or None,
+            "exclusivity": EXCLUSIVITY_NAMES[request.terms.exclusivity],
+            "wanted_card": request.selector,
         }
-        self._limited.log(LogEvent.LEASE_REQUESTED, asked.tenant, asked.lease_id, fields)
+        self._limited.log(LogEvent.LEASE_REQUESTED, request.tenant, request.lease_id, fields)
 
     def _log_queued(self, fact: Fact, facts: Sequence[Fact]) -> None:
         if not is_logged(LogEvent.LEASE_QUEUED):

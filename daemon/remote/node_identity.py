@@ -41,14 +41,14 @@ def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
     # With a table, only its names count; without one, the names in our own URI form.
     if tenants:
         matches = [name for name in names if name in tenants]
-        wanted = "one of those that the node's operator has listed"
+        expected = "one of those that the node's operator has listed"
     else:
         matches = [name for name in names if name.startswith(TENANT_PREFIX)]
-        wanted = f"{TENANT_PREFIX}NAME"
+        expected = f"{TENANT_PREFIX}NAME"
     # Two names could belong to two tenants, and no rule says which of them connects.
     if len(matches) != 1:
         why = "several names of tenants are" if matches else "no name of a tenant is"
-        raise NoTenant(f"{why} in the certificate; one is needed: {wanted}")
+        raise NoTenant(f"{why} in the certificate; one is needed: {expected}")
     try:
         return tenants[matches[0]] if tenants else check_tenant(matches[0].removeprefix(TENANT_PREFIX))
     except ValueError as error:

@@ -208,7 +208,7 @@ class _Trials:
         return in_words(limits)
 
     def _landlock(self, measure: Measure) -> str:
-        wanted = _ABI_OF[measure]
+        needed_abi = _ABI_OF[measure]
         try:
             # Landlock may be missing from the kernel, or built in and not enabled; both fail here.
             version = abi()
@@ -216,8 +216,10 @@ class _Trials:
             if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
                 raise _Missing("this kernel has no Landlock, or it is not enabled (lsm= on its command line)") from None
             raise
-        if version < wanted:
-            raise _Missing(f"it takes Linux {_KERNEL_OF_ABI[wanted]} (Landlock ABI {wanted}); this is ABI {version}")
+        if version < needed_abi:
+            raise _Missing(
+                f"it takes Linux {_KERNEL_OF_ABI[needed_abi]} (Landlock ABI {needed_abi}); this is ABI {version}"
+            )
         restrict(BY_LANDLOCK[measure], self._needs)
         return f"Landlock ABI {version}"
 

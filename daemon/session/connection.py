@@ -676,12 +676,12 @@ def can_share(sock: socket.socket) -> bool:
     return sock.family == socket.AF_UNIX
 
 
-def ring_for(sock: socket.socket, wanted: Wanted, spin_policy: WorkerSpinPolicy) -> RingWire | None:
+def ring_for(sock: socket.socket, memory_request: Wanted, spin_policy: WorkerSpinPolicy) -> RingWire | None:
     """Return a ring for a connection that asks for one, if it can have one, else None.
 
     Rings need a peer on this host and the memory order of x86-64; see `protocol.ring`.
     """
-    if not wanted.ring or not can_share(sock) or platform.machine() != "x86_64":
+    if not memory_request.ring or not can_share(sock) or platform.machine() != "x86_64":
         return None
     try:
         return RingWire(sock, spin_policy)

@@ -493,10 +493,10 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
     parameters: list[_Parameter] = []
     end = 0
     # In a GRAPH_LAUNCH the values have the order of the parameters, without gaps.
-    for given in body.parameters:
+    for parameter in body.parameters:
         start = end
-        end += _value_bytes(given)
-        parameters.append(_Parameter(given.name, given.kind == ParameterKind.BUFFER, start, end))
+        end += _value_bytes(parameter)
+        parameters.append(_Parameter(parameter.name, parameter.kind == ParameterKind.BUFFER, start, end))
     if end > MAX_ARGUMENT_BYTES:
         raise BodyError(f"parameters of {end} bytes; at most {MAX_ARGUMENT_BYTES} are allowed")
     # By step number: the offset and size of each argument that has no parameter yet.
@@ -507,13 +507,13 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
     return parameters
 
 
-def _value_bytes(given: GraphParameter) -> int:
+def _value_bytes(parameter: GraphParameter) -> int:
     """Return the size of a parameter's value in a GRAPH_LAUNCH. Raises BodyError."""
-    if given.kind == ParameterKind.BUFFER and given.size_bytes == POINTER_BYTES:
+    if parameter.kind == ParameterKind.BUFFER and parameter.size_bytes == POINTER_BYTES:
         return _BUFFER_VALUE.size
-    if given.kind == ParameterKind.VALUE and given.size_bytes:
-        return given.size_bytes
-    raise BodyError(f"parameter {given.name!r}: kind {given.kind} of {given.size_bytes} bytes")
+    if parameter.kind == ParameterKind.VALUE and parameter.size_bytes:
+        return parameter.size_bytes
+    raise BodyError(f"parameter {parameter.name!r}: kind {parameter.kind} of {parameter.size_bytes} bytes")
 
 
 def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: dict[int, dict[int, int]]) -> int:

@@ -78,20 +78,20 @@ class ModuleOperations(OperationHandler):
 
     @serves(Opcode.MODULE_VARIABLE)
     def variable(self, frame: Frame) -> bytes:
-        wanted = parse_body(VariableName, frame.payload)
-        module = self._ledger.module(wanted.module)
+        request = parse_body(VariableName, frame.payload)
+        module = self._ledger.module(request.module)
         # The driver would end a name with a NUL there, and find another variable.
-        address, size_bytes = (0, 0) if "\0" in wanted.name else module.variable(wanted.name)
+        address, size_bytes = (0, 0) if "\0" in request.name else module.variable(request.name)
         if not size_bytes:
             raise Refused(
                 Failure(
                     Status.INVALID_HANDLE,
-                    f"module {wanted.module} has no variable {wanted.name[:SHOWN_NAME_CHARACTERS]!r} with bytes in"
+                    f"module {request.module} has no variable {request.name[:SHOWN_NAME_CHARACTERS]!r} with bytes in"
                     " device or constant memory",
                     hint="Use the name in the PTX: C++ mangles names in namespaces, and drops unused variables.",
                 )
             )
-        self._ledger.add_variable(wanted.module, address, size_bytes)
+        self._ledger.add_variable(request.module, address, size_bytes)
         return done(frame, Variable(address, size_bytes))
 
     @serves(Opcode.MODULE_FIGURES)

@@ -252,33 +252,33 @@ class RegionMemory:
 
     # --- opening ---
 
-    def open(self, asked: OpenRegionOrder) -> None:
-        gate, known = self._gate, self._by_id.get(asked.region_id)
+    def open(self, order: OpenRegionOrder) -> None:
+        gate, known = self._gate, self._by_id.get(order.region_id)
         if known is None:
-            reason = self._open(asked)
+            reason = self._open(order)
             if reason:
                 # Report the refusal; no memory was taken.
-                gate.outbox.append(RegionRefusedReport(asked.region_id, reason))
+                gate.outbox.append(RegionRefusedReport(order.region_id, reason))
                 return
-            known = self._by_id[asked.region_id]
+            known = self._by_id[order.region_id]
         # The answer waits until the card has zeroed the memory.
         self._openings.append(known)
         self._spin_until_ns = time.monotonic_ns() + SPIN_NS
         self.advance()
 
-    def _open(self, asked: OpenRegionOrder) -> str:
+    def _open(self, order: OpenRegionOrder) -> str:
         """Map memory for a region. Returns the reason if that fails, else ""."""
-        resources, gate, size_bytes = self._resources, self._gate, asked.size_bytes
+        resources, gate, size_bytes = self._resources, self._gate, order.size_bytes
         ledger, context = resources.ledger, resources.context
         # Step 1: the checks that need no driver.
         granule_bytes = context.region_granule_bytes
-        key = (asked.slot, asked.number)
+        key = (order.slot, order.number)
         if gate.page is None or not granule_bytes:
             return "the session can have no regions"
-        if size_bytes % granule_bytes or not 0 <= asked.slot < len(gate.page.words) or key in gate.regions:
+        if size_bytes % granule_bytes or not 0 <= order.slot < len(gate.page.words) or key in gate.regions:
             return (
                 f"a region must have a multiple of {granule_bytes} bytes and a slot and number that are free, "
-                f"not {size_bytes} bytes in slot {asked.slot}, number {asked.number}"
+                f"not {size_bytes} bytes in slot {order.slot}, number {order.number}"
             )
         if len(gate.regions) >= MAX_MAPPED_REGIONS:
             return f"the session has {MAX_MAPPED_REGIONS} regions, the most allowed; it must release ended ones"
@@ -291,20 +291,20 @@ class RegionMemory:
             return str(error) or "the lease is over"
         # Step 3: record the region; from now on launches and copies can name it.
         self._gate.had_any = True
-        region = MappedRegion(asked.region_id, asked.slot, asked.number, address, size_bytes)
-        self._by_id[asked.region_id] = gate.regions[key] = region
+        region = MappedRegion(order.region_id, order.slot, order.number, address, size_bytes)
+        self._by_id[order.region_id] = gate.regions[key] = region
         ledger.add_region(address, size_bytes, lambda: gate.admit_copy(region))
         resources.record_usage()
         return ""
 
     # --- the end ---
 
-    def end(self, asked: EndRegionOrder) -> None:
+    def end(self, order: EndRegionOrder) -> None:
         """Begin a region's end, which `advance` continues and then reports.
 
         If it has ended already, report that again.
         """
-        region_id = asked.region_id
+        region_id = order.region_id
         # The broker may repeat its order, for example after a restart; then report the same result again.
         region, result = self._by_id.get(region_id), self._results.get(region_id)
         if region is None:
@@ -322,7 +322,7 @@ class RegionMemory:
         self._resources.ledger.void_region(region.address, end_text(region))
         # Only a region that something used can have a launch to refuse.
         tell_ns = now_ns + (TELL_WAIT_NS if region.tickets or region.marks or region.streams else 0)
-        self._ends[region_id] = _End(region, None, asked.grace_ms, now_ns + asked.grace_ms * NS_PER_MS, tell_ns)
+        self._ends[region_id] = _End(region, None, order.grace_ms, now_ns + order.grace_ms * NS_PER_MS, tell_ns)
         self._spin_until_ns = now_ns + SPIN_NS
         self.advance()
 
@@ -363,14 +363,14 @@ class RegionMemory:
         try:
             if not self._call(self._resources.context.region_is_zeroed):
                 return
-            said: list[RegionOpenedReport | RegionRefusedReport] = [
+            reports: list[RegionOpenedReport | RegionRefusedReport] = [
                 RegionOpenedReport(one.region_id, one.address) for one in self._openings
             ]
         except DriverError as error:
             # The context is lost, and with it the lease.
-            said = [RegionRefusedReport(one.region_id, str(error)) for one in self._openings]
+            reports = [RegionRefusedReport(one.region_id, str(error)) for one in self._openings]
         self._openings.clear()
-        self._gate.outbox.extend(said)
+        self._gate.outbox.extend(reports)
 
     def _is_clear(self, end: _End, now_ns: int) -> bool:
         """Return whether a region's memory may be removed. Raises DriverError."""
@@ -444,7 +444,7 @@ class RegionMemory:
 
     # --- the slice ---
 
-    def resize(self, asked: ResizeSliceOrder) -> None:
+    def resize(self, order: ResizeSliceOrder) -> None:
         """Change the slice's size, and report the result.
 
         It never becomes smaller than the bytes that the session uses.
@@ -452,12 +452,12 @@ class RegionMemory:
         resources, ledger = self._resources, self._resources.ledger
         before_bytes, doubt = ledger.slice_bytes, ""
         # Set the new size at once, so that `room_bytes` is computed with it; undo that if the session uses more.
-        ledger.slice_bytes = asked.size_bytes
-        if asked.size_bytes < before_bytes:
+        ledger.slice_bytes = order.size_bytes
+        if order.size_bytes < before_bytes:
             try:
                 self._call(lambda: resources.context.trim(max(0, ledger.room_bytes), resources.check_lease))
                 resources.record_usage()
-                if ledger.charged_bytes > asked.size_bytes:
+                if ledger.charged_bytes > order.size_bytes:
                     doubt = f"the session has taken {ledger.charged_bytes} bytes of it; it must free something first"
             except (DriverError, LeaseOver) as error:
                 doubt = str(error) or "the lease is over"

@@ -193,24 +193,24 @@ class SessionServer:
             # Step 3: sleep, or only poll if there is work. An idle session prepares for a park before it sleeps.
             if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare(served_ns)) is not None:
                 timeout_ms = min(timeout_ms, pause_ms)
-            heard = {fd for fd, _ in self._await_events(timeout_ms)}
+            ready_fds = {fd for fd, _ in self._await_events(timeout_ms)}
             self._session.pacer.poll()
             for connection in awake:
-                connection.wire.end_sleep(connection.fd in heard)
+                connection.wire.end_sleep(connection.fd in ready_fds)
                 # A bell without a request announces that the broker is about to send an order.
-                if connection.fd in heard and self._polls and connection.wire.is_empty:
+                if connection.fd in ready_fds and self._polls and connection.wire.is_empty:
                     self._poll_until_ns = time.monotonic_ns() + ORDER_POLL_NS
             # Step 4: serve the broker first, because it may have ended the lease.
-            if (self._channel.fileno() in heard or self._heard) and not self._serve_broker():
+            if (self._channel.fileno() in ready_fds or self._heard) and not self._serve_broker():
                 return
             # From now on another process may serve the session, so this one must not read from its connections.
             if self._has_left:
                 self._tell_of_session()
                 continue
             # Step 5: serve each connection that has work, for one turn.
-            heard |= self._ready
+            ready_fds |= self._ready
             self._ready.clear()
-            for fd in heard & self._connections.keys():
+            for fd in ready_fds & self._connections.keys():
                 self._serve(self._connections[fd])
                 served_ns = time.monotonic_ns()
             # Step 6: release what ended connections and regions have left, and report to the broker.
@@ -718,18 +718,23 @@ class SessionServer:
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
         """
         # Give the client the ring, arena and page of words that it asked for. Guests and remote clients get less.
-        wanted = Wanted(attach.ring, attach.arena_bytes)
-        ring, arena = ring_for(connection.sock, wanted, self._spin_policy), self._arena_for(connection, wanted)
+        memory_request = Wanted(attach.ring, attach.arena_bytes)
+        ring, arena = (
+            ring_for(connection.sock, memory_request, self._spin_policy),
+            self._arena_for(connection, memory_request),
+        )
         words_fd = self._session.regions.page_fd if attach.words and can_share(connection.sock) else -1
-        given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0)
+        memory_grant = Given(
+            None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0
+        )
         # Only the lease's owner on this host, as the only connection, may wait by the ring's word: native code answers
         # without a check.
         has_word = ring is not None and connection.guest is None and self._has_sync_word
-        body = self._reply_body(given, owns=attach.owns, has_word=has_word)
+        body = self._reply_body(memory_grant, owns=attach.owns, has_word=has_word)
         header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
         # Send the descriptors with the frame, in the order in which the options name them.
-        fds = [shared.fd for shared in (ring, arena) if shared is not None] + [words_fd] * given.words
+        fds = [shared.fd for shared in (ring, arena) if shared is not None] + [words_fd] * memory_grant.words
         try:
             # The socket has room, because nothing was sent on it since the peer read the last reply.
             sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)
@@ -752,14 +757,14 @@ class SessionServer:
     def _has_sync_word(self) -> bool:
         return self._max_connections == 1 and self._session.is_native
 
-    def _reply_body(self, given: Given, *, owns: bool, has_word: bool) -> bytes:
+    def _reply_body(self, memory_grant: Given, *, owns: bool, has_word: bool) -> bytes:
         """Return the body of ATTACH's reply, which is the same for most connections."""
-        key = (given, owns, has_word)
+        key = (memory_grant, owns, has_word)
         body = self._reply_bodies.get(key)
         if body is None:
             session = self._session
             card = session.compute_capability.to_bytes(2, "big") + session.cuda_version.to_bytes(4, "big")
-            options = (*given.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
+            options = (*memory_grant.to_options(), *_SERVED, Tlv(SessionOption.CARD, card))
             if has_word:
                 options += (Tlv(SessionOption.SYNC_WORD, b""),)
             if owns:
@@ -769,17 +774,17 @@ class SessionServer:
             body = self._reply_bodies[key] = build_body(replace(self._welcome, options=options))
         return body
 
-    def _arena_for(self, connection: AttachedConnection, wanted: Wanted) -> SessionArena | None:
+    def _arena_for(self, connection: AttachedConnection, memory_request: Wanted) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.
 
         Only one connection at a time may have it, because two clients would use the same bytes. A guest may not have
         it: the client that had the arena before still maps it, and may belong to another tenant.
         """
         is_taken = connection.guest is not None or any(other.has_arena for other in self._connections.values())
-        if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
+        if not memory_request.arena_bytes or is_taken or not can_share(connection.sock):
             return None
         try:
-            return self._session.arena.open(wanted.arena_bytes)
+            return self._session.arena.open(memory_request.arena_bytes)
         except OSError:
             return None
 
@@ -1156,10 +1161,10 @@ class SubmitServer:
             if self._guest is not None and not self._session.is_held_by(self._guest):
                 over = refusal_of(Status.DENIED)
                 raise FramingError(over.message, over.status)
-            heard = {fd for fd, _ in poll.poll(LOOK_MS)}
-            if self._channel.fileno() in heard:
+            ready_fds = {fd for fd, _ in poll.poll(LOOK_MS)}
+            if self._channel.fileno() in ready_fds:
                 self._hear()
-            if sock.fileno() in heard:
+            if sock.fileno() in ready_fds:
                 return
 
     def _hear(self) -> None:

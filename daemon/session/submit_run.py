@@ -160,11 +160,11 @@ def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: Driv
     """Raise Refused if a VALUE is a float where the image's PTX declares an integer or a pointer, or vice versa."""
     # The declared types of this kernel, or none if the text could not be parsed.
     declared = dict(zip(module.kernels, parameter_types(body.image, module.kernels), strict=True)).get(body.kernel, b"")
-    for index, (given, byte) in enumerate(zip(types, declared, strict=False)):
-        wanted = ParameterType(byte)
-        if given.clashes_with(wanted):
+    for index, (passed, byte) in enumerate(zip(types, declared, strict=False)):
+        declared_type = ParameterType(byte)
+        if passed.clashes_with(declared_type):
             raise launch_failed(
-                f"{body.kernel}: argument {index} is {given.text}, the kernel's parameter is {wanted.text}",
+                f"{body.kernel}: argument {index} is {passed.text}, the kernel's parameter is {declared_type.text}",
                 kernel=body.kernel,
                 hint="Give a float for a float, and an integer or bytes for an integer or a pointer.",
             )

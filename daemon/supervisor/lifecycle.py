@@ -29,14 +29,14 @@ from gpulease.protocol.settings_reader import declared
 from gpulease.protocol.time_units import NS_PER_US
 
 
-def settings_that_wait(now: Config, wanted: Config) -> list[str]:
+def settings_that_wait(now: Config, reloaded: Config) -> list[str]:
     """Return the names of the changed settings that apply at the next start only."""
     # [tenants] is reloaded. Leases and connections that exist keep what they were granted.
-    wanted = replace(wanted, limits=replace(wanted.limits, tenants=now.limits.tenants))
+    reloaded = replace(reloaded, limits=replace(reloaded.limits, tenants=now.limits.tenants))
     return [
         key
         for key, entry in declared(Config).items()
-        if not entry.setting.is_reloaded and getattr(now, entry.attribute) != getattr(wanted, entry.attribute)
+        if not entry.setting.is_reloaded and getattr(now, entry.attribute) != getattr(reloaded, entry.attribute)
     ]
 
 
@@ -77,8 +77,8 @@ class Reloader:
             now_usec = time.monotonic_ns() // NS_PER_US
             # Type=notify-reload matches the answer to the request by this time (sd_notify(3)).
             await self._notifier.tell_reliably("RELOADING=1", f"MONOTONIC_USEC={now_usec}")
-            said = await self._reload()
-            await self._notifier.tell_reliably("READY=1", status(said))
+            message = await self._reload()
+            await self._notifier.tell_reliably("READY=1", status(message))
 
     def _read(self) -> tuple[Config, bytes]:
         """Return the settings and the digest of the web page's token. Raises ConfigError."""
@@ -102,9 +102,9 @@ class Reloader:
         # Compared with the settings of the start, because those are still in effect.
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
-            said = f"settings reloaded; taking effect at the next start: {', '.join(waiting)}"
-            log_event(LogEvent.SETTINGS_READ, said, waiting=waiting)
-            return f"{said[0].upper()}{said[1:]}."
+            message = f"settings reloaded; taking effect at the next start: {', '.join(waiting)}"
+            log_event(LogEvent.SETTINGS_READ, message, waiting=waiting)
+            return f"{message[0].upper()}{message[1:]}."
         log_event(LogEvent.SETTINGS_READ)
         return "Settings reloaded."
 
@@ -118,10 +118,10 @@ class Supervised:
         given: The sockets that the service manager passed.
     """
 
-    def __init__(self, notifier: Notifier, watched_every_s: float | None, given: Sequence[GivenSocket]) -> None:
+    def __init__(self, notifier: Notifier, watched_every_s: float | None, sockets: Sequence[GivenSocket]) -> None:
         self._notifier = notifier
         self._watchdog = watchdog.Watchdog(notifier, watched_every_s)
-        self._given = given
+        self._given = sockets
 
     @classmethod
     def taken_from(cls, environment: MutableMapping[str, str], pid: int) -> "Supervised":
@@ -197,7 +197,7 @@ class Supervised:
         if not self._notifier.is_heard:
             return
         # Stored sockets that no setting names would keep clients waiting for ever.
-        for name in {given.name for given in service.stale}:
+        for name in {stale_socket.name for stale_socket in service.stale}:
             await self._drop_stored(name)
         for address, fd in service.bound:
             await self._store(address, fd)

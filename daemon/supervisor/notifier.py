@@ -75,8 +75,8 @@ class Notifier:
         except BlockingIOError:
             return False
         except OSError as error:
-            said = f"the service manager can no longer be notified of the daemon's state: {error.strerror}"
-            log_event(LogEvent.MANAGER_DEAF, said, reason=error.strerror)
+            message = f"the service manager can no longer be notified of the daemon's state: {error.strerror}"
+            log_event(LogEvent.MANAGER_DEAF, message, reason=error.strerror)
             self.close()
         return True
 
@@ -87,8 +87,8 @@ class Notifier:
             if self.tell(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)
-        said = f"the service manager accepts no notification: {assignments[0]} was not sent"
-        log_event(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
+        message = f"the service manager accepts no notification: {assignments[0]} was not sent"
+        log_event(LogEvent.MANAGER_DEAF, message, reason="it reads nothing")
 
     def tell_status(self, text: str) -> None:
         self.tell(status(text))

@@ -88,10 +88,10 @@ async def _serve(
     broker_channel.open(channel)
     server = server_of(app)
     feeding, serving = loop.create_task(feed.run(link)), loop.create_task(server.serve(sockets=listeners))
-    begun = loop.create_task(server.begun.wait())
+    begin_task = loop.create_task(server.begun.wait())
     # Ready once the server listens, unless something has ended before.
-    await _first_of(begun, feeding, serving, link.lost)
-    if begun.done():
+    await _first_of(begin_task, feeding, serving, link.lost)
+    if begin_task.done():
         send_message(channel, Ready().to_map())
     # From here on one end ends all: the broker starts another process.
     await _first_of(feeding, serving, link.lost)

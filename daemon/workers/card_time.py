@@ -394,8 +394,8 @@ class CardTimes:
                 held_ms=held_ms,
             )
         active = set(times)
-        for number, wanted in limits.items():
-            self._write_limits(members[number], wanted)
+        for number, session_limits in limits.items():
+            self._write_limits(members[number], session_limits)
         # For idle sessions only latency sessions matter. Write these limits at once to sessions that have just become
         # idle, and to all others before their limits lapse.
         idle = card.shares.idle_limits(now_ns)
@@ -409,27 +409,27 @@ class CardTimes:
         if card.words:
             self._send_words(card)
 
-    def _write_limits(self, member: _Member, wanted: TimeLimits) -> None:
+    def _write_limits(self, member: _Member, limits: TimeLimits) -> None:
         # Leave out words that the worker does not have yet.
-        if wanted.latency_mask:
-            mask = sum(1 << word for word in member.words) & wanted.latency_mask
-            wanted = wanted._replace(latency_mask=mask)
-        if wanted != member.limits:
-            member.worker.page.set_time_limits(wanted)
-            member.limits = wanted
+        if limits.latency_mask:
+            mask = sum(1 << word for word in member.words) & limits.latency_mask
+            limits = limits._replace(latency_mask=mask)
+        if limits != member.limits:
+            member.worker.page.set_time_limits(limits)
+            member.limits = limits
 
     # --- latency words ---
 
     def _update_words(self, card: _Card, permitted: set[str]) -> None:
         """Give each session of the latency class a word, and remove the words of ended sessions."""
-        wanted = {one for one, member in card.members.items() if member.is_latency and member.tenant in permitted}
-        for session in card.words.keys() - wanted:
+        spinning = {one for one, member in card.members.items() if member.is_latency and member.tenant in permitted}
+        for session in card.words.keys() - spinning:
             number, word = card.words.pop(session)
             word.close()
             for member in card.members.values():
                 member.words.pop(number, None)
         free = _free_numbers({number for number, _ in card.words.values()})
-        for session in [one for one in wanted if one not in card.words]:
+        for session in [one for one in spinning if one not in card.words]:
             # Without a free number or descriptor, the session is of the ordinary class for now.
             with contextlib.suppress(OSError, StopIteration):
                 number = next(free)

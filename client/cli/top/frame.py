@@ -199,15 +199,15 @@ def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
 
 def _bottom(view: View, scene: ScreenSamples, width: int) -> Line:
     begin = view.target[:CONFIRMING_DIGITS]
-    asked = {
+    questions = {
         Mode.FILTER: "Only tenants with this in their names, or ids that begin with it: ",
         Mode.EVERY: f"Seconds between readings, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
         Mode.REASON: f"Revoke {_of_target(view, scene)}. Reason for its tenant [{DEFAULT_REASON}]: ",
         Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, scene)}, whatever it is doing: ",
     }
     # A question replaces everything else in the last line.
-    if view.mode in asked:
-        return _typed_line(asked[view.mode], shown(view.typed) + "_", width)
+    if view.mode in questions:
+        return _typed_line(questions[view.mode], shown(view.typed) + "_", width)
     if view.mode == Mode.HELP:
         return _cut([("Any key goes back", Style.FAINT)], width)
     if view.notice:
@@ -215,12 +215,12 @@ def _bottom(view: View, scene: ScreenSamples, width: int) -> Line:
     return _cut([(HINTS, Style.FAINT)], width)
 
 
-def _typed_line(asked: str, typed: str, width: int) -> Line:
+def _typed_line(question: str, typed: str, width: int) -> Line:
     """Keep the typed text visible, at least its end, and as much of its prompt as there is room for."""
     # The end of what is typed matters most: that is where the cursor is.
     while width_of(typed) > max(1, width // 2):
         typed = typed[1:]
-    return _cut([(fit(asked, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)
+    return _cut([(fit(question, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)
 
 
 def _of_target(view: View, scene: ScreenSamples) -> str:

@@ -94,13 +94,13 @@ def visible(view: View, scene: ScreenSamples) -> list[LeaseLine]:
     lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
     pattern = view.pattern.casefold()
     # Both filters must fit; ids are in lower case, as the pattern is here.
-    wanted = [
+    matches = [
         line
         for line in lines
         if (pattern in (line.tenant or "").casefold() or line.lease_id.startswith(pattern))
         and (view.card is None or line.card == view.card)
     ]
-    ordered = arranged(wanted, view.sort, is_reversed=view.is_reversed)
+    ordered = arranged(matches, view.sort, is_reversed=view.is_reversed)
     return as_tree(ordered, lambda line: line.lease_id, lambda line: line.parent)
 
 

@@ -219,23 +219,23 @@ class AttachHandler:
         self._refuse(attempt.request, failure)
 
     def _hand_over(self, attempt: _Attempt) -> bool:
-        request, wanted = attempt.request, Wanted()
+        request, memory_request = attempt.request, Wanted()
         options = request.body.options if isinstance(request.body, Attach) else ()
         # A relay's socket looks like a local peer's, but shared memory would end at the relay.
         if not self._peer.is_relayed:
-            wanted = Wanted.from_options(options)
+            memory_request = Wanted.from_options(options)
 
         def pass_on(fd: int, rest: bytes) -> bool:
             # Everything that the worker needs to continue as if it had read the request itself.
             message = messages.AttachOrder(
                 request.request_id,
                 rest,
-                wanted.ring,
-                wanted.arena_bytes,
+                memory_request.ring,
+                memory_request.arena_bytes,
                 guest=attempt.guest,
                 owns=any(option.type == AttachOption.OWN_MEMORY for option in options),
                 client_pid=self._peer.pid,
-                words=wanted.words,
+                words=memory_request.words,
             )
             return self._runtime.workers.attach(attempt.number, fd, message)
 

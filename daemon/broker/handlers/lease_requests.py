@@ -239,9 +239,9 @@ class LeaseHandler:
         self._caller.answer(request, grant)
 
 
-def check_labels(wanted: Mapping[str, str], own: Mapping[str, str]) -> None:
+def check_labels(required: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raise Refused if the node lacks a label that a lease asks for."""
-    for key, value in wanted.items():
+    for key, value in required.items():
         if own.get(key) != value:
             has = f"it has {key}={own[key]}" if key in own else "it has no such label"
             hint = "Ask a directory of the fleet for nodes with that label, or leave it out."

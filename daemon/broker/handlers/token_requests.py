@@ -34,7 +34,7 @@ class TokenHandler:
         # Check what the peer may give away before the authority signs anything.
         permissions = self._issuable_permissions(body)
         authority, peer = self._service.authority(), self._peer.tenant
-        wanted = CapabilityRequest(
+        capability_request = CapabilityRequest(
             body.lease_id,
             permissions,
             # Without an audience the token is for the peer itself.
@@ -42,10 +42,13 @@ class TokenHandler:
             body.ttl_ms / 1000,
             body.nonce.to_bytes(NONCE_BYTES, "big") if body.nonce else b"",
         )
-        grant = refusing(lambda: authority.issue(wanted))
+        grant = refusing(lambda: authority.issue(capability_request))
         claims, lease = grant.claims, self._service.lease(body.lease_id)
         self._runtime.recorder.issued(
-            peer if lease is None else lease.tenant, peer, claims, self._service.name_of(wanted.audience, peer)
+            peer if lease is None else lease.tenant,
+            peer,
+            claims,
+            self._service.name_of(capability_request.audience, peer),
         )
         issued = messages.CapabilityGrant(
             grant.token, grant.public_key, claims.generation, _left_ms(claims), _expires_at_unix_s(claims)

@@ -91,14 +91,14 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
     """Show records, oldest first."""
     # A first pass finds the full id, so that a prefix of two leases is an error and not a mixture of their records.
-    wanted = None if lease is None else _lease_named(find_log(paths), lease.lower())
+    lease_id = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
     def is_wanted(record: AuditRecord) -> bool:
         # An operator's record has `by` and no tenant.
         people = (record.data.get("tenant"), record.data.get("by"))
         return (
             (not kinds or record.kind in kinds)
-            and (wanted is None or record.data.get("lease") == wanted)
+            and (lease_id is None or record.data.get("lease") == lease_id)
             and (tenant is None or tenant in people)
         )
 

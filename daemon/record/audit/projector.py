@@ -106,39 +106,39 @@ def _upgraded(fact: Fact) -> Particulars:
 
 def _move_done(fact: Fact) -> Particulars | None:
     """Record only a move by another than the tenant; the record of the move itself says everything else."""
-    asked = _asked(fact)
-    if asked.by in (fact.source.lease.tenant, THE_DAEMON):
+    request = _asked(fact)
+    if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
-    return {"action": "move", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
+    return {"action": "move", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
 
 
 def _park_done(fact: Fact) -> Particulars | None:
     """Record only a park by another than the tenant; the record of the park itself says everything else."""
-    asked = _asked(fact)
-    if asked.by in (fact.source.lease.tenant, THE_DAEMON):
+    request = _asked(fact)
+    if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
-    return {"action": "park", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
+    return {"action": "park", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
 
 
 def _free(fact: Fact) -> Particulars | None:
     """Record only a free by another than the tenant; the end of the lease records everything else."""
-    asked = _asked(fact)
+    request = _asked(fact)
     # A tenant that frees its own lease is the normal end: END says it.
-    if asked.by in (fact.source.lease.tenant, THE_DAEMON):
+    if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
-    return {"action": "free", "by": asked.by, "latency_us": _waited_us(fact)} | _request(asked)
+    return {"action": "free", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
 
 
 def _revoke(fact: Fact) -> Particulars:
-    asked, outcome = _asked(fact), fact.source.outcome.name.lower()
-    done = {"action": "revoke", "by": asked.by, "outcome": outcome, "latency_us": _waited_us(fact)}
-    return done | _request(asked)
+    request, outcome = _asked(fact), fact.source.outcome.name.lower()
+    done = {"action": "revoke", "by": request.by, "outcome": outcome, "latency_us": _waited_us(fact)}
+    return done | _request(request)
 
 
 def _clear_fences(fact: Fact) -> Particulars:
-    asked, cleared = _asked(fact), fact.source
-    done = {"action": "fence_clear", "by": asked.by, "count": cleared.count, "contexts": len(cleared.warm_ids)}
-    return done | _request(asked)
+    request, cleared = _asked(fact), fact.source
+    done = {"action": "fence_clear", "by": request.by, "count": cleared.count, "contexts": len(cleared.warm_ids)}
+    return done | _request(request)
 
 
 def _clear(fact: Fact) -> Particulars:
@@ -146,16 +146,16 @@ def _clear(fact: Fact) -> Particulars:
 
 
 def _drain(fact: Fact) -> Particulars:
-    asked = _asked(fact)
-    done = {"action": _operation(asked), "by": asked.by, "leases": fact.source.active_leases}
-    return done | _request(asked)
+    request = _asked(fact)
+    done = {"action": _operation(request), "by": request.by, "leases": fact.source.active_leases}
+    return done | _request(request)
 
 
 def _deny(fact: Fact) -> Particulars:
-    asked, denial = _asked(fact), fact.source.denial
+    request, denial = _asked(fact), fact.source.denial
     # The message may have a tenant's or a driver's words, so it is cleaned.
     why = {"reason": denial.reason.value, "message": clean_text(denial.message)}
-    return {"operation": _operation(asked), "tenant": asked.by} | _request(asked) | why
+    return {"operation": _operation(request), "tenant": request.by} | _request(request) | why
 
 
 def _begin_submit(fact: Fact) -> Particulars:
@@ -233,10 +233,10 @@ if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not No
 # --- particulars ---
 
 
-def _request(asked: Asked) -> Particulars:
+def _request(request: Asked) -> Particulars:
     """Return which lease a request concerns, and what it asks for."""
     # Texts and numbers of a tenant are cleaned and bounded before they are recorded.
-    match asked.request:
+    match request.request:
         case AcquireRequested(terms=terms, selector=selector):
             card = {} if selector is None else {"card": clean_text(selector)}
             name = {"name": terms.name} if terms.name else {}
@@ -277,8 +277,8 @@ def _asked(fact: Fact) -> Asked:
     return fact.asked or Asked(THE_DAEMON, fact.now_ns, None)
 
 
-def _operation(asked: Asked) -> str:
-    request = REQUESTS.get(type(asked.request))
+def _operation(tenant_request: Asked) -> str:
+    request = REQUESTS.get(type(tenant_request.request))
     return "" if request is None else request.operation
 
 

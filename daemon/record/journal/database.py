@@ -172,10 +172,10 @@ def _unusable(folder: Path, error: OSError) -> JournalBroken:
         return JournalBroken(
             f"the folder {folder.parent} of the state folder {folder} does not exist", _MAKE_IT, os.EX_CONFIG
         )
-    said = f"the state folder {folder} can't be used: {error.strerror}"
+    message = f"the state folder {folder} can't be used: {error.strerror}"
     if error.errno in _MISTAKES:
-        return JournalBroken(said, "Name another, or let the daemon's user in.", os.EX_CONFIG)
-    return JournalBroken(said, "Look after the disk, or name another.", os.EX_IOERR)
+        return JournalBroken(message, "Name another, or let the daemon's user in.", os.EX_CONFIG)
+    return JournalBroken(message, "Look after the disk, or name another.", os.EX_IOERR)
 
 
 APPLICATION_ID: Final = 0x67704C4A
@@ -387,12 +387,12 @@ def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:
         uri=True,
     )
     try:
-        for name, wanted, answer in (*_PRAGMAS, ("synchronous", synchronous, _SYNCHRONOUS[synchronous])):
+        for name, value, answer in (*_PRAGMAS, ("synchronous", synchronous, _SYNCHRONOUS[synchronous])):
             # SQLite ignores a pragma that it does not know or can't obey, so each is read back.
-            connection.execute(f"PRAGMA {name}={wanted}")
+            connection.execute(f"PRAGMA {name}={value}")
             ((got,),) = connection.execute(f"PRAGMA {name}")
             if got != answer:
-                raise OSError(f"SQLite sets {name} to {got}, not {wanted}")
+                raise OSError(f"SQLite sets {name} to {got}, not {value}")
     except BaseException:
         connection.close()
         raise
@@ -463,9 +463,9 @@ def _make_tables(connection: sqlite3.Connection, boot: str) -> _State:
 def _check_rows(connection: sqlite3.Connection, state: _State, take: TakeRow) -> None:
     # Two checks: SQLite's own, of the pages, and the sum of all rows' digests, which shows rows that were changed by
     # hand.
-    ((said,),) = connection.execute("PRAGMA quick_check(1)")
-    if said != "ok":
-        raise ValueError(f"SQLite finds it damaged: {said}")
+    ((verdict,),) = connection.execute("PRAGMA quick_check(1)")
+    if verdict != "ok":
+        raise ValueError(f"SQLite finds it damaged: {verdict}")
     total = 0
     for kind, key, value in connection.execute("SELECT kind, key, value FROM entry ORDER BY kind, key"):
         try:
@@ -487,9 +487,9 @@ def _broken(path: Path, error: Exception) -> JournalBroken:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if not isinstance(error, OSError) and code not in _OF_THE_DISK:
         return not_whole(path, str(error))
-    said = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     return JournalBroken(
-        f"the journal {path} can't be opened: {said}",
+        f"the journal {path} can't be opened: {reason}",
         "Look after the disk, its free space and the file's owner, then start again; nothing was changed.",
         os.EX_IOERR,
     )

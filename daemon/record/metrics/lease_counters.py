@@ -151,10 +151,10 @@ class LeaseCounters:
     def _count(self, family: MetricFamily, fact: Fact) -> None:
         """Add 1 to the series of the fact, if it has the family's labels."""
         if family.labels == families.DENIED:
-            asked = None if fact.asked is None else REQUESTS.get(type(fact.asked.request))
+            request = None if fact.asked is None else REQUESTS.get(type(fact.asked.request))
             # A denial of the daemon's own request is not counted: the label is a peer's operation.
-            if asked is not None:
-                self.refused(asked.opcode.name.lower(), fact.source.denial.reason.value)
+            if request is not None:
+                self.refused(request.opcode.name.lower(), fact.source.denial.reason.value)
         elif family.labels == families.CARD:
             # A fact about the pool names its card itself.
             card = fact.card if fact.lease is None else fact.lease.card_uuid
