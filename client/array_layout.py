@@ -87,14 +87,14 @@ class ArrayLayout:
         """The layout of a part, by numpy's basic indexing: integers, slices, `...` and None. Raises InvalidRequest."""
         shape: list[int] = []
         strides: list[int] = []
-        offset, left = self.offset, iter(zip(self.shape, self.strides, strict=True))
+        offset, remaining = self.offset, iter(zip(self.shape, self.strides, strict=True))
         # None adds a dimension, a slice keeps one, an integer removes one.
         for number, one in enumerate(_full_key(key, self.shape)):
             if one is None:
                 shape.append(1)
                 strides.append(0)
                 continue
-            length, stride = next(left)
+            length, stride = next(remaining)
             if isinstance(one, slice):
                 start, step, count = _range_of(one, length, number)
                 shape.append(count)

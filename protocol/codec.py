@@ -86,9 +86,9 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     except c.ConstructError as error:
         raise BodyError(f"{kind.__name__} is malformed: {_reason(error)}") from None
     # Bytes after the body are an error, so that no sender can rely on a receiver that skips them.
-    left = len(data) - stream.tell()
-    if left:
-        raise BodyError(f"{kind.__name__} is followed by {left} bytes that belong to nothing")
+    rest_bytes = len(data) - stream.tell()
+    if rest_bytes:
+        raise BodyError(f"{kind.__name__} is followed by {rest_bytes} bytes that belong to nothing")
     return body  # type: ignore[no-any-return]
 
 

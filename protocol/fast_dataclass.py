@@ -72,11 +72,11 @@ else:
             check,
             "return new",
         ]
-        known = {"_new": object.__new__, "_twin": _twin_of(cls), "_cls": cls, "_names": frozenset(names)}
-        known["_set_class"] = object.__dict__["__class__"].__set__
-        exec("def copy(old, changes):\n " + "\n ".join(lines), known)
-        made: Callable[[Any, dict[str, Any]], Any] = known["copy"]
-        return made
+        namespace = {"_new": object.__new__, "_twin": _twin_of(cls), "_cls": cls, "_names": frozenset(names)}
+        namespace["_set_class"] = object.__dict__["__class__"].__set__
+        exec("def copy(old, changes):\n " + "\n ".join(lines), namespace)
+        copier: Callable[[Any, dict[str, Any]], Any] = namespace["copy"]
+        return copier
 
     def _finished(cls: C, *, frozen: bool, eq: bool) -> C:
         class_fields = fields(cls)
@@ -142,10 +142,10 @@ else:
             lines.append("self.__post_init__()")
         # The only compilation for this class. The source consists of field names, which are identifiers.
         exec(f"def __init__({', '.join(parameters)}):\n " + "\n ".join(lines or ["pass"]), names)
-        made: Callable[..., None] = names["__init__"]
-        made.__qualname__ = f"{cls.__qualname__}.__init__"
-        made.__annotations__ = {item.name: item.type for item in class_fields} | {"return": None}
-        return made
+        constructor: Callable[..., None] = names["__init__"]
+        constructor.__qualname__ = f"{cls.__qualname__}.__init__"
+        constructor.__annotations__ = {item.name: item.type for item in class_fields} | {"return": None}
+        return constructor
 
     def _twin_of(cls: type) -> type:
         """Return a class with the instance layout of `cls`, but with instances that accept assignment."""

@@ -5,19 +5,19 @@ could display a line in another order.
 """
 
 
-def printable(text: str, *, kept: str = "", instead: str | None = None) -> str:
+def printable(text: str, *, allowed: str = "", instead: str | None = None) -> str:
     """Return text with every character replaced that `str.isprintable` refuses.
 
     Args:
         text: Any text; lone surrogates are replaced, too.
-        kept: Characters that stay unchanged.
+        allowed: Characters that stay unchanged.
         instead: The replacement of each other character; None for its escape.
     """
     # Return early, because nearly every text is printable: this test runs in C, the replacement below in Python.
     if text.isprintable():
         return text
     return "".join(
-        mark if mark.isprintable() or mark in kept else escape(mark) if instead is None else instead for mark in text
+        mark if mark.isprintable() or mark in allowed else escape(mark) if instead is None else instead for mark in text
     )
 
 

@@ -124,9 +124,9 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
     # Step 1: recognise the usual headers by one look-up. Only the length and ids remain, and any of these is valid.
-    known = _PLAIN_HEADS.get(head)
-    if known is not None and not status and not reserved:
-        return *known, 0, length, request_id, session_id
+    cached = _PLAIN_HEADS.get(head)
+    if cached is not None and not status and not reserved:
+        return *cached, 0, length, request_id, session_id
     # Step 2: the header is unusual or wrong. Check the magic first, because without it nothing else has a meaning.
     if head >> 32 != _HEAD_BASE >> 32:
         raise FramingError("the stream does not start with GPLS: the peer speaks another protocol")

@@ -74,12 +74,14 @@ def headers_of(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
     return headers
 
 
-def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: bool = False) -> tuple[int, str] | None:
+def refusal(
+    headers: Headers, known_hosts: KnownHosts, *, is_act: bool, is_linked: bool = False
+) -> tuple[int, str] | None:
     """Return the status and the sentence that refuse a request; None if it may continue.
 
     Args:
         headers: The request's headers.
-        known: The names of the server.
+        known_hosts: The names of the server.
         is_act: Whether the request changes something.
         is_linked: Whether a link on a foreign page may lead here.
     """
@@ -88,8 +90,8 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
     if len(hosts) != 1:
         return 400, "There must be one Host header."
     # Check the name first: after DNS rebinding all other headers look like those of a genuine request.
-    if known.own is not None and host_of(hosts[0]) not in known.own | known.named:
-        return MISDIRECTED, f"This server is not asked by that name: see {known.setting}."
+    if known_hosts.own is not None and host_of(hosts[0]) not in known_hosts.own | known_hosts.named:
+        return MISDIRECTED, f"This server is not asked by that name: see {known_hosts.setting}."
     # The name is known or need not be. The rest of the header must still be safe in a URL.
     if not _is_host(hosts[0]):
         return 400, "The Host header must be a host and a port."
@@ -98,10 +100,10 @@ def refusal(headers: Headers, known: KnownHosts, *, is_act: bool, is_linked: boo
         return 400, "There must be Content-Length or Transfer-Encoding, and not both."
     # If the operator admits the page, its browser checks the rest (Fetch Standard, CORS protocol).
     origins = headers.get(b"origin", [])
-    if len(origins) == 1 and known.origins & {b"*", origins[0]}:
+    if len(origins) == 1 and known_hosts.origins & {b"*", origins[0]}:
         return None
     # For a request that changes something, require that this server's own page, or a program, sent it.
-    if is_act and not _is_own_page(headers, hosts[0], known.named):
+    if is_act and not _is_own_page(headers, hosts[0], known_hosts.named):
         return 403, "The request does not come from this server's own page."
     # Refuse reading to foreign pages only where no link may lead here: for a link, a browser sends the same header.
     if headers.get(b"sec-fetch-site", [b"none"])[0] in _FOREIGN and not is_linked:

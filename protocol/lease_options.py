@@ -171,9 +171,9 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
         try:
             return self.kind(number)
         except ValueError:
-            known = ", ".join(f"{member.value} ({member.name.lower()})" for member in self.kind)
+            choices = ", ".join(f"{member.value} ({member.name.lower()})" for member in self.kind)
             message = f"{self.noun} {number} is not known here"
-            raise Refused(Failure(Status.UNSUPPORTED, message, hint=f"Use {known}.")) from None
+            raise Refused(Failure(Status.UNSUPPORTED, message, hint=f"Use {choices}.")) from None
 
 
 class FlagOption(LeaseOption[bool, bool]):
@@ -514,11 +514,11 @@ def _mistakes() -> Iterator[str]:
     # one tag would each read the other's value.
     if len({option.tag for option in OPTIONS}) < len(OPTIONS):
         yield "each option must have a tag of its own"
-    kept = list(KEPT_OPTIONS.values())
+    kept_tags = list(KEPT_OPTIONS.values())
     for option in OPTIONS:
         where = f"option 0x{option.tag:04x}"
         # An option is either stored in the lease or only for the acquire.
-        if kept.count(option) != (option.before is not JournalRow.NEVER):
+        if kept_tags.count(option) != (option.before is not JournalRow.NEVER):
             yield f"{where} must be in one field of LeaseOptions, or have before=Row.NEVER"
         # `in_submits` makes sense only for an option that a worker obeys.
         if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):

@@ -399,14 +399,14 @@ class RingReader:
         self.advance(0, 0)
         return True
 
-    def advance(self, size: int, left: int) -> None:
-        """Count `size` bytes as taken, and wake a waiting writer if the `left` bytes fill at most half the ring."""
+    def advance(self, size: int, unread_bytes: int) -> None:
+        """Count `size` bytes as taken, and wake a waiting writer if `unread_bytes` are at most half the ring."""
         words = self._words
         # Publish the counter, then the barrier, then look whether the writer sleeps: the order of `doze`, reversed.
         words[_HEAD] = self.head = self.head + size
         self._barrier.acquire(False)
         self._barrier.release()
-        if words[_WRITER_SLEEPS] and left * 2 <= self._capacity:
+        if words[_WRITER_SLEEPS] and unread_bytes * 2 <= self._capacity:
             # Clear the word before the wake: the writer may set it again.
             words[_WRITER_SLEEPS] = 0  # before the wake: the reader may set the word again
             with suppress(OSError):

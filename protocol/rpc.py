@@ -199,8 +199,8 @@ class CallError:
         except c.ConstructError:
             return None
         # A code of a later server is INTERNAL: the caller learns that the call failed, and the text says why.
-        known = error.code in CallErrorCode._value2member_map_
-        code = CallErrorCode(error.code) if known else CallErrorCode.INTERNAL
+        is_known = error.code in CallErrorCode._value2member_map_
+        code = CallErrorCode(error.code) if is_known else CallErrorCode.INTERNAL
         return cls(code, error.text[:MAX_ERROR_TEXT_BYTES].decode(errors="replace"), error.retry_after_ms)
 
 

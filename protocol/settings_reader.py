@@ -262,16 +262,16 @@ def _declared(kind: Any) -> Mapping[str, Declared]:
             continue
         # The default, made now if it is made by a call; MISSING means that a file must give it.
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        made = Declared(settings[0].key or item.name, item.name, _without_none(inner), default, settings[0])
+        entry = Declared(settings[0].key or item.name, item.name, _without_none(inner), default, settings[0])
         # Everything that a declaration lacks is found when it is first read, so a test of each class finds all of it.
-        is_known = made.kind in (bool, int, float, str) or made.table is not None
-        if not (is_known or made.setting.read or (isinstance(made.kind, type) and issubclass(made.kind, Enum))):
-            raise TypeError(f"{kind.__name__}.{item.name} needs a read function: its type is {made.kind}")
-        if made.setting.read is not None and made.table is None and not made.setting.what:
+        is_known = entry.kind in (bool, int, float, str) or entry.table is not None
+        if not (is_known or entry.setting.read or (isinstance(entry.kind, type) and issubclass(entry.kind, Enum))):
+            raise TypeError(f"{kind.__name__}.{item.name} needs a read function: its type is {entry.kind}")
+        if entry.setting.read is not None and entry.table is None and not entry.setting.what:
             raise TypeError(f"{kind.__name__}.{item.name} must say what its value is, because it has a read function")
-        if not made.setting.does or made.key in settings_by_key:
+        if not entry.setting.does or entry.key in settings_by_key:
             raise TypeError(f"{kind.__name__}.{item.name} must say what it does, and have a key of its own")
-        settings_by_key[made.key] = made
+        settings_by_key[entry.key] = entry
     return types.MappingProxyType(settings_by_key)
 
 
@@ -344,9 +344,9 @@ def any_of(texts: Iterable[str]) -> str:
 
 def read_choice(kind: type[Choice], value: Any, without: Iterable[Choice] = ()) -> Choice:
     """Return the member of that value, but none of `without`. Raises BadSetting."""
-    known = [choice.value for choice in kind if choice not in without]
-    if value not in known:
-        raise must_be(any_of(known), value, did_you_mean(value, known, ""))
+    values = [choice.value for choice in kind if choice not in without]
+    if value not in values:
+        raise must_be(any_of(values), value, did_you_mean(value, values, ""))
     return kind(value)
 
 

@@ -49,13 +49,14 @@ async def drive(procedure: Procedure[T]) -> T:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
 
 
-async def drive_owing(owed: OwedGrant, procedure: Procedure[T], made: Callable[[T], R]) -> R:
-    """Drive a procedure and return what `made` makes of its result; a thread settles what an interrupted call owes.
+async def drive_owing(owed: OwedGrant, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
+    """Drive a procedure and return what `make_result` makes of its result.
 
-    A thread, because the event loop may be ending. What is owed has a connection of its own, which the loop has left.
+    A thread settles what an interrupted call owes: not a task, because the event loop may be ending. What is owed has
+    a connection of its own, which the loop has left.
     """
     try:
-        result = made(await drive(procedure))
+        result = make_result(await drive(procedure))
         owed.is_settled = True
         return result
     except GpuLeaseError:
@@ -118,22 +119,22 @@ async def undisturbed(
             task.
     """
     # The result goes through a list, which survives the cancellation of either task.
-    made: list[T] = []
-    task = _kept(_noted(work, made))
+    results: list[T] = []
+    task = _kept(_noted(work, results))
     try:
         # shield(): cancelling the caller ends the wait, but not the task.
         await asyncio.shield(task)
-        return made.pop()
+        return results.pop()
     # The caller is gone. Whatever the task makes must be given back, or dropped with the task.
     except asyncio.CancelledError:
-        _abandon(task, None if give_back is None else _given_back(task, made, give_back), lock)
+        _abandon(task, None if give_back is None else _given_back(task, results, give_back), lock)
         raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
         # The task refers to the error, and its traceback to this frame: a cycle, and a dropped lease would wait
         # for the garbage collector.
-        del task, made
+        del task, results
 
 
 def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
@@ -143,9 +144,9 @@ def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
-async def _noted(work: Coroutine[Any, Any, T], made: list[T]) -> None:
+async def _noted(work: Coroutine[Any, Any, T], results: list[T]) -> None:
     # A task that is cancelled after its last wait loses its result; the list keeps it.
-    made.append(await work)
+    results.append(await work)
 
 
 def _abandon(
@@ -153,21 +154,21 @@ def _abandon(
 ) -> None:
     # A function of its own, so that the frame that raises refers to no task, and so to no result that should be
     # dropped.
-    left = task if giving_back is None else _kept(giving_back)
+    clean_up = task if giving_back is None else _kept(giving_back)
     if lock is not None:
-        lock.abandon(left)
+        lock.abandon(clean_up)
 
 
 async def _given_back(
-    making: "asyncio.Task[None]", made: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
+    making: "asyncio.Task[None]", results: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
 ) -> None:
     while not making.done():
         # When the loop closes it cancels both tasks: the one that makes the result then ends by itself.
         with suppress(asyncio.CancelledError):
             await asyncio.wait((making,))
     # The operation finished after its caller had gone.
-    if made:
-        await give_back(made.pop())
+    if results:
+        await give_back(results.pop())
 
 
 def _end_undisturbed(task: "asyncio.Task[Any]") -> None:

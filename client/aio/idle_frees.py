@@ -12,13 +12,13 @@ def look_after(session: SessionCore) -> None:
 
     Runs in the session's event loop.
     """
-    loop, known = asyncio.get_running_loop(), weakref.ref(session)
+    loop, session_ref = asyncio.get_running_loop(), weakref.ref(session)
     look = IdleLook(weakref.proxy(session.operations))
 
     # Weak references only: a timer must not keep the session alive.
     def now() -> None:
         # The session was dropped, or has ended: the timer is not set again.
-        session = known()
+        session = session_ref()
         if session is None or look.is_over:
             return
         # A task that holds the lock is sending a request, which frees the dropped objects itself.

@@ -64,18 +64,18 @@ class Kernel:
         if ready.is_empty:
             return NOTHING_LAUNCHED
         # Each compiled variant is loaded into the session once.
-        made = ready.compiled
-        module = self._modules.get(made)
+        compiled = ready.compiled
+        module = self._modules.get(compiled)
         if module is None:
             # As in the blocking API: all variants are dropped at once beyond the limit.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
-            module = self._modules[made] = await self._session.module_load(
-                checked_version(made.image, self._session.cuda_version)
+            module = self._modules[compiled] = await self._session.module_load(
+                checked_version(compiled.image, self._session.cuda_version)
             )
         # A stream in the brackets, as numba allows, counts only if the call names none.
         put = (stream or ready.stream, regions, position)
-        return await self._session.launch(*ready.on(module), *put, cooperative=made.is_cooperative)
+        return await self._session.launch(*ready.on(module), *put, cooperative=compiled.is_cooperative)
 
 
 class KernelInPlace:

@@ -18,7 +18,7 @@ KEPT: Final = ((), ("journal",), ("audit",), ("journal", "audit"), ("journal", "
 
 def measure_core(leases: int) -> dict[str, dict[str, float]]:
     """Measure the core once for each set of KEPT; returns the figures by the set's name. Raises MissingPrerequisite."""
-    return {" + ".join(kept) or "nothing kept": core_figures(leases, kept) for kept in KEPT}
+    return {" + ".join(kinds) or "nothing kept": core_figures(leases, kinds) for kinds in KEPT}
 
 
 def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
@@ -30,10 +30,10 @@ def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
     )
 
 
-def core_figures(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
+def core_figures(leases: int, kinds: tuple[str, ...]) -> dict[str, float]:
     """Measure one run, in a process of its own. Raises MissingPrerequisite."""
     # A process of its own: the client imports nothing of the daemon.
-    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table", str(leases), *kept]
+    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table", str(leases), *kinds]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     try:
         # The figures are the last line; a log may come before them.

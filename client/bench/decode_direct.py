@@ -153,13 +153,13 @@ class DirectSession:
     @contextmanager
     def captured(self, stream: Any) -> Iterator[list[Any]]:
         """Capture what the block puts into a stream; after the block, the list contains the executable graph."""
-        made: list[Any] = []
+        graphs: list[Any] = []
         # Launches and copies of the block go into this stream, and so into the graph.
         self.stream = stream
         mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.call("cuStreamBeginCapture", stream, mode)
-        yield made
-        made.append(self.call("cuGraphInstantiate", self.call("cuStreamEndCapture", stream), 0))
+        yield graphs
+        graphs.append(self.call("cuGraphInstantiate", self.call("cuStreamEndCapture", stream), 0))
 
     def pinned(self, count: int, dtype: Any) -> "np.typing.NDArray[Any]":
         """An array in pinned host memory, which the driver can copy to and from while the host continues."""
@@ -214,13 +214,13 @@ class DirectEngine:
         for parity, stream in enumerate(self._streams):
             rows_address, results_address = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
             for bucket in self._buckets:
-                with session.captured(stream) as made:
+                with session.captured(stream) as graphs:
                     session.call("cuMemcpyHtoDAsync", forward.rows.handle, rows_address, bucket * ROW.itemsize, stream)
                     await forward.launch(bucket)
                     session.call(
                         "cuMemcpyDtoHAsync", results_address, forward.results.handle, bucket * RESULT.itemsize, stream
                     )
-                self._graphs[bucket, parity] = made[0]
+                self._graphs[bucket, parity] = graphs[0]
 
     async def start(self, rows: Rows, pools: Iterable[Any] = ()) -> int:
         """Start a step after those in progress; do not wait for it. `buckets` must contain the number of rows."""

@@ -71,21 +71,21 @@ def prompt_of(words: int, seed: int) -> str:
 
 def figures_of(outcomes: Iterable[RequestOutcome]) -> dict[str, Any]:
     """The figures of some requests; times in milliseconds, None without a sample."""
-    known = list(outcomes)
+    finished = list(outcomes)
     # Only complete replies count as goodput; the others' times still count.
-    whole = [one for one in known if not one.error]
-    spent_s = max((one.ended_at for one in known), default=0.0) - min((one.sent_at for one in known), default=0.0)
+    whole = [one for one in finished if not one.error]
+    spent_s = max((one.ended_at for one in finished), default=0.0) - min((one.sent_at for one in finished), default=0.0)
     # The first token from the request on; then the gaps between two tokens.
-    first = [one.token_times[0] - one.sent_at for one in known if one.token_times]
-    gaps = [b - a for one in known for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
+    first = [one.token_times[0] - one.sent_at for one in finished if one.token_times]
+    gaps = [b - a for one in finished for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
     tokens = sum(len(one.token_times) for one in whole)
     return {
-        "requests": len(known),
+        "requests": len(finished),
         "whole": len(whole),
         "goodput_tokens_s": round(tokens / spent_s, 1) if spent_s > 0 else 0.0,
         **_percentiles("first_token", first),
         **_percentiles("inter_token", gaps),
-        "errors": dict(Counter(one.error for one in known if one.error).most_common()),
+        "errors": dict(Counter(one.error for one in finished if one.error).most_common()),
     }
 
 

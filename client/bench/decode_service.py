@@ -122,7 +122,7 @@ class _Service:
     @contextlib.asynccontextmanager
     async def load(self, tenants: Sequence[str], each: int, length: int, tokens: int) -> AsyncIterator[Counter[str]]:
         """Keep `each` requests per tenant live, drawn from a few; yields counts, including outputs that differ."""
-        known: dict[tuple[str, int], list[int]] = {}
+        outputs: dict[tuple[str, int], list[int]] = {}
         counts: Counter[str] = Counter(outputs=0, wrong_outputs=0)
 
         async def repeat(tenant: str, number: int) -> None:
@@ -130,7 +130,7 @@ class _Service:
                 output_tokens = await self.output(tenant, number, length, tokens)
                 counts["outputs"] += 1
                 # The same request must give the same output each time, whatever was revoked meanwhile.
-                counts["wrong_outputs"] += known.setdefault((tenant, number), output_tokens) != output_tokens
+                counts["wrong_outputs"] += outputs.setdefault((tenant, number), output_tokens) != output_tokens
 
         tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(each)]
         try:

@@ -139,14 +139,14 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
         deadline = time.monotonic() + lease.remaining_s
         with GpuSession(lease) as session:
             # Something that holds the card until the lease's end takes it away.
-            kept = _spin(session)
+            spinning = _spin(session)
             try:
                 session.sync()
             except LeaseExpired:
                 errors_ms.append((time.monotonic() - deadline) * 1e3)
             else:
                 raise RuntimeError("a kernel that never ends has ended")
-            del kept
+            del spinning
         # The daemon's own figure: from its deadline to the proof.
         free_ms.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
     return _end_figures("expiry", errors_ms, free_ms)
@@ -161,7 +161,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
     for _ in range(count):
         lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(REVOKED_LEASE_S).acquire()
         with GpuSession(lease) as session:
-            kept = _spin(session)
+            spinning = _spin(session)
             refused_at: list[float] = []
             # A thread waits for the error, because this one waits for the reply to the revoke.
             waiting = threading.Thread(target=_wait_until_revoked, args=(session, refused_at), daemon=True)
@@ -175,7 +175,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
             if not refused_at:
                 raise RuntimeError("a tenant did not learn that its lease is revoked")
             errors_ms.append((refused_at[0] - started) * 1e3)
-            del kept
+            del spinning
     return _end_figures("revoke", errors_ms, free_ms)
 
 

@@ -439,7 +439,7 @@ def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
         for thread in threads:
             thread.join()
         say("every byte must be back")
-        left = _end_everything(address, counts)
+        leftovers = _end_everything(address, counts)
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
         unaccounted = sum(int(card[name]) for card in cards for name in ("held_bytes", "fenced_bytes"))
         unaccounted += int(cards[0]["park_host_bytes"])
@@ -450,7 +450,7 @@ def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
         "did": dict(sorted(counts.did.items())),
         "wrong": counts.wrong,
         "surprises": counts.surprises,
-        "leases_left": left,
+        "leases_left": leftovers,
         "unaccounted_bytes": unaccounted,
         "granted": len(ends),
         "ends_per_lease": sorted(set(ends.values())),
@@ -472,9 +472,9 @@ def _small_daemon(driver: str, say: Say) -> Iterator[tuple[PrivateDaemon, str, s
         driver = first_card(daemon.address)["driver"]
         size_bytes = slice_bytes(driver)
         with GpuBuilder(daemon.address).min_vram(size_bytes).parkable().acquire():
-            held = cards_of(ask(Opcode.GET_INVENTORY, Empty(), daemon.address))
-            over_bytes = sum(int(card["held_bytes"]) for card in held) - size_bytes
-    cards = CPU_CARDS if driver == "cpu" else len(held)
+            card_list = cards_of(ask(Opcode.GET_INVENTORY, Empty(), daemon.address))
+            over_bytes = sum(int(card["held_bytes"]) for card in card_list) - size_bytes
+    cards = CPU_CARDS if driver == "cpu" else len(card_list)
     vram_bytes = TENANTS * over_bytes + max(1, HELD // cards) * size_bytes + size_bytes // 2
     with contextlib.ExitStack() as stack:
         # Host memory for most of the tenants, so that the host is full at times.

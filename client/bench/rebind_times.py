@@ -87,14 +87,14 @@ async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: i
     used = list(range(-(-prompt // PAGE)))
     await _compute(engine, old, prompt)
     # What the first region holds is the reference for both ways.
-    kept = await engine.save_pool(old, used)
+    saved = await engine.save_pool(old, used)
     replay_ms = await _median_ms(rounds, lambda: _compute(engine, new, prompt))
     # Both ways must give the same bits, or their times must not be compared.
-    if not np.array_equal(await engine.save_pool(new, used), kept):
+    if not np.array_equal(await engine.save_pool(new, used), saved):
         raise AssertionError("what was computed again has other bits")
     out_ms = await _median_ms(rounds, lambda: engine.save_pool(old, used))
-    in_ms = await _median_ms(rounds, lambda: engine.load_pool(new, used, kept))
-    return RebindTimes(prompt, replay_ms, out_ms, in_ms, kept.nbytes)
+    in_ms = await _median_ms(rounds, lambda: engine.load_pool(new, used, saved))
+    return RebindTimes(prompt, replay_ms, out_ms, in_ms, saved.nbytes)
 
 
 async def _compute(engine: DecodeEngine, pool: BlockPool, prompt: int) -> None:

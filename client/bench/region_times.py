@@ -126,8 +126,8 @@ class _Bench:
 
     def neighbour(self, samples: int) -> Figures:
         """Time launches in one region, quiet and while others are opened and revoked."""
-        kept = self._open()
-        names = self._session.region_set([kept])
+        kept_region = self._open()
+        names = self._session.region_set([kept_region])
 
         def step() -> None:
             self._launch(names)
@@ -150,8 +150,8 @@ class _Bench:
         finally:
             is_over.set()
             churning.join()
-        kept.free()
-        kept.close()
+        kept_region.free()
+        kept_region.close()
         return _quantiles("step_quiet_us", quiet_us) | _quantiles("step_beside_revocations_us", beside_us)
 
     def _open(self) -> Region:

@@ -42,8 +42,8 @@ class _LastingRequest(LeaseRequest):
         """Acquire the lease and use it; it is freed if that fails. Raises what `GpuBuilder.acquire` raises."""
         # This command ends at once, and with it the lease's only connection.
         self.orphan_secs(0)
-        owed = engine.owed_lease()
-        drive_owing(owed, engine.acquire(self._where(), self._request(), threading.RLock(), owed), use)
+        acquisition = engine.owed_lease()
+        drive_owing(acquisition, engine.acquire(self._where(), self._request(), threading.RLock(), acquisition), use)
 
 
 @click.command()

@@ -64,8 +64,8 @@ def card_uuid_of(named: str, option: str) -> str:
     for card in cards:
         if named in (card["uuid"], str(card["index"])):
             return str(card["uuid"])
-    known = ", ".join(str(card["index"]) for card in cards)
-    raise click.UsageError(f"{option} must be the UUID or index of a card of this node ({known}), not {named!r}")
+    indexes = ", ".join(str(card["index"]) for card in cards)
+    raise click.UsageError(f"{option} must be the UUID or index of a card of this node ({indexes}), not {named!r}")
 
 
 def _size_of(lease: Report) -> int:
@@ -87,10 +87,10 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
         except ENDED:
             return outcome | {"outcome": "ended"}
         except Busy as error:
-            left = _not_moved(number, uuid, error)
-            if left["outcome"] == "stays" and retries.pause():
+            problem = _not_moved(number, uuid, error)
+            if problem["outcome"] == "stays" and retries.pause():
                 continue
-            return outcome | left
+            return outcome | problem
         except (Unsupported, CapacityExceeded, Denied, Drained, InvalidRequest) as error:
             return outcome | _not_moved(number, uuid, error)
         report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}

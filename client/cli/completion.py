@@ -20,5 +20,5 @@ def completion(shell: str) -> None:
         raise click.UsageError(f"this version of click has no completion for {shell}")
     root = click.get_current_context().find_root().command
     # Fill in the template here: click's own method would start the shell to learn its version.
-    made = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")
-    click.echo(made.source_template % made.source_vars())
+    script = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")
+    click.echo(script.source_template % script.source_vars())

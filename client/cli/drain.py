@@ -170,5 +170,5 @@ def drain_text(node: str, status: DrainStatus) -> str:
         return f"{node} is not drained: it grants leases."
     if not status.leases:
         return f"{node} grants no more leases, and none is left."
-    left = counted(status.leases, "lease is", "leases are")
-    return f"{node} grants no more leases. {left} left, to end within {seconds_text(status.left_ms / 1000)}."
+    lease_count = counted(status.leases, "lease is", "leases are")
+    return f"{node} grants no more leases. {lease_count} left, to end within {seconds_text(status.left_ms / 1000)}."

@@ -97,8 +97,8 @@ def _taken_by_others(card: Report) -> str:
     """Describe memory of the card that others have taken since the daemon measured it; "" if there is none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
     # Only what is there: older daemons report neither.
-    held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
-    return f"GPU {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
+    shares = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
+    return f"GPU {card['index']}: taken since the daemon began: {' and '.join(shares)}." if shares else ""
 
 
 def _fenced(card: Report) -> str:
@@ -149,9 +149,12 @@ def leases(tenant: str | None, as_json: bool) -> None:
         click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))
         click.echo(wrapped_text("`gpulease upgrade-workers` gives them workers of this version.", output_width()))
     # The holders of buffers, for sessions that several programs use.
-    if held := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
+    if holders_by_lease := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
         click.echo(
-            "\n" + fitted(["lease", "buffers are held by"], held, output_width(), texts=("lease",), is_text_last=True)
+            "\n"
+            + fitted(
+                ["lease", "buffers are held by"], holders_by_lease, output_width(), texts=("lease",), is_text_last=True
+            )
         )
     if any(lease.get("unheld_bytes") for lease in listed):
         click.echo(
@@ -192,11 +195,11 @@ def _holders(lease: Report) -> str:
     """Describe who holds the buffers of a lease's session; "" for none, or if the daemon is too old to report it."""
     connections = lease.get("connections") or []
     # A program on this host is known by its process, a remote one by its number.
-    held = [
+    holders = [
         (f"pid {one['pid']}" if one["pid"] else f"remote {one['number']}", one["held_bytes"]) for one in connections
     ]
-    held += [("kept by name", lease.get("kept_memory_bytes") or 0), ("no session", lease.get("unheld_bytes") or 0)]
-    return ", ".join(f"{who}: {size_text(size_bytes)}" for who, size_bytes in held if size_bytes)
+    holders += [("kept by name", lease.get("kept_memory_bytes") or 0), ("no session", lease.get("unheld_bytes") or 0)]
+    return ", ".join(f"{who}: {size_text(size_bytes)}" for who, size_bytes in holders if size_bytes)
 
 
 def _state(lease: Report) -> str:
@@ -285,7 +288,7 @@ def outcome_word(outcome: int) -> str:
     """A revocation's outcome for programs; a newer daemon's may be a number."""
     # By number, as a newer daemon may send one that has no name here.
     words = {RevokeOutcome.TORN_DOWN: "torndown", RevokeOutcome.FENCED: "fenced", RevokeOutcome.NOT_FOUND: "notfound"}
-    return {int(known): word for known, word in words.items()}.get(int(outcome), str(outcome))
+    return {int(code): word for code, word in words.items()}.get(int(outcome), str(outcome))
 
 
 def outcome_text(lease_id: LeaseId, outcome: int) -> str:

@@ -110,7 +110,7 @@ def gateway(
             store_url = f"sqlite:{stack.enter_context(tempfile.TemporaryDirectory())}/gateway.sqlite"
         # Listen before the store is opened: a taken port is the most common mistake.
         sock, url = stack.enter_context(listening(listen))
-        known = known_hosts(sock, host_names)
+        hosts = known_hosts(sock, host_names)
         store = stack.enter_context(contextlib.closing(open_store(store_url)))
         spare = stack.enter_context(contextlib.closing(SpareConnections()))
         app = Gateway(
@@ -125,7 +125,7 @@ def gateway(
         click.echo(f"gateway listens on {url}, serves {', '.join(served)}")
         # A stop waits for what was admitted: the longest queue, retry, and lease.
         longest_s = max(model.lease_s for model in served.values())
-        serve(app, sock, known=known, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
+        serve(app, sock, hosts=hosts, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
     click.echo("gateway has stopped")
 
 
@@ -157,11 +157,11 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
         address = _daemon_address(stack, is_demo=demo)
         # HTTP first, then the calls through shared memory: each is a listener of its own.
         sock, url = stack.enter_context(listening(listen))
-        known = known_hosts(sock, host_names)
+        hosts = known_hosts(sock, host_names)
         callers = stack.enter_context(listening(rpc))[0] if rpc else None
         app = ModelServer(served, address, callers).app()
         click.echo(f"models listen on {url}{f' and {rpc}' if rpc else ''}, serve {', '.join(served)}")
-        serve(app, sock, known=known, stop_s=STOP_LIMIT_S)
+        serve(app, sock, hosts=hosts, stop_s=STOP_LIMIT_S)
     click.echo("models have stopped")
 
 

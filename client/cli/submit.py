@@ -100,8 +100,8 @@ def _push(submission: Submission, text: str) -> None:
             push: Any = getattr(KernelArgs(), f"push_{kind}")
             submission.args(push(_NUMBERS[kind](value)))
         else:
-            known = ", ".join(("in", "inout", "out", *_NUMBERS))
-            raise click.BadParameter(f"{text!r}: the kind must be one of {known}, not {kind!r}", param_hint="--arg")
+            kinds = ", ".join(("in", "inout", "out", *_NUMBERS))
+            raise click.BadParameter(f"{text!r}: the kind must be one of {kinds}, not {kind!r}", param_hint="--arg")
     except ValueError:
         raise click.BadParameter(f"{text!r}: the value must be a number, not {value!r}", param_hint="--arg") from None
     except OSError as error:

@@ -432,13 +432,13 @@ def _transformed(session: GpuSession, ptx: bytes) -> "np.ndarray[Any, np.dtype[n
 def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, lines: LiveLines) -> Claim:
     """Revoke one of two regions of a session, and continue in the other."""
     with (
-        lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as kept,
+        lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as kept_region,
         lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as gone,
     ):
-        words = kept.size_bytes // WORD_BYTES
-        in_kept, in_gone = session.region_set([kept]), session.region_set([gone])
+        words = kept_region.size_bytes // WORD_BYTES
+        in_kept, in_gone = session.region_set([kept_region]), session.region_set([gone])
         # Fill both, then revoke one: its launches must be refused, and the other's words must be untouched.
-        for region, regions in ((kept, in_kept), (gone, in_gone)):
+        for region, regions in ((kept_region, in_kept), (gone, in_gone)):
             fill(session, module, region.address, words, PATTERN, regions)
         session.sync()
         started_s = time.monotonic()
@@ -451,12 +451,12 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
         except GpuLeaseError as error:
             refusal = type(error).__name__
         # All words of the other region must still be set; then her kernels clear them.
-        left = count_set(session, module, kept.address, words, in_kept)
-        fill(session, module, kept.address, words, 0, in_kept)
-        cleared = words - count_set(session, module, kept.address, words, in_kept)
+        words_left = count_set(session, module, kept_region.address, words, in_kept)
+        fill(session, module, kept_region.address, words, 0, in_kept)
+        cleared = words - count_set(session, module, kept_region.address, words, in_kept)
     size = size_text(REGION_BYTES)
     lines.say(f"       has two regions of {size} in one session; one is revoked, proved back in {back_ms:.1f} ms")
-    result = f"{left:,} of {words:,} words are there"
+    result = f"{words_left:,} of {words:,} words are there"
     lines.say(f"       a launch in it: {refusal or 'taken'}; in the other {result}, kernels continue")
-    holds = refusal == RegionRevoked.__name__ and left == words and cleared == words
+    holds = refusal == RegionRevoked.__name__ and words_left == words and cleared == words
     return Claim("one region is revoked, the other continues", holds, f"{refusal or 'taken'}; in the other {result}")

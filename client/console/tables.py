@@ -85,12 +85,12 @@ def fitted(
     # First try to wrap the last column.
     if is_text_last and (wrapped := _with_text_wrapped(head, rows, width)):
         return wrapped
-    left = list(head)
+    columns = list(head)
     # Then drop columns, the least useful first.
     for name in spared:
-        left.remove(name)
-        kept = [head.index(one) for one in left]
-        narrower = table(left, [[row[index] for index in kept] for row in rows], texts=texts)
+        columns.remove(name)
+        indexes = [head.index(one) for one in columns]
+        narrower = table(columns, [[row[index] for index in indexes] for row in rows], texts=texts)
         if _fits(narrower, width):
             return narrower
     # Then stack the rows.
@@ -237,13 +237,13 @@ def fit(text: str, width: int) -> str:
     if width_of(text) <= width:
         return text
     # Leave one cell for the mark of the cut.
-    kept, used = [], 0
+    chosen, used = [], 0
     for mark in text:
         used += _cells(mark)
         if used > width - 1:
             break
-        kept.append(mark)
-    return "".join(kept) + "+" if width > 0 else ""
+        chosen.append(mark)
+    return "".join(chosen) + "+" if width > 0 else ""
 
 
 def wrap(text: str, width: int) -> list[str]:

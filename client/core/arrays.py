@@ -139,9 +139,9 @@ def read(array: SessionArray, stream: StreamHandle | None) -> Calls[NDArray[Any]
 
 def copy(array: A, stream: StreamHandle | None) -> Calls[A]:
     """Copy an array into a new, contiguous one on the card."""
-    made = yield from new(array.session, type(array), array.shape, array.dtype, "copy")
-    yield from _transfer(made, array, stream)
-    return made
+    target = yield from new(array.session, type(array), array.shape, array.dtype, "copy")
+    yield from _transfer(target, array, stream)
+    return target
 
 
 def fill(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[None]:
@@ -329,14 +329,16 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
         if rank > _RANKS.get(dtype.kind, _RANKS["f"]):
             raise ValueError(f"elements are {dtype}")
         with np.errstate(over="ignore", invalid="ignore"):
-            made = scalar.astype(dtype)
+            converted = scalar.astype(dtype)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(
             f"{doing}: the value must be a number that fits an array of {dtype}, not {quoted(value)}: {error}"
         ) from None
     # Conversion must not change integers. For floats only overflow to infinity counts: rounding is expected.
     is_whole = dtype.kind in "iu" and scalar.dtype.kind in "iu"
-    fits = np.array_equal(made, scalar) if is_whole else bool((np.isfinite(made) == np.isfinite(scalar)).all())
+    fits = (
+        np.array_equal(converted, scalar) if is_whole else bool((np.isfinite(converted) == np.isfinite(scalar)).all())
+    )
     if not fits:
         raise InvalidRequest(f"{doing}: {quoted(value)} does not fit elements of {dtype}")
-    return made
+    return converted

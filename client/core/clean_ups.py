@@ -51,15 +51,15 @@ class Owed:
         raise NotImplementedError
 
 
-def owing(owed: Owed, procedure: Procedure[T]) -> Procedure[T]:
-    """Run a procedure. If it is interrupted, mark `owed` as due."""
+def owing(clean_up: Owed, procedure: Procedure[T]) -> Procedure[T]:
+    """Run a procedure. If it is interrupted, mark `clean_up` as due."""
     try:
         result = yield from procedure
-        owed.is_settled = True
+        clean_up.is_settled = True
         return result
     except GpuLeaseError:
-        owed.is_settled = True
+        clean_up.is_settled = True
         raise
     except BaseException:
-        owed.is_due = True
+        clean_up.is_due = True
         raise

@@ -206,12 +206,12 @@ class OwedGrant(Owed):
         made: The reply's body, once it has come.
     """
 
-    def __init__(self, undo: "Callable[[Any], First]", channel: Channel | None = None, made: Any = None) -> None:
+    def __init__(self, undo: "Callable[[Any], First]", channel: Channel | None = None, cleans_up: Any = None) -> None:
         """Args: undo: Makes the request that gives back the lease in a reply's body."""
         super().__init__()
         self.channel = channel
         self.number = 0
-        self.made = made
+        self.made = cleans_up
         self._undo = undo
 
     def _give_back(self) -> Procedure[None]:
@@ -311,11 +311,11 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
         hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
         if first is not None:
             channel.takes_descriptors = first.takes_descriptors
-            owed = first.owed
-            makes = owed is not None
+            clean_up = first.owed
+            makes = clean_up is not None
             first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
-            if owed is not None:
-                owed.channel, owed.number = channel, first_id
+            if clean_up is not None:
+                clean_up.channel, clean_up.number = channel, first_id
             frame += behind
         yield from send(channel, (frame,), deadline)
         hello = yield from _receive_hello(channel, hello_id, deadline)

@@ -129,9 +129,9 @@ class GraphHandle(Handle):
     def _bound(self, attachment: Attachment, record: GraphContents, values: Mapping[str, Any]) -> bytes:
         unknown = values.keys() - record.parameters.keys()
         if unknown:
-            known = ", ".join(record.parameters) or "none"
+            names = ", ".join(record.parameters) or "none"
             raise InvalidRequest(
-                f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {known}"
+                f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {names}"
             )
         parts = []
         # On the wire the values are in the order of the parameters, each with its recorded size.

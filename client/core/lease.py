@@ -925,8 +925,8 @@ class LeaseView:
         return str(self._state.address)
 
     def __repr__(self) -> str:
-        left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
-        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes on {self.card_uuid}, {left}>"
+        time_left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
+        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes on {self.card_uuid}, {time_left}>"
 
     def _free_when_dropped(self) -> None:
         """Try to free the lease when its last reference is dropped or the program exits."""
@@ -1009,8 +1009,10 @@ def reacquire(lease: LeaseHandle, lock: Any, owed: OwedGrant) -> Procedure[Lease
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle]:
     """Return another tenant's lease, as a token shows it. Raises Denied, naming the check that the token failed."""
 
-    def grant_of(held: CapabilityHeld) -> LeaseGrant:
-        return LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
+    def grant_of(capability: CapabilityHeld) -> LeaseGrant:
+        return LeaseGrant(
+            capability.lease_id, capability.generation, 0, capability.ttl_ms, capability.expires_at_unix_s, 0, ""
+        )
 
     body = CapabilityPresent(token)
     lease = yield from _open(address, lock, Opcode.CAPABILITY_PRESENT, body, CONTROL_REPLY_LIMIT_S, grant_of)

@@ -177,9 +177,9 @@ class RequestPipeline:
         link, dropped = self.attachment.channel.link, self.attachment.dropped
         # Step 1: take replies that have come. List the objects in them in `dropped`, so that the next operation frees
         # them.
-        kept = link.forget(dropped)
-        if kept is not None:
-            self.settle(kept, "")
+        failure = link.forget(dropped)
+        if failure is not None:
+            self.settle(failure, "")
         # Step 2: wait for replies that are still to come. After a round trip they are all here.
         if link.has_leftovers:
             # The worker answers in order, so once this is answered, everything sent before it is answered as well.
@@ -313,10 +313,10 @@ class RequestPipeline:
         self.acknowledge(op, request_id)
         # Pass the object from the link to its handle. After an interrupt before the claim, the link still has it, and
         # `forget` finds it there. No call comes between the claim and the owner.
-        made = handle_of(result)
+        handle = handle_of(result)
         link.claim(request_id)
-        made.owner = attachment
-        return made
+        handle.owner = attachment
+        return handle
 
     def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
         """Record that the requests `first_id` to `last_id` (by default `last_id` alone) were answered."""

@@ -243,10 +243,10 @@ class Recording(LaunchCommands, CopyCommands):
                 )
             # Several arguments may share a name. They must agree, because a launch without a value uses the recorded
             # one.
-            known = added.setdefault(name, bound)
-            if (known.kind, known.value) != (bound.kind, bound.value):
+            earlier = added.setdefault(name, bound)
+            if (earlier.kind, earlier.value) != (bound.kind, bound.value):
                 raise InvalidRequest(
-                    f"launch of {kernel!r}: parameter {name!r} is {bound}, and {known} in a launch before it",
+                    f"launch of {kernel!r}: parameter {name!r} is {bound}, and {earlier} in a launch before it",
                     "Give it the same kind and value everywhere, or another name",
                 )
         if len(added) > MAX_GRAPH_PARAMETERS or len(self._places) + len(args.parameters) > MAX_GRAPH_PLACES:

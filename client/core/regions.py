@@ -259,8 +259,8 @@ class RegionView(BorrowedBuffer):
         return self._state.is_revoked
 
     def __repr__(self) -> str:
-        left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
-        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes at {self.handle:#x}, {left}>"
+        time_left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
+        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes at {self.handle:#x}, {time_left}>"
 
     def _refusals(self) -> RefusalStream:
         return self._state.refusal_stream()

@@ -355,11 +355,11 @@ class Copiers:
             ctypes.memmove(target, source, nbytes)
             self._done.put(token)
             return
-        # Cut it into parts. Each part removes an item from `left` when it is done; the last one gets the token.
+        # Cut it into parts. Each part removes an item from `tokens` when it is done; the last one gets the token.
         starts = range(0, nbytes, PART_BYTES)
-        left = [token] + [None] * (len(starts) - 1)
+        tokens = [token] + [None] * (len(starts) - 1)
         for at in starts:
-            self._jobs.put((target + at, source + at, min(PART_BYTES, nbytes - at), left))
+            self._jobs.put((target + at, source + at, min(PART_BYTES, nbytes - at), tokens))
 
     def done(self) -> Any:
         """Wait until a copy is complete, and return its token.
@@ -392,9 +392,9 @@ def _work(jobs: "SimpleQueue[_Job | None]", done: "SimpleQueue[Any]") -> None:
 
 
 def _do(job: _Job, done: "SimpleQueue[Any]") -> None:
-    target, source, nbytes, left = job
+    target, source, nbytes, tokens = job
     ctypes.memmove(target, source, nbytes)  # releases the interpreter's lock
     # A list's pop is atomic: exactly one thread, the one that copies the last part, gets the token.
-    token = left.pop()
+    token = tokens.pop()
     if token is not None:
         done.put(token)

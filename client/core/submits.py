@@ -287,5 +287,5 @@ def _end_error(
 
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:
     """The job of that number in a lease's report; None if it is not there."""
-    known = (report.get("submit"), report.get("last_submit"))
-    return next((one for one in known if one is not None and one["number"] == number), None)
+    last_numbers = (report.get("submit"), report.get("last_submit"))
+    return next((one for one in last_numbers if one is not None and one["number"] == number), None)

@@ -78,7 +78,7 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
         if (there := file_at(path)) is not None and ours is not None and os.path.samestat(there, ours):
             continue
         try:
-            made = bound_to_path(path)
+            bound = bound_to_path(path)
         except OSError as error:
             # Log once per loss, not at every check.
             if not is_lost:
@@ -88,7 +88,7 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
         ours, is_lost = file_at(path), False
         _log.warning("the socket's file %s was removed: the socket was made again", path)
         # The server begins to accept from the new socket.
-        await replace(made)
+        await replace(bound)
 
 
 def _listener_at(path: str) -> int | None:

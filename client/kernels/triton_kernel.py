@@ -256,18 +256,20 @@ class TritonKernel:
         source = ASTSource(self.function, signature, constants, attributes)
         try:
             # An ASTSource with a target: Triton finds or compiles it without asking for a current card.
-            made = triton.compile(source, target=self._target, options=settings.__dict__)
+            compiled = triton.compile(source, target=self._target, options=settings.__dict__)
         except Exception as error:
             # Triton's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
             raise compile_error(f"Triton's kernel {self.name}", f"{type(error).__name__}: {error}") from None
-        metadata = made.metadata
+        metadata = compiled.metadata
         # What launches here don't have would fail on the card: refuse it by name.
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise Unsupported(f"kernel {self.name} wants scratch memory, which no launch gives it")
         if settings.num_ctas > 1:
             raise Unsupported(f"kernel {self.name} wants clusters: num_ctas is 1 here")
         is_cooperative = bool(settings.launch_cooperative_grid)
-        return CompiledKernel(made.asm["ptx"], metadata.name, 32 * metadata.num_warps, metadata.shared, is_cooperative)
+        return CompiledKernel(
+            compiled.asm["ptx"], metadata.name, 32 * metadata.num_warps, metadata.shared, is_cooperative
+        )
 
     def _packed(self, bound: Mapping[str, Any], kinds: list[tuple[str, Any]]) -> KernelArgs:
         args = KernelArgs()

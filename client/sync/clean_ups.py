@@ -25,10 +25,10 @@ due: Final[dict[Owed, None]] = {}
 """The objects that threads are giving back. The handler of an interrupt adds to it before it starts the thread."""
 
 
-def drive_owing(owed: Owed, procedure: Procedure[T], made: Callable[[T], R]) -> R:
-    """Drive a procedure, and return `made(result)`. If the call is interrupted, a thread settles `owed`."""
+def drive_owing(owed: Owed, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
+    """Drive a procedure, and return `make_result(result)`. If the call is interrupted, a thread settles `owed`."""
     try:
-        result = made(drive(procedure))
+        result = make_result(drive(procedure))
         owed.is_settled = True
         return result
     except GpuLeaseError:

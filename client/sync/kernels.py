@@ -63,19 +63,19 @@ class Kernel:
         if ready.is_empty:
             return NOTHING_LAUNCHED
         # Each compiled variant is loaded into the session once.
-        made = ready.compiled
-        module = self._modules.get(made)
+        compiled = ready.compiled
+        module = self._modules.get(compiled)
         if module is None:
             # Drop all loaded variants at once: a program that exceeds the limit compiles a variant per call, so any
             # order of eviction would thrash.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
-            module = self._modules[made] = self._session.module_load(
-                checked_version(made.image, self._session.cuda_version)
+            module = self._modules[compiled] = self._session.module_load(
+                checked_version(compiled.image, self._session.cuda_version)
             )
         # Use a stream in the brackets, which numba allows, only if the call names none.
         put = (stream or ready.stream, regions, position)
-        return self._session.launch(*ready.on(module), *put, cooperative=made.is_cooperative)
+        return self._session.launch(*ready.on(module), *put, cooperative=compiled.is_cooperative)
 
 
 class KernelInPlace:

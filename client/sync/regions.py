@@ -111,9 +111,9 @@ class Region(RegionView):
         self.owner = None
 
     def _detach(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left.detach()
+        clean_up, self._left = self._left, None
+        if clean_up is not None:
+            clean_up.detach()
 
     def __enter__(self) -> Self:
         # An interrupt may come before `__exit__` has begun. Then the region is closed once nothing refers to it.

@@ -85,13 +85,13 @@ class Arena:
             self._starts.insert(at, start)
             self._sizes.insert(at, size)
             # Merge the piece with the free one after it, then with the one before it.
-            for left in (at, at - 1):
+            for neighbour in (at, at - 1):
                 if (
-                    0 <= left < len(self._starts) - 1
-                    and self._starts[left] + self._sizes[left] == self._starts[left + 1]
+                    0 <= neighbour < len(self._starts) - 1
+                    and self._starts[neighbour] + self._sizes[neighbour] == self._starts[neighbour + 1]
                 ):
-                    self._sizes[left] += self._sizes.pop(left + 1)
-                    del self._starts[left + 1]
+                    self._sizes[neighbour] += self._sizes.pop(neighbour + 1)
+                    del self._starts[neighbour + 1]
 
 
 def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":

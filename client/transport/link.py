@@ -220,19 +220,19 @@ class Link:
         # A read's data is half received: receive the rest, but not into the caller's memory.
         if self._target_rest is not None:
             self._target_rest = memoryview(bytearray(len(self._target_rest)))
-        kept: Failure | None = None
+        failure: Failure | None = None
         for request_id in list(results):
             result = results[request_id]
             # Report only a failure that names an earlier request. The others concern callers that are gone.
             if isinstance(result, Failure):
-                kept = result if result.failed_request_id is not None else kept
+                failure = result if result.failed_request_id is not None else failure
             elif request_id in makes:
                 # No call from here to the end of the round, so that no interrupt can make it give back twice.
                 given_back += [(makes[request_id], _handle_in(result))]
             del results[request_id]
             if request_id in makes:
                 del makes[request_id]
-        return kept
+        return failure
 
     def drop_unclaimed(self) -> None:
         """Drop replies without a waiter, on a lease's connection. Replies that made an object stay until `claim`."""
@@ -374,6 +374,6 @@ class Link:
         )
 
 
-def _handle_in(made: Any) -> int:
+def _handle_in(result: Any) -> int:
     """The handle that a reply has brought; for a module it is named `module`."""
-    return int(made.module if type(made) is ModuleLoaded else made.handle)
+    return int(result.module if type(result) is ModuleLoaded else result.handle)

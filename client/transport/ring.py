@@ -218,16 +218,16 @@ class RingChannel(Channel):
         Returns True if any bytes were put.
         """
         # Work on copies: `parts` changes only at the end, by the ring's counter.
-        writer, whole, left = self._requests, tuple(parts), deque(parts)
+        writer, whole, unsent = self._requests, tuple(parts), deque(parts)
         before = writer.tail
         # A part may be put in piece by piece. The ring's counter shows how much was put, also after an interrupt.
         self.unfinished = lambda: keep_rest(parts, whole, writer.tail - before)
         try:
-            while left and (sent := writer.put(left[0])):
-                if sent == len(left[0]):
-                    left.popleft()
+            while unsent and (sent := writer.put(unsent[0])):
+                if sent == len(unsent[0]):
+                    unsent.popleft()
                 else:
-                    left[0] = left[0][sent:]
+                    unsent[0] = unsent[0][sent:]
         except FramingError as error:
             self.finish_step()
             self._distrust(error)

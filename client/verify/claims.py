@@ -117,11 +117,11 @@ def host_buffers(scene: Scene) -> str:
 def _search(scene: Scene) -> str:
     secret = secrets.token_bytes(SECRET_BYTES)
     with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
-        kept = send_and_fetch(session, secret)
+        secret_buffer = send_and_fetch(session, secret)
         # Show first that the search works: otherwise finding nothing would prove nothing.
         if not count_in_process(worker_pid(lease.lease_id), secret):
             raise Breach("the search does not find a secret in the worker it passed through, so it proves nothing")
-        del kept
+        del secret_buffer
     # The next lease, of the same size: its worker may be given the same pages.
     with scene.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         array = session.empty(COPY_BYTES, np.uint8)

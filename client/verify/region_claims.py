@@ -88,20 +88,23 @@ def _fill(session: GpuSession, module: Module, region: Region, value: int, regio
 def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
     """Regions are revoked next to one on which kernels work constantly; every result of these is right."""
     slice_bytes = 4 * size_bytes
-    with _session(scene, slice_bytes) as (lease, session, module), lease.region(size_bytes, ttl_secs=TTL_S) as kept:
-        mine = session.region_set([kept])
+    with (
+        _session(scene, slice_bytes) as (lease, session, module),
+        lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
+    ):
+        mine = session.region_set([kept_region])
         taken_us: list[float] = []
         is_over = threading.Event()
         wrong: list[str] = []
 
         def hammer() -> None:
             # Each round writes another value and counts the words that are not 0: all of them, unless one was lost.
-            words = kept.size_bytes // WORD_BYTES
+            words = kept_region.size_bytes // WORD_BYTES
             while not is_over.is_set():
                 started = time.perf_counter()
                 try:
-                    _fill(session, module, kept, len(taken_us) + 1, mine)
-                    if count_set(session, module, kept.address, words, mine) != words:
+                    _fill(session, module, kept_region, len(taken_us) + 1, mine)
+                    if count_set(session, module, kept_region.address, words, mine) != words:
                         wrong.append("a word of the other region is missing")
                 except GpuLeaseError as error:
                     wrong.append(f"{type(error).__name__}: {error}")
@@ -135,14 +138,14 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
     """Kernels continue to read and write where a revoked region was; they find zeros, and reach no tenant's bytes."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
-        lease.region(size_bytes, ttl_secs=TTL_S) as kept,
+        lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
         lease.region(size_bytes, ttl_secs=TTL_S) as gone,
     ):
         words = gone.size_bytes // WORD_BYTES
-        both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
+        both, only_kept = session.region_set([kept_region, gone]), session.region_set([kept_region])
         _fill(session, module, gone, PATTERN, both)
         # Both regions are written; only one of them is revoked.
-        _fill(session, module, kept, PATTERN, both)
+        _fill(session, module, kept_region, PATTERN, both)
         session.sync()
         gone.revoke("the proof")
         # The first refusal says how the region ended, all later ones that it is fenced.
@@ -160,7 +163,7 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
             three = session.region_set([later])
             if nonzero_words := count_set(session, module, later.address, words, three):
                 raise Breach(f"{nonzero_words} words written through a stale pointer are in a later region")
-        if count_set(session, module, kept.address, words, only_kept) != words:
+        if count_set(session, module, kept_region.address, words, only_kept) != words:
             raise Breach("another region lost words")
         gone.close()
     return f"{size_bytes >> 20} MiB: Revoked, then Fenced; reads find zeros, writes reach no tenant"
@@ -219,13 +222,13 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
     """A region is revoked while a graph that names it runs: what is queued ends, and no replay starts after it."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
-        lease.region(size_bytes, ttl_secs=TTL_S) as kept,
+        lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
         lease.region(size_bytes, ttl_secs=TTL_S) as gone,
     ):
-        both, only_kept = session.region_set([kept, gone]), session.region_set([kept])
+        both, only_kept = session.region_set([kept_region, gone]), session.region_set([kept_region])
         # One graph for each region; only the first one's region is revoked.
         graphs = []
-        for region in (gone, kept):
+        for region in (gone, kept_region):
             args = KernelArgs().push_buffer(region).push_u32(32).push_f32(1.0)
             with session.record() as graph:
                 for _ in range(GRAPH_NODES):

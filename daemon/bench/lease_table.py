@@ -174,17 +174,17 @@ def release(lease: tuple[int, str]) -> Callable[[int], Event]:
     return lambda request: FreeRequested(request, *lease)
 
 
-async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
+async def measure(leases: int, kinds: frozenset[str]) -> dict[str, float]:
     """Return the figures.
 
     Raises:
         OSError: The journal or the audit log can't be made.
-        ValueError: `kept` has a name that is not in KEPT.
+        ValueError: `kinds` has a name that is not in KEPT.
     """
-    if unknown := kept - set(KEPT):
+    if unknown := kinds - set(KEPT):
         raise ValueError(f"the records to keep must be some of {', '.join(KEPT)}, not {', '.join(sorted(unknown))}")
     figures: dict[str, float] = {}
-    async with _runtime(leases, kept) as (runtime, workers):
+    async with _runtime(leases, kinds) as (runtime, workers):
         # Each load starts from the leases that the one before it left.
         load = LeaseLoad(runtime, leases)
         grants = (load.acquire(LONG_MS) for _ in range(leases))
@@ -256,11 +256,11 @@ async def _expire_at_once(load: LeaseLoad, workers: SimulatedWorkers) -> list[fl
 
 
 @contextlib.asynccontextmanager
-async def _runtime(leases: int, kept: frozenset[str]) -> AsyncIterator[tuple[Runtime, SimulatedWorkers]]:
-    with tempfile.TemporaryDirectory(prefix="gpulease-") as folder, _logging("log" in kept):
-        config = Config(audit=Path(folder) / "audit" if "audit" in kept else None)
+async def _runtime(leases: int, kinds: frozenset[str]) -> AsyncIterator[tuple[Runtime, SimulatedWorkers]]:
+    with tempfile.TemporaryDirectory(prefix="gpulease-") as folder, _logging("log" in kinds):
+        config = Config(audit=Path(folder) / "audit" if "audit" in kinds else None)
         journal = Journal()
-        if "journal" in kept:
+        if "journal" in kinds:
             journal = await asyncio.to_thread(open_journal, Path(folder) / "state", boot_id())
         # Room for all loads: no request may be refused or queued for lack of memory.
         most = leases + AT_A_TIME + BURST

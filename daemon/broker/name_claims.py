@@ -100,7 +100,7 @@ class FleetClaims(Protocol):
         """Return a lease's bytes to the quota, because the lease is over completely. Does nothing if it has none."""
 
 
-def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, held: LeaseTerms | LeaseSnapshot) -> None:
+def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, holder: LeaseTerms | LeaseSnapshot) -> None:
     """End all claims of a lease, because it is over completely or was never granted.
 
     A node that has left its fleet has no claims to end, even if its leases still carry some.
@@ -108,7 +108,7 @@ def release_all(claims: FleetClaims | None, tenant: str, lease_id: int, held: Le
     if claims is None:
         return
     # An epoch shows a claim of a name, and fleet bytes show a claim of a quota's bytes. A lease may have both.
-    if held.epoch:
-        claims.release(held.name, held.epoch)
-    if held.fleet_bytes:
+    if holder.epoch:
+        claims.release(holder.name, holder.epoch)
+    if holder.fleet_bytes:
         claims.give_back(tenant, lease_id)

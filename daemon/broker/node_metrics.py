@@ -198,8 +198,10 @@ class NodeMetrics:
             # A lease that ended while the loop ran in between was counted when it ended.
             if lease is not None and self._workers.worker(worker.spec.lease_id) is worker and not worker.is_killed:
                 self._counters.worked(self._counters.pair(lease), counter_increments(worker))
-                held = allocated.get(lease_id, 0)
-                allocated[lease_id] = held + held_bytes(worker, self._table.charge_bytes(lease_id) - held)
+                allocated_bytes = allocated.get(lease_id, 0)
+                allocated[lease_id] = allocated_bytes + held_bytes(
+                    worker, self._table.charge_bytes(lease_id) - allocated_bytes
+                )
             if number % WORKERS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         # Step 2: count the leases and regions.

@@ -508,7 +508,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
     # The bytes of a worker that was reaped just before may not be free yet.
     is_beside_others = bool(workers.found())
     # Cards that were measured in this boot keep their figures: with leases on them they can't be measured.
-    overheads = {uuid: known.overhead_bytes for uuid, known in journal.cards.items()}
+    overheads = {uuid: row.overhead_bytes for uuid, row in journal.cards.items()}
     overheads |= zip([fact.uuid for fact in unknown], await measure_overhead(source, workers, unknown), strict=True)
     cards = []
     for fact in facts:

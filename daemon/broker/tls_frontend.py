@@ -187,13 +187,13 @@ class TlsFrontend:
     def _take_over_relays(self) -> None:
         """Count the relays of an earlier daemon for their tenants, and end each when its certificate ends."""
         relays, self._kept_relays = self._kept_relays, ()
-        for kept in relays:
+        for inherited in relays:
             # Compare the start time as well, because the process id could belong to another process by now.
-            if kept.started_ticks == started_ticks(kept.pid):
-                self._add(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
-                self._adopt(kept.pid)
+            if inherited.started_ticks == started_ticks(inherited.pid):
+                self._add(inherited.pid, _Relay(inherited.tenant, inherited.serial, inherited.started_ticks))
+                self._adopt(inherited.pid)
             else:
-                self._journal.forget_relay(kept.pid)
+                self._journal.forget_relay(inherited.pid)
 
     def _add(self, pid: int, relay: _Relay) -> None:
         self._unidentified.discard(pid)

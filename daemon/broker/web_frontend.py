@@ -269,11 +269,11 @@ class LoadHistory:
         now_ns = self._clock_ns()
         leased, allocated = self._leased_bytes(), self._allocated_bytes()
         # Use one time for all cards, so that the page can draw them in one picture.
-        for uuid, kept in self._samples.items():
+        for uuid, samples in self._samples.items():
             load = loads[uuid]
             used_bytes = allocated[uuid] if load.used_bytes is None else load.used_bytes
-            kept.append(LoadSample(now_ns, load.utilization_percent, used_bytes, leased[uuid]))
-            self._on_sample(CardLoads(uuid, (kept[-1],)))
+            samples.append(LoadSample(now_ns, load.utilization_percent, used_bytes, leased[uuid]))
+            self._on_sample(CardLoads(uuid, (samples[-1],)))
 
     def _ask_cards(self) -> dict[str, CardLoad]:
         return {uuid: self._source.load(uuid) for uuid in self._samples}

@@ -175,7 +175,7 @@ def _read(biscuit: Biscuit) -> Claims:
     count = biscuit.block_count()
     if count > MAX_BLOCKS:
         raise _malformed(f"a token has at most {MAX_BLOCKS} blocks, this one {count}")
-    left, narrowed_ms = None, None
+    remaining, narrowed_ms = None, None
     for number in range(1, count):
         # A third party's block would be evaluated with facts of its own.
         if biscuit.block_external_key(number) is not None:
@@ -185,7 +185,7 @@ def _read(biscuit: Biscuit) -> Claims:
             expires_ms, permissions = parse_narrowing(biscuit.block_source(number))
         except ValueError as error:
             raise _malformed(f"block {number}: {error}") from None
-        left = permissions if left is None else left & permissions
+        remaining = permissions if remaining is None else remaining & permissions
         narrowed_ms = expires_ms if narrowed_ms is None else min(narrowed_ms, expires_ms)
     # The effective claims: the daemon's, cut by every block.
     claims = _authority(biscuit)
@@ -193,7 +193,7 @@ def _read(biscuit: Biscuit) -> Claims:
         claims.lease_id,
         claims.tenant,
         claims.generation,
-        claims.permissions if left is None else claims.permissions & left,
+        claims.permissions if remaining is None else claims.permissions & remaining,
         claims.audience,
         claims.expires_ms if narrowed_ms is None else min(claims.expires_ms, narrowed_ms),
         claims.nonce,

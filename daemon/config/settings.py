@@ -710,8 +710,8 @@ def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
     for name, bounds in _named_bounds(rules):
         for selector in bounds.devices or ():
             if not any(card.answers_to(selector) for card in there):
-                known = ", ".join(f"{card.index} ({card.uuid})" for card in there[:MAX_CARDS_NAMED])
-                raise ValueError(f"tenants: devices of {name!r} has {selector!r}; the cards of this host are {known}")
+                listed = ", ".join(f"{card.index} ({card.uuid})" for card in there[:MAX_CARDS_NAMED])
+                raise ValueError(f"tenants: devices of {name!r} has {selector!r}; the cards of this host are {listed}")
 
 
 def check_worker_user(name: str) -> None:

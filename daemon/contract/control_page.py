@@ -506,11 +506,11 @@ class BrokerPage:
         """
         words = self._words
         count = words[_MARKS]
-        known = range(count)
+        indexes = range(count)
         # Use the token's own place if it has one, or else the place of an expired token, or else a new one.
-        place = next((at for at in known if words[_FIRST_MARK + at] == mark), None)
+        place = next((at for at in indexes if words[_FIRST_MARK + at] == mark), None)
         if place is None:
-            place = next((at for at in known if words[_FIRST_END + at] < now_ms), count)
+            place = next((at for at in indexes if words[_FIRST_END + at] < now_ms), count)
         # The page is full. The caller must refuse the operator's request, because the token is still valid.
         if place == MAX_REVOKED_TOKENS:
             return False

@@ -309,8 +309,8 @@ _FIELDS: Final[dict[type[Any], tuple[_Field, ...]]] = {}
 
 def _fields_of(message: type[Any]) -> tuple[_Field, ...]:
     # Resolve annotations only once for each class, because that is slow.
-    if (known := _FIELDS.get(message)) is not None:
-        return known
+    if (cached := _FIELDS.get(message)) is not None:
+        return cached
     hints = get_type_hints(message, include_extras=True)
     # ORDER moves fields to the front of the map. In the class they can't move, because defaults must come last there.
     message_fields = {field.name: _field_of(field, hints[field.name]) for field in fields(message)}
@@ -379,8 +379,8 @@ def expect_message(ops: Mapping[str, type[M]], message: Mapping[str, Any]) -> M:
 
     Raises MalformedMessage, as `parse_message` does, and also for an op that is not in `ops`.
     """
-    if (known := parse_message(ops, message)) is not None:
-        return known
+    if (parsed := parse_message(ops, message)) is not None:
+        return parsed
     op = message.get("op")
     raise MalformedMessage(op[:MAX_OP_CHARS] if isinstance(op, str) else "", f"the op must be one of {', '.join(ops)}")
 

@@ -52,7 +52,7 @@ class EmbeddedCards:
                 )
         self._sizes_bytes = tuple(sizes_bytes)
 
-    def discover(self, known: Mapping[str, CardRow]) -> list[CardFacts]:
+    def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
         return [
             CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size, found_bytes=size)
             for index, size in enumerate(self._sizes_bytes)

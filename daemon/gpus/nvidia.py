@@ -59,10 +59,10 @@ class NvidiaCards:
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
 
-    def discover(self, known: Mapping[str, CardRow]) -> list[CardFacts]:
-        """Return all cards. Present use reduces a card's capacity, unless `known` has an earlier measurement."""
+    def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
+        """Return all cards. Present use reduces a card's capacity, unless `rows` has an earlier measurement."""
         try:
-            cards = [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
+            cards = [self._facts(index, rows) for index in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
         if not cards:
@@ -87,18 +87,18 @@ class NvidiaCards:
         Without that figure neither admission nor the proof of a reclaim would mean anything.
         """
         try:
-            held = self._processes(card_uuid).get(pid, 0)
+            used_bytes = self._processes(card_uuid).get(pid, 0)
         except pynvml.NVMLError as error:
             raise CardsUnavailable(
                 f"NVML can't list what runs on {card_uuid}: {error}", hint="Check it with nvidia-smi."
             ) from None
         # Every worker has a context and holds bytes. 0 means that NVML lists the process by another number.
-        if held == 0:
+        if used_bytes == 0:
             raise CardsUnavailable(
                 f"NVML does not show what process {pid} holds on {card_uuid}",
                 hint="Run the daemon in the host's PID namespace: NVML numbers processes as the host does.",
             )
-        return held
+        return used_bytes
 
     def read(self, card_uuid: str) -> CardReading:
         """Read a card, as the module describes.
@@ -115,7 +115,7 @@ class NvidiaCards:
                 f"NVML can't report the card's memory: {error}", hint="Check it with nvidia-smi."
             ) from None
         # The smaller of the two figures of each process: bytes that it held in only one listing may not be in the sum.
-        owned = sum(min(held, after.get(pid, 0)) for pid, held in before.items())
+        owned = sum(min(before_bytes, after.get(pid, 0)) for pid, before_bytes in before.items())
         # Beyond what was unowned when the card was measured, before the first lease.
         unowned = used - owned - self._unattributed_bytes[card_uuid]
         return CardReading(unowned, after, self._earlier_bytes[card_uuid])
@@ -133,7 +133,7 @@ class NvidiaCards:
     def close(self) -> None:
         pynvml.nvmlShutdown()
 
-    def _facts(self, index: int, known: Mapping[str, CardRow]) -> CardFacts:
+    def _facts(self, index: int, rows: Mapping[str, CardRow]) -> CardFacts:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         if _is_partitioned(handle):
             raise CardsUnavailable(
@@ -148,7 +148,7 @@ class NvidiaCards:
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         # Measured once in each boot, before the first lease: afterwards the bytes of leases can't be distinguished from
         # those of others.
-        if (measured := known.get(uuid)) is not None:
+        if (measured := rows.get(uuid)) is not None:
             # Present use belongs to leases that live on, and to others that are just ending.
             found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes
         else:

@@ -70,7 +70,7 @@ class CardReading:
 
     def outside_bytes(self, own: Set[int]) -> int:
         """Return the bytes of processes outside `own`, minus those when the card was measured."""
-        return sum(held for pid, held in self.processes.items() if pid not in own) - self.earlier_bytes
+        return sum(used_bytes for pid, used_bytes in self.processes.items() if pid not in own) - self.earlier_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class CardSource(Protocol):
     def reserve_bytes(self) -> int:
         """The bytes that the node reserves for each session in addition to its slice. One that takes more is ended."""
 
-    def discover(self, known: Mapping[str, CardRow]) -> list[CardFacts]:
-        """Return all cards. `known` has measurements of cards from before they had leases. Raises CardsUnavailable."""
+    def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
+        """Return all cards. `rows` has measurements of cards from before they had leases. Raises CardsUnavailable."""
 
     def why_no_context(self) -> CardsUnavailable | None:
         """Return the driver's reason why no worker can make a context; None if the driver has none."""

@@ -104,14 +104,14 @@ class Outbox:
                 then()
                 return
         # A message that waits needs descriptors of its own: the caller may close its own at once.
-        kept: list[int] = []
+        duplicates: list[int] = []
         try:
             for fd in fds:
-                kept.append(os.dup(fd))
+                duplicates.append(os.dup(fd))
         except OSError:
-            close_all(kept)
+            close_all(duplicates)
             raise
-        self._waiting.append((message, kept, then))
+        self._waiting.append((message, duplicates, then))
 
     def flush(self) -> bool:
         """Send the messages that fit. Returns whether it sent any. Raises ChannelClosed."""

@@ -85,11 +85,11 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
         raise BadHandover(f"{_COUNT} is {count[:40]!r}: it must be a number of descriptors, {MAX_HANDED_OVER} at most")
     fds = range(FIRST_FD, FIRST_FD + int(count))
     # Names are optional. A list of another length can't be matched, so no socket gets a name.
-    known = names.split(":") if names else []
-    if len(known) != len(fds):
-        known = [""] * len(fds)
+    fd_names = names.split(":") if names else []
+    if len(fd_names) != len(fds):
+        fd_names = [""] * len(fds)
     sockets = []
-    for fd, name in zip(fds, known, strict=True):
+    for fd, name in zip(fds, fd_names, strict=True):
         try:
             # The service manager passes descriptors without close-on-exec; no child of the daemon may inherit them.
             os.set_inheritable(fd, False)

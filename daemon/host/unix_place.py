@@ -103,10 +103,10 @@ class UnixPlace:
             listener = 0
         # Another process has put its own file there, or the file is gone: the socket that was passed can't be reached.
         if listener not in (0, os.getpid()):
-            made = self.bind()
+            bound = self.bind()
             self._report_made_anew()
             sock.close()
-            return made
+            return bound
         if set_mode:
             os.chmod(self.address.path, self._mode)
         self._file = file_at(self.address.path)
@@ -123,7 +123,7 @@ class UnixPlace:
         try:
             if self._lock.renew():
                 self._report(PlaceChange.LOCK_ANEW, self._lock.path, "")
-            made = None if is_there else self.bind()
+            bound = None if is_there else self.bind()
         except (CannotListen, OSError) as error:
             # A second daemon holds the lock until it has found that somebody listens.
             if not is_there and not self.problem:
@@ -131,9 +131,9 @@ class UnixPlace:
                 self._report(PlaceChange.LOST, self.address.path, str(error))
             return None
         self.problem = ""
-        if made is not None:
+        if bound is not None:
             self._report_made_anew()
-        return made
+        return bound
 
     def release(self, *, keep_file: bool = False) -> None:
         """Release the place. Removes the socket's file, unless it belongs to another process or is to be kept."""

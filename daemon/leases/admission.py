@@ -90,8 +90,8 @@ class Admission:
         if self._store.queue.end_holds(now_ns):
             # The hold timer fires late, but waiters still come before this request.
             self.serve_queue(now_ns, out)
-        held = self._store.queue.held_cards()
-        allowed = [account for account in candidates if account.card.uuid not in held] if held else candidates
+        cards = self._store.queue.held_cards()
+        allowed = [account for account in candidates if account.card.uuid not in cards] if cards else candidates
         account = placement.choose(allowed, event.terms, self._store.order)
         # Step 5: place it, refuse it, or let it wait.
         if account is not None:

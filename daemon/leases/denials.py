@@ -188,8 +188,8 @@ def card_draining(card_uuid: str, left_ns: int) -> Denial:
     hint = "Leave the choice of the card to the daemon, use another node, or ask this node's operator."
     if left_ns <= 0:
         return Denial(DenialReason.DRAINED, f"Card {card_uuid} is drained: nothing on it can be granted.", hint)
-    left = duration_text(-(-left_ns // NS_PER_MS))
-    message = f"Card {card_uuid} is being drained: nothing on it can be granted, and in {left} its leases end."
+    time_left = duration_text(-(-left_ns // NS_PER_MS))
+    message = f"Card {card_uuid} is being drained: nothing on it can be granted, and in {time_left} its leases end."
     return Denial(DenialReason.DRAINED, message, hint)
 
 

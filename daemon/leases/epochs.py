@@ -22,8 +22,8 @@ class HighestEpochs:
         kept: Names and their epochs; the entry of `FLOOR` is the floor.
     """
 
-    def __init__(self, kept: Iterable[tuple[str, int]] = ()) -> None:
-        self._by_name = dict(kept)
+    def __init__(self, rows: Iterable[tuple[str, int]] = ()) -> None:
+        self._by_name = dict(rows)
         self._floor = self._by_name.pop(FLOOR, 0)
 
     def __len__(self) -> int:

@@ -85,10 +85,10 @@ def validate_charges(store: LeaseStore, before: Charges) -> None:
         account = store.account_by_uuid[lease.card_uuid]
         taken_over_bytes = max(0, before.stuck[account.card.uuid] - account.stuck_bytes)
         is_more = lease.charge_bytes > before.leases.get(lease.lease_id, 0) + taken_over_bytes
-        held = account.held_bytes + account.stuck_bytes
-        if is_more and held > account.capacity_bytes:
+        held_bytes = account.held_bytes + account.stuck_bytes
+        if is_more and held_bytes > account.capacity_bytes:
             raise InvariantBroken(
-                f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
+                f"{_name(lease)} got more of a card that holds {held_bytes} of {account.capacity_bytes} bytes."
             )
 
 
@@ -243,16 +243,16 @@ def _validate_history(store: LeaseStore, lease: Lease) -> None:
 
 
 def _validate_host(store: LeaseStore) -> None:
-    held = sum(lease.park.host_bytes for lease in store.parkable.values() if lease.park is not None)
-    if store.parked_host_bytes != held:
-        raise InvariantBroken(f"{store.parked_host_bytes} bytes of the host are counted, not {held}.")
+    host_bytes = sum(lease.park.host_bytes for lease in store.parkable.values() if lease.park is not None)
+    if store.parked_host_bytes != host_bytes:
+        raise InvariantBroken(f"{store.parked_host_bytes} bytes of the host are counted, not {host_bytes}.")
     if not store.parkable.keys() <= store.live.keys():
         raise InvariantBroken("There are parkable leases that no longer live.")
     # Sessions that an earlier daemon parked may exceed a bound that has been lowered since.
     is_bound = not any(lease.is_restored for lease in store.parkable.values())
     most = store.limits.park_memory_bytes
-    if held > most and is_bound:
-        raise InvariantBroken(f"Parked sessions hold {held} of {most} bytes of the host.")
+    if host_bytes > most and is_bound:
+        raise InvariantBroken(f"Parked sessions hold {host_bytes} of {most} bytes of the host.")
 
 
 def _validate_claims(store: LeaseStore) -> None:
@@ -295,12 +295,12 @@ def _validate_claims(store: LeaseStore) -> None:
 def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     name, card = f"Card {account.card.uuid}", account.card
     # The sums, computed again from the leases.
-    held = sum(lease.charge_bytes for lease in leases)
+    charged_bytes = sum(lease.charge_bytes for lease in leases)
     fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED)
     fenced += sum(one.charge_bytes for one in account.warm.values() if one.state is WarmState.FENCED)
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
-    if account.held_bytes != held:
-        raise InvariantBroken(f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
+    if account.held_bytes != charged_bytes:
+        raise InvariantBroken(f"{name} counts {account.held_bytes} bytes held, its leases {charged_bytes}.")
     if account.fenced_bytes != fenced:
         raise InvariantBroken(f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
     # Restored leases may exceed the card, or share it with one that must be alone, because the limits or the card have
@@ -312,8 +312,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         raise InvariantBroken(f"{name} counts {account.parked_bytes} bytes parked, not {parked}.")
     if account.parkable_bytes != parkable:
         raise InvariantBroken(f"{name} counts {account.parkable_bytes} bytes parkable.")
-    if held > card.capacity_bytes and not is_all_restored:
-        raise InvariantBroken(f"{name} holds {held} of {card.capacity_bytes} bytes.")
+    if charged_bytes > card.capacity_bytes and not is_all_restored:
+        raise InvariantBroken(f"{name} holds {charged_bytes} of {card.capacity_bytes} bytes.")
     if account.leases != len(leases):
         raise InvariantBroken(f"{name} counts {account.leases} leases and has {len(leases)}.")
     by_tenant = Counter(lease.tenant for lease in leases)
@@ -346,7 +346,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     yielding = sum(context.charge_bytes for context in contexts if context.state in YIELDING)
     lasting = (WarmState.FENCED, WarmState.HELD)
     stuck = sum(context.charge_bytes for context in contexts if context.state in lasting)
-    held = sum(lease.charge_bytes for lease in leases)
+    charged_bytes = sum(lease.charge_bytes for lease in leases)
     awaited = sum(lease.awaited_bytes for lease in leases)
     going = (LeaseState.PENDING, LeaseState.ACTIVE)
     waiting = [lease for lease in leases if lease.awaited_bytes and lease.state in going]
@@ -359,13 +359,13 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     if not knows:
         raise InvariantBroken(f"{name} does not know who waits for warm contexts to leave.")
     # Bytes in use now must fit the measured capacity, unless all leases come from an earlier table.
-    used = held - awaited + warm
+    used = charged_bytes - awaited + warm
     is_new_in = any(lease.charge_bytes > lease.awaited_bytes and not lease.is_restored for lease in leases)
     is_new_in = is_new_in or not all(context.is_restored for context in contexts)
     if used > capacity and is_new_in:
         raise InvariantBroken(f"{name} may have {used} of {capacity} bytes in use.")
     # Bytes promised to leases that wait for contexts to leave must fit, too, once those contexts are gone.
-    promised = held - never + stuck + yielding
+    promised = charged_bytes - never + stuck + yielding
     is_new_in = is_new_in or bool(waiting)
     if promised > capacity and is_new_in:
         raise InvariantBroken(f"{name} promises {promised} of {capacity} bytes, and no context leaves.")
@@ -389,12 +389,16 @@ def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Le
     making = sum(context.state is WarmState.WARMING for context in contexts)
     if making > 1:
         raise InvariantBroken(f"{name} has {making} warm contexts made at a time.")
-    kept = sum(context.state in YIELDING and context.tenant is None for context in contexts)
-    if kept > account.warm_wanted:
-        raise InvariantBroken(f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
-    is_bounded = kept + account.leaving <= account.warm_wanted or any(context.is_restored for context in contexts)
+    shared_count = sum(context.state in YIELDING and context.tenant is None for context in contexts)
+    if shared_count > account.warm_wanted:
+        raise InvariantBroken(f"{name} has {shared_count} warm contexts; {account.warm_wanted} are wanted.")
+    is_bounded = shared_count + account.leaving <= account.warm_wanted or any(
+        context.is_restored for context in contexts
+    )
     if not is_bounded:
-        raise InvariantBroken(f"{name} has {account.leaving} warm contexts that leave or are fenced, and {kept} more.")
+        raise InvariantBroken(
+            f"{name} has {account.leaving} warm contexts that leave or are fenced, and {shared_count} more."
+        )
     most = 0 if store.recycling is None else store.recycling.max_idle
     if account.recycled > most:
         raise InvariantBroken(f"{name} has {account.recycled} contexts that wait for their tenant.")
@@ -582,12 +586,12 @@ def _validate_slice(lease: Lease) -> None:
     if not is_numbered or lease.region_number > MAX_NUMBER:
         raise InvariantBroken(f"{_name(lease)} gave two regions one number.")
     # Regions never hold more than the slice, also while the slice shrinks.
-    held = sum(region.charge_bytes for region in regions)
-    if held != lease.region_bytes:
-        raise InvariantBroken(f"{_name(lease)} counts {lease.region_bytes} bytes of regions, not {held}.")
+    charged_bytes = sum(region.charge_bytes for region in regions)
+    if charged_bytes != lease.region_bytes:
+        raise InvariantBroken(f"{_name(lease)} counts {lease.region_bytes} bytes of regions, not {charged_bytes}.")
     room = lease.region_room_bytes
-    if held > room and not lease.is_restored:
-        raise InvariantBroken(f"{_name(lease)} has regions of {held} bytes in a slice of {room}.")
+    if charged_bytes > room and not lease.is_restored:
+        raise InvariantBroken(f"{_name(lease)} has regions of {charged_bytes} bytes in a slice of {room}.")
     is_marked = lease.is_reshaped or not (regions or lease.resize is not None)
     if not is_marked or (lease.is_reshaped and lease.is_scrubbing):
         raise InvariantBroken(f"{_name(lease)} has regions and is to be recycled.")

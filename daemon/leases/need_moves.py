@@ -75,10 +75,10 @@ def may_take(account: CardAccount, lease: Lease) -> bool:
 
 def _target_of(lease: Lease, accounts: Mapping[str, CardAccount], rooms: Mapping[str, int]) -> str | None:
     """Return the card that a session fits on best, with the least room left; None if it fits on none."""
-    left = {
+    free_bytes = {
         uuid: rooms[uuid] - account.charge_bytes(lease.terms)
         for uuid, account in accounts.items()
         if may_take(account, lease)
     }
-    fitting = [(room, uuid) for uuid, room in left.items() if room >= 0]
+    fitting = [(room, uuid) for uuid, room in free_bytes.items() if room >= 0]
     return min(fitting)[1] if fitting else None

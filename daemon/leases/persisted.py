@@ -197,64 +197,64 @@ def region_row(region: TableRegion) -> RegionRow:
     )
 
 
-def revive_region(kept: RegionRow, lease: Lease) -> TableRegion:
+def revive_region(row: RegionRow, lease: Lease) -> TableRegion:
     """Return the region of a record, with an empty history."""
     return TableRegion(
-        region_id=kept.region_id,
-        lease_id=kept.lease_id,
-        tenant=kept.tenant,
+        region_id=row.region_id,
+        lease_id=row.lease_id,
+        tenant=row.tenant,
         card_uuid=lease.card_uuid,
         exclusivity=lease.terms.exclusivity,
-        size_bytes=kept.size_bytes,
-        ttl_ms=kept.ttl_ms,
-        slot=kept.slot,
-        number=kept.number,
+        size_bytes=row.size_bytes,
+        ttl_ms=row.ttl_ms,
+        slot=row.slot,
+        number=row.number,
         # The earlier daemon has answered its request, or the client's connection ended with that daemon.
         request=0,
-        created_ns=kept.created_ns,
+        created_ns=row.created_ns,
         open_due_ns=0,
         max_story_entries=lease.max_story_entries,
         # The generation and the deadline continue; timers are armed again by `on_restored`.
-        address=kept.address,
-        generation=kept.generation,
-        state=kept.state,
-        cause=kept.cause,
-        reason=kept.reason,
-        deadline_ns=kept.deadline_ns,
-        ended_ns=kept.ended_ns,
-        kept_bytes=kept.kept_bytes,
-        is_cancelled=kept.is_cancelled,
-        is_given_up=kept.is_given_up,
+        address=row.address,
+        generation=row.generation,
+        state=row.state,
+        cause=row.cause,
+        reason=row.reason,
+        deadline_ns=row.deadline_ns,
+        ended_ns=row.ended_ns,
+        kept_bytes=row.kept_bytes,
+        is_cancelled=row.is_cancelled,
+        is_given_up=row.is_given_up,
         is_restored=True,
     )
 
 
-def revive(kept: LeaseRow, max_story_entries: int, *, has_session: bool, horizon: Horizon | None = None) -> Lease:
+def revive(row: LeaseRow, max_story_entries: int, *, has_session: bool, horizon: Horizon | None = None) -> Lease:
     """Return the lease of a record, with an empty history."""
     return Lease(
-        lease_id=kept.lease_id,
-        tenant=kept.tenant,
-        card_uuid=kept.card_uuid,
-        terms=kept.terms,
-        charge_bytes=kept.charge_bytes,
+        lease_id=row.lease_id,
+        tenant=row.tenant,
+        card_uuid=row.card_uuid,
+        terms=row.terms,
+        charge_bytes=row.charge_bytes,
         request=0,
-        created_ns=kept.created_ns,
+        created_ns=row.created_ns,
         spawn_due_ns=0,
         max_story_entries=max_story_entries,
-        generation=kept.generation,
-        state=kept.state,
-        cause=kept.cause,
-        reason=kept.reason,
-        fault=kept.fault,
-        deadline_ns=kept.deadline_ns,
-        ended_ns=kept.ended_ns,
+        generation=row.generation,
+        state=row.state,
+        cause=row.cause,
+        reason=row.reason,
+        fault=row.fault,
+        deadline_ns=row.deadline_ns,
+        ended_ns=row.ended_ns,
         # Restored leases may exceed bounds that were lowered, and are never recycled.
         is_restored=True,
         horizon=horizon,
         has_session=has_session,
         # The earlier daemon may have ordered regions and lost their rows, and the session knows their numbers: skip
         # these.
-        region_number=min(MAX_NUMBER, kept.region_number + MAX_REGIONS),
-        park=ParkState(parked_ns=kept.parked_ns) if kept.terms.is_parkable else None,
-        wait_ms=kept.wait_ms,
+        region_number=min(MAX_NUMBER, row.region_number + MAX_REGIONS),
+        park=ParkState(parked_ns=row.parked_ns) if row.terms.is_parkable else None,
+        wait_ms=row.wait_ms,
     )

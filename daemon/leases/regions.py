@@ -499,16 +499,16 @@ class Regions(RegionViews):
 
     def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
         """Add a region of an earlier table. It continues if its lease does."""
-        kept, lease = event.kept, self._store.live.get(event.kept.lease_id)
+        row, lease = event.kept, self._store.live.get(event.kept.lease_id)
         # A returned region that keeps bytes in its place is also remembered as ended.
-        is_known = self._store.get(kept.region_id) is not None
-        if is_known and (lease is None or kept.state is not RegionState.RETURNED):
+        is_known = self._store.get(row.region_id) is not None
+        if is_known and (lease is None or row.state is not RegionState.RETURNED):
             return
         # Its lease is over, so only the record of its end is needed.
         if lease is None:
-            self._bury(kept, now_ns, out)
+            self._bury(row, now_ns, out)
             return
-        region = revive_region(kept, lease)
+        region = revive_region(row, lease)
         self._store.enter_region(lease, region)
         if region.state is RegionState.RETURNED:
             return
@@ -536,25 +536,25 @@ class Regions(RegionViews):
             elif not region.is_given_up:
                 self._prove(lease, region, now_ns, out)
 
-    def _bury(self, kept: RegionRow, now_ns: int, out: list[Effect]) -> None:
+    def _bury(self, row: RegionRow, now_ns: int, out: list[Effect]) -> None:
         """Record a region of a lease that is already over as ended, and report its end unless that was reported."""
-        cause = kept.cause or Cause.WORKER_DIED
-        was_reported = kept.is_given_up or kept.state is RegionState.RETURNED
+        cause = row.cause or Cause.WORKER_DIED
+        was_reported = row.is_given_up or row.state is RegionState.RETURNED
         # Without a record of its lease, the tenant is not known either.
-        if lease := self._store.get(kept.lease_id):
+        if lease := self._store.get(row.lease_id):
             ended = lease._replace(
-                lease_id=kept.region_id,
-                tenant=kept.tenant,
-                size_bytes=kept.size_bytes,
-                generation=kept.generation,
+                lease_id=row.region_id,
+                tenant=row.tenant,
+                size_bytes=row.size_bytes,
+                generation=row.generation,
                 cause=cause,
-                reason=kept.reason or "its lease was gone when the daemon came back",
+                reason=row.reason or "its lease was gone when the daemon came back",
                 fault="",
-                created_ns=kept.created_ns,
-                deadline_ns=kept.deadline_ns,
-                ended_ns=kept.ended_ns or now_ns,
-                ttl_ms=kept.ttl_ms,
-                parent_id=kept.lease_id,
+                created_ns=row.created_ns,
+                deadline_ns=row.deadline_ns,
+                ended_ns=row.ended_ns or now_ns,
+                ttl_ms=row.ttl_ms,
+                parent_id=row.lease_id,
             )
             self._store.remember(ended)
             if not was_reported:

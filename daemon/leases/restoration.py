@@ -58,9 +58,9 @@ class Restoration:
             self._store.remember(tombstone)
         # A fence on a card that this host no longer has holds nothing here. The journal keeps it until the card
         # returns.
-        for kept in recovered.fenced_warm:
-            if kept.card_uuid in self._store.account_by_uuid:
-                self._pool.restore_fence(kept)
+        for row in recovered.fenced_warm:
+            if row.card_uuid in self._store.account_by_uuid:
+                self._pool.restore_fence(row)
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         lease = revive(

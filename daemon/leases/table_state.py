@@ -366,10 +366,10 @@ class LeaseStore:
     def remember(self, ended: LeaseSnapshot) -> None:
         """Remember an ended lease or region. The oldest is forgotten when there are too many."""
         # Dicts keep their order, so the first entry is the oldest.
-        kept = self.ended_regions if ended.parent_id else self.ended
-        kept[ended.lease_id] = ended
-        if len(kept) > self.limits.max_tombstones:
-            kept.popitem(last=False)
+        tombstones = self.ended_regions if ended.parent_id else self.ended
+        tombstones[ended.lease_id] = ended
+        if len(tombstones) > self.limits.max_tombstones:
+            tombstones.popitem(last=False)
 
     def change_size(self, lease: Lease, size_bytes: int) -> None:
         """Change the size of an active lease, and charge its card accordingly."""

@@ -212,8 +212,8 @@ def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Ite
     # Two intervals have a known position: the current one and the one before. A worker may lie about both, so cut each
     # to the busy time that is left.
     end_ns, rest_ns = until_ns, busy_ns
-    known = ((claim.busy_since_ns, until_ns), (claim.last_busy_from_ns, claim.last_busy_until_ns))
-    for begin_ns, finish_ns in known:
+    intervals = ((claim.busy_since_ns, until_ns), (claim.last_busy_from_ns, claim.last_busy_until_ns))
+    for begin_ns, finish_ns in intervals:
         if not begin_ns or not rest_ns:
             continue
         finish_ns = min(finish_ns, end_ns)

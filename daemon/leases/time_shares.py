@@ -364,24 +364,24 @@ class TimeShares:
         used = {tenant: sum((spent[one.session] for one in own), 0.0) for tenant, own in by_tenant.items()}
         # The part of a tenant that was limited by its cap is counted in wall time. The others' parts are of the used
         # time.
-        owed: dict[Key, float] = {}
+        balances_ns: dict[Key, float] = {}
         for tenant in by_tenant:
-            owed[tenant] = self._owed.get(tenant, 0.0)
+            balances_ns[tenant] = self._owed.get(tenant, 0.0)
             if tenant in self._at_cap and tenant in caps:
-                owed[tenant] += more_ns * caps[tenant] - used[tenant]
-                owed[tenant] = min(max(owed[tenant], -MAX_DEBT_NS), _MAX_CAP_CREDIT_NS)
+                balances_ns[tenant] += more_ns * caps[tenant] - used[tenant]
+                balances_ns[tenant] = min(max(balances_ns[tenant], -MAX_DEBT_NS), _MAX_CAP_CREDIT_NS)
         short = [tenant for tenant in by_tenant if tenant in self._parts and tenant not in self._at_cap]
-        self._even_out(owed, {tenant: used[tenant] for tenant in short})
+        self._even_out(balances_ns, {tenant: used[tenant] for tenant in short})
         for own in by_tenant.values():
             for one in own:
-                owed[one.session] = self._owed.get(one.session, 0.0)
+                balances_ns[one.session] = self._owed.get(one.session, 0.0)
             # A session that was not held back got its demand, whatever its part was. So it is owed nothing for this
             # round.
             waiting = [one for one in own if one.session in self._parts and self._has_waited(one)]
-            self._even_out(owed, {one.session: spent[one.session] for one in waiting})
-            _forgive(owed, [one.session for one in waiting])
+            self._even_out(balances_ns, {one.session: spent[one.session] for one in waiting})
+            _forgive(balances_ns, [one.session for one in waiting])
         # Keep only the balances of this round.
-        self._owed = owed
+        self._owed = balances_ns
 
     def _spent_ns(self, one: SharedSession, more_ns: int) -> float:
         """Return the GPU time charged to a session for the last round, without the time in which its turns begin."""
@@ -389,17 +389,17 @@ class TimeShares:
             return one.time.more_gpu_ns
         return max(0.0, one.time.more_gpu_ns - SWITCH_NS * more_ns / self._turns[one.session].period_ns)
 
-    def _even_out(self, owed: dict[Key, float], used: Mapping[Key, float]) -> None:
+    def _even_out(self, balances_ns: dict[Key, float], used: Mapping[Key, float]) -> None:
         """Settle among several: add to each its part of the time that all used together, less the time that it used."""
         if len(used) == 1:
             # The others got their demands, so neither a debt to them nor a credit from them should last.
             (one,) = used
-            owed[one] = min(0.0, owed[one] + ROUND_NS)
+            balances_ns[one] = min(0.0, balances_ns[one] + ROUND_NS)
             return
         parts_ns, used_ns = sum(self._parts[one] for one in used), sum(used.values())
         for one, own_ns in used.items():
             due_ns = used_ns * self._parts[one] / parts_ns if parts_ns else own_ns
-            owed[one] = min(max(owed[one] + due_ns - own_ns, -MAX_DEBT_NS), MAX_CREDIT_NS)
+            balances_ns[one] = min(max(balances_ns[one] + due_ns - own_ns, -MAX_DEBT_NS), MAX_CREDIT_NS)
 
     def _settle_latency(
         self,
@@ -425,11 +425,11 @@ class TimeShares:
         self._obeyed = obeyed
 
 
-def _forgive(owed: dict[Key, float], some: Sequence[Key]) -> None:
+def _forgive(balances_ns: dict[Key, float], some: Sequence[Key]) -> None:
     """Reduce debts that all of `some` have in common: they owe them to others, who got their demands."""
-    if some and (least_ns := max(owed[one] for one in some)) < 0.0:
+    if some and (least_ns := max(balances_ns[one] for one in some)) < 0.0:
         for one in some:
-            owed[one] += min(-least_ns, ROUND_NS)
+            balances_ns[one] += min(-least_ns, ROUND_NS)
 
 
 def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:

@@ -359,13 +359,13 @@ class WarmPool:
 
     # --- contexts of an earlier daemon ---
 
-    def restore_fence(self, kept: WarmRow) -> None:
+    def restore_fence(self, row: WarmRow) -> None:
         """Hold the bytes of an earlier daemon's context that could not be proved gone."""
-        context = self._enter_restored(kept.warm_id, kept.card_uuid, kept.charge_bytes, kept.reason)
+        context = self._enter_restored(row.warm_id, row.card_uuid, row.charge_bytes, row.reason)
         context.state = WarmState.FENCED
-        account = self._account(kept.card_uuid)
-        account.stuck_bytes += kept.charge_bytes
-        account.fenced_bytes += kept.charge_bytes
+        account = self._account(row.card_uuid)
+        account.stuck_bytes += row.charge_bytes
+        account.fenced_bytes += row.charge_bytes
 
     def drop_found(self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, out: list[Effect]) -> None:
         """Drop a context that an earlier daemon made."""
@@ -373,17 +373,17 @@ class WarmPool:
         out.append(RefuseWork(warm_id, Cause.ABANDONED))
         self._drop(context, "it was made by the daemon before this one", now_ns, out)
 
-    def drop_left(self, left: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
+    def drop_left(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
         """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved free.
 
         The lease's own bytes were proved free before, or an operator cleared its fence. The bytes are held under a new
         id.
         """
         self._last_left_id += 1
-        context = self._enter_restored(self._last_left_id, left.card_uuid, left.charge_bytes, "")
-        out.append(RenameWorker(left.worker_id, context.warm_id))
+        context = self._enter_restored(self._last_left_id, event.card_uuid, event.charge_bytes, "")
+        out.append(RenameWorker(event.worker_id, context.warm_id))
         out.append(RefuseWork(context.warm_id, Cause.ABANDONED))
-        self._drop(context, f"lease {left.beside_lease_id or left.worker_id:032x} has left it", now_ns, out)
+        self._drop(context, f"lease {event.beside_lease_id or event.worker_id:032x} has left it", now_ns, out)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
         # The worker has this id in the zygote as well, so no other worker may get it.
@@ -442,9 +442,9 @@ class WarmPool:
         # room in addition to all promises, and the card may have contexts at all.
         if account.pending_leases:
             return
-        kept = [context for context in account.yielding() if context.tenant is None]
-        if len(kept) + account.leaving >= account.warm_wanted or any(
-            context.state is WarmState.WARMING for context in kept
+        shared = [context for context in account.yielding() if context.tenant is None]
+        if len(shared) + account.leaving >= account.warm_wanted or any(
+            context.state is WarmState.WARMING for context in shared
         ):
             return
         needed_bytes = account.promised_bytes + account.warm_bytes + account.card.overhead_bytes

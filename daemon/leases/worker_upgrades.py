@@ -48,12 +48,12 @@ class WorkerUpgrades:
     def __init__(
         self,
         store: LeaseStore,
-        held: HeldWorkers,
+        held_workers: HeldWorkers,
         await_return: Callable[[Lease, ParkState, int, list[Effect]], None],
         park: Callable[[Lease, int, list[Effect]], Denial | None],
     ) -> None:
         self._store = store
-        self._held = held
+        self._held = held_workers
         self._await_return = await_return
         self._park = park
 

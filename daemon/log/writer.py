@@ -291,7 +291,7 @@ def shown(text: str, limit: int) -> str:
     # Nearly every text: two tests in C.
     if len(text) <= limit and text.isprintable():
         return text
-    return shortened(printable(text[: limit + 1], kept="\t"), limit)
+    return shortened(printable(text[: limit + 1], allowed="\t"), limit)
 
 
 def is_journal(fd: int) -> bool:

@@ -358,9 +358,9 @@ def too_long() -> str:
     return f"it took more than {MAX_WAIT_S:g} s"
 
 
-def _finish(held: _Held, problem: str) -> None:
+def _finish(batch: _Held, problem: str) -> None:
     try:
-        held.on_done(problem)
+        batch.on_done(problem)
     except Exception:
         # A bug. The others that wait must still get their replies.
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="reporting an outcome")

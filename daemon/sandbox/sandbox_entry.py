@@ -47,16 +47,16 @@ class SandboxPlan:
     identity: WorkerIdentity | None
     measures: frozenset[Measure]
 
-    def enter(self, kept: Iterable[int], parent_pid: int) -> None:
+    def enter(self, kept_fds: Iterable[int], parent_pid: int) -> None:
         """Take every measure in this process, and make it die with its parent.
 
         Args:
-            kept: The descriptors that the process keeps.
+            kept_fds: The descriptors that the process keeps.
             parent_pid: The parent's process id.
 
         Raises SandboxBroken if a measure fails. The process must end then.
         """
-        for measure, step in self._before(tuple(kept)):
+        for measure, step in self._before(tuple(kept_fds)):
             self._apply(measure, step)
         # These two apply without a sandbox too.
         die_with_parent(parent_pid)
@@ -70,11 +70,11 @@ class SandboxPlan:
         except (OSError, ValueError, NoFilter) as error:
             raise SandboxBroken(f"the worker can't be shut in ({measure.value}): {error}") from None
 
-    def _before(self, kept: tuple[int, ...]) -> Iterator[tuple[Measure, Step]]:
+    def _before(self, kept_fds: tuple[int, ...]) -> Iterator[tuple[Measure, Step]]:
         identity = self.identity
         # The descriptors first: /proc, which lists them, is out of reach later.
         if Measure.DESCRIPTORS in self.measures:
-            yield Measure.DESCRIPTORS, partial(keep_only, (*kept, *self.needs.kept))
+            yield Measure.DESCRIPTORS, partial(keep_only, (*kept_fds, *self.needs.kept))
         # Root's file, so before the change of user. The other limits come later, because they also bind what is done
         # here.
         if Measure.LIMITS in self.measures:

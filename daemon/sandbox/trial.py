@@ -189,8 +189,8 @@ class _Trials:
     def _capabilities(self) -> str:
         drop_capabilities()
         with open("/proc/self/status") as file:
-            held = [line for line in file if line.startswith(("CapEff", "CapPrm", "CapInh", "CapAmb"))]
-        if any(int(line.split()[1], 16) for line in held):
+            cap_lines = [line for line in file if line.startswith(("CapEff", "CapPrm", "CapInh", "CapAmb"))]
+        if any(int(line.split()[1], 16) for line in cap_lines):
             raise _Missing("the kernel left some")
         return "none"
 

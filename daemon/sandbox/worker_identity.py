@@ -21,9 +21,9 @@ STANDARD = (0, 1, 2)
 """The standard descriptors: an empty input, and a pipe to the daemon's log."""
 
 
-def keep_only(kept: Iterable[int]) -> None:
+def keep_only(kept_fds: Iterable[int]) -> None:
     """Close every descriptor of this process except these and the standard ones."""
-    spared = {*STANDARD, *kept}
+    spared = {*STANDARD, *kept_fds}
     # The list and not close_range(2): the descriptors to keep lie anywhere among the others.
     for entry in os.listdir("/proc/self/fd"):
         if int(entry) not in spared:

@@ -150,7 +150,7 @@ class EndedConnections(OperationHandler):
 
     def _give_back(self) -> bool:
         """Release some objects that no kernel uses any more, without waiting; return whether there were any."""
-        left = FREES_PER_TURN
+        frees_left = FREES_PER_TURN
         # Check each ended connection by itself: one with a running kernel must not delay the release of the others'
         # memory.
         for ended in list(self._ended):
@@ -160,9 +160,9 @@ class EndedConnections(OperationHandler):
                 continue
             # Release allocations and modules one by one, without a wait inside the driver.
             try:
-                while left and (ended.allocations or ended.modules):
+                while frees_left and (ended.allocations or ended.modules):
                     self._give_back_one(ended)
-                    left -= 1
+                    frees_left -= 1
             except _StillRuns:
                 continue
             except KernelFault as fault:
@@ -177,11 +177,11 @@ class EndedConnections(OperationHandler):
                 self._ended.remove(ended)
                 continue
             # Nothing is left of it.
-            if left:
+            if frees_left:
                 self._ended.remove(ended)
-        if left != FREES_PER_TURN:
+        if frees_left != FREES_PER_TURN:
             self._record_usage()
-        return left != FREES_PER_TURN
+        return frees_left != FREES_PER_TURN
 
     def _give_back_one(self, ended: _Ended) -> None:
         if ended.allocations:

@@ -173,15 +173,15 @@ class GraphOperations(OperationHandler):
         # The driver has made the graph: count it, record what it depends on, and charge it.
         self._last_number += 1
         number = self._last_number
-        self._graphs[number] = made = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
-        made.regions = self._gate.regions_at(steps.allocations)
-        made.holder = self._ledger.holder
+        self._graphs[number] = session_graph = _SessionGraph(graph, steps, parameters, part_count, size_bytes)
+        session_graph.regions = self._gate.regions_at(steps.allocations)
+        session_graph.holder = self._ledger.holder
         if self._resources.shows_pages:
-            made.payload = bytes(frame.payload)
+            session_graph.payload = bytes(frame.payload)
         self._ledger.add_graph(graph.device_bytes)
         self._part_count += part_count
         self._payload_bytes += size_bytes
-        self._add_dependent(number, made)
+        self._add_dependent(number, session_graph)
         self._record_usage()
         return done(frame, Handle(number))
 
@@ -190,14 +190,16 @@ class GraphOperations(OperationHandler):
         """Serve GRAPH_LAUNCH. Regions that the graph's nodes name by their addresses must be active, as for a copy."""
         if self._needs_set:
             raise no_set()
-        number, made, values = self._graph_of(memoryview(frame.payload))
+        number, session_graph, values = self._graph_of(memoryview(frame.payload))
         # If the values are the same as last time, and no reply is wanted, native code can serve such launches from now
         # on.
-        is_repeated = self.records.is_read and frame.flags and values == made.latest_values and not made.regions
-        reply = self._replay(frame, number, made, values)
+        is_repeated = (
+            self.records.is_read and frame.flags and values == session_graph.latest_values and not session_graph.regions
+        )
+        reply = self._replay(frame, number, session_graph, values)
         if is_repeated:
-            steps = made.steps
-            self.records.show(number, frame, made.graph, len(steps.launches), steps.copies, steps.copied_bytes)
+            steps = session_graph.steps
+            self.records.show(number, frame, session_graph.graph, len(steps.launches), steps.copies, steps.copied_bytes)
         return reply
 
     @serves(Opcode.GRAPH_LAUNCH_IN)
@@ -208,43 +210,43 @@ class GraphOperations(OperationHandler):
         not they are in the set.
         """
         body, region_set, position = split_regions(memoryview(frame.payload))
-        number, made, values = self._graph_of(body)
+        number, session_graph, values = self._graph_of(body)
         # If the graph has only one kernel, a refusal names it.
-        kernels = made.steps.launches
+        kernels = session_graph.steps.launches
         kernel = next(iter(kernels.values())).plan.kernel.name if len(kernels) == 1 else ""
         self._gate.admit(region_set, position, kernel)
-        return self._replay(frame, number, made, values, kernel, position)
+        return self._replay(frame, number, session_graph, values, kernel, position)
 
     def _graph_of(self, payload: memoryview) -> tuple[int, _SessionGraph, bytes]:
         """Return the graph of a GRAPH_LAUNCH, by its number, and the values for it. Raises BodyError or Refused."""
         number, values = parse_graph_launch(payload)
-        made = self._graphs.get(number)
-        if made is None:
+        session_graph = self._graphs.get(number)
+        if session_graph is None:
             raise _no_graph(number)
-        return number, made, values
+        return number, session_graph, values
 
     def _replay(
         self,
         frame: Frame,
         number: int,
-        made: _SessionGraph,
+        session_graph: _SessionGraph,
         values: bytes,
         kernel: str = "",
         position: int | None = None,
     ) -> bytes:
         # Before a replay: the graph must not be void, its values are bound, its regions must be active.
-        if made.void is not None:
-            raise invalid_handle(f"graph {number} uses {made.void}")
-        if values != made.latest_values:
+        if session_graph.void is not None:
+            raise invalid_handle(f"graph {number} uses {session_graph.void}")
+        if values != session_graph.latest_values:
             self.records.hide(number)
-            self._bind(made, values)
+            self._bind(session_graph, values)
         # A region may end between the check of its set and this one: the refusal must name the same launch.
-        if made.regions:
-            self._gate.admit_named(made.regions, kernel, position)
+        if session_graph.regions:
+            self._gate.admit_named(session_graph.regions, kernel, position)
         # Record it before the replay, as a fault may name it at once.
         self.recent_replays.add(frame.request_id)
-        made.graph.replay(frame.request_id, self._check_lease, self._resources.admit_next)
-        steps = made.steps
+        session_graph.graph.replay(frame.request_id, self._check_lease, self._resources.admit_next)
+        steps = session_graph.steps
         self._counters[Counter.LAUNCHES] += len(steps.launches)
         self._counters[Counter.COPIES] += steps.copies
         self._counters[Counter.COPIED_BYTES] += steps.copied_bytes
@@ -266,9 +268,15 @@ class GraphOperations(OperationHandler):
 
     def recorded(self) -> list[tuple[int, bytes, Holder]] | None:
         """Return number, GRAPH_CREATE and holder of all graphs; None if one of them can't be replayed any more."""
-        if any(made.void is not None or made.holder is None for made in self._graphs.values()):
+        if any(
+            session_graph.void is not None or session_graph.holder is None for session_graph in self._graphs.values()
+        ):
             return None
-        return [(number, made.payload, made.holder) for number, made in self._graphs.items() if made.holder is not None]
+        return [
+            (number, session_graph.payload, session_graph.holder)
+            for number, session_graph in self._graphs.items()
+            if session_graph.holder is not None
+        ]
 
     def restore(self, number: int, payload: bytes) -> None:
         """Make a graph again, for `ledger.holder`, that the session had in another process. Raises ImageMismatch."""
@@ -291,11 +299,11 @@ class GraphOperations(OperationHandler):
         graph = self._context.graph([], self._ledger.check_graph, self._check_lease)
         graph.close()
         self._last_number += 1
-        self._graphs[self._last_number] = made = _SessionGraph(
+        self._graphs[self._last_number] = session_graph = _SessionGraph(
             graph, _Steps(), [], _part_count(body), len(payload), void, holder=self._ledger.holder
         )
-        self._part_count += made.part_count
-        self._payload_bytes += made.payload_bytes
+        self._part_count += session_graph.part_count
+        self._payload_bytes += session_graph.payload_bytes
 
     def restore_last_number(self, number: int) -> None:
         """Set the highest number that a graph had in another process, so that no number is given out twice."""
@@ -303,20 +311,20 @@ class GraphOperations(OperationHandler):
 
     def give_back(self, holder: Holder) -> None:
         """Destroy all graphs of a holder. Replays that were queued run to their end."""
-        for number in [number for number, made in self._graphs.items() if made.holder is holder]:
+        for number in [number for number, session_graph in self._graphs.items() if session_graph.holder is holder]:
             self._destroy(number)
 
     def _destroy(self, number: int) -> None:
-        made = self._graphs.pop(number)
-        if made.void is None:
-            self._release(number, made)
-        self._part_count -= made.part_count
-        self._payload_bytes -= made.payload_bytes
+        session_graph = self._graphs.pop(number)
+        if session_graph.void is None:
+            self._release(number, session_graph)
+        self._part_count -= session_graph.part_count
+        self._payload_bytes -= session_graph.payload_bytes
 
     def close(self) -> None:
-        for number, made in self._graphs.items():
-            if made.void is None:
-                self._release(number, made)
+        for number, session_graph in self._graphs.items():
+            if session_graph.void is None:
+                self._release(number, session_graph)
         self._graphs.clear()
 
     # --- creating ---
@@ -404,17 +412,17 @@ class GraphOperations(OperationHandler):
 
     # --- replaying ---
 
-    def _bind(self, made: _SessionGraph, values: bytes) -> None:
+    def _bind(self, session_graph: _SessionGraph, values: bytes) -> None:
         """Put a GRAPH_LAUNCH's values into their places, once all of them are checked."""
         # Step 1: check all values before anything changes.
-        parameters = made.parameters
+        parameters = session_graph.parameters
         wanted_bytes = parameters[-1].end if parameters else 0
         if len(values) != wanted_bytes:
             raise BodyError(f"the values must have {wanted_bytes} bytes, as the graph's parameters, not {len(values)}")
         checked = [self._value(parameter, values) for parameter in parameters]
         # Step 2: put them into the argument bytes; a value that did not change costs nothing.
-        made.latest_values = None
-        steps, changed = made.steps, set()
+        session_graph.latest_values = None
+        steps, changed = session_graph.steps, set()
         for parameter, value in zip(parameters, checked, strict=True):
             if value == parameter.value:
                 continue
@@ -426,12 +434,12 @@ class GraphOperations(OperationHandler):
         # Update only steps with changed arguments in the driver.
         for step in changed:
             launch = steps.launches[step]
-            made.graph.bind(step, launch.plan.lay_out(bytes(launch.args)))
+            session_graph.graph.bind(step, launch.plan.lay_out(bytes(launch.args)))
         for parameter, value in zip(parameters, checked, strict=True):
             parameter.value = value
         # A buffer may be freed, so only plain values allow the next identical replay to skip the check.
         if not any(parameter.is_buffer for parameter in parameters):
-            made.latest_values = values
+            session_graph.latest_values = values
 
     def _value(self, parameter: _Parameter, values: bytes) -> bytes:
         """Return the bytes for a parameter's places. Raises Refused."""
@@ -449,29 +457,29 @@ class GraphOperations(OperationHandler):
 
     # --- releasing ---
 
-    def _add_dependent(self, number: int, made: _SessionGraph) -> None:
+    def _add_dependent(self, number: int, session_graph: _SessionGraph) -> None:
         """Make the graph void as soon as an allocation or a module that it names is released."""
 
         def void(what: str) -> None:
-            made.void = what
-            self._release(number, made)
+            session_graph.void = what
+            self._release(number, session_graph)
 
-        for handle in made.steps.allocations:
+        for handle in session_graph.steps.allocations:
             self._ledger.allocation_dependents.add(handle, number, void)
-        for module in made.steps.modules:
+        for module in session_graph.steps.modules:
             self._ledger.module_dependents.add(module, number, void)
 
-    def _release(self, number: int, made: _SessionGraph) -> None:
+    def _release(self, number: int, session_graph: _SessionGraph) -> None:
         self.records.hide(number)
         # Drop the steps first: after that, the graph references nothing of the tenant's.
-        steps, made.steps = made.steps, _Steps()
+        steps, session_graph.steps = session_graph.steps, _Steps()
         for handle in steps.allocations:
             self._ledger.allocation_dependents.remove(handle, number)
         for module in steps.modules:
             self._ledger.module_dependents.remove(module, number)
-        made.parameters = []
-        self._ledger.remove_graph(made.graph.device_bytes)
-        made.graph.close()
+        session_graph.parameters = []
+        self._ledger.remove_graph(session_graph.graph.device_bytes)
+        session_graph.graph.close()
 
 
 def _part_count(body: GraphCreate) -> int:

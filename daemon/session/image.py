@@ -132,8 +132,8 @@ class SessionParts:
 
     def _region_states(self, holders: Mapping[Holder, int]) -> RegionStates:
         states, members = self.regions.states()
-        made = zip(self.region_sets.made(), members, strict=True)
-        sets = tuple(RegionSetState(one.handle, tuple(at), holders[one.holder]) for one, at in made)
+        region_sets = zip(self.region_sets.made(), members, strict=True)
+        sets = tuple(RegionSetState(one.handle, tuple(at), holders[one.holder]) for one, at in region_sets)
         return RegionStates(tuple(states), sets, self.region_sets.last_set, self.region_sets.launches_begun)
 
     def parked_regions(self) -> tuple[ParkedRegion, ...]:

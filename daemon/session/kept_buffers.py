@@ -43,14 +43,14 @@ class KeepOperations(OperationHandler):
         if not body.name and not is_kept:
             raise invalid_handle(f"the allocation {body.handle:#x} is not kept, so it can't be taken")
         # Keeping the same allocation under the same name changes nothing.
-        known = self._handles.get(body.name)
-        if known == body.handle:
+        earlier = self._handles.get(body.name)
+        if earlier == body.handle:
             return empty(frame)
-        if known is not None:
+        if earlier is not None:
             raise Refused(
                 Failure(
                     Status.INVALID_REQUEST,
-                    f"{body.name!r} is kept already: it is the allocation {known:#x}",
+                    f"{body.name!r} is kept already: it is the allocation {earlier:#x}",
                     hint="Take or free that one first, or choose another name.",
                 )
             )
@@ -95,6 +95,6 @@ class KeepOperations(OperationHandler):
         self._ledger.allocation_dependents.add(handle, _NAME, released)
 
     def _forget(self, handle: int) -> None:
-        name = next(name for name, kept in self._handles.items() if kept == handle)
+        name = next(name for name, kept_handle in self._handles.items() if kept_handle == handle)
         del self._handles[name]
         self._ledger.allocation_dependents.remove(handle, _NAME)

@@ -415,9 +415,9 @@ class KernelWatch:
             return
         # Forget streams without a running kernel. Where the number of ended launches has changed, the time starts
         # again.
-        known, self._running = self._running, {}
+        running, self._running = self._running, {}
         for stream, ended in self._context.running().items():
-            seen, since_ns = known.get(stream, (-1, 0))
+            seen, since_ns = running.get(stream, (-1, 0))
             self._running[stream] = (ended, since_ns if seen == ended else now_ns)
         self._counters[Counter.KERNEL_SINCE_NS] = min((since_ns for _, since_ns in self._running.values()), default=0)
 

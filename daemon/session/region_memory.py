@@ -189,7 +189,10 @@ class RegionMemory:
         mapped, ledger = list(self._by_id.values()), self._resources.ledger
         # A set may name regions that have released their addresses: launches in it are refused.
         position = {region: at for at, region in enumerate(mapped)}
-        sets = [[position.setdefault(one, len(position)) for one in made.regions] for made in self._gate.sets.values()]
+        sets = [
+            [position.setdefault(one, len(position)) for one in region_set.regions]
+            for region_set in self._gate.sets.values()
+        ]
         states = [
             RegionState(
                 region_id=region.region_id.to_bytes(16, "big"),
@@ -253,16 +256,16 @@ class RegionMemory:
     # --- opening ---
 
     def open(self, order: OpenRegionOrder) -> None:
-        gate, known = self._gate, self._by_id.get(order.region_id)
-        if known is None:
+        gate, region = self._gate, self._by_id.get(order.region_id)
+        if region is None:
             reason = self._open(order)
             if reason:
                 # Report the refusal; no memory was taken.
                 gate.outbox.append(RegionRefusedReport(order.region_id, reason))
                 return
-            known = self._by_id[order.region_id]
+            region = self._by_id[order.region_id]
         # The answer waits until the card has zeroed the memory.
-        self._openings.append(known)
+        self._openings.append(region)
         self._spin_until_ns = time.monotonic_ns() + SPIN_NS
         self.advance()
 

@@ -500,7 +500,7 @@ class RegionOperations(OperationHandler):
         self._last_set = last_set
 
     def give_back(self, holder: Holder) -> None:
-        for handle in [handle for handle, made in self._gate.sets.items() if made.holder is holder]:
+        for handle in [handle for handle, region_set in self._gate.sets.items() if region_set.holder is holder]:
             self._free(handle)
 
     def _free(self, handle: int) -> None:
@@ -527,7 +527,7 @@ class RegionOperations(OperationHandler):
     def release(self, frame: Frame) -> bytes:
         """Serve REGION_RELEASE: release the address of a region after its memory was removed."""
         (address,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        region = next((known for known in self._gate.regions.values() if known.address == address), None)
+        region = next((candidate for candidate in self._gate.regions.values() if candidate.address == address), None)
         if region is None:
             raise invalid_handle(f"{address:#x} is not the address of a region of this session")
         if not self._ledger.has_ended(address):
@@ -545,7 +545,9 @@ class RegionOperations(OperationHandler):
 
     def release_ended(self) -> None:
         """Release the addresses of all regions without memory."""
-        for region in [known for known in self._gate.regions.values() if self._ledger.has_ended(known.address)]:
+        for region in [
+            candidate for candidate in self._gate.regions.values() if self._ledger.has_ended(candidate.address)
+        ]:
             self._release(region)
         self._record_usage()
 

@@ -105,11 +105,11 @@ def empty(frame: Frame) -> bytes:
         return b""
     op, session_id = frame.op, frame.session_id
     # Built once per operation and session; only the request id is put in.
-    known = _EMPTY_REPLIES.get(op)
-    if known is None or known[0] != session_id:
+    cached = _EMPTY_REPLIES.get(op)
+    if cached is None or cached[0] != session_id:
         whole = build_frame(op, request_id=0, session_id=session_id, flags=_REPLY)
-        known = _EMPTY_REPLIES[op] = (session_id, whole[:REQUEST_ID_OFFSET], whole[MIDDLE_AT:])
-    return b"".join((known[1], frame.request_id.to_bytes(8, "big"), known[2]))
+        cached = _EMPTY_REPLIES[op] = (session_id, whole[:REQUEST_ID_OFFSET], whole[MIDDLE_AT:])
+    return b"".join((cached[1], frame.request_id.to_bytes(8, "big"), cached[2]))
 
 
 def refused(frame: Frame, status: Status, reason: str) -> bytes:

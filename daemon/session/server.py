@@ -436,8 +436,8 @@ class SessionServer:
         self._heard.extendleft(reversed(self._held_orders))
         self._held_orders.clear()
         self._session.parking.forget_wish()
-        held, self._held = self._held, set()
-        for fd in held:
+        paused, self._held = self._held, set()
+        for fd in paused:
             connection = self._connections[fd]
             self._poll.register(fd, connection.wire.events(for_room=connection.is_paused))
             self._ready.add(fd)
@@ -838,10 +838,10 @@ class SessionServer:
 
     def _check_buffers(self) -> None:
         """Raise FramingError if the incomplete frames of all connections take too much memory."""
-        held = sum(len(connection.reader.buffer) for connection in self._connections.values())
-        if held > BUFFERS_BYTES:
+        buffered_bytes = sum(len(connection.reader.buffer) for connection in self._connections.values())
+        if buffered_bytes > BUFFERS_BYTES:
             raise FramingError(
-                f"the session's connections hold {held} bytes of unfinished frames; at most {BUFFERS_BYTES} "
+                f"the session's connections hold {buffered_bytes} bytes of unfinished frames; at most {BUFFERS_BYTES} "
                 "are allowed together",
                 Status.BUSY,
             )
@@ -924,9 +924,9 @@ class SessionServer:
         self._set_waits()
         self._poll.modify(connection.fd, connection.wire.events(for_room=True))
         # Bound the sum for all peers, because each could leave the largest reply unread.
-        held = sum(len(other.send_buffer.unsent) for other in self._connections.values() if other.send_buffer)
-        if held > UNSENT_BYTES:
-            raise ConnectionLost(f"the session's peers have left {held} bytes unread")
+        buffered_bytes = sum(len(other.send_buffer.unsent) for other in self._connections.values() if other.send_buffer)
+        if buffered_bytes > UNSENT_BYTES:
+            raise ConnectionLost(f"the session's peers have left {buffered_bytes} bytes unread")
         return False
 
     def _resume(self, connection: AttachedConnection, send_buffer: SendBuffer) -> None:

@@ -279,5 +279,5 @@ class Feed:
         for lease in leases:
             by_card[lease["card_uuid"]] = by_card.get(lease["card_uuid"], 0.0) + rates.get(lease["lease_id"], 0.0)
         for uuid in by_card:
-            kept = self._history.setdefault(uuid, deque(maxlen=HISTORY))
-            kept.append(by_card[uuid] if has_rates else None)
+            history = self._history.setdefault(uuid, deque(maxlen=HISTORY))
+            history.append(by_card[uuid] if has_rates else None)

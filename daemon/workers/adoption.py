@@ -67,8 +67,8 @@ class Adoption:
 
 
 def reconcile(
-    kept: Sequence[LeaseRow],
-    left: Sequence[LeftWorker],
+    rows: Sequence[LeaseRow],
+    left_workers: Sequence[LeftWorker],
     overheads: Mapping[str, int],
     latest_ns: int,
     draw: Callable[[], int],
@@ -77,17 +77,17 @@ def reconcile(
     """Decide what happens to each lease and to each worker.
 
     Args:
-        kept: The leases that the journal has.
-        left: The workers that the zygotes have.
+        rows: The leases that the journal has.
+        left_workers: The workers that the zygotes have.
         overheads: The bytes that one context costs on each card, by the card's uuid.
         latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
         draw: Returns an unused lease id.
         clocks: One moment, on the monotonic clock and on CLOCK_BOOTTIME.
     """
     # Step 1: find each lease's own worker. The remaining workers belong to submits, to the pool, or to no lease.
-    adoptions, others = _restore(kept, left, latest_ns, clocks)
-    taken = {lease.lease_id for lease in kept}
-    open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
+    adoptions, others = _restore(rows, left_workers, latest_ns, clocks)
+    taken = {lease.lease_id for lease in rows}
+    open_for_submits = {lease.lease_id for lease in rows if lease.state is not LeaseState.FENCED}
     # Step 2: decide about the remaining workers, oldest first.
     for one in others:
         spec = one.worker.spec
@@ -112,12 +112,12 @@ def reconcile(
 
 
 def _restore(
-    kept: Sequence[LeaseRow], left: Sequence[LeftWorker], latest_ns: int, clocks: tuple[int, int]
+    rows: Sequence[LeaseRow], left_workers: Sequence[LeftWorker], latest_ns: int, clocks: tuple[int, int]
 ) -> tuple[list[Adoption], list[LeftWorker]]:
     """Find each lease's own worker. Returns the leases with their workers, and the remaining workers."""
     adoptions = []
-    others = list(left)
-    for lease in kept:
+    others = list(left_workers)
+    for lease in rows:
         own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
         # While a hung context is being replaced, a lease has two workers, and the second one has no deadline yet.
         best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
@@ -171,7 +171,7 @@ def _as_on_page(lease: LeaseRow, page: PageState, latest_ns: int, overran: str) 
 
 
 def adopt(
-    kept: Sequence[LeaseRow],
+    rows: Sequence[LeaseRow],
     workers: Workers,
     overheads: Mapping[str, int],
     latest_ns: int,
@@ -183,7 +183,7 @@ def adopt(
     Blocks for as long as stray workers take to end.
 
     Args:
-        kept: The leases that the journal has.
+        rows: The leases that the journal has.
         workers: The registry, which has the zygotes' workers.
         overheads: The bytes that one context costs on each card, by the card's uuid.
         latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
@@ -191,9 +191,9 @@ def adopt(
         regions: The regions that the journal has.
     """
     # Step 1: decide, only from the pages and the journal.
-    left = [LeftWorker(worker, worker.page()) for worker in workers.found()]
+    left_workers = [LeftWorker(worker, worker.page()) for worker in workers.found()]
     clocks = time.monotonic_ns(), boot_ns()
-    adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
+    adoptions = reconcile(rows, left_workers, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
     # Step 2: register every worker before the first event, because its effects address workers by number.
     for adoption in adoptions:
         event, worker = adoption.event, adoption.worker

@@ -235,7 +235,7 @@ class MemoryMonitor:
         park = self._table.parking.of(lease_id)
         try:
             # Poll in a thread, because the driver's library blocks, especially if the card is busy.
-            held = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
+            held_bytes = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         except CardsUnavailable as error:
             # Tolerate some failures. If the lease has ended, its polls stop at the first check above.
             failed = self._failed_polls[lease_id] = self._failed_polls.get(lease_id, 0) + 1
@@ -245,7 +245,7 @@ class MemoryMonitor:
             log_kind, cause, reason = LogEvent.WORKER_UNMEASURED, Cause.UNMEASURED, str(error)
         else:
             self._failed_polls.pop(lease_id, None)
-            if held <= allowed:
+            if held_bytes <= allowed:
                 return
             # During the poll the lease was resized, or its session left its card or returned, so the figures don't
             # match.
@@ -254,7 +254,8 @@ class MemoryMonitor:
                 return
             log_kind, cause = LogEvent.WORKER_OVER_SLICE, Cause.OVER_SLICE
             reason = (
-                f"the card shows {held} bytes for its process; {allowed} were admitted, the context's share included"
+                f"the card shows {held_bytes} bytes for its process; "
+                f"{allowed} were admitted, the context's share included"
             )
         # A worker that ended during the poll has left the card; `WorkerExited` follows.
         if self._workers.is_alive(lease_id):
@@ -290,9 +291,9 @@ class UnlistedSince:
     def missing(self, reading: CardReading, polled_ns: int) -> str:
         """Record a poll. Returns a description of what prevents the proof; "" if the card does not list the process."""
         # The card lists the process (again), so earlier polls without it do not count: start again.
-        if (held := reading.processes.get(self._pid)) is not None:
+        if (held_bytes := reading.processes.get(self._pid)) is not None:
             self._since_ns = None
-            return f"NVML still lists process {self._pid} with {held} bytes"
+            return f"NVML still lists process {self._pid} with {held_bytes} bytes"
         if self._since_ns is None:
             self._since_ns, self._least_bytes = polled_ns, reading.unowned_bytes
         # Keep the smallest figure: others may take bytes during the polls, which must not count as the worker's.
@@ -407,7 +408,7 @@ class RegionProver:
         looks = 0
         while pid := self._workers.pid(order.lease_id):
             try:
-                held = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
+                held_bytes = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
             except _UNKNOWN as error:
                 missing = f"the card can't be looked at: {error}"
             else:
@@ -416,10 +417,10 @@ class RegionProver:
                 allowed = order.allowed_bytes
                 if order.region_id != order.lease_id:
                     allowed = max(allowed, self._allowed_bytes(order.lease_id))
-                if held <= allowed:
+                if held_bytes <= allowed:
                     self._post(RegionProved(order.region_id))
                     return
-                missing = f"the card reports {held} bytes for its session, not {allowed}"
+                missing = f"the card reports {held_bytes} bytes for its session, not {allowed}"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
             await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
             looks += 1
@@ -549,7 +550,7 @@ class Recycler:
     async def _prove(self, worker: Worker, lease_id: int, doubt: str) -> None:
         if not doubt:
             try:
-                held = await asyncio.to_thread(self._source.process_bytes, worker.spec.card_uuid, worker.pid)
+                held_bytes = await asyncio.to_thread(self._source.process_bytes, worker.spec.card_uuid, worker.pid)
             except _UNKNOWN as error:
                 doubt = f"the card can't be looked at: {error}"
             else:
@@ -557,8 +558,8 @@ class Recycler:
                 # first lease.
                 if worker.hand_overs:
                     doubt = "a connection was handed to it meanwhile"
-                elif worker.own_bytes is None or held > worker.own_bytes:
-                    doubt = f"the card reports {held} bytes for its process, not {worker.own_bytes}"
+                elif worker.own_bytes is None or held_bytes > worker.own_bytes:
+                    doubt = f"the card reports {held_bytes} bytes for its process, not {worker.own_bytes}"
         self._post(WorkerScrubbed(lease_id, doubt))
 
     def _start(self, reading: Coroutine[Any, Any, None]) -> None:

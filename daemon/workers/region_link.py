@@ -70,13 +70,13 @@ class RegionLink:
     def release(self) -> None:
         """Send the page, then the held orders, to a worker that was taken over. Raises OSError as `order` does."""
         # From now on `order` sends at once. The held orders are sent first, in order.
-        held, self._held = self._held or [], None
+        held_orders, self._held = self._held or [], None
         try:
             self._send_page()
         except ChannelClosed:
             return
         self._wait_for_room()
-        for message in held:
+        for message in held_orders:
             self.order(message)
 
     def move_to(self, channel: socket.socket) -> None:

@@ -359,8 +359,8 @@ class ZygoteClient:
     def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
         """Request a worker. Raises ChannelClosed, or OSError if the message can't be sent soon."""
         # A zygote that outlives its broker keeps the broker's end of each channel for the next one.
-        kept = (broker_end_fd,) if self.outlives_its_broker else ()
-        self._send(spec, (channel_fd, *page_fds, *kept))
+        inherited_fds = (broker_end_fd,) if self.outlives_its_broker else ()
+        self._send(spec, (channel_fd, *page_fds, *inherited_fds))
 
     def change(self, serial: int, spec: WorkerSpec, then: Callable[[], None]) -> None:
         """Report that a worker has another lease.

@@ -268,7 +268,7 @@ class Zygote:
         if file_at(path) is not None:
             return
         try:
-            made = channel_listener(path)
+            listener = channel_listener(path)
         except OSError as error:
             if not self._is_listener_lost:
                 log_event(LogEvent.SOCKET_LOST, path=path, reason=str(error))
@@ -277,8 +277,8 @@ class Zygote:
         # The new socket replaces the old one, which no client can reach any more.
         self._poll.unregister(self._listener)
         self._listener.close()
-        self._listener, self._is_listener_lost = made, False
-        self._poll.register(made, select.POLLIN)
+        self._listener, self._is_listener_lost = listener, False
+        self._poll.register(listener, select.POLLIN)
         log_event(LogEvent.SOCKET_ANEW, path=path)
 
     # --- the broker ---

@@ -20,7 +20,7 @@ def test_what_a_terminal_would_obey_is_escaped(text: str, as_shown: str) -> None
 
 
 def test_a_caller_may_keep_some_characters_and_replace_the_others() -> None:
-    assert printable("a\tb\nc", kept="\t", instead="?") == "a\tb?c"
+    assert printable("a\tb\nc", allowed="\t", instead="?") == "a\tb?c"
 
 
 @given(st.text())

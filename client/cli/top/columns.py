@@ -165,9 +165,9 @@ def arranged(lines: Sequence[LeaseLine], title: str, *, is_reversed: bool) -> li
     """
     column = BY_TITLE[title]
     # Lines without a value go last, whichever way the others are sorted.
-    known = [line for line in lines if column.value(line) is not None]
+    with_value = [line for line in lines if column.value(line) is not None]
     unknown = [line for line in lines if column.value(line) is None]
-    for part in (known, unknown):
+    for part in (with_value, unknown):
         part.sort(key=lambda line: line.lease_id)
 
     def figure(line: LeaseLine) -> tuple[float, str]:
@@ -175,5 +175,5 @@ def arranged(lines: Sequence[LeaseLine], title: str, *, is_reversed: bool) -> li
         value = column.value(line)
         return (0.0, value) if isinstance(value, str) else (value or 0.0, "")
 
-    known.sort(key=figure, reverse=(title in _LARGEST_FIRST) != is_reversed)
-    return known + unknown
+    with_value.sort(key=figure, reverse=(title in _LARGEST_FIRST) != is_reversed)
+    return with_value + unknown

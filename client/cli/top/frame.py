@@ -75,12 +75,12 @@ def _overview(view: View, scene: ScreenSamples, address: str, now_s: float, widt
         return top
     # Times go down between two samples, as they do at the daemon.
     lines = [_aged(line, now_s - sample.at_s) for line in visible(view, scene)]
-    left = height - len(top)
+    lines_left = height - len(top)
     cards = [_card(card) for card in sample.cards if view.card is None or number(card, "index") == view.card]
     cards += _host(sample)
     # Show all cards if all leases fit below them; otherwise cards get half of the room, but none if that leaves fewer
     # than two leases.
-    room = max(left - 1 - len(lines), min(left // 2, left - 3))
+    room = max(lines_left - 1 - len(lines), min(lines_left // 2, lines_left - 3))
     top += cards[: max(0, room)]
     # One of the remaining lines is for the columns' titles.
     return [*top, *_leases(view, lines, sample, width, max(0, height - len(top)))]
@@ -117,18 +117,18 @@ def _warnings(view: View, scene: ScreenSamples, now_s: float) -> list[Line]:
 
 
 def _card(card: Report) -> Line:
-    capacity, held, free = (number(card, key) for key in ("capacity_bytes", "held_bytes", "available_bytes"))
+    capacity, held_bytes, free = (number(card, key) for key in ("capacity_bytes", "held_bytes", "available_bytes"))
     index = number(card, "index")
     # A card of an older daemon may lack any figure.
-    share = held / capacity if held is not None and capacity else None
+    share = held_bytes / capacity if held_bytes is not None and capacity else None
     line: Line = [
         (f"{MISSING if index is None else f'{index:g}'} ", Style.HEAD),
         (bar_text(share, CARD_BAR), Style.GOOD),
-        (f" {_bytes(held)} of {_bytes(capacity)} held, {_bytes(free)} free", Style.PLAIN),
+        (f" {_bytes(held_bytes)} of {_bytes(capacity)} held, {_bytes(free)} free", Style.PLAIN),
     ]
     if (left_ms := number(card, "card_drain_left_ms")) is not None:
-        left = f" ({seconds_text(left_ms / 1000)} left)" if left_ms else ""
-        line.append((f", DRAINED{left}", Style.WARNING))
+        time_left = f" ({seconds_text(left_ms / 1000)} left)" if left_ms else ""
+        line.append((f", DRAINED{time_left}", Style.WARNING))
     if number(card, "fenced_bytes"):
         line.append((f", {_bytes(number(card, 'fenced_bytes'))} FENCED", Style.BAD))
     if (leases := number(card, "leases")) is not None:
@@ -146,14 +146,14 @@ def _card(card: Report) -> Line:
 def _host(sample: Sample) -> list[Line]:
     """The host's memory for parked sessions, which is the node's; nothing where no session can be parked."""
     card = sample.cards[0] if sample.cards else {}
-    held, most = number(card, "park_host_bytes"), number(card, "park_host_limit_bytes")
-    if held is None or not most:
+    host_bytes, most = number(card, "park_host_bytes"), number(card, "park_host_limit_bytes")
+    if host_bytes is None or not most:
         return []
     return [
         [
             ("H ", Style.HEAD),
-            (bar_text(held / most, CARD_BAR), Style.GOOD),
-            (f" {_bytes(held)} of {_bytes(most)} of host memory held for parked sessions", Style.PLAIN),
+            (bar_text(host_bytes / most, CARD_BAR), Style.GOOD),
+            (f" {_bytes(host_bytes)} of {_bytes(most)} of host memory held for parked sessions", Style.PLAIN),
         ]
     ]
 
@@ -248,13 +248,13 @@ def _help() -> list[Line]:
 
 
 def _cut(line: Line, width: int) -> Line:
-    kept: Line = []
+    cut_line: Line = []
     # Cut at the width, piece by piece: each keeps its own style.
     room = width
     for text, style in line:
         piece = fit(text, room)
-        kept.append((piece, style))
+        cut_line.append((piece, style))
         room -= width_of(piece)
         if piece != text:
             break
-    return kept
+    return cut_line

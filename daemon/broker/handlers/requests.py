@@ -83,10 +83,10 @@ class RequestDispatcher:
 
     def handler(self, kind: Callable[[Caller], H]) -> H:
         """Return the connection's handler of a kind."""
-        made: H | None = self._made.get(kind)
-        if made is None:
-            made = self._made[kind] = kind(self._caller)
-        return made
+        existing: H | None = self._made.get(kind)
+        if existing is None:
+            existing = self._made[kind] = kind(self._caller)
+        return existing
 
     def dispatch(self, request: Request) -> None:
         """Serve one request. A refusal is answered, logged and counted."""
@@ -111,15 +111,15 @@ class RequestDispatcher:
     def give_up(self, failure: Failure) -> None:
         """Answer every request that waits with `failure`, and abandon it."""
         for kind in (LeaseHandler, AttachHandler):
-            if (made := self._made.get(kind)) is not None:
-                made.give_up(failure)
+            if (existing := self._made.get(kind)) is not None:
+                existing.give_up(failure)
         self.leave()
 
     def leave(self) -> None:
         """Abandon what the client waits for and subscribes to, because it has disconnected."""
         for kind in (LeaseHandler, AttachHandler, QueryHandler):
-            if (made := self._made.get(kind)) is not None:
-                made.leave()
+            if (existing := self._made.get(kind)) is not None:
+                existing.leave()
 
     def close(self) -> None:
         """Leave, and stop counting the connection for any lease. No request may follow."""

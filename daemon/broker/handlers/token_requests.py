@@ -57,10 +57,10 @@ class TokenHandler:
 
     def capability_present(self, request: Request, body: messages.CapabilityPresent) -> None:
         claims = self._tokens.present(body.token, ALL_PERMISSIONS)
-        held = messages.CapabilityHeld(
+        reply = messages.CapabilityHeld(
             claims.lease_id, int(claims.permissions), claims.generation, _left_ms(claims), _expires_at_unix_s(claims)
         )
-        self._caller.answer(request, held)
+        self._caller.answer(request, reply)
 
     def capability_audience(self, request: Request, body: messages.Empty) -> None:
         self._caller.answer(request, messages.Audience(self._service.audience_of(self._peer.tenant)))

@@ -64,13 +64,13 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
     """Find every edited, missing or reordered record. The exit status is 0 only if there is none."""
     # The head of a --head option comes from somewhere that the log's writer can't reach, so it is trusted most.
     source = find_log(paths, head_file)
-    known = _link(head) if head else (None if source.head is None else source.head.link)
-    verifier = Verifier(known)
+    chain_end = _link(head) if head else (None if source.head is None else source.head.link)
+    verifier = Verifier(chain_end)
     for file, offset, line in source.lines():
         verifier.take(file, offset, line)
     verdict = verifier.finish()
     # Without a head a log that was cut at the end looks whole.
-    if known is None:
+    if chain_end is None:
         verdict.notes.append("no head is known: records missing at the end would not be detected")
     click.echo(indented_json(_verdict_map(verdict)) if as_json else _verdict_text(verdict))
     sys.exit(0 if verdict.is_whole else EXIT_NOT_WHOLE)

@@ -169,14 +169,14 @@ class AuditLog:
         OSError: The log can't be opened.
     """
 
-    def __init__(self, settings: LogSettings, boot: str, known: ChainEnd | None = None) -> None:
+    def __init__(self, settings: LogSettings, boot: str, chain_end: ChainEnd | None = None) -> None:
         self.link = ChainEnd()
         self.found: dict[str, Any] = {}
         self.previous: Head | None = None
         self.attempted: list[ChainEnd] = []
         self._settings = settings
         self._boot = boot
-        self._known = known or ChainEnd()
+        self._known = chain_end or ChainEnd()
         self._separator = b""
         self._path = settings.folder
         self._files: list[Path] = []

@@ -87,8 +87,8 @@ def _return(fact: Fact) -> Particulars:
 
 
 def _left(fact: Fact) -> Particulars:
-    left = fact.source
-    return _lease(left.lease) | {"image_bytes": bounded(left.image_bytes), "took_us": left.took_ns // NS_PER_US}
+    event = fact.source
+    return _lease(event.lease) | {"image_bytes": bounded(event.image_bytes), "took_us": event.took_ns // NS_PER_US}
 
 
 def _moved(fact: Fact) -> Particulars:

@@ -340,7 +340,7 @@ class Budgets:
 
     def take_omitted(self) -> dict[str, int]:
         """Return how many were omitted and not reported yet, by tenant, and start counting from 0 again."""
-        left = {tenant: budget.omitted for tenant, budget in self._budgets.items() if budget.omitted}
+        omitted = {tenant: budget.omitted for tenant, budget in self._budgets.items() if budget.omitted}
         for budget in self._budgets.values():
             budget.omitted = 0
-        return left
+        return omitted

@@ -201,8 +201,8 @@ class UsageSum:
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
         # Not adopted by this daemon: it ended with the daemon that had it.
-        if (left := self._left.pop(lease, None)) is not None:
-            self._count(left.opened, left.end_us)
+        if (left_record := self._left.pop(lease, None)) is not None:
+            self._count(left_record.opened, left_record.end_us)
             return
         opened = self._open.pop(lease, None)
         # The grant's record was dropped or pruned, but the end has all that is needed.
@@ -213,8 +213,8 @@ class UsageSum:
 
     def _on_start(self, previous: Any, boot: str) -> None:
         # Step 1: the earlier daemon's leases end at the last moment at which it was known to live.
-        known: dict[str, Any] = previous if isinstance(previous, dict) else {}
-        self._leave_all(_text(known, "boot"), _count(known, "alive_us"))
+        states: dict[str, Any] = previous if isinstance(previous, dict) else {}
+        self._leave_all(_text(states, "boot"), _count(states, "alive_us"))
         # Step 2: those of another boot can't be adopted, so they are final.
         self._count_left(boot)
         self._ending.clear()
@@ -222,8 +222,8 @@ class UsageSum:
     def _adopt(self, lease: str, record: AuditRecord) -> None:
         """Let a lease continue. If the log lacks its grant, it counts from here."""
         # Adopted within the same boot: the lease never stopped, and counts from its grant on.
-        left = self._left.get(lease)
-        if left is not None and left.opened.boot == record.boot:
+        left_record = self._left.get(lease)
+        if left_record is not None and left_record.opened.boot == record.boot:
             self._open[lease] = self._left.pop(lease).opened
         elif lease not in self._open:
             self._open[lease] = _opened(record, record.mono_us)
@@ -263,9 +263,9 @@ class UsageSum:
 
     def _count_left(self, boot: str = "") -> None:
         """Count leases that no daemon of this boot can adopt."""
-        for lease, left in list(self._left.items()):
-            if left.opened.boot != boot:
-                self._count(left.opened, left.end_us)
+        for lease, left_record in list(self._left.items()):
+            if left_record.opened.boot != boot:
+                self._count(left_record.opened, left_record.end_us)
                 del self._left[lease]
 
     def _count(self, opened: _Open, until_us: int) -> None:

@@ -405,8 +405,8 @@ def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
     Raises sqlite3.Error, OSError or ValueError.
     """
     # Copies of an earlier start that was killed during its check.
-    for left in path.parent.glob(f"{COPY_PREFIX}*"):
-        shutil.rmtree(left)
+    for copy in path.parent.glob(f"{COPY_PREFIX}*"):
+        shutil.rmtree(copy)
     with tempfile.TemporaryDirectory(prefix=COPY_PREFIX, dir=path.parent) as folder:
         # The database and its log together: the log has the commits that are not in the database yet.
         for name in (path.name, f"{path.name}-wal"):

@@ -197,8 +197,10 @@ class FileJournal(Journal):
             contents.epochs,
         )
         # By the time of expiry, so that each new token can remove the oldest ones (`_keep_token`).
-        kept = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
-        self._token_ends = [(ends_ms, kind, spent_key(of, nonce)) for kind, rows in kept for of, nonce, ends_ms in rows]
+        key_sets = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
+        self._token_ends = [
+            (ends_ms, kind, spent_key(of, nonce)) for kind, rows in key_sets for of, nonce, ends_ms in rows
+        ]
         heapq.heapify(self._token_ends)
         self._fault = ""
         self._table: LeaseTable | None = None
@@ -265,8 +267,8 @@ class FileJournal(Journal):
             self._committer.put([Change(RowKind.RELAY, number_key(pid), None)])
 
     def remember_membership(self, membership: MembershipRow) -> None:
-        kept = replace(membership, folder=self._folder)
-        self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, kept)])
+        row = replace(membership, folder=self._folder)
+        self._committer.put([Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, row)])
 
     async def stop(self) -> None:
         """Write the rest and close. The lease table is at rest by now."""
@@ -439,14 +441,14 @@ class JournalProjector:
 
     def __init__(
         self,
-        kept: Iterable[LeaseRow] = (),
+        rows: Iterable[LeaseRow] = (),
         next_tombstone: int = 0,
         regions: Iterable[RegionRow] = (),
         next_region_tombstone: int = 0,
         epochs: Iterable[tuple[str, int]] = (),
     ) -> None:
         # The keys are the leases that have a row; a lease gets one with its grant.
-        self._pids = {lease.lease_id: lease.worker_pid for lease in kept}
+        self._pids = {lease.lease_id: lease.worker_pid for lease in rows}
         self._next_tombstone = next_tombstone
         self._epochs = HighestEpochs(epochs)
         self._next_region_tombstone = next_region_tombstone
@@ -506,8 +508,8 @@ class JournalProjector:
                 self._update(lease.lease_id, table, out)
             case RefuseWaitingOperations(lease_id=lease_id) if self._pids.get(lease_id) == 0:
                 # A new worker may have the session that was cold, parked as before. Other refusals change no row.
-                kept = table.lease_row(lease_id, 0)
-                if kept is not None and not kept.is_cold:
+                row = table.lease_row(lease_id, 0)
+                if row is not None and not row.is_cold:
                     self._pids[lease_id] = pid_of(lease_id)
                     self._update(lease_id, table, out)
             case Renewed(lease=lease) | Resized(lease=lease) | LeaseParked(lease=lease) | LeaseMoved(lease=lease):
@@ -547,8 +549,8 @@ class JournalProjector:
     def _update(self, lease_id: int, table: LeaseTable, out: list[Change]) -> None:
         """Write the row of a lease that has one, with the lease's present state."""
         worker_pid = self._pids.get(lease_id)
-        if worker_pid is not None and (kept := table.lease_row(lease_id, worker_pid)) is not None:
-            out.append(Change(RowKind.LEASE, lease_key(lease_id), kept))
+        if worker_pid is not None and (row := table.lease_row(lease_id, worker_pid)) is not None:
+            out.append(Change(RowKind.LEASE, lease_key(lease_id), row))
 
     def _bury(self, lease_id: int, lease: LeaseSnapshot | None, out: list[Change]) -> None:
         """Remove the row of a lease that is torn down, and keep a tombstone if it was a tenant's."""
@@ -568,10 +570,10 @@ class JournalProjector:
 
     def _update_region(self, region_id: int, table: LeaseTable, out: list[Change]) -> None:
         """Write the row of a region with its present state; remove it once nothing is left of the region."""
-        kept = table.regions.get(region_id)
-        if kept is not None:
-            self._regions.setdefault(kept.lease_id, set()).add(region_id)
-            out.append(Change(RowKind.REGION, lease_key(region_id), kept))
+        row = table.regions.get(region_id)
+        if row is not None:
+            self._regions.setdefault(row.lease_id, set()).add(region_id)
+            out.append(Change(RowKind.REGION, lease_key(region_id), row))
             return
         # The table has dropped the region. Its row goes too, if it still has one.
         snapshot = table.get(region_id)

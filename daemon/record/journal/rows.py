@@ -212,20 +212,20 @@ def encode(content: Kept) -> bytes:
     return json.dumps({name: getattr(content, name) for name in content.__slots__}, separators=(",", ":")).encode()
 
 
-def _lease(kept: LeaseRow) -> bytes:
+def _lease(row: LeaseRow) -> bytes:
     """Encode by hand, because most rows are leases and tombstones, and `json` takes five times as long."""
     # The members that every version of a row has come first; later ones follow only where they differ from their
     # defaults.
-    terms = kept.terms
-    values = _later_values(kept)
+    terms = row.terms
+    values = _later_values(row)
     later = "" if values == _BEFORE else "".join(map(_later, _LATER_OF_LEASE, values))
     return (
-        f'{{"lease_id":{kept.lease_id},"tenant":{_text(kept.tenant)},"card_uuid":{_text(kept.card_uuid)},'
-        f'"size_bytes":{terms.size_bytes},"charge_bytes":{kept.charge_bytes},"exclusivity":{terms.exclusivity:d},'
-        f'"generation":{kept.generation},"state":{_member(kept.state)},"cause":{_member(kept.cause)},'
-        f'"reason":{_text(kept.reason)},"fault":{_text(kept.fault)},"created_ns":{kept.created_ns},'
-        f'"deadline_ns":{_number(kept.deadline_ns)},"ended_ns":{_number(kept.ended_ns)},"ttl_ms":{terms.ttl_ms},'
-        f'"max_kernel_ms":{terms.max_kernel_ms},"waiting":{_number(terms.waiting)},"worker_pid":{kept.worker_pid}'
+        f'{{"lease_id":{row.lease_id},"tenant":{_text(row.tenant)},"card_uuid":{_text(row.card_uuid)},'
+        f'"size_bytes":{terms.size_bytes},"charge_bytes":{row.charge_bytes},"exclusivity":{terms.exclusivity:d},'
+        f'"generation":{row.generation},"state":{_member(row.state)},"cause":{_member(row.cause)},'
+        f'"reason":{_text(row.reason)},"fault":{_text(row.fault)},"created_ns":{row.created_ns},'
+        f'"deadline_ns":{_number(row.deadline_ns)},"ended_ns":{_number(row.ended_ns)},"ttl_ms":{terms.ttl_ms},'
+        f'"max_kernel_ms":{terms.max_kernel_ms},"waiting":{_number(terms.waiting)},"worker_pid":{row.worker_pid}'
         f"{later}}}"
     ).encode()
 
@@ -339,8 +339,8 @@ class Put(NamedTuple):
     gone: list[tuple[RowKind, bytes]]
 
 
-def put(connection: sqlite3.Connection, changes: Iterable[Change], known: RowDigests) -> Put:
-    """Write changes within a transaction, only the last of each row. `known`: digests of rows as they are now.
+def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowDigests) -> Put:
+    """Write changes within a transaction, only the last of each row. `digests`: digests of rows as they are now.
 
     sqlite3 releases the interpreter at each step of a statement, and gets it back when the broker's thread pauses. So
     hundreds of statements would last as long as the broker is busy: each takes many rows, and returns at most one. A
@@ -357,7 +357,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], known: RowDig
     # Sort by what to do: delete or write. Both replace the row's old value, which leaves the sum.
     for row, change in latest.items():
         kind, key = row
-        if (digest := known.get(row)) is None:
+        if (digest := digests.get(row)) is None:
             keys[kind].append(key)
         else:
             more -= digest

@@ -153,9 +153,9 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
             (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
         },
         families.CARD_OTHERS_BYTES: {
-            (card.uuid, holder): held
+            (card.uuid, holder): used_bytes
             for card in cards
-            for holder, held in (("unowned", card.unowned_bytes), ("outside", card.outside_bytes))
+            for holder, used_bytes in (("unowned", card.unowned_bytes), ("outside", card.outside_bytes))
         },
         families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
         families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},

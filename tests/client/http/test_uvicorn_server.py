@@ -103,7 +103,7 @@ def test_a_socket_that_was_removed_is_made_anew(
         with listening(f"unix:{path}") as (sock, _):
             app = Starlette(routes=[Route("/", answer)])
             serving = asyncio.create_task(
-                serve_within(app, sock, known=known_hosts(sock, ()), stop_s=5, began=servers.append)
+                serve_within(app, sock, hosts=known_hosts(sock, ()), stop_s=5, began=servers.append)
             )
             for _ in range(2):
                 os.unlink(path)
@@ -239,7 +239,7 @@ async def _talk_to(
     servers: list[uvicorn.Server] = []
     with listening(address) as (sock, _):
         serving = asyncio.create_task(
-            serve_within(app, sock, known=known_hosts(sock, ()), stop_s=5, began=servers.append)
+            serve_within(app, sock, hosts=known_hosts(sock, ()), stop_s=5, began=servers.append)
         )
         if sock.family == socket.AF_UNIX:
             reader, writer = await asyncio.open_unix_connection(sock.getsockname())
