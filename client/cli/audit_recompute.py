@@ -62,43 +62,47 @@ def recompute(
     Exit status: 0 the output is equal, 1 it differs, 3 the prompt, a list of tokens or the grammar differs, 4 the model
     differs, 5 the kernels or the grammar's library differ, 65 RECORD was not written by a decoder.
     """
-    said = _record_of(record.read(MAX_RECORD_BYTES))
+    decode_record = _record_of(record.read(MAX_RECORD_BYTES))
     # The model and the prompt are this user's; the record has only their digests.
     checkpoint = open_model(path or TINY_MODEL)
     if (prompt_file is None) is (request_file is None):
         raise click.UsageError("give either --prompt or --request")
-    asked = SamplingParameters()
+    requested = SamplingParameters()
     if bias_file is not None:
-        asked = replace(asked, logit_bias=_biases_of(bias_file.read(MAX_PROMPT_BYTES)))
+        requested = replace(requested, logit_bias=_biases_of(bias_file.read(MAX_PROMPT_BYTES)))
     if prompt_file is not None:
         prompt = _prompt_of(prompt_file.read(MAX_PROMPT_BYTES), checkpoint)
     else:
         assert request_file is not None
-        prompts, asked = _request_of(request_file.read(MAX_PROMPT_BYTES), checkpoint)
+        prompts, requested = _request_of(request_file.read(MAX_PROMPT_BYTES), checkpoint)
         # Of several prompts, each has a record of its own.
-        prompt = next((one for one in prompts if TokenDigest.of(one) == said.prompt), prompts[0])
+        prompt = next((one for one in prompts if TokenDigest.of(one) == decode_record.prompt), prompts[0])
     # Compare what was given before computing: a different prompt, model or kernel explains any different output.
-    _check(said, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), asked)
+    _check(decode_record, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), requested)
     # The record has all else.
-    given = replace(
-        said.sampling,
-        logit_bias=asked.logit_bias,
-        grammar=asked.grammar,
-        allowed_token_ids=asked.allowed_token_ids,
-        bad_words=asked.bad_words,
+    sampling = replace(
+        decode_record.sampling,
+        logit_bias=requested.logit_bias,
+        grammar=requested.grammar,
+        allowed_token_ids=requested.allowed_token_ids,
+        bad_words=requested.bad_words,
     )
-    found = TokenDigest.of([])
+    digest = TokenDigest.of([])
     # A request that ended without output needs no computing, and so no daemon.
-    if said.output.count:
+    if decode_record.output.count:
         with contextlib.ExitStack() as stack:
             address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
-            for positions in possible_positions(checkpoint.config, len(prompt) + said.output.count):
-                found = TokenDigest.of(asyncio.run(_decoded(address, checkpoint, prompt, said, given, positions)))
-                if found == said.output:
+            for positions in possible_positions(checkpoint.config, len(prompt) + decode_record.output.count):
+                digest = TokenDigest.of(
+                    asyncio.run(_decoded(address, checkpoint, prompt, decode_record, sampling, positions))
+                )
+                if digest == decode_record.output:
                     break
-    if found != said.output:
-        fail(f"audit recompute: the output DIFFERS: {found}; the record has {said.output}", EXIT_OUTPUT_DIFFERS)
-    click.echo(f"The output is equal: {found}.")
+    if digest != decode_record.output:
+        fail(
+            f"audit recompute: the output DIFFERS: {digest}; the record has {decode_record.output}", EXIT_OUTPUT_DIFFERS
+        )
+    click.echo(f"The output is equal: {digest}.")
 
 
 def _record_of(data: bytes) -> DecodeRecord:
@@ -114,9 +118,9 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
     """The prompt's tokens, from text or from a JSON array of ids."""
     # An array of ids first: a text that happens to be one is not a prompt that people write.
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(data)
-        if isinstance(found, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in found):
-            return found
+        prompt = json.loads(data)
+        if isinstance(prompt, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in prompt):
+            return prompt
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -135,11 +139,11 @@ def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], S
     reader = PromptReader(checkpoint.tokenizer(), checkpoint.config.context)
     try:
         # The body itself shows which endpoint it was for. Seeds are the record's.
-        asked = parse_request(data, is_chat=b'"messages"' in data, fresh_seed=0)
-        asked = with_tokens(reader, with_grammar(reader, asked))
+        completion_request = parse_request(data, is_chat=b'"messages"' in data, fresh_seed=0)
+        completion_request = with_tokens(reader, with_grammar(reader, completion_request))
     except ApiError as error:
         raise click.UsageError(f"the request must be one that the server took: {error.message}") from None
-    return read_prompts(reader, asked), asked.sampling
+    return read_prompts(reader, completion_request), completion_request.sampling
 
 
 def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
@@ -150,23 +154,32 @@ def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
         raise click.UsageError("logit_bias must be a JSON object of token ids with a number each") from None
 
 
-def _check(said: DecodeRecord, prompt: TokenDigest, here: ComputedBy, asked: SamplingParameters) -> None:
+def _check(decode_record: DecodeRecord, prompt: TokenDigest, here: ComputedBy, requested: SamplingParameters) -> None:
     """Report every difference that shows before computing, and exit if there is one."""
     pairs = (
         # In this order: an explanation that comes first makes the later ones unnecessary.
-        ("prompt", EXIT_PROMPT_DIFFERS, str(said.prompt), str(prompt)),
+        ("prompt", EXIT_PROMPT_DIFFERS, str(decode_record.prompt), str(prompt)),
         *(
-            (name, EXIT_PROMPT_DIFFERS, said.digests[name] or "none", digest or "none")
-            for name, digest in digests_of(asked).items()
+            (name, EXIT_PROMPT_DIFFERS, decode_record.digests[name] or "none", digest or "none")
+            for name, digest in digests_of(requested).items()
         ),
         # Another version may allow other tokens.
-        ("grammar's library", EXIT_KERNELS_DIFFER, said.grammar_by, grammar_library() if asked.grammar else ""),
-        ("model", EXIT_MODEL_DIFFERS, said.by.model_sha256, here.model_sha256),
-        ("set of kernels", EXIT_KERNELS_DIFFER, said.by.kernels_sha256, here.kernels_sha256),
+        (
+            "grammar's library",
+            EXIT_KERNELS_DIFFER,
+            decode_record.grammar_by,
+            grammar_library() if requested.grammar else "",
+        ),
+        ("model", EXIT_MODEL_DIFFERS, decode_record.by.model_sha256, here.model_sha256),
+        ("set of kernels", EXIT_KERNELS_DIFFER, decode_record.by.kernels_sha256, here.kernels_sha256),
     )
-    wrong = [(what, status, recorded, found) for what, status, recorded, found in pairs if recorded != found]
-    for what, _, recorded, found in wrong:
-        click.echo(f"gpulease: audit recompute: the {what} must be the record's, {recorded}, not {found}", err=True)
+    wrong = [
+        (what, status, recorded, recomputed) for what, status, recorded, recomputed in pairs if recorded != recomputed
+    ]
+    for what, _, recorded, recomputed in wrong:
+        click.echo(
+            f"gpulease: audit recompute: the {what} must be the record's, {recorded}, not {recomputed}", err=True
+        )
     if wrong:
         # The status of the first difference; the lines above name all.
         fail("audit recompute: nothing was computed", wrong[0][1])
@@ -192,13 +205,13 @@ async def _decoded(
     address: str,
     checkpoint: Checkpoint,
     prompt: list[int],
-    said: DecodeRecord,
+    decode_record: DecodeRecord,
     sampling: SamplingParameters,
     positions: int,
 ) -> list[int]:
-    count = said.output.count
+    count = decode_record.output.count
     # The record says whether weights were packed.
-    settings = DecoderSettings(ROWS, ROWS, 1, positions, said.by.packed)
+    settings = DecoderSettings(ROWS, ROWS, 1, positions, decode_record.by.packed)
     async with Decoder.open(checkpoint, settings=settings, address=address) as decoder:
         masks = await decoder.grammars.compile(DEFAULT_TENANT, sampling.grammar) if sampling.grammar else None
         generation = decoder.submit(prompt, max_tokens=count, sampling=sampling, masks=masks)

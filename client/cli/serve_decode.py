@@ -81,14 +81,14 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))
-        known = known_hosts(sock, host_names, settings.cors_origins if settings else ())
+        hosts = known_hosts(sock, host_names, settings.cors_origins if settings else ())
         demo_keys = None
         if settings is None:
             settings, demo_keys = _demo_settings(stack)
         if settings.models and config is not None:
-            asyncio.run(serve_models(settings, config, sock, url, known, host_names, STOP_LIMIT_S))
+            asyncio.run(serve_models(settings, config, sock, url, hosts, host_names, STOP_LIMIT_S))
         else:
-            asyncio.run(_serve(settings, sock, url, known, demo_keys, host_names=host_names, path=config))
+            asyncio.run(_serve(settings, sock, url, hosts, demo_keys, host_names=host_names, path=config))
     click.echo("decode has stopped")
 
 
@@ -116,7 +116,7 @@ async def _serve(
     settings: "DecodeSettings",
     sock: socket.socket,
     url: str,
-    known: "KnownHosts",
+    hosts: "KnownHosts",
     demo: "_DemoKeys | None",
     observers: Sequence[DecoderObserver] = (),
     host_names: Sequence[str] = (),
@@ -209,7 +209,7 @@ async def _serve(
             servers[0].should_exit = True
 
         async with _going_on(stop_with_decoder()):
-            await serve_within(app, sock, known=known, stop_s=STOP_LIMIT_S, began=servers.append, refuse=refuse)
+            await serve_within(app, sock, hosts=hosts, stop_s=STOP_LIMIT_S, began=servers.append, refuse=refuse)
         # If the decoder ended by itself, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
 

@@ -27,7 +27,7 @@ async def serve_models(
     path: Path,
     sock: socket.socket,
     url: str,
-    known: "KnownHosts",
+    hosts: "KnownHosts",
     host_names: Sequence[str] = (),
     stop_s: float = 30.0,
 ) -> None:
@@ -38,7 +38,7 @@ async def serve_models(
         path: Their file, which SIGHUP reads again.
         sock: The listening socket.
         url: Its URL.
-        known: The host names that the server answers to.
+        hosts: The host names that the server answers to.
         host_names: Further names of the server.
         stop_s: Seconds for a stopping server to finish the answers that it has started.
     """
@@ -105,7 +105,7 @@ async def serve_models(
         tasks.start(drain_with_server())
         stack.callback(reloading.close)
         reloading.begin(pool_reload(pool, path, settings))
-        await serve_within(app, sock, known=known, stop_s=stop_s, began=servers.append, refuse=refuse)
+        await serve_within(app, sock, hosts=hosts, stop_s=stop_s, began=servers.append, refuse=refuse)
         # Streams that fronts have open would otherwise wait for models until their own limit.
         pool.drain()
 

@@ -198,13 +198,13 @@ class GuardedApp:
 
     Args:
         app: The application that answers requests which pass.
-        known: The host names that the server answers to.
+        hosts: The host names that the server answers to.
         is_full: Returns whether the server has too many connections.
         refuse: Makes the reply to a request that does not pass.
     """
 
-    def __init__(self, app: Any, known: KnownHosts, is_full: Callable[[], bool], refuse: "Refuse") -> None:
-        self._app, self._known, self._is_full, self._refuse = app, known, is_full, refuse
+    def __init__(self, app: Any, hosts: KnownHosts, is_full: Callable[[], bool], refuse: "Refuse") -> None:
+        self._app, self._known, self._is_full, self._refuse = app, hosts, is_full, refuse
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
@@ -254,9 +254,9 @@ def known_hosts(sock: socket.socket, host_names: Iterable[str], origins: Iterabl
     return KnownHosts(own, named, "--host-name", frozenset(origin.encode("ascii") for origin in origins))
 
 
-def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) -> None:
+def serve(app: Any, sock: socket.socket, *, hosts: KnownHosts, stop_s: float) -> None:
     """Serve until SIGINT or SIGTERM. Then accept no more requests, finish the others for up to `stop_s` seconds."""
-    asyncio.run(serve_within(app, sock, known=known, stop_s=stop_s))
+    asyncio.run(serve_within(app, sock, hosts=hosts, stop_s=stop_s))
 
 
 def log_to_stderr() -> None:
@@ -268,7 +268,7 @@ async def serve_within(
     app: Any,
     sock: socket.socket,
     *,
-    known: KnownHosts,
+    hosts: KnownHosts,
     stop_s: float,
     began: Callable[[uvicorn.Server], None] = lambda _: None,
     keeps_path: bool = True,
@@ -279,7 +279,7 @@ async def serve_within(
     Args:
         app: The application.
         sock: The listening socket.
-        known: The host names that the server answers to.
+        hosts: The host names that the server answers to.
         stop_s: Seconds for requests to finish when the server stops.
         began: Called with the server, which stops when its `should_exit` is set.
         keeps_path: Whether to recreate the file of a Unix socket after it was removed. Only one of several processes
@@ -291,7 +291,7 @@ async def serve_within(
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     # No access log, no websockets and no header that names the server; limits are those of this module.
     config = uvicorn.Config(
-        GuardedApp(app, known, lambda: len(server.server_state.connections) >= MAX_CONNECTIONS, refuse),
+        GuardedApp(app, hosts, lambda: len(server.server_state.connections) >= MAX_CONNECTIONS, refuse),
         http=TimelyProtocol,
         loop="asyncio",
         ws="none",

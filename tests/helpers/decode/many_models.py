@@ -131,7 +131,7 @@ def pool_rig(
                 if http_processes:
                     welcome = Welcome("", keys.digests, (), (), 5.0)
                     sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
-                await serve_within(app, sock, known=known, stop_s=5, began=began, refuse=refuse)
+                await serve_within(app, sock, hosts=known, stop_s=5, began=began, refuse=refuse)
 
     with served_in_thread(run, stop_limit_s=100):
         yield rigs[0]

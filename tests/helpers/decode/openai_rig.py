@@ -107,7 +107,7 @@ def openai_rig(
                         models = OneModel(decoder, source, str(model))
                         welcome = Welcome(str(model), keys.digests, (), tuple(cors), float(stop_s))
                         sock = await stack.enter_async_context(fronts(http_processes, sock, models, welcome))
-                    await serve_within(app, sock, known=known, stop_s=stop_s, began=began, refuse=refuse)
+                    await serve_within(app, sock, hosts=known, stop_s=stop_s, began=began, refuse=refuse)
 
     with served_in_thread(run, stop_limit_s=60):
         yield rigs[0]

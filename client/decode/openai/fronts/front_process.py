@@ -91,7 +91,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     receiving = asyncio.create_task(receive())
     known = known_hosts(listening, welcome.host_names, welcome.cors_origins)
     await serve_within(
-        app, listening, known=known, stop_s=welcome.stop_s, began=on_begin, keeps_path=False, refuse=refuse
+        app, listening, hosts=known, stop_s=welcome.stop_s, began=on_begin, keeps_path=False, refuse=refuse
     )
     # The streams are over. The task must not see the end of the connection, which would be a failure.
     receiving.cancel()
