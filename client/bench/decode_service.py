@@ -113,11 +113,11 @@ class _Service:
         """The complete output of a request: its tokens."""
         sampling = SamplingParameters(temperature=TEMPERATURE, seed=seed)
         # The seed decides the output: the same request gives the same tokens.
-        asked = self.decoder.submit(self.prompt(seed, length), max_tokens=tokens, tenant_id=tenant, sampling=sampling)
+        request = self.decoder.submit(self.prompt(seed, length), max_tokens=tokens, tenant_id=tenant, sampling=sampling)
         try:
-            return [emitted.token async for emitted in asked]
+            return [emitted.token async for emitted in request]
         finally:
-            asked.cancel()
+            request.cancel()
 
     @contextlib.asynccontextmanager
     async def load(self, tenants: Sequence[str], each: int, length: int, tokens: int) -> AsyncIterator[Counter[str]]:
@@ -187,17 +187,17 @@ async def measure_throughput(
 
 
 async def measure(
-    checkpoint: Checkpoint, address: str, for_s: float, most: int, wanted: Collection[str] = FIGURES
+    checkpoint: Checkpoint, address: str, for_s: float, most: int, figure_names: Collection[str] = FIGURES
 ) -> None:
     """Print the wanted figures, measured for `for_s` seconds each, with at most `most` live sequences."""
     async with _serving(checkpoint, address, most) as (service, names):
-        for batch in (batch for batch in BATCHES if batch <= most and "throughput" in wanted):
+        for batch in (batch for batch in BATCHES if batch <= most and "throughput" in figure_names):
             print_figures(await throughput(service, names, batch, for_s / 4))
-        if "survivors" in wanted:
+        if "survivors" in figure_names:
             print_figures(await survivors(service, names, for_s))
-        if "rebinds" in wanted:
+        if "rebinds" in figure_names:
             print_figures(await rebinds(service, names, for_s))
-        if "shares" in wanted:
+        if "shares" in figure_names:
             print_figures(await shares(service, (names[0], names[-1]), for_s))
 
 
@@ -371,13 +371,13 @@ def main(words: Sequence[str]) -> None:
     """Measure, as the words say (see the module's docstring)."""
     # Words that are missing have defaults: the smallest shape, ten seconds, 256 sequences.
     chosen, for_s, most = (*words[:3], *("two-layers", "10", "256")[len(words) :])
-    wanted = words[3:] or FIGURES
-    if unknown := set(wanted) - set(FIGURES):
+    names = words[3:] or FIGURES
+    if unknown := set(names) - set(FIGURES):
         sys.exit(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     checkpoint = checkpoint_named(chosen)
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
-        asyncio.run(measure(checkpoint, address, float(for_s), int(most), wanted))
+        asyncio.run(measure(checkpoint, address, float(for_s), int(most), names))
 
 
 if __name__ == "__main__":
