@@ -26,6 +26,7 @@ from gpulease.client.decode.engine.forward_pass import (
     block_bytes,
     buckets_of,
     buffer_sizes,
+    head_rows_of,
     parts_of,
 )
 from gpulease.client.decode.engine.linear_tiles import target_of
@@ -69,6 +70,9 @@ continually."""
 SPARE_BYTES: Final = 64 << 20
 """Memory of the lease for uncounted bytes: the kernels' code, and the scratch memory of ended regions."""
 
+UNSET: Final = np.array((0, 0.0, 0.0, 1.0), RESULT)
+"""The result of a row without logits: a record of which the logarithm of the probability can be computed."""
+
 REGION_GRANULE_BYTES: Final = 2 << 20
 """On a card, a region's size is a multiple of this."""
 
@@ -100,12 +104,40 @@ class BlockPool:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class _RowOrder:
+    """The order of a step's rows on the card if only some have results: those come first.
+
+    Attributes:
+        results: The number of rows with results.
+        rows: The caller's row at each place.
+        places: The place of each of the caller's rows.
+    """
+
+    results: int
+    rows: "NDArray[np.intp]"
+    places: "NDArray[np.intp]"
+
+    @classmethod
+    def of(cls, chosen: "NDArray[np.intp]", count: int) -> Self:
+        """Return the order of `count` rows of which `chosen` have results."""
+        # The others keep their order, so that adjacent rows of a prompt stay adjacent.
+        rows = np.concatenate([chosen, np.delete(np.arange(count), chosen)])
+        return cls(len(chosen), rows, np.argsort(rows))
+
+
 @dataclass(slots=True)
 class _Step:
     number: int
     rows: int
+    order: _RowOrder | None
     is_guided: bool
     is_pooled: bool
+
+    @property
+    def results(self) -> int:
+        """The number of rows with results: all, if they are in the caller's order."""
+        return self.rows if self.order is None else self.order.results
 
 
 @dataclass(slots=True)
@@ -153,6 +185,8 @@ class DecodeEngine:
         self._rows: list[Rows] = []
         self._results: list[Results] = []
         self._steps: deque[_Step] = deque()
+        # The order of the step that was started last: the next step's rows take tokens from its rows.
+        self._order: _RowOrder | None = None
         self._next = 1
         # The refusal of the earliest step that did not begin, until that step's turn to finish; and the number of
         # refusals so far.
@@ -236,7 +270,8 @@ class DecodeEngine:
                             await session.mem_write(forward.rows, 0, given[:bucket])
                         await forward.launch(bucket, kind)
                         if session.shares_memory:
-                            await session.mem_read(forward.results, 0, bucket * RESULT.itemsize, into=found[:bucket])
+                            results = found[: kind.head_rows or bucket]
+                            await session.mem_read(forward.results, 0, results.nbytes, into=results)
                             if kind.is_guided:
                                 ranked = arrays.ranked[:bucket]
                                 await session.mem_read(forward.ranked, 0, ranked.nbytes, into=ranked)
@@ -356,7 +391,7 @@ class DecodeEngine:
             rows["position"] = np.arange(first, first + len(part))
             rows["block"] = rows["position"] // PAGE
             rows["blocks"], rows["base"] = pool.blocks, pool.region.address
-            await self.start(rows, [pool])
+            await self.start(rows, [pool], chosen=np.zeros(0, np.intp))
             await self.finish()
 
     # --- steps ---
@@ -373,16 +408,19 @@ class DecodeEngine:
         guidance: StepGuidance | None = None,
         prefixes: Sequence[tuple[int, Sequence[int]]] = (),
         *,
+        chosen: "NDArray[np.intp] | None" = None,
         is_pooled: bool = False,
     ) -> int:
         """Start a step after those under way, without waiting for it. Returns its number.
 
         Args:
-            rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before.
+            rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before with a result.
             pools: The pools of the rows' sequences.
             guidance: What changes the choice of tokens, or reports more of them. Rows without any are unaffected.
             prefixes: Sequences that begin behind blocks which earlier steps have computed: the row of the block tables,
                 and the first entries of it. A row writes only its own position's entry.
+            chosen: The rows whose results are used; None: all. The other rows' results may be unset, which takes less
+                time. With guidance, all rows have results.
             is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
@@ -401,8 +439,15 @@ class DecodeEngine:
         number, parity = self._next, self._next % self.max_steps
         bucket = self._bucket(count)
         given, stream = self._rows[parity], self._streams[parity]
+        kind = self._kind_of(bucket, rows, guidance, chosen)
+        order = None if chosen is None or kind.head_rows is None else _RowOrder.of(chosen, count)
         # Fill up to the bucket with rows that compute nothing: a graph has a constant number of rows.
-        bytes_of(given[:count])[:] = bytes_of(rows)
+        bytes_of(given[:count])[:] = bytes_of(rows if order is None else rows.take(order.rows))
+        if self._order is not None:
+            # The step before has its rows at other places.
+            sources = given["source"][:count]
+            known = sources >= 0
+            sources[known] = self._order.places[sources[known]]
         given["position"][count:bucket] = NO_ROW
         given["source"][count:bucket] = NO_ROW
         if guidance is not None:
@@ -410,7 +455,7 @@ class DecodeEngine:
         if prefixes:
             self._check_prefixes(prefixes)
         # From now on the step is under way: a copy of blocks in another task may receive its refusal.
-        self._steps.append(_Step(number, count, guidance is not None, is_pooled))
+        self._steps.append(_Step(number, count, order, guidance is not None, is_pooled))
         try:
             named = await self._region_set(frozenset(pools))
             if self.session.shares_memory:
@@ -424,7 +469,7 @@ class DecodeEngine:
             if prefixes:
                 await self._write_tables(prefixes, parity)
             # A refusal reports `position`, which identifies its step.
-            graph = self._graphs[bucket, parity, self._kind_of(bucket, rows, guidance)]
+            graph = self._graphs[bucket, parity, kind]
             await graph.launch(stream=stream, regions=named, position=number)
             if is_pooled and self.session.shares_memory:
                 # Read the rows before the next step, which writes the same buffer.
@@ -437,6 +482,7 @@ class DecodeEngine:
                 self._keep(error)
             raise
         self._next += 1
+        self._order = order
         return number
 
     def _check_guidance(self, guidance: StepGuidance, count: int) -> None:
@@ -490,9 +536,9 @@ class DecodeEngine:
     async def finish(self) -> Results:
         """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
 
-        Raises RegionFailed, with the `lease_id` of the pool that ended: then this step and those after it did not
-        begin, and have left the pipeline. The same holds for the errors of a session's end. Raises RequestRejected if
-        no step is under way.
+        Results of rows that were not `chosen` are unset. Raises RegionFailed, with the `lease_id` of the pool that
+        ended: then this step and those after it did not begin, and have left the pipeline. The same holds for the
+        errors of a session's end. Raises RequestRejected if no step is under way.
         """
         if not self._steps:
             raise RequestRejected("No step is under way", "`start` one first")
@@ -512,13 +558,21 @@ class DecodeEngine:
         self._steps.popleft()
         # Make copies, because the step after the next one writes the same arrays.
         self.ranked = _copy_of(self._guide_arrays[parity].ranked[: step.rows]) if step.is_guided else None
-        self.normed = f32_of_bf16(self._normed_arrays[parity][: step.rows]) if step.is_pooled else None
-        return _copy_of(self._results[parity][: step.rows])
+        self.normed = None
+        if step.is_pooled:
+            normed = self._normed_arrays[parity][: step.rows]
+            self.normed = f32_of_bf16(normed if step.order is None else normed[step.order.places])
+        found = self._results[parity][: step.results]
+        if step.order is None:
+            return _copy_of(found)
+        # The results came first, in the order of their rows; every other row gets the record after them.
+        return np.append(found, UNSET).take(np.minimum(step.order.places, len(found)))
 
     async def _fetch(self, parity: int, step: _Step) -> None:
         """Read a step's results in a session without shared memory, where the step's graph can't copy them."""
-        found, stream = self._results[parity][: step.rows], self._streams[parity]
-        await self.session.mem_read(self.forward.results, 0, found.nbytes, into=found, stream=stream)
+        found, stream = self._results[parity][: step.results], self._streams[parity]
+        if step.results:
+            await self.session.mem_read(self.forward.results, 0, found.nbytes, into=found, stream=stream)
         if step.is_guided:
             ranked = self._guide_arrays[parity].ranked[: step.rows]
             await self.session.mem_read(self.forward.ranked, 0, ranked.nbytes, into=ranked, stream=stream)
@@ -560,7 +614,10 @@ class DecodeEngine:
         return True
 
     async def logits(self, rows: int) -> "NDArray[np.float32]":
-        """Read the logits [rows, vocabulary] of the last step, which had `rows` rows. No step may be under way."""
+        """Read the logits [rows, vocabulary] of the last step, which had `rows` rows, all with results.
+
+        No step may be under way.
+        """
         forward = self.forward
         vocabulary = forward.weights.config.vocabulary
         bucket = self._bucket(rows)
@@ -587,14 +644,21 @@ class DecodeEngine:
             self._normed_arrays.clear()
             await self.session.close()
 
-    def _kind_of(self, bucket: int, rows: Rows, guidance: StepGuidance | None) -> StepKind:
+    def _kind_of(
+        self, bucket: int, rows: Rows, guidance: StepGuidance | None, chosen: "NDArray[np.intp] | None"
+    ) -> StepKind:
         kind = StepKind(guidance is not None)
         with_prompts = kind._replace(has_prompts=True)
         # Only large buckets have kernels for prompts, so small steps are not searched for any.
         if (bucket, 0, with_prompts) not in self._graphs:
             return kind
         tables = rows["table"]
-        return with_prompts if (tables[1:] == tables[:-1]).any() else kind
+        if not (tables[1:] == tables[:-1]).any():
+            return kind
+        if chosen is None or guidance is not None:
+            return with_prompts
+        few = with_prompts._replace(head_rows=head_rows_of(len(chosen), bucket))
+        return few if (bucket, 0, few) in self._graphs else with_prompts
 
     def _bucket(self, rows: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= rows)

@@ -7,8 +7,9 @@ never of R, so a row's bits are the same in every step (kernels/triton_source.py
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -38,6 +39,16 @@ BUCKET_STEP: Final = 128
 """Rows between the buckets of large steps: the number of rows of the largest tiles, because fewer rows take the same
 time. (H200, Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8, 4.0, 4.8
 ms.)"""
+
+HEAD_ROWS: Final = (64, 256)
+"""Rows that steps of prompts compute the head for, if no more rows need logits. 64 is for steps of prompts, and few
+sequences that decode: with so many rows, reading the head's weights takes longer than multiplying by them. 256 is for
+steps in which many sequences decode. Each number is a graph more for every larger bucket."""
+
+MAX_RECORDED_LAUNCHES: Final = 11_000
+"""Most launches in the graphs of a model, without a second set for the other step under way, if some compute the head
+for HEAD_ROWS. Each takes 8 KB of the card in either set. So these graphs fit into what a worker may take of an NVIDIA
+card in addition to its lease, 176 MiB; models that exceed it have only the graphs that they need."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
@@ -86,16 +97,23 @@ def buckets_of(max_rows: int) -> tuple[int, ...]:
     return (*powers, *range(2 * BUCKET_STEP, max_rows, BUCKET_STEP), max_rows)
 
 
+def head_rows_of(chosen: int, rows: int) -> int | None:
+    """Return how many of a step's rows the head is computed for if `chosen` of them need logits; None: for all."""
+    return next((head_rows for head_rows in HEAD_ROWS if chosen <= head_rows < rows), None)
+
+
 class StepKind(NamedTuple):
     """The properties of a step that, with its number of rows, decide its kernels.
 
     Attributes:
         is_guided: Whether the step also reads `guides`.
         has_prompts: Whether adjacent rows are of one sequence.
+        head_rows: How many rows, the first ones, get logits and a token; None: all.
     """
 
     is_guided: bool = False
     has_prompts: bool = False
+    head_rows: int | None = None
 
 
 PLAIN: Final = StepKind()
@@ -271,12 +289,12 @@ class ForwardPass:
 
     @property
     def normed(self) -> Buffer:
-        """The last step's rows behind the last norm: [R, width] bf16. The head reads them, and nothing after it."""
+        """The last step's rows after the last norm: [R, width] bf16. The head reads them, and nothing after it."""
         return self._buffers["x"]
 
     @property
     def logits(self) -> Buffer:
-        """The last step's logits, in parts: [splits, R, vocabulary] f32."""
+        """The last step's logits, in parts: [splits, rows with logits, vocabulary] f32."""
         return self._buffers["logits"]
 
     async def prepare(self) -> None:
@@ -293,8 +311,13 @@ class ForwardPass:
 
     def kinds(self, rows: int) -> list[StepKind]:
         """Return the kinds of steps of `rows` rows. Steps that are cut have no kernels for prompts."""
-        prompts = (False, True) if rows > _split_rows(rows, self.weights.config) else (False,)
-        return [StepKind(*flags) for flags in product((False, True), prompts)]
+        return _kinds(rows, self.weights.config, HEAD_ROWS if self._computes_few_logits else ())
+
+    @cached_property
+    def _computes_few_logits(self) -> bool:
+        config, most = self.weights.config, self.limits.max_rows
+        graphs = sum(len(_kinds(rows, config, HEAD_ROWS)) for rows in buckets_of(most))
+        return graphs * len(list(self.launches(most))) <= MAX_RECORDED_LAUNCHES
 
     async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
@@ -332,8 +355,9 @@ class ForwardPass:
             before, outer = experts.chosen if experts else _splits(layer.down), layer.inner_outer_norm
         # The last norm adds the last layer's output; then the head, and the choice of tokens.
         yield self._normalise(rows, self.weights.norm, before, outer)
-        yield self._linear(self.weights.head, rows, "x", "logits")
-        yield from self._sample(rows, is_guided=kind.is_guided)
+        head_rows = kind.head_rows or rows
+        yield self._linear(self.weights.head, head_rows, "x", "logits")
+        yield from self._sample(head_rows, is_guided=kind.is_guided)
 
     def _sample(self, rows: int, *, is_guided: bool) -> Iterator[KernelLaunch]:
         """Yield the launches that choose each row's token from the logits: a scan by blocks, then a choice by row.
@@ -484,6 +508,15 @@ class ForwardPass:
         shape = {"R": rows, "N": linear.rows, "K": linear.columns}
         grid, b = (*grid_of(name, rows, linear.rows), splits), self._buffers
         return KernelLaunch(name, grid, parts=b[parts], x=b[x], **planes, **shape, chunk=chunk)
+
+
+def _kinds(rows: int, config: ModelConfig, few: Iterable[int]) -> list[StepKind]:
+    """Return the kinds of steps of `rows` rows, if those of prompts may compute the head for `few` rows."""
+    if rows <= _split_rows(rows, config):
+        return [StepKind(is_guided) for is_guided in (False, True)]
+    kinds = [StepKind(*flags) for flags in product((False, True), (False, True))]
+    # Only prompts have rows without logits. Guided steps are too rare to have graphs of their own for that.
+    return kinds + [StepKind(False, True, head_rows) for head_rows in few if head_rows < rows]
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:

@@ -192,7 +192,9 @@ class StepLoop:
                 # Prompts that begin behind computed blocks: no row of theirs writes those blocks' table entries.
                 prefixes = [(one.table, one.blocks[: one.reused // PAGE]) for one in plan.joined if one.reused]
                 is_pooled = any(sequence.request.pooling for sequence, _, _ in plan.chunks)
-                await engine.start(self._rows_of(plan), pools, guidance, prefixes, is_pooled=is_pooled)
+                # Only the last row of each prompt yields a token.
+                rows, chosen = self._rows_of(plan), plan.sampled_rows if plan.chunks else None
+                await engine.start(rows, pools, guidance, prefixes, chosen=chosen, is_pooled=is_pooled)
             except RegionFailed as error:
                 # The plan is undone. The sequences end only when the steps under way have ended, because the refusal
                 # may be one of those steps' own.

@@ -11,7 +11,9 @@ import pytest
 from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import CompletionReason, NoModelLoaded, RequestRejected, WaitedTooLong
 from gpulease.client.decode.decode_requests import TenantConfig
+from gpulease.client.decode.engine import engine, forward_pass
 from gpulease.client.decode.engine.engine import BlockPool
+from gpulease.client.decode.engine.forward_pass import head_rows_of
 from gpulease.client.decode.supervisor import tenant_moves
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Emitted
@@ -24,6 +26,7 @@ from helpers.decode.decoder_rig import (
     TOKENS,
     Outputs,
     opened,
+    outputs_around,
     play,
     read,
     submit,
@@ -45,6 +48,27 @@ def test_tenants_have_the_tokens_together_that_they_have_alone(daemon: Daemon, a
         positions = [emitted.position for emitted in output]
         assert positions == list(range(len(PROMPTS[name]), len(PROMPTS[name]) + TOKENS))
         assert all(emitted.log_probability < 0 for emitted in output)
+
+
+def test_tenants_have_the_same_tokens_where_steps_of_prompts_compute_few_logits(
+    daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of more than two rows count as large here. One tenant loses its region between them."""
+    monkeypatch.setattr(forward_pass, "_split_rows", lambda rows, config: min(rows, 2))
+    monkeypatch.setattr(forward_pass, "HEAD_ROWS", (2, 4))
+    used: set[int | None] = set()
+
+    def noted(chosen: int, rows: int) -> int | None:
+        used.add(head_rows_of(chosen, rows))
+        return head_rows_of(chosen, rows)
+
+    monkeypatch.setattr(engine, "head_rows_of", noted)
+
+    async def scene(decoder: Decoder) -> None:
+        assert await outputs_around(decoder, lambda: revoke(daemon, decoder, "b")) == alone
+
+    play(daemon, scene)
+    assert {2, 4} <= used
 
 
 # --- Regions that end. ---

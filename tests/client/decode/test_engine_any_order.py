@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import CompletionReason, NoModelLoaded, RequestBreaksEngine
@@ -168,6 +169,7 @@ class SimulatedServing:
         guidance: StepGuidance | None = None,
         prefixes: Sequence[tuple[int, Sequence[int]]] = (),
         *,
+        chosen: "NDArray[np.intp] | None" = None,
         is_pooled: bool = False,
     ) -> int:
         assert self.is_open, "a step on an engine that was let go"

@@ -88,7 +88,7 @@ def test_the_same_seed_and_position_give_the_same_token_in_any_batch(tiny: Runni
     tiny.run(tokens)
 
 
-def try_model(daemon: Daemon, config: ModelConfig, rows: int = 16) -> None:
+def try_model(daemon: Daemon, config: ModelConfig, rows: int = 16, *, is_served: bool = False) -> None:
     """Two lines of a model, alone and then together in both pools, in two orders."""
     with running(daemon.address, RandomCheckpoint(config, 1), StepLimits(rows, 4, 64)) as rig:
         lines = rig.run(lambda rig: rig.lines([(20, 3, NUCLEUS), (2, 4, GREEDY)]))
@@ -100,6 +100,8 @@ def try_model(daemon: Daemon, config: ModelConfig, rows: int = 16) -> None:
             MixedStep(((second, 3), (first, 21), *((third, at) for at in range(1, 14))), True),
         ]
         rig.mix(lines, steps)
+        if is_served:
+            rig.mix(lines, steps, is_served=True)
 
 
 def test_sums_of_the_wide_model_are_in_parts() -> None:
@@ -116,8 +118,12 @@ def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: M
 def test_rows_of_prompts_in_large_steps_have_the_bits_that_they_have_alone(
     shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, config: ModelConfig
 ) -> None:
-    """Steps of more than two rows count as large here, so that those with prompts have kernels of their own."""
+    """Steps of more than two rows count as large here, so that those with prompts have kernels of their own.
+
+    Then logits are computed for the rows that need them: for up to two, up to four, or all.
+    """
     monkeypatch.setattr(forward_pass, "_split_rows", lambda rows, config: min(rows, 2))
+    monkeypatch.setattr(forward_pass, "HEAD_ROWS", (2, 4))
     launched: list[str] = []
     launch = KernelLibrary.launch
 
@@ -126,7 +132,7 @@ def test_rows_of_prompts_in_large_steps_have_the_bits_that_they_have_alone(
         await launch(library, wanted)
 
     monkeypatch.setattr(KernelLibrary, "launch", noted)
-    try_model(shared_daemon, config)
+    try_model(shared_daemon, config, is_served=True)
     assert f"attend_prompt_{config.head_width}" in launched
 
 

@@ -15,11 +15,13 @@ from gpulease.client.decode.engine import forward_pass
 from gpulease.client.decode.engine.forward_pass import (
     MAX_PROGRAMS,
     MAX_SPLITS,
+    ForwardPass,
     StepKind,
     StepLimits,
     block_bytes,
     buckets_of,
     buffer_sizes,
+    head_rows_of,
     layer_bytes,
     parts_of,
 )
@@ -187,6 +189,38 @@ def test_only_large_steps_have_kernels_for_prompts(tiny: RunningRig) -> None:
             names = {launch.name for launch in forward.launches(most + 1, kind) if launch.name.startswith("attend")}
             assert names == {"attend_prompt_32" if kind.has_prompts else "attend_whole_32"}
         assert {kind.has_prompts for kind in forward.kinds(most + 1)} == {False, True}
+
+    tiny.run(part)
+
+
+def test_steps_of_prompts_compute_the_head_for_as_few_rows_as_hold_those_with_results(tiny: RunningRig) -> None:
+    async def part(rig: EngineRig) -> None:
+        forward, rows = rig.engine.forward, 256
+        (kind,) = [kind for kind in forward.kinds(rows) if kind.head_rows is not None]
+        assert kind == StepKind(has_prompts=True, head_rows=64)
+        *launches, head, scan, sample = forward.launches(rows, kind)
+        assert (head.values["parts"], head.values["R"], scan.grid[0], sample.grid) == (forward.logits, 64, 64, (64,))
+        # Everything before the head is computed for every row.
+        whole = list(forward.launches(rows, kind._replace(head_rows=None)))[:-3]
+        assert [one.grid for one in launches] == [one.grid for one in whole]
+
+    tiny.run(part)
+    assert [head_rows_of(chosen, 256) for chosen in (0, 1, 64, 65, 256)] == [64, 64, 64, None, None]
+    assert [head_rows_of(chosen, 384) for chosen in (64, 65, 256, 257)] == [64, 256, 256, None]
+    assert head_rows_of(1, 64) is None
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_model_with_many_launches_has_no_graphs_for_fewer_logits(
+    tiny: RunningRig, monkeypatch: pytest.MonkeyPatch, excess: int
+) -> None:
+    async def part(rig: EngineRig) -> None:
+        forward, most = rig.engine.forward, rig.engine.limits.max_rows
+        recorded = sum(len(forward.kinds(rows)) for rows in buckets_of(most)) * len(list(forward.launches(most)))
+        monkeypatch.setattr(forward_pass, "MAX_RECORDED_LAUNCHES", recorded - excess)
+        other = ForwardPass(rig.engine.session, forward.weights, forward.limits)
+        monkeypatch.setattr(other, "_buffers", forward._buffers)
+        assert [kind.head_rows for kind in other.kinds(256)] == [None] * 4 + [64] * (1 - excess)
 
     tiny.run(part)
 

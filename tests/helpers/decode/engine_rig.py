@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gpulease.client.aio import GpuBuilder, GpuLease
 from gpulease.client.decode.checkpoint import Checkpoint
 from gpulease.client.decode.decode_requests import SamplingParameters
-from gpulease.client.decode.engine.engine import MAX_STEPS, BlockPool, DecodeEngine
+from gpulease.client.decode.engine.engine import MAX_STEPS, UNSET, BlockPool, DecodeEngine
 from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.row_records import NO_ROW, PAGE, RESULT, ROW, Results, Rows
 
@@ -102,6 +102,12 @@ class MixedStep:
     is_awaited: bool = True
 
 
+def _yields(lines: Sequence[Line], place: tuple[Seat, int]) -> bool:
+    """Return whether the row of a sequence's position yields a token: the last one of a prompt, and those after it."""
+    seat, position = place
+    return position + 1 >= lines[seat.line].prompt
+
+
 class EngineRig:
     """An engine, and a pool for each of TENANTS."""
 
@@ -156,22 +162,33 @@ class EngineRig:
             for length, emitted, sampling in shapes
         ]
 
-    async def play(self, lines: Sequence[Line], schedule: Sequence[MixedStep], tally: Tally) -> None:
+    async def play(
+        self, lines: Sequence[Line], schedule: Sequence[MixedStep], tally: Tally, *, is_served: bool = False
+    ) -> None:
         """Compute a schedule, with two steps in progress where it allows that, and compare everything that can be read.
 
-        If the step before computed a row's token, the row takes it from there: its record contains another one.
+        If the step before computed a row's token, the row takes it from there: its record contains another one. With
+        `is_served`, only the results of rows that yield tokens are used, as by a decoder.
         """
         waiting: list[MixedStep] = []
+        unset = 0
         before: dict[tuple[Seat, int], int] = {}
         for step in schedule:
             rows = np.concatenate([self._mixed_row(lines[seat.line], seat, at, before) for seat, at in step.rows])
-            await self.engine.start(rows, {self.pools[seat.tenant] for seat, _ in step.rows})
+            chosen = np.array([row for row, place in enumerate(step.rows) if _yields(lines, place)], np.intp)
+            pools = {self.pools[seat.tenant] for seat, _ in step.rows}
+            await self.engine.start(rows, pools, chosen=chosen if is_served else None)
             before = {place: number for number, place in enumerate(step.rows)}
             waiting.append(step)
             while len(waiting) == MAX_STEPS or (waiting and (step.is_awaited or step is schedule[-1])):
                 found, results = waiting.pop(0), await self.engine.finish()
+                if is_served:
+                    self._compare_served(lines, found, results, tally)
+                    unset += int(np.count_nonzero(results == UNSET))
+                    continue
                 logits = None if waiting else await self.engine.logits(len(found.rows))
                 self._compare(lines, found, results, logits, tally)
+        assert unset or not is_served, "logits were computed for all rows of every step"
 
     async def play_launches(self, lines: Sequence[Line], schedule: Sequence[MixedStep], tally: Tally) -> None:
         """Compute a schedule as `play` does, one step after the other, without graphs."""
@@ -196,6 +213,12 @@ class EngineRig:
             tally.compare(f"result of {place}", results[[number]], line.results[[position]])
             if logits is not None:
                 tally.compare(f"logits of {place}", logits[number], line.logits[position])
+
+    def _compare_served(self, lines: Sequence[Line], step: MixedStep, results: Results, tally: Tally) -> None:
+        for number, (seat, position) in enumerate(step.rows):
+            if _yields(lines, (seat, position)):
+                place = f"result of row {number} of {len(step.rows)}: {seat} at {position}"
+                tally.compare(place, results[[number]], lines[seat.line].results[[position]])
 
     async def memory(self, tenant: int) -> bytes:
         region = self.pools[tenant].region
@@ -236,9 +259,9 @@ class RunningRig:
         """Run a coroutine function of the rig to its end."""
         return self._runner.run(part(self.rig))
 
-    def mix(self, lines: Sequence[Line], schedule: Sequence[MixedStep]) -> None:
+    def mix(self, lines: Sequence[Line], schedule: Sequence[MixedStep], *, is_served: bool = False) -> None:
         tally = Tally()
-        self.run(lambda rig: rig.play(lines, schedule, tally))
+        self.run(lambda rig: rig.play(lines, schedule, tally, is_served=is_served))
         tally.check()
 
 
