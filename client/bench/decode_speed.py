@@ -14,9 +14,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
 
 from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
 from gpulease.client.bench.decode_kernels import kernel_figures, tile_figures
@@ -37,9 +39,9 @@ from gpulease.client.bench.kernel_times import kernels_ptx
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.reports import first_card
 from gpulease.client.decode import ModelConfig, RandomCheckpoint
-from gpulease.client.decode.engine.engine import DecodeEngine, lease_bytes
+from gpulease.client.decode.engine.engine import BlockPool, DecodeEngine, lease_bytes
 from gpulease.client.decode.engine.forward_pass import block_bytes
-from gpulease.client.decode.row_records import PAGE
+from gpulease.client.decode.row_records import PAGE, Results, Rows
 from gpulease.client.kernel_args import KernelArgs
 
 COPIES: Final = 10
@@ -183,7 +185,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
                     report(step | step_figure(batch, step_times.took_s, moved, rate))
             # A whole prompt in one step.
             prompt = prompt_rows(blocks, limits)
-            took_s = (await step_time(engine, prompt, [pool])).took_s
+            took_s = (await step_time(_PromptSteps(engine), prompt, [pool])).took_s
             prefill = {"figure": "prefill", "shape": shape, "rows": len(prompt), "ms": took_s * 1e3}
             report(prefill | {"tokens_per_s": len(prompt) / took_s})
             if plan.times_kernels:
@@ -191,6 +193,19 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
             return engine.forward.target, steps
         finally:
             await engine.close()
+
+
+class _PromptSteps:
+    """Steps of a whole prompt, whose last row alone yields a token."""
+
+    def __init__(self, engine: DecodeEngine) -> None:
+        self._engine = engine
+
+    async def start(self, rows: Rows, pools: Iterable[BlockPool]) -> int:
+        return await self._engine.start(rows, pools, chosen=np.array([len(rows) - 1]))
+
+    async def finish(self) -> Results:
+        return await self._engine.finish()
 
 
 async def _report_kernels(engine: DecodeEngine, blocks: RowBlocks, shape: str, steps: Steps, report: Report) -> None:
