@@ -227,8 +227,8 @@ class Parking(ParkingViews):
         if more_bytes <= 0:
             return
         keepers = [one for one in self._store.parkable.values() if one is not lease and _is_resident(one)]
-        # Begin with the session that was used least recently.
-        for other in sorted(keepers, key=_used_ns):
+        # Begin with the session that was used last: the one used least recently is parked next, and would be slow then.
+        for other in sorted(keepers, key=_used_ns, reverse=True):
             if self._store.parked_host_bytes + more_bytes <= self._store.limits.park_memory_bytes:
                 break
             if other.park is not None and other.park.host_bytes:

@@ -235,6 +235,18 @@ def test_memory_that_a_session_on_the_card_only_keeps_goes_to_another_ones_park(
     s.active(2, park_idle_ms=0)
     effects = s.do(ParkRequested(7, 2, "ann"))
     assert effects[:2] == [DropParkMemory(1), GiveParkMemory(2, GRANULE)]
+
+
+@pytest.mark.parametrize("used_last", [1, 2])
+def test_the_session_that_is_parked_next_keeps_its_memory(used_last: int) -> None:
+    """Sessions are parked for others in the order of their last use."""
+    s = scenario(CoreLimits(park_memory_bytes=2 * GRANULE, overcommit=4.0))
+    for lease_id in (1, 2, 3):
+        s.active(lease_id, park_idle_ms=0)
+    s.at(1).do(SessionsUsed((3 - used_last, 3)))
+    s.at(2).do(SessionsUsed((used_last,)))
+    effects = s.do(ParkRequested(7, 3, "ann"))
+    assert effects[:2] == [DropParkMemory(used_last), GiveParkMemory(3, GRANULE)]
     one(effects, ParkSession)
 
 
