@@ -13,12 +13,23 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
-from gpulease.daemon.leases import Event
+from gpulease.daemon.leases import Event, TimerFired, TimerKind
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOT_BITS: Final = 27
 """Bits of a slot's length in nanoseconds: 0.13 s. A slot that begins sorts its timers, which blocks the loop."""
+
+LATE_NS: Final = 1 * NS_PER_S
+"""A timer that is noticed later than this was missed by this process: it was stopped, or frozen with its container."""
+
+AFTER_STOP_NS: Final = 10 * NS_PER_S
+"""Time that others get after such a stop to do what a patient timer waits for. Often they have done it already, and
+only this process has not read it; or they were frozen as well."""
+
+_PATIENT: Final = frozenset({TimerKind.SPAWN, TimerKind.RECLAIM, TimerKind.PARK, TimerKind.ORPHAN})
+"""Timers that judge workers, cards and clients. All others keep promises about time, so a stop does not delay them
+further."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,10 +38,13 @@ class _Timer:
 
     due_ns: int
     event: Event | None
+    is_deferred: bool = False
 
 
 class Timers:
     """Posts each event once, at its monotonic time in nanoseconds or later. Each timer has its own key.
+
+    If this process was stopped, patient timers that became due meanwhile are posted AFTER_STOP_NS later, once.
 
     Args:
         secure: Called before due timers are processed. Posting needs memory, and every timer depends on it.
@@ -52,8 +66,12 @@ class Timers:
     def arm(self, key: Hashable, due_ns: int, event: Event) -> None:
         """Post `event` at `due_ns`. Replaces the timer with this key, if there is one."""
         self.cancel(key)
+        self._add(key, _Timer(due_ns, event))
+
+    def _add(self, key: Hashable, timer: _Timer) -> None:
+        self._timers[key] = timer
         # Near timers go to the heap, all others wait unsorted in their slot.
-        timer = self._timers[key] = _Timer(due_ns, event)
+        due_ns = timer.due_ns
         slot = due_ns >> SLOT_BITS
         if slot > self._current_slot:
             self._slots.setdefault(slot, {})[key] = timer
@@ -132,8 +150,17 @@ class Timers:
             while self._heap and self._heap[0][0] <= now_ns:
                 _, _, key, timer = heapq.heappop(self._heap)
                 # A cancelled timer stays in the heap without an event.
-                if timer.event is not None:
-                    del self._timers[key]
+                if timer.event is None:
+                    continue
+                del self._timers[key]
+                if _is_patient(timer) and now_ns - timer.due_ns > LATE_NS:
+                    self._add(key, _Timer(now_ns + AFTER_STOP_NS, timer.event, is_deferred=True))
+                else:
                     self._post(timer.event)
         finally:
             self._schedule()
+
+
+def _is_patient(timer: _Timer) -> bool:
+    """Return whether a timer that is noticed late may be deferred, which is done once."""
+    return isinstance(timer.event, TimerFired) and timer.event.kind in _PATIENT and not timer.is_deferred

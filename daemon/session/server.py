@@ -255,8 +255,8 @@ class SessionServer:
             # While the session is parked, it is not the client's fault that its requests are held.
             if connection.fd in self._held:
                 continue
-            if (error := connection.overdue(now_s)) is not None:
-                self._drop(connection, error)
+            if connection.overdue(now_s) is not None:
+                self._drop_overdue(connection)
             # The penalty for a pause is over: replies to this connection may wait for room again.
             elif not connection.is_paused and 0 < connection.no_wait_until_s < now_s:
                 connection.no_wait_until_s = 0.0
@@ -272,6 +272,17 @@ class SessionServer:
         for end_ms in (self._session.regions.poll_ms(time.monotonic_ns()), self._session.ended.sleep_ms()):
             sleep_ms = sleep_ms if end_ms is None else min(sleep_ms, end_ms)
         return sleep_ms
+
+    def _drop_overdue(self, connection: AttachedConnection) -> None:
+        """Drop a connection that has kept memory here for too long, unless only this process was late.
+
+        The process may have been stopped, or have waited inside the driver for another connection: then the rest of the
+        frame has come, or the peer has read, and only that was not noticed.
+        """
+        self._serve(connection)
+        error = connection.overdue(time.monotonic()) if connection.fd in self._connections else None
+        if error is not None:
+            self._drop(connection, error)
 
     def _drop_expired_guests(self) -> None:
         """Drop connections with an expired token, so that they do not take the place of others."""

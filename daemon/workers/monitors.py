@@ -48,6 +48,10 @@ UNRESPONSIVE_AFTER_S: Final = 30.0
 """Longest time without a heartbeat from a worker: six times its longest sleep, because hosts may be under heavy
 load."""
 
+LONGEST_ROUND_S: Final = 2.0
+"""A longer time between two rounds counts as so much: this process was stopped meanwhile, or frozen with its container,
+and perhaps the workers as well."""
+
 ROUND_S: Final = 1.0
 """Seconds between two rounds of a monitor. The kernels' watchdog runs more often if kernels may run only for a shorter
 time.
@@ -66,10 +70,19 @@ _ROUNDS_PER_BOUND: Final = 8
 
 @dataclass(slots=True)
 class _LastLook:
-    """The last heartbeat on a worker's page, and the time when this process first saw it."""
+    """The last heartbeat on a worker's page.
+
+    Attributes:
+        polled_ns: The heartbeat.
+        since_ns: Time at which this process first saw it, later by what it was away since.
+        compiling_since_ns: When the worker's compilation began, as its page says; 0 without one.
+        away_ns: For how long this process was away since it first saw that compilation.
+    """
 
     polled_ns: int
     since_ns: int
+    compiling_since_ns: int = 0
+    away_ns: int = 0
 
 
 class KernelWatchdog:
@@ -86,6 +99,7 @@ class KernelWatchdog:
         self._workers = workers
         self._post = post
         self._looks: dict[int, _LastLook] = {}
+        self._last_round_ns: int | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -105,6 +119,13 @@ class KernelWatchdog:
         serving = {worker.spec.lease_id: worker for worker in self._workers.serving()}
         for lease_id in self._looks.keys() - serving.keys():
             del self._looks[lease_id]
+        # Time in which this process was away blames no worker.
+        if self._last_round_ns is not None:
+            away_ns = now_ns - self._last_round_ns - int(LONGEST_ROUND_S * NS_PER_S)
+            for look in self._looks.values() if away_ns > 0 else ():
+                look.since_ns += away_ns
+                look.away_ns += away_ns
+        self._last_round_ns = now_ns
         for lease_id, worker in serving.items():
             verdict = self._verdict(worker, now_ns)
             if verdict is not None:
@@ -128,14 +149,15 @@ class KernelWatchdog:
         # Rule 2: a compilation takes too long. It can't be interrupted, so the worker shows no heartbeat during it, and
         # only its length counts.
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
-        if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
+        last = self._looks.get(worker.spec.lease_id)
+        away_ns = last.away_ns if last is not None and last.compiling_since_ns == compiling_since_ns else 0
+        if compiling_since_ns and now_ns - compiling_since_ns - away_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
         # Rule 3: the heartbeat has stopped. Operations that are known to wait inside the driver are exempt, because
         # rules 1 and 2 and the lease's deadline bound them.
-        last = self._looks.get(worker.spec.lease_id)
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
         if last is None or polled_ns != last.polled_ns or waits:
-            self._looks[worker.spec.lease_id] = _LastLook(polled_ns, now_ns)
+            self._looks[worker.spec.lease_id] = _LastLook(polled_ns, now_ns, compiling_since_ns, away_ns)
         elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * NS_PER_S:
             return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / NS_PER_S:.1f} s"
         return None

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.virtual import CLOCK, VirtualLoop, virtual_time
-from gpulease.daemon.broker.timers import SLOT_BITS, Timers
-from gpulease.daemon.leases import Event, WaitTimerFired
+from gpulease.daemon.broker.timers import AFTER_STOP_NS, SLOT_BITS, Timers
+from gpulease.daemon.leases import Event, TimerFired, TimerKind, WaitTimerFired
 
 MS = 1_000_000
 LATE_NS = 10_000
@@ -148,5 +148,46 @@ def test_none_comes_after_the_stop() -> None:
         bell.timers.stop()
         await asyncio.sleep(0.01)
         assert bell.rang == []
+
+    assert run(story()) == []
+
+
+def test_after_a_stop_of_the_process_others_have_time_and_promises_are_kept_at_once() -> None:
+    """What a worker did during the stop is read only after the timers that became due meanwhile."""
+
+    async def story() -> None:
+        rang: list[tuple[TimerKind, int]] = []
+
+        def post(event: Event) -> None:
+            assert isinstance(event, TimerFired)
+            rang.append((event.kind, CLOCK.now_ns - resumed_ns))
+
+        timers = Timers(post, lambda: None)
+        for kind in TimerKind:
+            timers.arm(kind, CLOCK.now_ns + 2000 * MS, TimerFired(5, 1, kind))
+        CLOCK.now_ns += 10_000 * MS
+        resumed_ns = CLOCK.now_ns
+        await asyncio.sleep(0.001)
+        patient = [TimerKind.SPAWN, TimerKind.RECLAIM, TimerKind.ORPHAN, TimerKind.PARK]
+        assert [kind for kind, _ in rang] == [kind for kind in TimerKind if kind not in patient]
+        # What has happened meanwhile cancels its timer.
+        timers.cancel(TimerKind.SPAWN)
+        rang.clear()
+        await asyncio.sleep(11)
+        assert {kind for kind, _ in rang} == set(patient[1:])
+        assert all(AFTER_STOP_NS <= late_ns <= AFTER_STOP_NS + LATE_NS for _, late_ns in rang)
+
+    assert run(story()) == []
+
+
+def test_a_timer_is_deferred_once() -> None:
+    async def story() -> None:
+        rang: list[Event] = []
+        timers, event = Timers(rang.append, lambda: None), TimerFired(5, 1, TimerKind.RECLAIM)
+        timers.arm("key", CLOCK.now_ns + 2000 * MS, event)
+        for expected in ([], [event]):
+            CLOCK.now_ns += 60_000 * MS
+            await asyncio.sleep(0.001)
+            assert rang == expected
 
     assert run(story()) == []

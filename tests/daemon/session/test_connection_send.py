@@ -20,7 +20,10 @@ from gpulease.daemon.session.connection import (
     WorkerSpinPolicy,
 )
 from gpulease.daemon.session.server import SessionServer
-from gpulease.protocol.messages import AttachReply
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import AttachReply, Ping
+from gpulease.protocol.opcodes import Opcode
 from helpers.session_rig import Rig, rig
 
 MS = 1_000_000
@@ -137,6 +140,32 @@ def test_a_peer_that_never_reads_is_dropped(pair: Pair, monkeypatch: pytest.Monk
     assert list(pair.server._connections) == [second.fd]
     while data := near.recv(1 << 20):
         assert data in LARGE + LARGE, "nothing stands behind half a reply"
+
+
+def test_a_peer_is_not_blamed_for_the_time_in_which_the_worker_did_not_serve(pair: Pair) -> None:
+    """The worker was stopped, or waited in the driver for another connection, for longer than a peer may take."""
+    near, reads = pair.connect()
+    other, sends = pair.connect()
+    # One has read its reply meanwhile, and the other has sent the rest of its request.
+    assert not pair.server._send(reads, LARGE)
+    frame = build_frame(Opcode.PING, build_body(Ping(7)), request_id=1, session_id=pair.made.session.lease_id)
+    other.sendall(frame[:-1])
+    pair.server._serve(sends)
+    assert reads.send_buffer is not None
+    reads.send_buffer._step_s -= 3600
+    sends.received_at_s -= 3600
+    assert near.recv(1 << 20)
+    other.sendall(frame[-1:])
+    pair.server._check_connections()
+    assert set(pair.server._connections) == {reads.fd, sends.fd}
+    assert other.recv(1 << 10, socket.MSG_DONTWAIT)
+    # A peer that did neither is dropped.
+    other.sendall(frame[:-1])
+    pair.server._serve(sends)
+    reads.send_buffer._step_s -= 3600
+    sends.received_at_s -= 3600
+    pair.server._check_connections()
+    assert not pair.server._connections
 
 
 def test_unsent_bytes_are_bounded(pair: Pair) -> None:

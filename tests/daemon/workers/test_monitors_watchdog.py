@@ -32,12 +32,21 @@ class Scene:
     counters: memoryview
     watchman: KernelWatchdog
     posted: list[Event]
+    _last_ns: int = 0
+
+    def rounds(self, until_ns: int, *, polled_ns: int, doing: int = 0) -> list[Cause]:
+        """Do a round each second, as the daemon does. Returns what they condemned."""
+        causes = []
+        while self._last_ns + S < until_ns:
+            causes += self.round(self._last_ns + S, polled_ns=polled_ns, doing=doing)
+        return causes + self.round(until_ns, polled_ns=polled_ns, doing=doing)
 
     def round(self, at_ns: int, *, polled_ns: int, since_ns: int = 0, doing: int = 0) -> list[Cause]:
         self.counters[Counter.LOOKED_NS] = polled_ns
         self.counters[Counter.KERNEL_SINCE_NS] = since_ns
         self.counters[Counter.DOING] = doing
         self.posted.clear()
+        self._last_ns = at_ns
         self.watchman.look_at_all(at_ns)
         return [event.cause for event in self.posted if isinstance(event, SessionCondemned)]
 
@@ -70,9 +79,29 @@ def test_what_nobody_looked_at_may_have_ended(scene: Scene) -> None:
 @pytest.mark.parametrize(("doing", "ends"), [(0, True), (Opcode.SYNC, True), (Opcode.MODULE_LOAD, False)])
 def test_a_worker_that_goes_round_no_more(scene: Scene, doing: int, ends: bool) -> None:
     assert scene.round(S, polled_ns=S, doing=doing) == []
-    assert scene.round(LONG, polled_ns=S, doing=doing) == []
-    assert scene.round(S + LONG, polled_ns=S, doing=doing) == [Cause.UNRESPONSIVE] * ends
+    assert scene.rounds(LONG, polled_ns=S, doing=doing) == []
+    assert scene.rounds(S + LONG, polled_ns=S, doing=doing) == [Cause.UNRESPONSIVE] * ends
     assert scene.round(S + LONG + 1, polled_ns=2 * S, doing=doing) == []
+
+
+@pytest.mark.parametrize("away", [LONG, 3600 * S])
+def test_a_daemon_that_was_frozen_with_its_workers_blames_none(scene: Scene, away: int) -> None:
+    assert scene.round(S, polled_ns=S) == []
+    assert scene.round(S + away, polled_ns=S) == []
+    assert scene.rounds(away + LONG - 2 * S, polled_ns=S) == []
+    assert scene.rounds(away + LONG - S, polled_ns=S) == [Cause.UNRESPONSIVE]
+
+
+def test_a_compilation_is_not_blamed_for_a_stop_of_the_daemon(scene: Scene) -> None:
+    scene.counters[Counter.COMPILING_SINCE_NS] = 3 * S
+    assert scene.round(4 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(3600 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.rounds(3603 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.rounds(3604 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
+    # The next one has its own time.
+    scene.counters[Counter.COMPILING_SINCE_NS] = 3605 * S
+    assert scene.rounds(3612 * S - 1, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.rounds(3612 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
 
 
 def test_an_image_that_compiles_for_too_long(scene: Scene) -> None:
@@ -89,7 +118,7 @@ def test_a_worker_that_compiles_a_graph_s_kernels_is_no_silent_one(scene: Scene)
     scene.counters[Counter.COMPILING_SINCE_NS] = LONG
     assert scene.round(S + LONG, polled_ns=S, doing=Opcode.GRAPH_CREATE) == []
     scene.counters[Counter.COMPILING_SINCE_NS] = 0
-    assert scene.round(S + 2 * LONG, polled_ns=S, doing=Opcode.GRAPH_CREATE) == [Cause.UNRESPONSIVE]
+    assert scene.rounds(S + 2 * LONG, polled_ns=S, doing=Opcode.GRAPH_CREATE) == [Cause.UNRESPONSIVE]
 
 
 def test_a_known_wait_leaves_time_for_the_next_look(scene: Scene) -> None:
