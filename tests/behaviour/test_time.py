@@ -50,10 +50,10 @@ def test_a_session_s_time_is_accounted_while_it_works(daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease:
         began_s = time.monotonic()
         with saturating(lease):
-            time.sleep(1.0)
+            wait_until(lambda: used(daemon, lease)["gpu"] >= 0.3, "its time is accounted")
         wall_s = time.monotonic() - began_s
         found = used(daemon, lease)
-        assert 0.3 <= found["gpu"] <= found["busy"] <= wall_s
+        assert found["gpu"] <= found["busy"] <= wall_s
         assert found["held_back"] == 0
         # An idle session uses nothing.
         again = used(daemon, lease)
@@ -82,11 +82,12 @@ def test_a_cap_holds_a_session_back_and_a_reload_takes_it_away() -> None:
     try:
         daemon.wait_until_it_answers()
         with daemon.builder().acquire() as lease:
+            began_s = time.monotonic()
             with saturating(lease):
-                time.sleep(2.0)
-            found = used(daemon, lease)
-            assert found["held_back"] > 0.3
-            assert found["gpu"] < 0.6
+                wait_until(lambda: used(daemon, lease)["held_back"] > 0.3, "the session is held back")
+            wall_s = time.monotonic() - began_s
+            # More than the cap, because it holds only on average.
+            assert used(daemon, lease)["gpu"] < max(0.6, 0.3 * wall_s)
             (daemon.folder / "config.toml").write_text(f'[tenants."{TENANT}"]\nmax_weight = 2\n')
             daemon.process.send_signal(signal.SIGHUP)
             # The reload is done once the new bound applies.
@@ -114,7 +115,7 @@ def test_the_next_daemon_continues_the_account() -> None:
         daemon = node.start()
         lease = daemon.builder().acquire()
         with saturating(lease):
-            time.sleep(0.5)
+            wait_until(lambda: used(daemon, lease)["gpu"] > 0, "its time is accounted")
             before = used(daemon, lease)
             daemon = node.restart()
             # The session worked while no daemon ran.
