@@ -128,7 +128,7 @@ def test_a_node_that_hangs_is_replaced_by_another(tmp_path: Path, monkeypatch: p
     heard = Recorder()
     monkeypatch.setattr(serving_engine, "FLEET_LEASE_S", 16.0)
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
-    monkeypatch.setattr(serving_engine, "AWAY_S", 0.2)
+    monkeypatch.setattr(serving_engine, "DAEMON_RESTART_S", 0.2)
 
     async def scene(decoder: Decoder) -> None:
         alone = await one_by_one(decoder)
@@ -153,7 +153,7 @@ def test_a_node_whose_daemon_stays_away_is_left_while_its_session_goes_on(
 ) -> None:
     heard = Recorder()
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
-    monkeypatch.setattr(serving_engine, "AWAY_S", 0.2)
+    monkeypatch.setattr(serving_engine, "DAEMON_RESTART_S", 0.2)
 
     async def scene(decoder: Decoder) -> None:
         alone = await one_by_one(decoder)
@@ -180,7 +180,7 @@ def test_a_killed_node_s_share_of_a_quota_is_waited_for(tmp_path: Path, monkeypa
     """With room for one engine in the quota, the next one is refused until the fleet has given the node up."""
     heard, counted = Recorder(), "[tenants.default]\nfleet_quota = true\n"
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
-    monkeypatch.setattr(serving_engine, "AWAY_S", 0.2)
+    monkeypatch.setattr(serving_engine, "DAEMON_RESTART_S", 0.2)
     size_bytes = _engine_spec(RandomCheckpoint(TINY, 1), tuple(TENANTS), SETTINGS).size_bytes
 
     async def scene(decoder: Decoder) -> None:

@@ -81,9 +81,9 @@ class GgufFile:
         if EMBEDDING not in entries or len(entries[EMBEDDING].shape) != 2:
             raise ModelRejected(f"{path}: tensor token_embd.weight must be there, and a matrix")
         # The metadata need not say the vocabulary's size or whether the head is tied; the tensors do.
-        self._said = Members(header.metadata, self.name)
-        self.config = gguf_config(self._said, entries[EMBEDDING].shape[0], HEAD not in entries)
-        self.pooling = gguf_pooling(self._said)
+        self._metadata = Members(header.metadata, self.name)
+        self.config = gguf_config(self._metadata, entries[EMBEDDING].shape[0], HEAD not in entries)
+        self.pooling = gguf_pooling(self._metadata)
         # Llama 3's scaling comes as a tensor, not as metadata. It is not one of the model's weights.
         # Gemma 3 has metadata for its scaling, and `check_names` refuses the tensor.
         divisors = None if is_gemma else entries.pop(ROTARY_DIVISORS, None)
@@ -106,7 +106,7 @@ class GgufFile:
 
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Raises ModelRejected if it is missing or of an unsupported kind."""
-        return gguf_tokenizer(judged(self._said, GGUF_KEYS[self.config.family]), self.config.begin_token)
+        return gguf_tokenizer(judged(self._metadata, GGUF_KEYS[self.config.family]), self.config.begin_token)
 
     def close(self) -> None:
         """Close the file: no tensor can be read any more."""
@@ -128,8 +128,8 @@ class GgufFile:
                     )
                 rows, columns = entry.shape[1:]
                 # A type that is not read is refused with the first expert's tensor.
-                what = f"{self.name}: tensor {name}"
-                size_bytes = 0 if entry.kind is None else rows * row_bytes(entry.kind, columns, what)
+                label = f"{self.name}: tensor {name}"
+                size_bytes = 0 if entry.kind is None else rows * row_bytes(entry.kind, columns, label)
                 for expert in range(count):
                     part = f"{layer_prefix(layer)}mlp.experts.{expert}.{ours}.weight"
                     offset = entry.offset + expert * size_bytes
@@ -140,25 +140,25 @@ class GgufFile:
         divisors: NDArray[np.float64] = self._tensor(ROTARY_DIVISORS, entry, (half,)).f32(0, 1)[0].astype(np.float64)
         # Zero, NaN or a tiny number would break every position's rotation.
         if (wrong := divisors[~(np.isfinite(divisors) & (divisors >= MIN_DIVISOR))]).size:
-            must = f"must have finite numbers of at least {MIN_DIVISOR}"
-            raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} {must}, not {wrong[0]}")
+            rule = f"must have finite numbers of at least {MIN_DIVISOR}"
+            raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} {rule}, not {wrong[0]}")
         return divisors
 
-    def _tensor(self, name: str, entry: GgufTensor, wanted: tuple[int, ...]) -> Tensor:
-        check_shape(self.config, name, entry.shape, wanted, self.name)
+    def _tensor(self, name: str, entry: GgufTensor, shape: tuple[int, ...]) -> Tensor:
+        check_shape(self.config, name, entry.shape, shape, self.name)
         if entry.kind is None:
             # The header check accepts unknown types, so that the error names the tensor that has one.
             kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
-            what = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
-            raise ModelRejected(f"{self.name}: {what}; the engine reads {', '.join(TYPES.values())}")
-        rows = FileRows(self._file, entry.offset, row_bytes(entry.kind, wanted[-1], f"{self.name}: tensor {name}"))
+            label = f"tensor {name} is of type {kinds.get(entry.kind_number, entry.kind_number)}"
+            raise ModelRejected(f"{self.name}: {label}; the engine reads {', '.join(TYPES.values())}")
+        rows = FileRows(self._file, entry.offset, row_bytes(entry.kind, shape[-1], f"{self.name}: tensor {name}"))
         # The converter permutes only Llama's q and k; for Qwen, ggml rotates halves as Hugging Face does.
         if self.config.family is Family.LLAMA and name.endswith(PERMUTED):
             # In each head, it writes rows i and i + half next to each other, because ggml rotates adjacent pairs
             # (LlamaModel.permute).
             order = np.arange(self.config.head_width).reshape(-1, 2).T.ravel()
-            return Tensor(name, wanted, entry.kind, reordered_heads(rows, order))
-        return Tensor(name, wanted, entry.kind, rows)
+            return Tensor(name, shape, entry.kind, reordered_heads(rows, order))
+        return Tensor(name, shape, entry.kind, rows)
 
 
 def _canonical(name: str, parts: Mapping[str, str]) -> str:

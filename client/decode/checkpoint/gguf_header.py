@@ -101,7 +101,7 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         # Step 1: magic, version and counts, which are bounded before anything is read by them.
-        magic = self._take(4, "its first bytes")
+        magic = self._read(4, "its first bytes")
         if magic != MAGIC:
             raise ModelRejected(f"{self._path}: a GGUF file must begin with {MAGIC!r}, not {magic!r}")
         (version,) = self._numbers("<I")
@@ -155,8 +155,8 @@ class _Reader:
         if kind == STRING:
             return key, [self._text(key) for _ in range(count)]
         dtype = self._dtype(kind, key)
-        # Read numbers in one piece. `_take` first compares their size with the rest of the file.
-        return key, np.frombuffer(self._take(count * dtype.itemsize, key), dtype).tolist()
+        # Read numbers in one piece. `_read` first compares their size with the rest of the file.
+        return key, np.frombuffer(self._read(count * dtype.itemsize, key), dtype).tolist()
 
     def _tensor(self) -> tuple[str, GgufTensor]:
         # An entry is a name, the sizes (fastest first), the type and the offset.
@@ -174,26 +174,26 @@ class _Reader:
         if kind == STRING:
             return self._text(key)
         dtype = self._dtype(kind, key)
-        return np.frombuffer(self._take(dtype.itemsize, key), dtype)[0].item()
+        return np.frombuffer(self._read(dtype.itemsize, key), dtype)[0].item()
 
     def _dtype(self, kind: int, key: str) -> np.dtype[Any]:
         if kind not in SCALARS:
             raise ModelRejected(f"{self._path}: broken: {quoted(key)} is of type {kind}, which GGUF does not have")
         return np.dtype(SCALARS[kind])
 
-    def _text(self, what: str) -> str:
+    def _text(self, label: str) -> str:
         # A text is a length of 64 bits and UTF-8 bytes, without a terminator.
         (size,) = self._numbers("<Q")
-        return self._take(size, what).decode()
+        return self._read(size, label).decode()
 
     def _numbers(self, form: str) -> tuple[int, ...]:
-        return struct.unpack(form, self._take(struct.calcsize(form), "a number"))
+        return struct.unpack(form, self._read(struct.calcsize(form), "a number"))
 
-    def _take(self, size: int, what: str) -> bytes:
+    def _read(self, size: int, label: str) -> bytes:
         # Every read goes through here, so no count or length reaches beyond the file.
         if size > len(self._mapped) - self._at:
             raise ModelRejected(
-                f"{self._path}: truncated: {size:,} bytes of {quoted(what)} from byte {self._at:,} on; the file ends"
+                f"{self._path}: truncated: {size:,} bytes of {quoted(label)} from byte {self._at:,} on; the file ends"
                 f" at {len(self._mapped):,}"
             )
         # Slicing a map copies the bytes, so nothing refers to the file afterwards.

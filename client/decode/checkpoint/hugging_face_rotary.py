@@ -46,7 +46,7 @@ class Rotary:
     local_theta: float | None = None
 
 
-def rotary_of(said: Members, head_width: int, *, is_phi3: bool) -> Rotary:
+def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
     """Return the base of the rotary embeddings, their scaling, and the values of a head that they turn.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
@@ -54,35 +54,35 @@ def rotary_of(said: Members, head_width: int, *, is_phi3: bool) -> Rotary:
     of it, and heads that are turned in part. Raises ModelRejected for a scaling that is unknown or wrong.
     """
     # An empty object counts as missing.
-    inner = said.object("rope_scaling")
+    inner = members.object("rope_scaling")
     if inner is None or not inner.values:
-        inner = said.object("rope_parameters") or Members({}, said.where)
+        inner = members.object("rope_parameters") or Members({}, members.where)
     if nested := [key for key, value in inner.values.items() if isinstance(value, dict) and key not in ROPE_KEYS]:
         raise ModelRejected(
             f"{inner.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
         )
     inner = judged(inner, PHI3_ROPE_KEYS if is_phi3 else ROPE_KEYS)
-    theta = inner.number("rope_theta", said.number("rope_theta", DEFAULT_ROPE_THETA))
-    share = inner.number("partial_rotary_factor", said.number("partial_rotary_factor", 1.0))
+    theta = inner.number("rope_theta", members.number("rope_theta", DEFAULT_ROPE_THETA))
+    share = inner.number("partial_rotary_factor", members.number("partial_rotary_factor", 1.0))
     if not 0 < share <= 1:
         raise ModelRejected(f"{inner.where}: partial_rotary_factor must be above 0, and at most 1, not {share}")
     width = int(head_width * share)
-    scaling = _scaling(said, inner, theta, width // 2, is_phi3=is_phi3)
+    scaling = _scaling(members, inner, theta, width // 2, is_phi3=is_phi3)
     return Rotary(theta, scaling, None if width == head_width else width)
 
 
-def layered_rotary_of(said: Members) -> Rotary:
+def layered_rotary_of(members: Members) -> Rotary:
     """Return the rotary embeddings of a Gemma 3: layers with a window have a base of their own, and no scaling.
 
     The rule is Gemma3TextConfig's (convert_rope_params_to_dict). There is an object for each kind of layers.
     `rope_scaling`, an older name of the object for layers without a window, takes precedence over it.
     """
-    parameters = said.object("rope_parameters") or Members({FULL: {}, SLIDING: {}}, said.where)
+    parameters = members.object("rope_parameters") or Members({FULL: {}, SLIDING: {}}, members.where)
     if wrong := [key for key in parameters.values if key not in (FULL, SLIDING)]:
         raise ModelRejected(
             f"{parameters.where}: {quoted(wrong[0])} must be in {FULL} or {SLIDING}, for the layers that it is of"
         )
-    scaling, kinds = said.object("rope_scaling"), []
+    scaling, kinds = members.object("rope_scaling"), []
     for kind in (FULL, SLIDING):
         inner = parameters.object(kind) or Members({}, parameters.where)
         if kind == FULL and scaling is not None:
@@ -99,15 +99,15 @@ def layered_rotary_of(said: Members) -> Rotary:
     if kind not in LAYERED_KINDS:
         raise ModelRejected(f"{full.where}: rope_type must be one of {', '.join(LAYERED_KINDS)}, not {quoted(kind)}")
     return Rotary(
-        full.number("rope_theta", said.number("rope_theta", DEFAULT_GLOBAL_THETA)),
+        full.number("rope_theta", members.number("rope_theta", DEFAULT_GLOBAL_THETA)),
         LinearScaling(_factor(full)) if kind == "linear" else None,
         None,
-        local.number("rope_theta", said.number("rope_local_base_freq", DEFAULT_ROPE_THETA)),
+        local.number("rope_theta", members.number("rope_local_base_freq", DEFAULT_ROPE_THETA)),
     )
 
 
-def _scaling(said: Members, scaling: Members, theta: float, pairs: int, *, is_phi3: bool) -> AnyScaling | None:
-    """Return the scaling of an object of config.json; None if it has none. `said` has the members next to it."""
+def _scaling(members: Members, scaling: Members, theta: float, pairs: int, *, is_phi3: bool) -> AnyScaling | None:
+    """Return the scaling of an object of config.json; None if it has none. `members` has the members next to it."""
     # `type` is the older name of `rope_type`.
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if is_phi3 and kind in PHI3_NAMES:
@@ -121,9 +121,9 @@ def _scaling(said: Members, scaling: Members, theta: float, pairs: int, *, is_ph
         # A dynamic scaling takes effect only beyond max_position_embeddings, and no sequence is that long.
         return LinearScaling(factor) if kind == "linear" else None
     # For this member the outer one takes precedence, as in transformers. If both are missing, it is the context.
-    context = said.whole("max_position_embeddings")
+    context = members.whole("max_position_embeddings")
     inner = PHI3_ORIGINAL_CONTEXT if is_phi3 else scaling.whole("original_max_position_embeddings", context)
-    original = said.whole("original_max_position_embeddings", inner)
+    original = members.whole("original_max_position_embeddings", inner)
     # LongRoPE divides by its logarithm.
     if original < (least := 2 if kind == "longrope" else 1):
         raise ModelRejected(

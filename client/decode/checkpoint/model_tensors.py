@@ -93,9 +93,9 @@ def text_name(name: str) -> str | None:
     """Return the name in the text part of a tensor of a model with images; None if the tensor is only for images."""
     if name.removeprefix("model.").startswith(IMAGE_PREFIXES):
         return None
-    for prefix, own in TEXT_PREFIXES.items():
+    for prefix, own_prefix in TEXT_PREFIXES.items():
         if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
+            return own_prefix + name.removeprefix(prefix)
     return name
 
 
@@ -105,20 +105,20 @@ def check_names(config: ModelConfig, names: Iterable[str], where: str) -> None:
     Ignoring a tensor, such as a bias that the family does not have, would compute a different model.
     """
     # The head is always allowed: files of tied models may contain it, and it is ignored.
-    there, wanted = set(names), {HEAD}
+    present, expected = set(names), {HEAD}
     for name, _ in model_tensors(config):
-        if name not in there:
+        if name not in present:
             raise ModelRejected(f"{where}: tensor {name} is missing")
-        wanted.add(name)
-    if left := sorted(name for name in there - wanted if not name.endswith(IGNORED)):
+        expected.add(name)
+    if unknown := sorted(name for name in present - expected if not name.endswith(IGNORED)):
         raise ModelRejected(
-            f"{where}: tensor {quoted(left[0])} is not part of a {config.family} model as the engine computes it"
+            f"{where}: tensor {quoted(unknown[0])} is not part of a {config.family} model as the engine computes it"
         )
 
 
-def check_shape(config: ModelConfig, name: str, shape: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:
+def check_shape(config: ModelConfig, name: str, shape: tuple[int, ...], expected: tuple[int, ...], where: str) -> None:
     """Raise ModelRejected unless a tensor has the shape that the config requires."""
-    if shape != wanted:
+    if shape != expected:
         raise ModelRejected(
-            f"{where}: tensor {name} must have the shape {list(wanted)}, as in the config, not {list(shape)}"
+            f"{where}: tensor {name} must have the shape {list(expected)}, as in the config, not {list(shape)}"
         )

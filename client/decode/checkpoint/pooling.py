@@ -40,22 +40,22 @@ def folder_pooling(folder: Path) -> Pooling | None:
     path = folder / MODULES
     if not path.exists():
         return None
-    found: Pooling | None = None
+    pooling: Pooling | None = None
     for module in _modules(path):
         kind = module.text("type", "").rpartition(".")[2]
         if kind not in _KNOWN_MODULES:
             raise ModelRejected(f"{path}: module {quoted(kind)} must be one of {', '.join(_KNOWN_MODULES)}")
         if kind == "Pooling":
-            found = _pooling_of(folder, module)
-    return found
+            pooling = _pooling_of(folder, module)
+    return pooling
 
 
-def gguf_pooling(said: Members) -> Pooling | None:
+def gguf_pooling(metadata: Members) -> Pooling | None:
     """Return the pooling of a GGUF file's metadata; None if it has none. Raises ModelRejected for others."""
-    name = f"{said.text('general.architecture')}.pooling_type"
-    kind = said.whole(name, 0)
+    name = f"{metadata.text('general.architecture')}.pooling_type"
+    kind = metadata.whole(name, 0)
     if kind not in _GGUF_TYPES:
-        raise ModelRejected(f"{said.where}: {name} must be 0 (none), 1 (mean) or 3 (last), not {kind}")
+        raise ModelRejected(f"{metadata.where}: {name} must be 0 (none), 1 (mean) or 3 (last), not {kind}")
     return _GGUF_TYPES[kind]
 
 
@@ -73,14 +73,14 @@ def _pooling_of(folder: Path, module: Members) -> Pooling:
     if Path(name).name != name:
         raise ModelRejected(f"{module.where}: path must be a folder's name, not {quoted(name)}")
     path = folder / name / "config.json"
-    said = Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
+    members = Members(json_object(read_bytes(path, MAX_JSON_BYTES), path), str(path))
     # There is one switch for each way of pooling. If several are on, sentence-transformers joins their vectors.
-    modes = [key for key in said.values if key.startswith("pooling_mode_") and said.flag(key, False)]
-    mode = said.text("pooling_mode", "")
-    found = _MODES.get(modes[0]) if len(modes) == 1 and not mode else None
+    modes = [key for key in members.values if key.startswith("pooling_mode_") and members.flag(key, False)]
+    mode = members.text("pooling_mode", "")
+    pooling = _MODES.get(modes[0]) if len(modes) == 1 and not mode else None
     if not modes and mode:
-        found = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}.get(mode)
-    if found is None:
+        pooling = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}.get(mode)
+    if pooling is None:
         ways = ", ".join(filter(None, [*modes, mode])) or "nothing"
         raise ModelRejected(f"{path}: pooling must be the mean or the last token alone, not {quoted(ways)}")
-    return found
+    return pooling

@@ -137,12 +137,12 @@ class Quantization:
         return self.exceptions.isdisjoint(runs)
 
 
-def quantization_of(said: Members) -> Quantization | None:
+def quantization_of(members: Members) -> Quantization | None:
     """Return what config.json says about packed weights; None if there are none.
 
     Raises ModelRejected for a format, a member or a value that the engine does not compute.
     """
-    packing = said.object("quantization_config")
+    packing = members.object("quantization_config")
     if packing is None or not packing.values:
         return None
     method = packing.text("quant_method")
@@ -182,27 +182,30 @@ def _check_members(members: Members, accepted: Accepted, *others: str) -> None:
     for name, values in accepted.items():
         value = members.values.get(name)
         if values and not any(type(value) is type(one) and value == one for one in values):
-            wanted = " or ".join(str(one) for one in values if one is not None) or "null"
-            raise ModelRejected(f"{members.where}: {name} must be {wanted}, not {quoted_value(value)}")
+            allowed = " or ".join(str(one) for one in values if one is not None) or "null"
+            raise ModelRejected(f"{members.where}: {name} must be {allowed}, not {quoted_value(value)}")
 
 
 def packed_tensors(
-    quantization: Quantization, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], found: dict[str, FileTensor]
+    quantization: Quantization,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: dict[str, FileTensor],
 ) -> Iterator[Tensor]:
-    """Take the tensors of packed weights out of `found`, and yield the weights that they make up.
+    """Take the tensors of packed weights out of `tensors`, and yield the weights that they make up.
 
     Args:
         quantization: What config.json says about them.
         config: The model's shape.
         shapes: The shape of each of the model's tensors, by name.
-        found: The tensors of all files. A weight that is not packed stays.
+        tensors: The tensors of all files. A weight that is not packed stays.
 
     Raises ModelRejected for a weight that is packed although config.json says otherwise, or has a wrong shape or type.
     """
     for name, shape in shapes.items():
         parts = _PARTS[quantization.method]
         module = name.removesuffix(".weight")
-        has_parts = any(f"{module}.{part}" in found for part in parts[1:])
+        has_parts = any(f"{module}.{part}" in tensors for part in parts[1:])
         is_packed = quantization.is_packed(name)
         if has_parts != is_packed:
             listed = "in" if not is_packed else "not in"
@@ -215,20 +218,20 @@ def packed_tensors(
             )
         if not is_packed:
             continue
-        taken = []
+        consumed = []
         for part in parts:
-            if (entry := found.pop(f"{module}.{part}", None)) is None:
+            if (entry := tensors.pop(f"{module}.{part}", None)) is None:
                 raise ModelRejected(f"{quantization.where}: tensor {module}.{part} is missing")
-            taken.append(entry)
+            consumed.append(entry)
         # AWQ's tensors have other names than a plain weight, so a file could have both.
-        if name in found:
+        if name in tensors:
             raise ModelRejected(f"{quantization.where}: tensor {name} is there twice, packed and plain")
         if quantization.method == AWQ:
-            yield _awq_tensor(config, name, shape, *taken)
+            yield _awq_tensor(config, name, shape, *consumed)
         else:
             # Each scale belongs to a block of rows and columns; with FP8 by rows, to one row and all columns.
             block = (GROUP, GROUP) if quantization.method == FP8 else (1, shape[1])
-            yield _fp8_tensor(config, name, shape, block, f"{module}.{parts[1]}", *taken)
+            yield _fp8_tensor(config, name, shape, block, f"{module}.{parts[1]}", *consumed)
 
 
 _PARTS: Final = {
@@ -285,14 +288,14 @@ def _awq_tensor(
         )
     groups = columns // GROUP
     # AWQ's tensors are transposed: their rows are the linear's columns.
-    for part, entry, wanted, kind in (
+    for part, entry, expected, kind in (
         ("qweight", weight, (columns, rows // 8), "I32"),
         ("qzeros", zeros, (groups, rows // 8), "I32"),
         ("scales", scales, (groups, rows), "F16"),
     ):
-        check_shape(config, module + part, entry.shape, wanted, str(entry.file.path))
+        check_shape(config, module + part, entry.shape, expected, str(entry.file.path))
         _check_kind(module + part, entry, kind)
-    whole_scales = FileRows(scales.file, scales.offset, rows * 2)
+    scale_file = FileRows(scales.file, scales.offset, rows * 2)
 
     def values(begin: int, end: int) -> NDArray[np.uint8]:
         # Two values a byte: those at places i and i + 32 of each 64 columns, as linear_awq reads them.
@@ -301,7 +304,7 @@ def _awq_tensor(
         return packed.reshape(end - begin, -1)
 
     def scale_rows(begin: int, end: int) -> NDArray[np.uint8]:
-        halves = whole_scales(0, groups).view(np.float16)[:, begin:end]
+        halves = scale_file(0, groups).view(np.float16)[:, begin:end]
         return np.ascontiguousarray(halves.T).view(np.uint8)
 
     def zero_rows(begin: int, end: int) -> NDArray[np.uint8]:

@@ -37,8 +37,8 @@ class RandomCheckpoint:
         self._seed = seed
         self._shapes = dict(model_tensors(config))
         # One array of values is shared by all tensors, scaled for each shape.
-        most = max(int(np.prod(shape)) for shape in self._shapes.values())
-        self._normal = np.random.default_rng(seed).standard_normal(min(PERIOD, most), np.float32)
+        max_elements = max(int(np.prod(shape)) for shape in self._shapes.values())
+        self._normal = np.random.default_rng(seed).standard_normal(min(PERIOD, max_elements), np.float32)
         self._scaled: dict[tuple[float, float], NDArray[np.uint16]] = {}
 
     def tensor(self, name: str) -> Tensor:

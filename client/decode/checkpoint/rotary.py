@@ -158,10 +158,10 @@ def rotary_tables(
     quarter = quarters.astype(np.int64) & 3
     cosines = np.choose(quarter, [cosine, -sine, -cosine, sine])
     sines = np.choose(quarter, [sine, cosine, -sine, -cosine])
-    factor, kept = rotation.attention_factor, ((0, 0), (0, config.head_width // 2 - config.turned_pairs))
+    factor, padding = rotation.attention_factor, ((0, 0), (0, config.head_width // 2 - config.turned_pairs))
     return (
-        np.pad((cosines * factor).astype(np.float32), kept, constant_values=1),
-        np.pad((sines * factor).astype(np.float32), kept),
+        np.pad((cosines * factor).astype(np.float32), padding, constant_values=1),
+        np.pad((sines * factor).astype(np.float32), padding),
     )
 
 

@@ -59,42 +59,42 @@ class SafetensorsFolder:
         """Map the files, and check everything except the weights' values. Raises ModelRejected."""
         self.name = str(folder)
         self._folder = folder
-        said = self._members("config.json")
+        config = self._members("config.json")
         # Optional: older models have its keys in config.json.
         generation = self._members("generation_config.json") if self._has("generation_config.json") else None
-        self.config = hugging_face_config(said, generation, folder_begin_token(folder))
+        self.config = hugging_face_config(config, generation, folder_begin_token(folder))
         self.pooling = folder_pooling(folder)
         # Step 1: collect the tensors of all files. The index's assignment of tensors to files is not needed.
-        found: dict[str, FileTensor] = {}
+        tensors: dict[str, FileTensor] = {}
         self._opened: list[TensorFile] = []
-        has_images = said.text("model_type", "") == GEMMA3_IMAGES
+        has_images = config.text("model_type", "") == GEMMA3_IMAGES
         for path in self._files():
             file = TensorFile(path)
             self._opened.append(file)
             for written, shape, kind, offset in _entries(file):
                 if (name := text_name(written) if has_images else written) is None:
                     continue
-                if name in found:
-                    raise ModelRejected(f"{path}: tensor {quoted(name)} is in {found[name].file.path.name} too")
-                found[name] = FileTensor(file, shape, kind, offset)
-        quantization = quantization_of(said)
+                if name in tensors:
+                    raise ModelRejected(f"{path}: tensor {quoted(name)} is in {tensors[name].file.path.name} too")
+                tensors[name] = FileTensor(file, shape, kind, offset)
+        quantization = quantization_of(config)
         if quantization is not None and (self.config.turned_width is not None or any(fused_tensors(self.config))):
             raise ModelRejected(
                 f"{quantization.where}: the engine reads no packed weights of {self.config.family} models"
             )
-        _unfuse(self.config, found, self.name)
+        _unfuse(self.config, tensors, self.name)
         # Step 2: make weights of the tensors that packed ones consist of.
         shapes, self._tensors = dict(model_tensors(self.config)), {}
         if quantization is not None:
-            packed = packed_tensors(quantization, self.config, shapes, found)
+            packed = packed_tensors(quantization, self.config, shapes, tensors)
             self._tensors = {tensor.name: tensor for tensor in packed}
         # Step 3: compare names, shapes and types with what a model of this config has.
-        check_names(self.config, [*found, *self._tensors], self.name)
-        for name, wanted in shapes.items():
+        check_names(self.config, [*tensors, *self._tensors], self.name)
+        for name, expected in shapes.items():
             if name in self._tensors:
                 continue
-            file, shape, kind, offset = found[name]
-            check_shape(self.config, name, shape, wanted, str(file.path))
+            file, shape, kind, offset = tensors[name]
+            check_shape(self.config, name, shape, expected, str(file.path))
             tensor = _tensor(name, shape, _type(name, kind, file), file, offset)
             if self.config.turned_width is not None and name.endswith(TURNED):
                 tensor = replace(tensor, read=reordered_heads(tensor.read, turned_order(self.config)))
@@ -164,18 +164,18 @@ def _entries(file: TensorFile) -> Iterator[tuple[str, tuple[int, ...], str, int]
             yield name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]
 
 
-def _unfuse(config: ModelConfig, found: dict[str, FileTensor], where: str) -> None:
+def _unfuse(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> None:
     """Replace each fused tensor by the model's tensors in it, which are runs of its rows."""
     for name, parts in fused_tensors(config):
-        if name not in found:
+        if name not in tensors:
             raise ModelRejected(f"{where}: tensor {name} is missing")
-        file, shape, kind, offset = found.pop(name)
+        file, shape, kind, offset = tensors.pop(name)
         check_shape(config, name, shape, (sum(parts.values()), config.width), str(file.path))
         size_bytes = row_bytes(_type(name, kind, file), config.width, f"{file.path}: tensor {name}")
         for part, rows in parts.items():
-            if part in found:
+            if part in tensors:
                 raise ModelRejected(f"{where}: tensor {part} is there twice, by itself and in {name}")
-            found[part] = FileTensor(file, (rows, config.width), kind, offset)
+            tensors[part] = FileTensor(file, (rows, config.width), kind, offset)
             offset += rows * size_bytes
 
 

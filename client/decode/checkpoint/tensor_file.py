@@ -53,10 +53,11 @@ class TensorFile:
     def view(self, offset: int, size: int) -> NDArray[np.uint8]:
         """Return bytes of the file without copying. Raises ModelRejected if the file has become too short."""
         # The file's current length, by fstat; the map itself keeps its first length.
-        have = self.mapped.size()
-        if have < offset + size:
+        file_size = self.mapped.size()
+        if file_size < offset + size:
             raise ModelRejected(
-                f"{self.path}: truncated: it became shorter while it was read, {have:,} bytes of {len(self.mapped):,}",
+                f"{self.path}: truncated: it became shorter while it was read,"
+                f" {file_size:,} bytes of {len(self.mapped):,}",
                 "Write a model to another file and rename it, instead of overwriting a file in use",
             )
         return np.frombuffer(self.mapped, np.uint8, size, offset)

@@ -163,11 +163,11 @@ def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
     width = len(order)
 
     def read(begin: int, end: int) -> NDArray[np.uint8]:
-        wanted = np.arange(begin, end)
-        place = wanted % width
+        places = np.arange(begin, end)
+        place = places % width
         # Rows change places only within a head, so read all heads that contain the wanted rows.
         first, last = begin // width * width, -(-end // width) * width
-        ordered: NDArray[np.uint8] = rows(first, last)[wanted - place + order[place] - first]
+        ordered: NDArray[np.uint8] = rows(first, last)[places - place + order[place] - first]
         return ordered
 
     return read

@@ -244,21 +244,21 @@ class _Image:
         runs = sorted(self._file_runs(), key=lambda run: run[0])
         window: _Window | None = None
         for offset, rows, size in runs:
-            done = 0
-            while done < size:
+            position = 0
+            while position < size:
                 # If the window is full, or ends at a gap, begin another one.
                 if (
                     window is None
                     or window.size_bytes == WINDOW_BYTES
-                    or window.offset + window.size_bytes != (offset + done)
+                    or window.offset + window.size_bytes != (offset + position)
                 ):
                     if window is not None:
                         yield window
-                    window = _Window(offset + done)
-                part = min(PART_BYTES, size - done, WINDOW_BYTES - window.size_bytes)
-                window.parts.append(_Part(rows, done, window.size_bytes, part))
+                    window = _Window(offset + position)
+                part = min(PART_BYTES, size - position, WINDOW_BYTES - window.size_bytes)
+                window.parts.append(_Part(rows, position, window.size_bytes, part))
                 window.size_bytes += part
-                done += part
+                position += part
         if window is not None:
             yield window
 
@@ -298,10 +298,10 @@ class _Image:
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
     """Return the card memory that `load_weights` takes, to size a lease."""
-    return _whole_pages(_Image(checkpoint, packed, positions))
+    return _page_bytes(_Image(checkpoint, packed, positions))
 
 
-def _whole_pages(image: _Image) -> int:
+def _page_bytes(image: _Image) -> int:
     # Add one page, which the card's driver takes for the streams of the copies.
     return (-(-image.size_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
 
@@ -329,10 +329,10 @@ async def load_weights(
     """
     # Refuse a lease that is too small before the first byte is read: a large model takes minutes.
     image = _Image(checkpoint, packed, positions)
-    wanted = _whole_pages(image)
-    if wanted > session.slice_bytes:
+    image_bytes = _page_bytes(image)
+    if image_bytes > session.slice_bytes:
         raise AllocFailed(
-            f"{checkpoint.name} takes {wanted:,} bytes; the lease has {session.slice_bytes:,}",
+            f"{checkpoint.name} takes {image_bytes:,} bytes; the lease has {session.slice_bytes:,}",
             "Acquire a lease of at least the model's bytes, and those of its sequences",
         )
     buffer = await session.mem_alloc(image.size_bytes)
@@ -346,7 +346,7 @@ async def load_weights(
         raise
     finally:
         loader.close()
-    return image.weights(buffer, wanted)
+    return image.weights(buffer, image_bytes)
 
 
 class _Readers:
@@ -362,10 +362,10 @@ class _Readers:
 
     def run(self, steps: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
         """Run steps, at least one, at the same time; the future gets their results, or the error of one of them."""
-        done: asyncio.Future[list[Any]] = self._loop.create_future()
+        future: asyncio.Future[list[Any]] = self._loop.create_future()
         results: list[Any] = [None] * len(steps)
         errors: list[BaseException] = []
-        left = [True] + [False] * (len(steps) - 1)
+        is_last = [True] + [False] * (len(steps) - 1)
 
         def run_one(number: int) -> None:
             try:
@@ -373,22 +373,22 @@ class _Readers:
             except BaseException as error:  # raised where the future is awaited
                 errors.append(error)
             # A list's pop is atomic: exactly one thread, the one that ends the last step, gets the first item.
-            if left.pop():
+            if is_last.pop():
                 # The loop may have been closed meanwhile.
                 with suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(end)
 
         def end() -> None:
-            if done.done():
+            if future.done():
                 return
             if errors:
-                done.set_exception(errors[0])
+                future.set_exception(errors[0])
             else:
-                done.set_result(results)
+                future.set_result(results)
 
         for number in range(len(steps)):
             self._steps.put(partial(run_one, number))
-        return done
+        return future
 
     def close(self) -> None:
         """End the threads after their current steps."""
@@ -432,13 +432,13 @@ class _Loader:
         self._progress = progress
         self._readers = _Readers()
         # The readers' jobs, the oldest first.
-        self._ahead: deque[_Job] = deque()
+        self._jobs: deque[_Job] = deque()
         # Windows that neither the readers nor the card use.
         self._free: list[NDArray[np.uint8]] = []
         # Copies of windows in flight, the oldest first, and the streams without one.
         self._copies: deque[_Copy] = deque()
         self._streams: list[Stream] = []
-        self._done_bytes = 0
+        self._loaded_bytes = 0
 
     async def fill(self) -> None:
         """Fill the image, in order, while the readers prepare the next jobs."""
@@ -446,27 +446,27 @@ class _Loader:
         try:
             for work in works:
                 # Bounded by the windows that the card does not copy, or by the memory of converted values.
-                most = WINDOWS - COPIES if isinstance(work, _Window) else READERS
-                while len(self._ahead) >= most:
-                    await self._write(self._ahead.popleft())
-                self._ahead.append(self._begin(work))
-            while self._ahead:
-                await self._write(self._ahead.popleft())
+                max_jobs = WINDOWS - COPIES if isinstance(work, _Window) else READERS
+                while len(self._jobs) >= max_jobs:
+                    await self._write(self._jobs.popleft())
+                self._jobs.append(self._start_job(work))
+            while self._jobs:
+                await self._write(self._jobs.popleft())
             while self._copies:
-                self._streams.append(await self._end_copy())
+                self._streams.append(await self._finish_copy())
         finally:
-            await self._end_copies()
+            await self._drain_copies()
 
     def close(self) -> None:
         """End the readers, and drop the jobs that they have not finished."""
         self._readers.close()
-        for job in self._ahead:
+        for job in self._jobs:
             # After a failure, retrieve the other jobs' errors: only the first one is raised.
             if not job.done.cancel() and not job.done.cancelled():
                 job.done.exception()
-        self._ahead.clear()
+        self._jobs.clear()
 
-    async def _end_copies(self) -> None:
+    async def _drain_copies(self) -> None:
         """Wait for the copies that a failure has left in flight, and free the streams and the windows."""
         for stream in [copy.stream for copy in self._copies] + self._streams:
             # The failure itself has already been raised. A lost session has nothing in flight.
@@ -478,7 +478,7 @@ class _Loader:
         # Free their room in the arena.
         self._free.clear()
 
-    def _begin(self, work: _Window | list[_Chunk]) -> _Job:
+    def _start_job(self, work: _Window | list[_Chunk]) -> _Job:
         """Give the readers the parts of a window, or chunks to convert."""
         if not isinstance(work, _Window):
             return _Job(self._readers.run([lambda: [value for chunk in work for value in chunk.values()]]))
@@ -504,13 +504,13 @@ class _Loader:
         elif len(self._copies) < COPIES:
             stream = await self._session.stream()
         else:
-            stream = await self._end_copy()
-        # From here on `_end_copies` waits for the copy, even if this call is cancelled.
+            stream = await self._finish_copy()
+        # From here on `_drain_copies` waits for the copy, even if this call is cancelled.
         self._copies.append(_Copy(stream, job.memory, job.window.size_bytes))
         values = job.memory[: job.window.size_bytes]
         await self._session.mem_write(self._buffer, job.window.offset, values, stream)
 
-    async def _end_copy(self) -> Stream:
+    async def _finish_copy(self) -> Stream:
         """Wait for the oldest copy in flight; returns its stream."""
         copy = self._copies[0]
         await copy.stream.sync()
@@ -522,9 +522,9 @@ class _Loader:
 
     def _count(self, size_bytes: int) -> None:
         """Add `size_bytes`, which are now on the card, and report the progress."""
-        self._done_bytes += size_bytes
+        self._loaded_bytes += size_bytes
         if self._progress is not None:
-            self._progress(self._done_bytes, self._image.filled_bytes)
+            self._progress(self._loaded_bytes, self._image.filled_bytes)
 
 
 # --- from tensors to targets ---

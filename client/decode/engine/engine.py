@@ -244,11 +244,11 @@ class DecodeEngine:
         for parity in range(self.max_steps):
             self._streams.append(await session.stream())
             # Arrays of the arena: the card reads and writes them itself, at addresses that the graphs have recorded.
-            given, found = session.empty(rows, ROW), session.empty(rows, RESULT)
-            given[:] = np.zeros(1, ROW)
-            given["position"] = NO_ROW
-            self._rows.append(given)
-            self._results.append(found)
+            rows_in, result_rows = session.empty(rows, ROW), session.empty(rows, RESULT)
+            rows_in[:] = np.zeros(1, ROW)
+            rows_in["position"] = NO_ROW
+            self._rows.append(rows_in)
+            self._results.append(result_rows)
             vocabulary = forward.weights.config.vocabulary
             arrays = _GuideArrays(
                 session.empty(rows, GUIDE),
@@ -258,8 +258,8 @@ class DecodeEngine:
             )
             self._guide_arrays.append(arrays)
             # A sequence has a row in its first step, so no step has more of them than rows.
-            begun = min(rows, self.limits.tables)
-            self._prefix_arrays.append(session.empty((begun, self.limits.table_blocks), np.int32))
+            prefix_rows = min(rows, self.limits.tables)
+            self._prefix_arrays.append(session.empty((prefix_rows, self.limits.table_blocks), np.int32))
             # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
             # `start` and `_fetch` do the copies. Each kind of step has its own graphs, so that plain steps run no
             # kernels for the others.
@@ -267,10 +267,10 @@ class DecodeEngine:
                 for kind in forward.kinds(bucket):
                     async with session.record() as graph:
                         if session.shares_memory:
-                            await session.mem_write(forward.rows, 0, given[:bucket])
+                            await session.mem_write(forward.rows, 0, rows_in[:bucket])
                         await forward.launch(bucket, kind)
                         if session.shares_memory:
-                            results = found[: kind.head_rows or bucket]
+                            results = result_rows[: kind.head_rows or bucket]
                             await session.mem_read(forward.results, 0, results.nbytes, into=results)
                             if kind.is_guided:
                                 ranked = arrays.ranked[:bucket]
@@ -308,7 +308,7 @@ class DecodeEngine:
             except RegionFailed as error:
                 # This is not about the request, but a step's refusal, which `finish` reports in that step's turn. So
                 # try again.
-                if not self._keep(error):
+                if not self._keep_refusal(error):
                     raise
             else:
                 return
@@ -321,14 +321,14 @@ class DecodeEngine:
         again meanwhile, and what a session's end raises.
         """
         # Uninitialised: every byte is overwritten, or an error is raised.
-        kept = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
+        contents = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
         session = self.session
 
         async def read(offset: int, rows: NDArray[np.uint8]) -> None:
             await session.mem_read(pool.region, offset, rows.nbytes, into=rows)
 
-        await self._copy(pool, blocks, kept, read)
-        return kept
+        await self._copy(pool, blocks, contents, read)
+        return contents
 
     async def load_pool(self, pool: BlockPool, blocks: Sequence[int], kept: NDArray[np.uint8]) -> None:
         """Copy the result of `save_pool` into blocks of a pool. Raises what `save_pool` raises."""
@@ -348,7 +348,7 @@ class DecodeEngine:
         self,
         pool: BlockPool,
         blocks: Sequence[int],
-        kept: NDArray[np.uint8],
+        contents: NDArray[np.uint8],
         copy: Callable[[int, NDArray[np.uint8]], Awaitable[None]],
     ) -> None:
         """Copy blocks, in runs of adjacent ones.
@@ -359,18 +359,18 @@ class DecodeEngine:
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
             raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
         # A refusal of a step invalidates the whole pass, so count refusals before and compare after it.
-        size_bytes = kept.shape[1]
+        size_bytes = contents.shape[1]
         for _ in range(MAX_COPY_TRIES):
             refusals = self._refusals
             try:
                 for first, last in _runs(blocks, max(1, COPY_BYTES // size_bytes)):
-                    await copy(blocks[first] * size_bytes, kept[first:last])
+                    await copy(blocks[first] * size_bytes, contents[first:last])
                 # Copies after a refused step are skipped silently. Only this wait shows whether they were done.
                 await self.session.default_stream.sync()
             except RegionFailed as error:
                 if error.lease_id == pool.region.lease_id:
                     raise
-                self._keep(error)
+                self._keep_refusal(error)
             if refusals == self._refusals:
                 return
         raise EngineDecodeFailed(f"Blocks could not be copied in {MAX_COPY_TRIES} tries: regions ended in each")
@@ -381,9 +381,9 @@ class DecodeEngine:
         No step may be under way, and no sequence may have the first row of the block tables. Raises RequestRejected for
         more tokens than the pool's blocks or a sequence have room for, and what `start` and `finish` raise.
         """
-        most = min(pool.blocks * PAGE, self.limits.positions)
-        if len(tokens) > most or self._steps:
-            raise RequestRejected(f"A pool can be filled with at most {most} tokens, while no step is under way")
+        max_tokens = min(pool.blocks * PAGE, self.limits.positions)
+        if len(tokens) > max_tokens or self._steps:
+            raise RequestRejected(f"A pool can be filled with at most {max_tokens} tokens, while no step is under way")
         for first in range(0, len(tokens), self.limits.max_rows):
             part = tokens[first : first + self.limits.max_rows]
             rows: Rows = np.zeros(len(part), ROW)
@@ -427,9 +427,9 @@ class DecodeEngine:
         NoModelLoaded after `close`, and what a session's end raises. Then this step is not under way, but earlier ones
         still are.
         """
-        count, most = len(rows), self.forward.limits.max_rows
-        if not 0 < count <= most:
-            raise RequestRejected(f"A step must have 1 to {most} rows, not {count}")
+        count, max_rows = len(rows), self.forward.limits.max_rows
+        if not 0 < count <= max_rows:
+            raise RequestRejected(f"A step must have 1 to {max_rows} rows, not {count}")
         if len(self._steps) >= self.max_steps:
             raise RequestRejected(f"{self.max_steps} steps are under way", "Await `finish` first")
         # The previous step was refused, so this one has no tokens to start from.
@@ -438,18 +438,18 @@ class DecodeEngine:
         # The two steps under way alternate between two streams and two sets of arrays.
         number, parity = self._next, self._next % self.max_steps
         bucket = self._bucket(count)
-        given, stream = self._rows[parity], self._streams[parity]
+        rows_in, stream = self._rows[parity], self._streams[parity]
         kind = self._kind_of(bucket, rows, guidance, chosen)
         order = None if chosen is None or kind.head_rows is None else _RowOrder.of(chosen, count)
         # Fill up to the bucket with rows that compute nothing: a graph has a constant number of rows.
-        bytes_of(given[:count])[:] = bytes_of(rows if order is None else rows.take(order.rows))
+        bytes_of(rows_in[:count])[:] = bytes_of(rows if order is None else rows.take(order.rows))
         if self._order is not None:
             # The step before has its rows at other places.
-            sources = given["source"][:count]
+            sources = rows_in["source"][:count]
             known = sources >= 0
             sources[known] = self._order.places[sources[known]]
-        given["position"][count:bucket] = NO_ROW
-        given["source"][count:bucket] = NO_ROW
+        rows_in["position"][count:bucket] = NO_ROW
+        rows_in["source"][count:bucket] = NO_ROW
         if guidance is not None:
             self._check_guidance(guidance, count)
         if prefixes:
@@ -457,29 +457,29 @@ class DecodeEngine:
         # From now on the step is under way: a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count, order, guidance is not None, is_pooled))
         try:
-            named = await self._region_set(frozenset(pools))
+            region_set = await self._region_set(frozenset(pools))
             if self.session.shares_memory:
                 # The card orders the two streams' steps; the host does not wait.
                 await stream.wait_for(self._streams[1 - parity])
             else:
                 # The worker is on another host: send the rows now, before the launch on the same stream.
-                await self.session.mem_write(self.forward.rows, 0, given[:bucket], stream=stream)
+                await self.session.mem_write(self.forward.rows, 0, rows_in[:bucket], stream=stream)
             if guidance is not None:
                 await self._send(guidance, parity, count, bucket)
             if prefixes:
                 await self._write_tables(prefixes, parity)
             # A refusal reports `position`, which identifies its step.
             graph = self._graphs[bucket, parity, kind]
-            await graph.launch(stream=stream, regions=named, position=number)
+            await graph.launch(stream=stream, regions=region_set, position=number)
             if is_pooled and self.session.shares_memory:
                 # Read the rows before the next step, which writes the same buffer.
                 await self._read_normed(parity, count)
         except BaseException as error:
-            # The step did not start. A refusal here may be that of the previous step, which `_keep` then keeps for
-            # `finish`.
+            # The step did not start. A refusal here may be that of the previous step, which `_keep_refusal` then keeps
+            # for `finish`.
             self._steps.pop()
             if isinstance(error, RegionFailed):
-                self._keep(error)
+                self._keep_refusal(error)
             raise
         self._next += 1
         self._order = order
@@ -496,9 +496,9 @@ class DecodeEngine:
             )
 
     def _check_prefixes(self, prefixes: Sequence[tuple[int, Sequence[int]]]) -> None:
-        most, positions = self._prefix_arrays[0].shape
-        if len(prefixes) > most:
-            raise RequestRejected(f"A step must have at most {most} prefixes, not {len(prefixes)}")
+        max_prefixes, positions = self._prefix_arrays[0].shape
+        if len(prefixes) > max_prefixes:
+            raise RequestRejected(f"A step must have at most {max_prefixes} prefixes, not {len(prefixes)}")
         for table, blocks in prefixes:
             if not 0 <= table < self.limits.tables or len(blocks) > positions:
                 raise RequestRejected(f"A prefix must have a table below {self.limits.tables} and {positions} blocks")
@@ -570,9 +570,9 @@ class DecodeEngine:
 
     async def _fetch(self, parity: int, step: _Step) -> None:
         """Read a step's results in a session without shared memory, where the step's graph can't copy them."""
-        found, stream = self._results[parity][: step.results], self._streams[parity]
+        results, stream = self._results[parity][: step.results], self._streams[parity]
         if step.results:
-            await self.session.mem_read(self.forward.results, 0, found.nbytes, into=found, stream=stream)
+            await self.session.mem_read(self.forward.results, 0, results.nbytes, into=results, stream=stream)
         if step.is_guided:
             ranked = self._guide_arrays[parity].ranked[: step.rows]
             await self.session.mem_read(self.forward.ranked, 0, ranked.nbytes, into=ranked, stream=stream)
@@ -592,14 +592,14 @@ class DecodeEngine:
         try:
             await self._streams[parity].sync()
         except RegionFailed as error:
-            self._keep(error)
+            self._keep_refusal(error)
             if self._refused is None:
                 raise
             # The first wait receives the refusal of any step. Steps that began before that one still end, so wait
             # again.
             await self._streams[parity].sync()
 
-    def _keep(self, error: RegionFailed) -> bool:
+    def _keep_refusal(self, error: RegionFailed) -> bool:
         """Keep a step's refusal until that step's turn to finish. Returns False if no step under way was refused.
 
         Of two refusals, the earlier step's is kept. Once it is reported, the next step is refused as well.
@@ -665,26 +665,26 @@ class DecodeEngine:
 
     async def _region_set(self, pools: frozenset[BlockPool]) -> RegionSet:
         # Steps of the same tenants name the same set, so usually it exists already.
-        found = self._sets.get(pools)
-        if found is None:
+        region_set = self._sets.get(pools)
+        if region_set is None:
             if len(self._sets) >= MAX_REGION_SETS:
                 del self._sets[next(iter(self._sets))]
-            found = self._sets[pools] = await self.session.region_set(pool.region for pool in pools)
-        return found
+            region_set = self._sets[pools] = await self.session.region_set(pool.region for pool in pools)
+        return region_set
 
 
 def _copy_of(records: Rows) -> Rows:
     return bytes_of(records).copy().view(records.dtype)
 
 
-def _runs(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Cut blocks into runs of up to `most` adjacent ones.
+def _runs(blocks: Sequence[int], max_blocks: int) -> Iterator[tuple[int, int]]:
+    """Cut blocks into runs of up to `max_blocks` adjacent ones.
 
     Yields each run's first index, and the index after its last.
     """
     first = 0
     # A run ends at a gap, at `most` blocks, or at the end of the list.
     for place in range(1, len(blocks) + 1):
-        if place == len(blocks) or blocks[place] != blocks[place - 1] + 1 or place - first == most:
+        if place == len(blocks) or blocks[place] != blocks[place - 1] + 1 or place - first == max_blocks:
             yield first, place
             first = place

@@ -221,8 +221,8 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     }
     ranked_blocks = manifest().kernels["rank"].constants["LANES"]
     if _scanned_blocks(config) > ranked_blocks:
-        most = ranked_blocks * manifest().kernels["scan"].constants["BLOCK_V"]
-        raise RequestRejected(f"The vocabulary must have at most {most:,} tokens, not {config.vocabulary:,}")
+        max_candidates = ranked_blocks * manifest().kernels["scan"].constants["BLOCK_V"]
+        raise RequestRejected(f"The vocabulary must have at most {max_candidates:,} tokens, not {config.vocabulary:,}")
     for name, size in sizes.items():
         # Check here, before the lease is requested: in the kernels a larger index would wrap around.
         if size > MAX_BUFFER_BYTES:
@@ -399,11 +399,13 @@ class ForwardPass:
         With an `outer` norm, the parts' sum is normalised by it before it is added.
         """
         b, width = self._buffers, self.weights.config.width
-        kind, more = ("add_rmsnorm", dict[str, Value]()) if outer is None else ("norm_add_rmsnorm", {"outer": outer})
+        kind, extra_values = (
+            ("add_rmsnorm", dict[str, Value]()) if outer is None else ("norm_add_rmsnorm", {"outer": outer})
+        )
         return KernelLaunch(
             _norm_name(kind, self.weights.config), (rows,), x=b["x"], h=b["h"], parts=b["parts"], weight=weight,
             splits=before, stride=rows * width, D=width,
-            eps=self.weights.config.norm_epsilon, **more,
+            eps=self.weights.config.norm_epsilon, **extra_values,
         )  # fmt: skip
 
     def _attend(self, rows: int, index: int, layer: LayerWeights, *, has_prompts: bool) -> Iterator[KernelLaunch]:
@@ -431,25 +433,27 @@ class ForwardPass:
         }  # fmt: skip
         # Sequences within the window need no mask, and give the same bits without it.
         window = config.window(index, limits.positions)
-        suffix, seen = f"{width}", dict[str, Value]()
+        suffix, window_values = f"{width}", dict[str, Value]()
         if window is not None:
-            suffix, seen = f"window_{width}", {"window": window}
+            suffix, window_values = f"window_{width}", {"window": window}
         # One program per row and key head if the sequences are short or the rows many; otherwise cut each sequence, so
         # that few rows still fill the card. Both give the same bits.
         is_whole = rows > _split_rows(rows, config)
         if is_whole and has_prompts:
             # Adjacent rows of one sequence share what they read. Again the same bits.
-            yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **seen)
+            yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **window_values)
             return
         if limits.splits == 1 or is_whole:
-            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads), x=b["x"], **read, **seen)
+            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads), x=b["x"], **read, **window_values)
             return
         # The parts of a sequence's attention, which `combine` adds in ascending order.
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         parts["splits"] = limits.splits
         programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
-        yield KernelLaunch(f"attend_{suffix}", (rows, key_heads, programs), **parts, **read, **seen)
-        yield KernelLaunch(f"combine_{suffix}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **seen)
+        yield KernelLaunch(f"attend_{suffix}", (rows, key_heads, programs), **parts, **read, **window_values)
+        yield KernelLaunch(
+            f"combine_{suffix}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, **window_values
+        )
 
     def _gate(self, rows: int, gate_up: Linear) -> Iterator[KernelLaunch]:
         """Yield the launches that turn h's norm, in x, into the gated values: fused if the sums are not cut."""
@@ -483,20 +487,20 @@ class ForwardPass:
         # the most that any choice needs; those that are left over compute nothing.
         pairs, expert_rows = rows * experts.chosen, _rows_per_expert_tile(experts, rows)
         tiles = _expert_tiles(experts, rows, expert_rows)
-        found: dict[str, Value] = {"pairs": b["pairs"], "tiles": b["tiles"]}
+        inputs: dict[str, Value] = {"pairs": b["pairs"], "tiles": b["tiles"]}
         yield KernelLaunch(
-            "group", (count,), **found, experts=b["chosen"], P=pairs, E=count, T=tiles, rows_per_tile=expert_rows
+            "group", (count,), **inputs, experts=b["chosen"], P=pairs, E=count, T=tiles, rows_per_tile=expert_rows
         )
         # Gate and up, then down, times the expert's share. The next norm adds a row's experts as it does parts.
         gated, down = (f"{name}_{expert_rows}" for name in ("experts_silu_bf16", "experts_bf16"))
         (gate_plane,), (down_plane,) = layer.gate_up.planes, layer.down.planes
         yield KernelLaunch(
-            gated, (tiles, grid_of(gated, 1, experts.width)[1]), y=b["gated"], x=b["x"], w=gate_plane, **found, R=rows,
+            gated, (tiles, grid_of(gated, 1, experts.width)[1]), y=b["gated"], x=b["x"], w=gate_plane, **inputs, R=rows,
             F=experts.width, K=width, C=experts.chosen,
         )  # fmt: skip
         yield KernelLaunch(
             down, (tiles, grid_of(down, 1, width)[1]), parts=b["parts"], y=b["gated"], w=down_plane,
-            shares=b["shares"], **found, R=rows, N=width, K=experts.width, C=experts.chosen,
+            shares=b["shares"], **inputs, R=rows, N=width, K=experts.width, C=experts.chosen,
         )  # fmt: skip
 
     def _linear(self, linear: Linear, rows: int, x: str, parts: str = "parts") -> KernelLaunch:

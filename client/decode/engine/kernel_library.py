@@ -62,7 +62,7 @@ class Manifest:
 def manifest() -> Manifest:
     """Return the package's manifest, which `build` wrote. It is read once per process."""
     # The parameters' order is the kernel's, so launches can name them instead of counting positions.
-    found = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
+    document = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
     kernels = {
         name: ManifestKernel(
             fact["kernel"],
@@ -72,9 +72,9 @@ def manifest() -> Manifest:
             tuple(fact["parameters"]),
             fact["constants"],
         )
-        for name, fact in found["kernels"].items()
+        for name, fact in document["kernels"].items()
     }
-    return Manifest(found["split"], found["heads"], kernels)
+    return Manifest(document["split"], document["heads"], kernels)
 
 
 @cache

@@ -40,12 +40,12 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
         parts: Parts that its sums are cut into.
     """
     smallest, *others = tiles_of(function, SM_80)
-    own = tiles_of(function, target) if target != SM_80 else []
+    target_tiles = tiles_of(function, target) if target != SM_80 else []
     # Up to the smallest tile's rows, or without tiles for this card alone: the smallest tile that has all rows.
-    if rows <= _rows(smallest) or not own:
+    if rows <= _rows(smallest) or not target_tiles:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
     # Tiles of the card's own architecture, in ascending size.
-    small, medium, large = own
+    small, medium, large = target_tiles
     # Larger tiles read the weights less often, if they still fill the card.
     if rows <= _rows(small):
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
@@ -56,8 +56,8 @@ def tiles_of(function: str, target: str) -> list[str]:
     """Return the names of the kernels of a function for an architecture, those of smaller tiles first."""
     kernels = manifest().kernels
     # One function compiled for several tiles: the manifest has an entry for each.
-    found = [name for name, facts in kernels.items() if facts.kernel == function and facts.target == target]
-    return sorted(found, key=lambda name: (_rows(name), kernels[name].constants["BN"]))
+    names = [name for name, facts in kernels.items() if facts.kernel == function and facts.target == target]
+    return sorted(names, key=lambda name: (_rows(name), kernels[name].constants["BN"]))
 
 
 def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:

@@ -112,7 +112,7 @@ class TenantGauges(Collector):
             "live_sequences": ("Sequences that are computed.", lambda state: len(state.live)),
             "blocks": ("Blocks of the region.", lambda state: state.region_blocks),
             "blocks_used": ("Blocks that live sequences have.", lambda state: state.blocks.used),
-            "blocks_kept": ("Blocks that are kept for prompts to reuse.", lambda state: state.blocks.kept),
+            "blocks_kept": ("Blocks that are kept for prompts to reuse.", lambda state: state.blocks.cached),
         }
         for name, (about, value) in values.items():
             family = GaugeMetricFamily(f"gpulease_decode_{name}", about, labels=["tenant"])
@@ -181,13 +181,13 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._tenants = dict.fromkeys([*tenants, UNKNOWN_TENANT])
         # When each sequence had its last token, by the caller's id of its request.
         self._last: dict[str, float] = {}
-        kept, one = self.registry, ("tenant",)
+        cached, one = self.registry, ("tenant",)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"gpulease_decode_{name}_seconds", about, labels, buckets=buckets, registry=kept)
+            return Histogram(f"gpulease_decode_{name}_seconds", about, labels, buckets=buckets, registry=cached)
 
         def counter(name: str, about: str, labels: tuple[str, ...]) -> Counter:
-            return Counter(f"gpulease_decode_{name}", about, labels, registry=kept)
+            return Counter(f"gpulease_decode_{name}", about, labels, registry=cached)
 
         tokens = counter("tokens", "Tokens computed.", ("tenant", "kind"))
         rows = counter("rows", "Rows of steps.", ("kind",))
@@ -208,11 +208,11 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._rebind = {(name, scope): rebind.labels(name, scope) for name in self._tenants for scope in scopes}
         self._rebuild = {kind: rebuild.labels(kind) for kind in ("planned", "known", "unknown")}
         self._gaps = GapHistogram(self._tenants)
-        kept.register(self._gaps)
+        cached.register(self._gaps)
         self._prefix_changes = counter("prefix_changes", "Loads and ends of prefixes.", ("prefix", "kind"))
         # Gauges are read at the scrape, so no event needs to update them.
-        kept.register(TenantGauges(decoder, clock))
-        kept.register(PrefixUses(decoder))
+        cached.register(TenantGauges(decoder, clock))
+        cached.register(PrefixUses(decoder))
 
     def on_step(self, report: StepReport) -> None:
         """Count a step's rows, and its tokens and the gaps before them by tenant."""

@@ -267,42 +267,42 @@ class ModelResidency:
             now: Monotonic seconds.
             deadline: When it is refused if it still waits.
         """
-        found = self.models.get(model)
-        if found is None or found.is_removed:
+        resident = self.models.get(model)
+        if resident is None or resident.is_removed:
             return [Refuse(ticket, ModelRefusal.UNKNOWN)]
         if self._is_stopping:
             return [Refuse(ticket, ModelRefusal.STOPPING)]
         # A failed model is loaded again only by a request that comes after the back-off.
-        if found.state is ModelState.FAILED:
-            if now < found.retry_at:
-                return [Refuse(ticket, ModelRefusal.LOAD_FAILED, found.reason, found.retry_at - now)]
-            found.state = ModelState.UNLOADED
-        if not found.is_open and len(found.waiting) >= self._limits.max_waiting:
+        if resident.state is ModelState.FAILED:
+            if now < resident.retry_at:
+                return [Refuse(ticket, ModelRefusal.LOAD_FAILED, resident.reason, resident.retry_at - now)]
+            resident.state = ModelState.UNLOADED
+        if not resident.is_open and len(resident.waiting) >= self._limits.max_waiting:
             return [Refuse(ticket, ModelRefusal.QUEUE_FULL)]
         self._order += 1
-        found.waiting.append(_Waiting(ticket, self._order, deadline))
+        resident.waiting.append(_Waiting(ticket, self._order, deadline))
         self._tickets[ticket] = model
         return self._advance(now)
 
     def release(self, ticket: int, now: float) -> list[Effect]:
         """Process that a request no longer uses its model, or no longer waits for it. Ignored if it was refused."""
-        found = self.models.get(self._tickets.pop(ticket, ""))
-        if found is None:
+        resident = self.models.get(self._tickets.pop(ticket, ""))
+        if resident is None:
             return []
-        if ticket in found.in_use:
-            found.in_use.remove(ticket)
-            found.used_at = now
+        if ticket in resident.in_use:
+            resident.in_use.remove(ticket)
+            resident.used_at = now
         else:
-            found.waiting = deque(one for one in found.waiting if one.ticket != ticket)
+            resident.waiting = deque(one for one in resident.waiting if one.ticket != ticket)
         return self._advance(now)
 
     # --- how effects ended ---
 
     def loaded(self, model: str, now: float) -> list[Effect]:
         """Process the end of a load: admit the requests that waited for the model."""
-        found = self.models[model]
-        found.failures, found.reason, found.can_park = 0, "", True
-        self._arrive(found, now)
+        resident = self.models[model]
+        resident.failures, resident.reason, resident.can_park = 0, "", True
+        self._arrive(resident, now)
         return self._advance(now)
 
     def load_failed(self, model: str, reason: str, now: float, *, is_for_room: bool = False) -> list[Effect]:
@@ -314,33 +314,33 @@ class ModelResidency:
             now: Monotonic seconds.
             is_for_room: Whether the daemon had no room: then a parked model is unloaded and the load is tried again.
         """
-        found = self.models[model]
-        found.state = ModelState.UNLOADED
+        resident = self.models[model]
+        resident.state = ModelState.UNLOADED
         # The daemon may count parked leases against its card (`overcommit`).
         parked = self._parked()
-        if is_for_room and parked and self._is_demanded(found):
-            found.awaits_room = True
+        if is_for_room and parked and self._is_demanded(resident):
+            resident.awaits_room = True
             # Apply a reload that came during the load; while it is pending, nothing would load the model.
-            self._take_next_terms(found)
+            self._apply_next_terms(resident)
             return [self._unload(parked[0]), *self._advance(now)]
-        return [*self._fail(found, reason, now), *self._advance(now)]
+        return [*self._fail(resident, reason, now), *self._advance(now)]
 
     def returned(self, model: str, now: float) -> list[Effect]:
         """Process that a parked model's memory is back on the card."""
-        if (found := self._in(model, ModelState.RETURNING)) is not None:
-            self._arrive(found, now)
+        if (resident := self._in(model, ModelState.RETURNING)) is not None:
+            self._arrive(resident, now)
         return self._advance(now)
 
     def return_failed(self, model: str, now: float) -> list[Effect]:
         """Process that a parked model can't return: unload it, and load it again if requests wait for it."""
-        if (found := self._in(model, ModelState.RETURNING)) is None:
+        if (resident := self._in(model, ModelState.RETURNING)) is None:
             return []
-        return [self._unload(found, leaves_card=True), *self._advance(now)]
+        return [self._unload(resident, leaves_card=True), *self._advance(now)]
 
     def parked(self, model: str, now: float) -> list[Effect]:
         """Process that a model's memory has left the card, so that others can have its room."""
-        if (found := self._in(model, ModelState.PARKING)) is not None:
-            found.state = ModelState.PARKED
+        if (resident := self._in(model, ModelState.PARKING)) is not None:
+            resident.state = ModelState.PARKED
         return self._advance(now)
 
     def park_failed(self, model: str, now: float, *, is_for_good: bool) -> list[Effect]:
@@ -351,44 +351,47 @@ class ModelResidency:
             now: Monotonic seconds.
             is_for_good: Whether the node parks nothing at all. From then on models are unloaded instead.
         """
-        if (found := self._in(model, ModelState.PARKING)) is not None:
-            found.state, found.can_park = ModelState.LOADED, False
+        if (resident := self._in(model, ModelState.PARKING)) is not None:
+            resident.state, resident.can_park = ModelState.LOADED, False
         if is_for_good:
             self._parks = False
         return self._advance(now)
 
     def unloaded(self, model: str, now: float) -> list[Effect]:
         """Process that a model is closed and its lease is freed."""
-        found = self.models[model]
-        found.state = ModelState.UNLOADED
-        if found.is_ended:
-            found.is_ended = False
-            return [*self._fail(found, found.reason, now), *self._advance(now)]
-        if found.is_removed:
+        resident = self.models[model]
+        resident.state = ModelState.UNLOADED
+        if resident.is_ended:
+            resident.is_ended = False
+            return [*self._fail(resident, resident.reason, now), *self._advance(now)]
+        if resident.is_removed:
             del self.models[model]
         else:
-            self._take_next_terms(found)
+            self._apply_next_terms(resident)
         return self._advance(now)
 
     def ended(self, model: str, reason: str, now: float) -> list[Effect]:
         """Process that a loaded model has ended by a fault: close it, as if its load had failed."""
-        found = self.models[model]
-        if not found.card_bytes + found.host_bytes or found.state in (ModelState.LOADING, ModelState.UNLOADING):
+        resident = self.models[model]
+        if not resident.card_bytes + resident.host_bytes or resident.state in (
+            ModelState.LOADING,
+            ModelState.UNLOADING,
+        ):
             return []
-        for ticket in found.in_use:
+        for ticket in resident.in_use:
             self._tickets.pop(ticket, None)
-        found.in_use.clear()
-        found.is_ended, found.reason = True, reason
-        return [self._unload(found, leaves_card=found.state is not ModelState.PARKED), *self._advance(now)]
+        resident.in_use.clear()
+        resident.is_ended, resident.reason = True, reason
+        return [self._unload(resident, leaves_card=resident.state is not ModelState.PARKED), *self._advance(now)]
 
-    def came_back(self, model: str, now: float) -> list[Effect]:
+    def engine_reopened(self, model: str, now: float) -> list[Effect]:
         """Process that a parked model's lease was lost and its decoder has opened another one on the card: unload it.
 
         Until that is done, models may have more memory on the card than `card_bytes`.
         """
-        if (found := self._in(model, ModelState.PARKED)) is None:
+        if (resident := self._in(model, ModelState.PARKED)) is None:
             return []
-        return [self._unload(found, leaves_card=True), *self._advance(now)]
+        return [self._unload(resident, leaves_card=True), *self._advance(now)]
 
     # --- the operator ---
 
@@ -405,21 +408,21 @@ class ModelResidency:
         """
         self._check(models)
         effects: list[Effect] = []
-        for name, found in list(self.models.items()):
+        for name, resident in list(self.models.items()):
             terms = models.get(name)
             if terms is None:
-                found.is_removed, found.is_wanted, found.next_terms = True, False, None
-                effects += self._refuse_all(found, ModelRefusal.UNKNOWN)
-                if found.state in (ModelState.UNLOADED, ModelState.FAILED):
+                resident.is_removed, resident.is_wanted, resident.next_terms = True, False, None
+                effects += self._refuse_all(resident, ModelRefusal.UNKNOWN)
+                if resident.state in (ModelState.UNLOADED, ModelState.FAILED):
                     del self.models[name]
                 continue
-            found.is_removed = False
-            found.next_terms = None if terms.is_same_engine(found.terms) else terms
-            if found.state in (ModelState.UNLOADED, ModelState.FAILED):
-                if found.next_terms is not None:
+            resident.is_removed = False
+            resident.next_terms = None if terms.is_same_engine(resident.terms) else terms
+            if resident.state in (ModelState.UNLOADED, ModelState.FAILED):
+                if resident.next_terms is not None:
                     # The new settings may have fixed it, so let the next request load it at once.
-                    found.state, found.reason, found.failures = ModelState.UNLOADED, "", 0
-                found.terms, found.next_terms = terms, None
+                    resident.state, resident.reason, resident.failures = ModelState.UNLOADED, "", 0
+                resident.terms, resident.next_terms = terms, None
         self._add({name: terms for name, terms in models.items() if name not in self.models})
         return [*effects, *self._advance(now)]
 
@@ -427,9 +430,9 @@ class ModelResidency:
         """Refuse the waiting requests, and all that come later. Those in use continue."""
         self._is_stopping = True
         effects: list[Effect] = []
-        for found in self.models.values():
-            found.is_wanted = False
-            effects += self._refuse_all(found, ModelRefusal.STOPPING)
+        for resident in self.models.values():
+            resident.is_wanted = False
+            effects += self._refuse_all(resident, ModelRefusal.STOPPING)
         return [*effects, *self._advance(now)]
 
     # --- the time ---
@@ -562,17 +565,17 @@ class ModelResidency:
     def _head(self) -> ResidentModel | None:
         """Return the model that gets room next; None if none waits."""
         absent = (ModelState.UNLOADED, ModelState.PARKED)
-        found = [
+        candidates = [
             model
             for model in self.models.values()
             if model.state in absent and self._is_demanded(model) and not model.is_going
         ]
-        return min(found, key=_order_of, default=None)
+        return min(candidates, key=_order_of, default=None)
 
     def _in(self, model: str, state: ModelState) -> ResidentModel | None:
         """Return a model if it is in this state; None if not, because the answer about it is late."""
-        found = self.models.get(model)
-        return found if found is not None and found.state is state else None
+        resident = self.models.get(model)
+        return resident if resident is not None and resident.state is state else None
 
     @staticmethod
     def _is_demanded(model: ResidentModel) -> bool:
@@ -591,13 +594,13 @@ class ModelResidency:
         model.state, model.is_wanted, model.awaits_room = ModelState.FAILED, False, False
         model.failures, model.reason, model.retry_at = model.failures + 1, reason, now + wait_s
         effects = self._refuse_all(model, ModelRefusal.LOAD_FAILED, reason, wait_s)
-        self._take_next_terms(model)
+        self._apply_next_terms(model)
         if model.is_removed:
             del self.models[model.name]
         return effects
 
     @staticmethod
-    def _take_next_terms(model: ResidentModel) -> None:
+    def _apply_next_terms(model: ResidentModel) -> None:
         if model.next_terms is not None:
             model.terms, model.next_terms = model.next_terms, None
 

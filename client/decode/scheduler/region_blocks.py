@@ -31,7 +31,7 @@ class RegionBlocks:
 
     Attributes:
         size: The number of blocks.
-        evictions: How many kept blocks were freed because their place was needed.
+        evictions: How many cached blocks were freed because their place was needed.
     """
 
     def __init__(self, size: int, generation: int = 0) -> None:
@@ -46,7 +46,7 @@ class RegionBlocks:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         # Published blocks without a reference, the least recently used first.
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
         # The writer that computes the block with a key now, so that others wait for it instead of computing it as well.
         self._writers: dict[bytes, object] = {}
         # The shared prefixes that have the block with a key.
@@ -56,17 +56,17 @@ class RegionBlocks:
 
     @property
     def available(self) -> int:
-        """The number of blocks that `take` can give: free ones, and kept ones."""
-        return len(self._free) + len(self._kept)
+        """The number of blocks that `take` can give: free ones, and cached ones."""
+        return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
         return self.size - self.available
 
     @property
-    def kept(self) -> int:
+    def cached(self) -> int:
         """The number of blocks that no sequence uses and that keep a prefix."""
-        return len(self._kept)
+        return len(self._cached)
 
     # --- keys ---
 
@@ -78,8 +78,8 @@ class RegionBlocks:
         parent = keys[-1] if keys else self._root
         if salt and not keys:
             # JSON's strings may have unpaired surrogates. Hashed apart from blocks: a salt may have a block's bytes.
-            said = parent + salt.encode(errors="surrogatepass")
-            parent = blake2b(said, digest_size=KEY_BYTES, person=b"salt").digest()
+            hashed = parent + salt.encode(errors="surrogatepass")
+            parent = blake2b(hashed, digest_size=KEY_BYTES, person=b"salt").digest()
         for index in range(len(keys), count):
             block = _TOKENS.pack(*tokens[index * PAGE : (index + 1) * PAGE])
             parent = blake2b(parent + block, digest_size=KEY_BYTES).digest()
@@ -87,14 +87,14 @@ class RegionBlocks:
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """Return how many of the first blocks with these keys are published, and how many of those no sequence uses."""
-        found = kept = 0
+        count = reusable = 0
         for key in keys:
             block = self._blocks.get(key)
             if block is None:
                 break
-            found += 1
-            kept += block in self._kept
-        return found, kept
+            count += 1
+            reusable += block in self._cached
+        return count, reusable
 
     def find_shared(self, keys: Sequence[bytes]) -> tuple[str, int]:
         """Return the shared prefix that has the most of the first blocks with these keys, and how many; "" for none."""
@@ -124,9 +124,9 @@ class RegionBlocks:
         """Return a block for a sequence to write, with one reference; None if all are in use."""
         if self._free:
             block = self._free.pop()
-        elif self._kept:
-            # Free the kept block that was not used for the longest time.
-            block, _ = self._kept.popitem(last=False)
+        elif self._cached:
+            # Free the cached block that was not used for the longest time.
+            block, _ = self._cached.popitem(last=False)
             del self._blocks[self._keys.pop(block)]
             self.evictions += 1
         else:
@@ -139,7 +139,7 @@ class RegionBlocks:
         block = self._blocks.get(key)
         if block is not None:
             if not self._references[block]:
-                del self._kept[block]
+                del self._cached[block]
             self._references[block] += 1
         return block
 
@@ -151,7 +151,7 @@ class RegionBlocks:
             self._references[block] -= 1
             if not self._references[block]:
                 if block in self._keys:
-                    self._kept[block] = None
+                    self._cached[block] = None
                 else:
                     self._free.append(block)
 
@@ -164,10 +164,10 @@ class RegionBlocks:
 
     def forget(self) -> None:
         """Free all blocks that no sequence uses, because their contents are about to be lost."""
-        for block in self._kept:
+        for block in self._cached:
             del self._blocks[self._keys.pop(block)]
             self._free.append(block)
-        self._kept.clear()
+        self._cached.clear()
 
     # --- blocks that are being computed ---
 

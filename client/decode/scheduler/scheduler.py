@@ -180,9 +180,9 @@ class ContinuousBatchScheduler:
         self._columns = SequenceColumns(settings.max_sequences)
         # How many live requests have each token as an end, besides the model, and which have any: only those are
         # compared with each sequence's own.
-        self._ends = Counter[int]()
+        self._stop_token_uses = Counter[int]()
         self._may_end = np.zeros(settings.vocabulary, bool)
-        self._note_ends(settings.end_tokens, 1)
+        self._count_stop_tokens(settings.end_tokens, 1)
         # Tenants with prompts to compute, as an ordered set.
         self._prefilling: dict[TenantState, None] = {}
         # Free rows of the block tables, the highest first, so that `pop` returns the lowest.
@@ -231,20 +231,20 @@ class ContinuousBatchScheduler:
     def rebind_delay_s(self, tenant_id: str, now: float) -> float:
         """Return the seconds until the tenant may get a region, 0 if it may now."""
         tenant = self.tenants[tenant_id]
-        return tenant.limiter.delay_s(now) if tenant.owes_permit else 0.0
+        return tenant.limiter.delay_s(now) if tenant.needs_permit else 0.0
 
     def end_tokens(self, sampling: SamplingParameters) -> frozenset[int]:
         """Return the tokens that end a sequence with this sampling."""
         ends = frozenset() if sampling.ignores_end else self.settings.end_tokens
         return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
 
-    def _note_ends(self, tokens: Iterable[int], change: int) -> None:
+    def _count_stop_tokens(self, tokens: Iterable[int], change: int) -> None:
         for token in tokens:
             if token < self.settings.vocabulary:
-                self._ends[token] += change
-                self._may_end[token] = self._ends[token]
-                if not self._ends[token]:
-                    del self._ends[token]
+                self._stop_token_uses[token] += change
+                self._may_end[token] = self._stop_token_uses[token]
+                if not self._stop_token_uses[token]:
+                    del self._stop_token_uses[token]
 
     # --- Tenants and requests come and go. ---
 
@@ -386,11 +386,11 @@ class ContinuousBatchScheduler:
         """
         if step.is_void:
             return StepOutcome(StepTokens((), (), (), ()), (), ())
-        found = np.asarray(results, np.int64)
+        values = np.asarray(results, np.int64)
         if not self._unanswered or self._unanswered[0] is not step:
             raise ValueError(f"step {step.number} is not the one to be answered")
-        if len(found) < len(step):
-            raise ValueError(f"step {step.number} has {len(step)} rows and {len(found)} results")
+        if len(values) < len(step):
+            raise ValueError(f"step {step.number} has {len(step)} rows and {len(values)} results")
         # The step is committed: the keys and values of its prompt rows are in the cache.
         del self._unanswered[0]
         row_s = took_s / len(step)
@@ -403,11 +403,11 @@ class ContinuousBatchScheduler:
         sampled, rows, tables, requests = step.sampled, step.sampled_rows, step.sampled_tables, step.sampled_requests
         if step.has_ended:
             # Some have ended by the previous step. Their rows were planned ahead, so discard their tokens.
-            lives = [not sequence.is_ended for sequence in sampled]
-            sampled, requests = list(compress(sampled, lives)), list(compress(requests, lives))
-            rows, tables = rows[lives], tables[lives]
+            is_live = [not sequence.is_ended for sequence in sampled]
+            sampled, requests = list(compress(sampled, is_live)), list(compress(requests, is_live))
+            rows, tables = rows[is_live], tables[is_live]
         # All sequences get their tokens at once; those with something else to do are looked at one by one below.
-        columns, new = self._columns, found[rows]
+        columns, new = self._columns, values[rows]
         places = columns.known[tables]
         columns.known[tables] = places + _ONE
         columns.newest[tables] = new
@@ -468,7 +468,7 @@ class ContinuousBatchScheduler:
         to wait too long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
         """
         tenant = self.tenants[tenant_id]
-        tenant.owes_permit = True
+        tenant.needs_permit = True
         return self._unbind(tenant, reason, now)
 
     def engine_lost(
@@ -539,10 +539,10 @@ class ContinuousBatchScheduler:
         if tenant.region_blocks:
             raise ValueError(f"tenant {tenant_id} has a region")
         _check_blocks(tenant.config, blocks)
-        if tenant.owes_permit:
+        if tenant.needs_permit:
             if delay_s := tenant.limiter.take(now):
                 raise RebindLimited(f"the next region may be opened in {delay_s:.3f} s", delay_s)
-            tenant.owes_permit = False
+            tenant.needs_permit = False
         self._bind(tenant, blocks)
         self._has_room = True
         events: list[AnyEvent] = []
@@ -691,7 +691,7 @@ class ContinuousBatchScheduler:
             waiting = tenant.waiting.popleft()
             request = waiting.request
             del self._waiting[request.request_id]
-            prefix, shared, blocks, found = _take_blocks(tenant, waiting)
+            prefix, shared, blocks, reused = _allocate_blocks(tenant, waiting)
             sequence = LiveSequence(
                 request,
                 tenant,
@@ -701,7 +701,7 @@ class ContinuousBatchScheduler:
                 self.end_tokens(request.sampling),
                 self._columns,
             )
-            self._note_ends(request.sampling.stop_token_ids, 1)
+            self._count_stop_tokens(request.sampling.stop_token_ids, 1)
             sequence.prefix = prefix
             if prefix:
                 # A replay is the same request, and saves the tokens once more.
@@ -709,7 +709,7 @@ class ContinuousBatchScheduler:
                 self.prefix_tokens[prefix] += shared * PAGE
             sequence.keys = tenant.keys_of(waiting)
             sequence.reusable = min(request.reusable_blocks, len(sequence.keys)) * PAGE
-            sequence.reused = found * PAGE
+            sequence.reused = reused * PAGE
             self._reuse(sequence)
             self._guided += request.has_guidance
             sequence.preemptions = waiting.preemptions
@@ -821,7 +821,7 @@ class ContinuousBatchScheduler:
 
     def _grow(self, sequence: LiveSequence) -> bool:
         """Give a sequence one more block. Returns False if its region has none."""
-        self._leave_behind(sequence)
+        self._release_behind_window(sequence)
         block = sequence.tenant.blocks.take()
         if block is None:
             return False
@@ -829,20 +829,20 @@ class ContinuousBatchScheduler:
         sequence.set_acts_at()
         return True
 
-    def _leave_behind(self, sequence: LiveSequence) -> None:
+    def _release_behind_window(self, sequence: LiveSequence) -> None:
         """Free the blocks of a sequence that are behind its window: no row that is not answered reads them."""
         if self.settings.window is None:
             return
-        region, left = sequence.tenant.blocks, (sequence.length - self.settings.window + 1) // PAGE
-        if left <= sequence.left:
+        region, first_in_window = sequence.tenant.blocks, (sequence.length - self.settings.window + 1) // PAGE
+        if first_in_window <= sequence.left:
             return
         # Other prompts may still begin with them.
         if sequence.tenant.reuses:
-            region.extend_keys(sequence.keys, sequence.tokens, left, sequence.request.cache_salt)
-            self._publish(sequence, left)
-        region.release(reversed(sequence.blocks[sequence.left : left]))
-        sequence.blocks[sequence.left : left] = [NO_BLOCK] * (left - sequence.left)
-        sequence.left = left
+            region.extend_keys(sequence.keys, sequence.tokens, first_in_window, sequence.request.cache_salt)
+            self._publish(sequence, first_in_window)
+        region.release(reversed(sequence.blocks[sequence.left : first_in_window]))
+        sequence.blocks[sequence.left : first_in_window] = [NO_BLOCK] * (first_in_window - sequence.left)
+        sequence.left = first_in_window
         self._has_room = True
 
     # --- Rows. ---
@@ -865,23 +865,23 @@ class ContinuousBatchScheduler:
         # How many rows: what decoding leaves free, but at least the turns that prompts would have as sequences.
         max_rows, decoding = self.settings.max_rows, len(self._decoding)
         prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)
-        left = max_rows - decoding
-        if prompts > left:
+        free_rows = max_rows - decoding
+        if prompts > free_rows:
             # More live sequences than rows: the prompts get their turns' rows, over the steps exactly.
             # The remainder carries over to the next step, so that the shares are exact in the long run.
             turns, self._prompt_turns = divmod(self._prompt_turns + max_rows * prompts, decoding + prompts)
-            left = max(left, turns)
+            free_rows = max(free_rows, turns)
         # Limit prompt rows while others decode, because each makes their next token later.
-        left = min(left, self.settings.prefill_rows if decoding else max_rows)
+        free_rows = min(free_rows, self.settings.prefill_rows if decoding else max_rows)
         # Share them between tenants: PREFILL_GRAIN rows at a time to the tenant with the least weighted prompt rows.
         needed = {tenant: rows for tenant in self._prefilling if (rows := tenant.prompt_rows)}
-        given = dict.fromkeys(needed, 0)
-        while left and needed:
+        shares = dict.fromkeys(needed, 0)
+        while free_rows and needed:
             tenant = min(needed, key=lambda tenant: tenant.prefilled)
             self._virtual_prefilled = tenant.prefilled
-            count = min(PREFILL_GRAIN, left, needed[tenant])
-            left -= count
-            given[tenant] += count
+            count = min(PREFILL_GRAIN, free_rows, needed[tenant])
+            free_rows -= count
+            shares[tenant] += count
             tenant.prefilled += count * tenant.price
             needed[tenant] -= count
             if not needed[tenant]:
@@ -889,7 +889,7 @@ class ContinuousBatchScheduler:
         # Within a tenant, the oldest prompt gets all of the rows that it can use before the next one gets any.
         chunks = []
         guided = self.settings.guided_rows
-        for tenant, rows in given.items():
+        for tenant, rows in shares.items():
             for sequence in tenant.prefilling:
                 if not rows:
                     break
@@ -903,13 +903,13 @@ class ContinuousBatchScheduler:
                     chunks.append((sequence, count))
         return chunks
 
-    def _take_ready(self, max_rows: int, guided: int) -> list[LiveSequence]:
+    def _pick_ready(self, max_rows: int, guided: int) -> list[LiveSequence]:
         """Take up to `max_rows` decoding sequences that can have a row now, where some are guided.
 
         `guided` of the step's guided rows are taken. Those that get a row go to the end of the list.
         """
         chosen: list[LiveSequence] = []
-        rest: list[LiveSequence] = []
+        waiting: list[LiveSequence] = []
         for sequence in self._decoding:
             guide = sequence.request.guide
             is_ready = guide is None or (
@@ -921,8 +921,8 @@ class ContinuousBatchScheduler:
                 chosen.append(sequence)
                 guided += guide is not None
             else:
-                rest.append(sequence)
-        self._decoding = rest + chosen
+                waiting.append(sequence)
+        self._decoding = waiting + chosen
         return chosen
 
     def _plan_decode(self, max_rows: int, guided: int) -> StepPlan:
@@ -932,7 +932,7 @@ class ContinuousBatchScheduler:
         """
         chosen = self._decoding
         if self._guided:
-            chosen = self._take_ready(max_rows, guided)
+            chosen = self._pick_ready(max_rows, guided)
         elif len(chosen) > max_rows:
             chosen = chosen[:max_rows]
             # A round robin: who gets a row now goes to the end of the list.
@@ -978,7 +978,7 @@ class ContinuousBatchScheduler:
             step.has_ended = True
         del self._live[request.request_id], tenant.live[request.request_id]
         self._guided -= request.has_guidance
-        self._note_ends(request.sampling.stop_token_ids, -1)
+        self._count_stop_tokens(request.sampling.stop_token_ids, -1)
         # Blocks of a lost region do not come back: `bind` starts with new ones.
         if (region := tenant.blocks).size:
             if tenant.reuses:
@@ -1012,12 +1012,12 @@ class ContinuousBatchScheduler:
                     sequence.next_position, sequence.row = int(step.positions[row]), int(step.sources[row])
         # Step 2: put the sequences back into the lists that planning took them from: the decoding ones, the prompts,
         # or a held tenant's parked ones.
-        again = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
-        decoding = [sequence for sequence in again if sequence.next_position >= sequence.prompt]
+        sequences = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
+        decoding = [sequence for sequence in sequences if sequence.next_position >= sequence.prompt]
         for sequence in decoding:
             sequence.set_block(sequence.next_position)
-        self._decoding = [sequence for sequence in self._decoding if sequence not in again]
-        for sequence in again:
+        self._decoding = [sequence for sequence in self._decoding if sequence not in sequences]
+        for sequence in sequences:
             tenant = sequence.tenant
             if tenant.is_held:
                 tenant.parked = [parked for parked in tenant.parked if parked is not sequence]
@@ -1045,10 +1045,10 @@ class ContinuousBatchScheduler:
         """End some of a tenant's sequences, and enqueue their replays, which wait for at least `least_s` seconds."""
         events: list[AnyEvent] = []
         replays: list[tuple[PromptRequest, int]] = []
-        taken = self._live.keys() | self._waiting.keys()
+        used_ids = self._live.keys() | self._waiting.keys()
         for sequence in sequences:
-            replay = self._replay_of(sequence, taken)
-            taken.add(replay.request_id)
+            replay = self._replay_of(sequence, used_ids)
+            used_ids.add(replay.request_id)
             events.append(self._finish(sequence, reason, replay.request_id))
             limited = self._limited(tenant, replay, max(replay.wait_s, least_s), now)
             if limited:
@@ -1062,31 +1062,31 @@ class ContinuousBatchScheduler:
             self._next_deadline = min(self._next_deadline, deadline)
         return events
 
-    def _replay_of(self, sequence: LiveSequence, taken: Set[str]) -> PromptRequest:
+    def _replay_of(self, sequence: LiveSequence, used_ids: Set[str]) -> PromptRequest:
         """Return the request that continues where a sequence ends, or that starts again if replays are off.
 
-        Its id is the first request's id, a dot and the attempt, and not in `taken`.
+        Its id is the first request's id, a dot and the attempt, and not in `used_ids`.
         """
         request = sequence.request
         # The replay's prompt is the caller's prompt and all emitted tokens; what may still be emitted shrinks by those.
         own_prompt = len(request.token_ids) - request.replayed_tokens
-        kept = len(sequence.tokens) if self.settings.replays else own_prompt
+        kept_tokens = len(sequence.tokens) if self.settings.replays else own_prompt
         # A caller may have used such an id for another request, so skip the ones that are taken.
         first_id, attempt = request.continues or request.request_id, request.attempt + 1
-        while f"{first_id}.{attempt}" in taken:
+        while f"{first_id}.{attempt}" in used_ids:
             attempt += 1
         return replace(
             request,
             request_id=f"{first_id}.{attempt}",
-            token_ids=tuple(sequence.tokens[:kept]),
-            max_emitted_tokens=request.max_emitted_tokens + len(request.token_ids) - kept,
+            token_ids=tuple(sequence.tokens[:kept_tokens]),
+            max_emitted_tokens=request.max_emitted_tokens + len(request.token_ids) - kept_tokens,
             continues=first_id,
             attempt=attempt,
-            replayed_tokens=kept - own_prompt,
+            replayed_tokens=kept_tokens - own_prompt,
         )
 
 
-def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, int, list[int], int]:
+def _allocate_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, int, list[int], int]:
     """Take the blocks of a request that fits.
 
     Returns the shared prefix that it begins with, or "", how many blocks it uses of that, all of its blocks, and how
@@ -1100,12 +1100,12 @@ def _take_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, 
         if (block := region.share(key)) is None:
             break
         blocks.append(block)
-    found = len(blocks)
-    for _ in range(found, request.prompt_blocks):
+    reused = len(blocks)
+    for _ in range(reused, request.prompt_blocks):
         block = region.take()
         assert block is not None, "`TenantState.fits` has counted them"
         blocks.append(block)
-    return prefix, shared, blocks, found
+    return prefix, shared, blocks, reused
 
 
 def _check_blocks(config: TenantConfig, blocks: int) -> None:

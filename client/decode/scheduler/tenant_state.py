@@ -203,7 +203,7 @@ class TenantState:
         blocks: The blocks of its region; none while it has no region.
         reused_tokens: Tokens of prompts with keys and values that were there already.
         gpu_s: Its part of the seconds in which the engine was busy: the time of each step, by its rows in it.
-        owes_permit: Whether its next region needs a permit of the limiter.
+        needs_permit: Whether its next region needs a permit of the limiter.
         is_held: Whether its sequences get no rows until `resume`.
         parked: While it is held, the sequences that decode when it is resumed.
         counter: Its weighted virtual counter: tokens of admitted prompts and emitted tokens, over its weight.
@@ -222,7 +222,7 @@ class TenantState:
         self.reused_tokens = 0
         self.gpu_s = 0.0
         self._evictions = 0
-        self.owes_permit = self.is_held = self.is_contending = False
+        self.needs_permit = self.is_held = self.is_contending = False
         self.parked: list[LiveSequence] = []
         self.counter = self.prefilled = 0.0
         # Counters grow by tokens over weight: of two tenants, the one with twice the weight gets twice the tokens.
@@ -243,8 +243,8 @@ class TenantState:
         # Blocks that are there already need no place, unless they are kept ones, which count as available.
         keys = self.keys_of(waiting)[: request.reusable_blocks]
         _, shared = self.blocks.find_shared(keys)
-        found, kept = self.blocks.find(keys[shared:])
-        return lacking - shared - found + kept
+        published, reusable = self.blocks.find(keys[shared:])
+        return lacking - shared - published + reusable
 
     def keys_of(self, waiting: UnadmittedRequest) -> list[bytes]:
         """Return the keys of a waiting request's prompt in the region that the tenant has."""

@@ -33,7 +33,7 @@ from gpulease.protocol.foreign_text import encodable
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import US_PER_S
 
-MAX_KEPT: Final = 16_384
+MAX_PENDING: Final = 16_384
 """Most records that wait for the daemon, some 30 MB. Without a limit, a daemon that stays down would make the server
 run out of memory."""
 
@@ -166,26 +166,26 @@ class DecodeRecord:
         if note.get("event") != EVENT:
             raise ValueError("it describes no request")
         try:
-            said, model = note["sampling"], note["model"]
+            sampling_note, model = note["sampling"], note["model"]
             # The texts of floats and of the seed are parsed back exactly, because they are their shortest
             # representations.
             usual = SamplingParameters()
             sampling = SamplingParameters(
-                float(said["temperature"]),
-                float(said["top_p"]),
-                int(said["top_k"]),
-                int(said["seed"]),
-                float(said.get("min_p", usual.min_p)),
-                float(said.get("repetition_penalty", usual.repetition_penalty)),
-                float(said.get("presence_penalty", usual.presence_penalty)),
-                float(said.get("frequency_penalty", usual.frequency_penalty)),
-                min_tokens=int(said.get("min_tokens", 0)),
-                stop_token_ids=tuple(said.get("stop_token_ids", ())),
-                ignores_end=bool(said.get("ignores_end", False)),
+                float(sampling_note["temperature"]),
+                float(sampling_note["top_p"]),
+                int(sampling_note["top_k"]),
+                int(sampling_note["seed"]),
+                float(sampling_note.get("min_p", usual.min_p)),
+                float(sampling_note.get("repetition_penalty", usual.repetition_penalty)),
+                float(sampling_note.get("presence_penalty", usual.presence_penalty)),
+                float(sampling_note.get("frequency_penalty", usual.frequency_penalty)),
+                min_tokens=int(sampling_note.get("min_tokens", 0)),
+                stop_token_ids=tuple(sampling_note.get("stop_token_ids", ())),
+                ignores_end=bool(sampling_note.get("ignores_end", False)),
             )
             by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
-            grammar = said.get("grammar", {"sha256": "", "by": ""})
-            digests = {name: str(said.get(name, "")) for name in digests_of(usual)} | {
+            grammar = sampling_note.get("grammar", {"sha256": "", "by": ""})
+            digests = {name: str(sampling_note.get(name, "")) for name in digests_of(usual)} | {
                 "grammar": str(grammar["sha256"])
             }
             prompt, output = TokenDigest(**note["prompt"]), TokenDigest(**note["output"])
@@ -215,20 +215,20 @@ def digests_of(sampling: SamplingParameters) -> dict[str, str]:
 def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
     """Return a record's members for what changes the choice of tokens further, those alone that are set."""
     usual = SamplingParameters()
-    found: dict[str, Any] = {
+    changes: dict[str, Any] = {
         name: repr(float(value)) for name in _FLOATS if (value := getattr(sampling, name)) != getattr(usual, name)
     }
     digests = digests_of(sampling)
-    found |= {name: digest for name, digest in digests.items() if digest and name != "grammar"}
+    changes |= {name: digest for name, digest in digests.items() if digest and name != "grammar"}
     if sampling.min_tokens:
-        found["min_tokens"] = sampling.min_tokens
-        found["stop_token_ids"] = list(sampling.stop_token_ids)
+        changes["min_tokens"] = sampling.min_tokens
+        changes["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.grammar:
         # The masks are the library's, so tokens depend on its version, too.
-        found["grammar"] = {"sha256": digests["grammar"], "by": grammar_library()}
+        changes["grammar"] = {"sha256": digests["grammar"], "by": grammar_library()}
     if sampling.ignores_end:
-        found["ignores_end"] = True
-    return found
+        changes["ignores_end"] = True
+    return changes
 
 
 class DecodeAudit(DecoderObserver):
@@ -244,7 +244,7 @@ class DecodeAudit(DecoderObserver):
         self.by = by
         self.server = os.urandom(SERVER_BYTES).hex()
         self.written = self.lost = self._finished = 0
-        self._kept: deque[dict[str, Any]] = deque()
+        self._pending: deque[dict[str, Any]] = deque()
         self._wake = asyncio.Event()
         self._is_failing = False
 
@@ -257,16 +257,16 @@ class DecodeAudit(DecoderObserver):
         """Queue the record of a request. A lost record uses up a number, too, so the audit log shows a gap."""
         self._finished += 1
         # Losing the newest records keeps the order of the others intact.
-        if len(self._kept) >= MAX_KEPT:
-            self._lose(1, f"{MAX_KEPT} wait already")
+        if len(self._pending) >= MAX_PENDING:
+            self._count_lost(1, f"{MAX_PENDING} wait already")
             return
-        self._kept.append(note_of(report, self.by, self.server, self._finished))
+        self._pending.append(note_of(report, self.by, self.server, self._finished))
         self._wake.set()
 
     @property
-    def kept(self) -> int:
+    def pending(self) -> int:
         """The number of records that wait to be written."""
-        return len(self._kept)
+        return len(self._pending)
 
     @asynccontextmanager
     async def writing(self, lease: Callable[[], GpuLease]) -> AsyncIterator[None]:
@@ -283,27 +283,27 @@ class DecodeAudit(DecoderObserver):
             # The server stops: give the writer a limited time for the rest, then count as lost what the daemon did not
             # take.
             last = time.monotonic() + LAST_WRITES_S
-            while self._kept and not task.done() and time.monotonic() < last:
+            while self._pending and not task.done() and time.monotonic() < last:
                 await asyncio.wait([task], timeout=0.01)
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-            if self._kept:
-                self._lose(len(self._kept), "the server stops, and the daemon did not take them")
-                self._kept.clear()
+            if self._pending:
+                self._count_lost(len(self._pending), "the server stops, and the daemon did not take them")
+                self._pending.clear()
 
     async def _write(self, lease: Callable[[], GpuLease]) -> None:
         while True:
             # Clear this before the queue is read, so that a record that arrives in between starts the next round.
             self._wake.clear()
-            while self._kept:
+            while self._pending:
                 # Records stay in the queue until their outcome is known, so a cancelled write loses none of them.
-                batch = list(islice(self._kept, AT_ONCE))
+                batch = list(islice(self._pending, AT_ONCE))
                 undone = await self._undone(batch, lease)
                 for _ in batch:
-                    self._kept.popleft()
+                    self._pending.popleft()
                 # Failed ones go back to the front, in their order, so that numbers ascend in the log.
-                self._kept.extendleft(reversed(undone))
+                self._pending.extendleft(reversed(undone))
                 if undone:
                     await asyncio.sleep(RETRY_S)
             await self._wake.wait()
@@ -321,7 +321,7 @@ class DecodeAudit(DecoderObserver):
             # The daemon refuses this record for good. Subclasses of InvalidRequest mean that the lease ended: then the
             # decoder acquires another one, and the record is written over that.
             if type(failure) is InvalidRequest:
-                self._lose(1, str(failure))
+                self._count_lost(1, str(failure))
             elif failure is None:
                 self.written += 1
             else:
@@ -333,9 +333,9 @@ class DecodeAudit(DecoderObserver):
             self._is_failing = False
         return undone
 
-    def _lose(self, count: int, why: str) -> None:
+    def _count_lost(self, count: int, reason: str) -> None:
         self.lost += count
-        _log.error("%d decode records are not in the audit log, %d in all: %s", count, self.lost, why)
+        _log.error("%d decode records are not in the audit log, %d in all: %s", count, self.lost, reason)
 
 
 def _text(name: str) -> str:

@@ -651,12 +651,12 @@ def _engine_spec(
             f" {regions}"
         )
     pools += [prefix.blocks for prefix in prefixes]
-    wanted = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
+    size_bytes = lease_bytes(checkpoint, limits, pools, packed=settings.packed)
     return EngineSpec(
         checkpoint,
         limits,
         settings.packed,
-        wanted,
+        size_bytes,
         tenants,
         prefixes,
         settings.region_life_s,

@@ -169,7 +169,7 @@ class EndSequences:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUpRequest:
+class AbortRequest:
     """End a request that ended an engine while it was computed alone."""
 
     request_id: str
@@ -221,7 +221,7 @@ Effect = (
     | AwaitAnswers[EngineT]
     | AbortSteps
     | EndSequences
-    | GiveUpRequest
+    | AbortRequest
     | RequestEngine[EngineT]
     | HandOver
     | BindRegions
@@ -277,13 +277,13 @@ class EngineLifecycle(Generic[EngineT]):
     @property
     def loss(self) -> Lost[EngineT] | None:
         """The loss that no engine has ended yet; None while there is an engine, and once the decoder has ended."""
-        phase = self._before
+        phase = self._serving_phase
         return phase if isinstance(phase, Lost) else None
 
     @property
     def has_engine(self) -> bool:
         """Whether there is an engine, as far as the step loop knows: a pending loss does not count yet."""
-        return isinstance(self._before, Serving | Isolating)
+        return isinstance(self._serving_phase, Serving | Isolating)
 
     @property
     def is_serving(self) -> bool:
@@ -312,7 +312,7 @@ class EngineLifecycle(Generic[EngineT]):
         return type(phase) is Adopting
 
     @property
-    def _before(self) -> "Serving[EngineT] | Isolating[EngineT] | Lost[EngineT] | Closed[EngineT]":
+    def _serving_phase(self) -> "Serving[EngineT] | Isolating[EngineT] | Lost[EngineT] | Closed[EngineT]":
         """The phase; during Adopting, the one that continues until the successor takes over."""
         return self.phase.before if isinstance(self.phase, Adopting) else self.phase
 
@@ -365,7 +365,7 @@ class EngineLifecycle(Generic[EngineT]):
         """
         # Step 1: count losses in a row, which decide the pause. Losses without a step in between are one outage, unless
         # the engine had been there for long.
-        before = self._before
+        before = self._serving_phase
         assert isinstance(before, Serving | Isolating)
         if steps != self._steps_at_loss:
             self._losses_in_a_row = 0
@@ -392,7 +392,7 @@ class EngineLifecycle(Generic[EngineT]):
             suspected = self.isolation.killed(under_way, MAX_UNANSWERED_STEPS)
         if suspected and (guilty := self.isolation.fault(suspected)):
             self._losses_in_a_row = 0
-            effects.append(GiveUpRequest(guilty))
+            effects.append(AbortRequest(guilty))
         # Step 4: request another engine. A group that was being isolated stays isolated on it.
         self._losses += 1
         cleared_at = before.cleared_at if isinstance(before, Isolating) else {}
@@ -483,7 +483,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     def close(self, error: GpuLeaseError) -> None:
         """Enter Closed. If the decoder has already ended, its first error remains."""
-        before, pending = self._before, self.phase.pending_loss
+        before, pending = self._serving_phase, self.phase.pending_loss
         if not isinstance(before, Closed):
             is_lost = isinstance(before, Lost) or (pending is not None and pending.is_aborting)
             self.phase = Closed(before.engine, error, is_lost)

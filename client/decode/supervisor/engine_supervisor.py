@@ -225,7 +225,7 @@ class EngineSupervisor:
         if serving is self.serving and self._life.is_serving and not self._changing.locked():
             self.log.warning("engine_leaves", cause=cause_of(warning))
             # `_changing` is not held here, so a failed attempt is repeated with the next warning.
-            self._tasks.start(self._leave(serving, warning))
+            self._tasks.start(self._leave_node(serving, warning))
 
     # --- effects ---
 
@@ -237,8 +237,8 @@ class EngineSupervisor:
                     self._write(effect)
                 case lifecycle.EndSequences(reason, wait_s):
                     self._end_sequences(reason, wait_s)
-                case lifecycle.GiveUpRequest(request_id):
-                    self._give_up(request_id)
+                case lifecycle.AbortRequest(request_id):
+                    self._abort_request(request_id)
                 case lifecycle.RequestEngine(lost, loss_number, pause_s):
                     self._tasks.start(self._recover(lost, loss_number, pause_s))
                 case lifecycle.HandOver():
@@ -306,7 +306,7 @@ class EngineSupervisor:
         )
         self._ledger.report(lambda observer: observer.on_prefix_changed(PrefixChanged(prefix.name, change)))
 
-    def _give_up(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         """End a request that ended an engine while it was computed alone."""
         if generation := self._ledger.find(request_id):
             self.log.error("request_given_up", tenant=generation.request.tenant_id, request=request_id)
@@ -373,18 +373,18 @@ class EngineSupervisor:
                     self._address, self._spec = address, spec
                     await old.abandon()
 
-    async def _leave(self, left: ServingEngine, warning: GpuLeaseError) -> None:
+    async def _leave_node(self, engine: ServingEngine, warning: GpuLeaseError) -> None:
         """Move the load from an engine to another node of its fleet, unless it was lost or replaced meanwhile."""
         async with self._changing:
             # Another change, which held the lock, has made this one unnecessary.
-            if left is not self.serving or not self._life.is_serving:
+            if engine is not self.serving or not self._life.is_serving:
                 return
             successor = None
             try:
                 successor = await ServingEngine.open(self._spec, self, self._address)
                 if isinstance(warning, Disconnected):
                     # If the host is well, its steps continue without the daemon. If not, they never end.
-                    self._tasks.start(self._await_answers(left, warning))
+                    self._tasks.start(self._await_answers(engine, warning))
                 await self._take_over(successor)
             # No other node has room now. The engine keeps serving, and the next warning tries again.
             except GpuLeaseError as error:
@@ -393,7 +393,7 @@ class EngineSupervisor:
             finally:
                 if successor is not None and self.serving is successor:
                     # Do not wait for this: the daemon may be away.
-                    self._tasks.start(left.abandon())
+                    self._tasks.start(engine.abandon())
 
     async def _take_over(self, successor: ServingEngine) -> None:
         """Offer an engine to the step loop, and wait until it is adopted. An engine that is not adopted is closed.
@@ -496,10 +496,10 @@ class Outage:
         Errors are named by class only. Their texts are in the log, because they may name paths that callers must not
         see.
         """
-        away_s = now - self.since
+        outage_s = now - self.since
         return {
-            "since": datetime.fromtimestamp(unix_s - away_s, UTC).isoformat(timespec="seconds"),
-            "seconds": round(away_s, 1),
+            "since": datetime.fromtimestamp(unix_s - outage_s, UTC).isoformat(timespec="seconds"),
+            "seconds": round(outage_s, 1),
             "cause": self.cause.__name__,
             "tries": self.tries,
             "refusal": None if self.refusal is None else self.refusal.__name__,

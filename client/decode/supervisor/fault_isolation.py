@@ -53,15 +53,15 @@ class FaultIsolation:
         self._groups.extendleft(filter(None, (tuple(blamed[middle:]), tuple(blamed[:middle]))))
         return ""
 
-    def killed(self, tokens: Mapping[str, int], most: int) -> list[str]:
+    def killed(self, tokens: Mapping[str, int], max_tokens: int) -> list[str]:
         """Record a kill from outside, with the tokens emitted so far by each request with rows under way.
 
-        Returns the requests that were also under way at the previous kill and have emitted fewer than `most` tokens
-        since. They may be the reason why the host ran out of memory.
+        Returns the requests that were also under way at the previous kill and have emitted fewer than `max_tokens`
+        tokens since. They may be the reason why the host ran out of memory.
         """
         # A request counts as a suspect only if it was near the same position at two kills in a row.
         before, self._killed_at = self._killed_at, dict(tokens)
-        return [name for name, count in tokens.items() if name in before and count < before[name] + most]
+        return [name for name, count in tokens.items() if name in before and count < before[name] + max_tokens]
 
     def defer(self, names: Iterable[str]) -> None:
         """Move members of the current group into a separate group after the others."""
@@ -82,8 +82,8 @@ class FaultIsolation:
         for place, group in enumerate(self._groups):
             if ready := tuple(filter(is_ready, group)):
                 del self._groups[place]
-                if rest := tuple(name for name in group if name not in ready):
-                    self._groups.insert(place, rest)
+                if not_ready := tuple(name for name in group if name not in ready):
+                    self._groups.insert(place, not_ready)
                 self.current = ready
                 break
         return self.current

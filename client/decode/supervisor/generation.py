@@ -130,9 +130,9 @@ class Generation:
 
     def take(self) -> list[EmittedParts]:
         """Return the tokens that were emitted since the last call, each as an `Emitted`'s parts."""
-        taken = list(self._emitted)
+        tokens = list(self._emitted)
         self._emitted.clear()
-        return taken
+        return tokens
 
     @property
     def is_ended(self) -> bool:

@@ -98,7 +98,7 @@ class ModelUse:
     def __init__(self, model: str, spec: ModelSpec, decoder: Decoder) -> None:
         self.model, self.spec, self.decoder = model, spec, decoder
         self.held: set[str] = set()
-        self.is_left = False
+        self.is_finished = False
 
     def hold(self, generations: Iterable[Generation]) -> None:
         """Keep the model until these have ended, however slowly their callers read."""
@@ -126,11 +126,11 @@ class _PoolFeed(DecoderObserver):
         """Release the uses that were kept only for this sequence."""
         for ticket, use in list(self._opened.uses.items()):
             use.held.discard(report.request_id)
-            if use.is_left and not use.held:
+            if use.is_finished and not use.held:
                 self._pool.release(self._model, ticket)
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
-        self._pool.came_back(self._model)
+        self._pool.engine_reopened(self._model)
 
 
 class ModelPool:
@@ -221,11 +221,11 @@ class ModelPool:
         """The open decoders, by the models' names, including those of parked models."""
         return {name: opened.decoder for name, opened in self._opened.items() if opened.decoder is not None}
 
-    def name_of(self, asked: str) -> str:
+    def name_of(self, requested: str) -> str:
         """Return the name of the model that has this alias; the same text if no model has it."""
-        if asked in self._specs:
-            return asked
-        return next((name for name, spec in self._specs.items() if asked in spec.aliases), asked)
+        if requested in self._specs:
+            return requested
+        return next((name for name, spec in self._specs.items() if requested in spec.aliases), requested)
 
     def is_permitted(self, tenant: str, model: str) -> bool:
         """Return whether a model is served, and to this tenant."""
@@ -234,21 +234,21 @@ class ModelPool:
 
     def state_of(self, model: str) -> ModelState:
         """Return where a model is; UNLOADED for one that was just removed."""
-        found = self.residency.models.get(model)
-        return ModelState.UNLOADED if found is None else found.state
+        resident = self.residency.models.get(model)
+        return ModelState.UNLOADED if resident is None else resident.state
 
     def report(self, model: str) -> dict[str, Any]:
         """Return a model's state for replies and the page, as a JSON object."""
-        found, decoder = self.residency.models.get(model), self.decoders.get(model)
-        if found is None:
+        resident, decoder = self.residency.models.get(model), self.decoders.get(model)
+        if resident is None:
             return {"state": ModelState.UNLOADED}
-        shown: dict[str, Any] = {"state": found.state, "memory_bytes": found.terms.size_bytes}
+        shown: dict[str, Any] = {"state": resident.state, "memory_bytes": resident.terms.size_bytes}
         # Errors are named by class only. Their texts are in the log, because they may name paths.
-        if found.state is ModelState.FAILED:
-            shown["reason"] = found.reason
-        if decoder is not None and found.state is ModelState.LOADED and (outage := decoder.outage):
+        if resident.state is ModelState.FAILED:
+            shown["reason"] = resident.reason
+        if decoder is not None and resident.state is ModelState.LOADED and (outage := decoder.outage):
             shown["engine_lost"] = outage.report(self._clock(), time.time())
-        return shown | {"waiting": len(found.waiting), "in_use": len(found.in_use)}
+        return shown | {"waiting": len(resident.waiting), "in_use": len(resident.in_use)}
 
     def is_ready(self, model: str) -> bool:
         """Return whether a request would be served: the model did not fail, and its engine is not lost."""
@@ -297,7 +297,7 @@ class ModelPool:
         try:
             yield use
         finally:
-            use.is_left = True
+            use.is_finished = True
             if not use.held:
                 self.release(model, ticket)
 
@@ -306,9 +306,9 @@ class ModelPool:
             opened.uses.pop(ticket, None)
         self._apply(self.residency.release(ticket, self._clock()))
 
-    def came_back(self, model: str) -> None:
+    def engine_reopened(self, model: str) -> None:
         """A model's decoder has another engine, which is on the card even if the last one was parked."""
-        self._apply(self.residency.came_back(model, self._clock()))
+        self._apply(self.residency.engine_reopened(model, self._clock()))
 
     # --- the operator ---
 
@@ -326,7 +326,7 @@ class ModelPool:
             effects = self.residency.change(terms, self._clock())
         self._specs = dict(specs)
         paths = {spec.path for spec in specs.values()}
-        self._tokenizers = {path: known for path, known in self._tokenizers.items() if path in paths}
+        self._tokenizers = {path: tokenizer for path, tokenizer in self._tokenizers.items() if path in paths}
         self._apply(effects)
 
     async def _terms_of(self, specs: Mapping[str, ModelSpec]) -> dict[str, ModelTerms]:
@@ -373,12 +373,12 @@ class ModelPool:
         if not spec.prefixes:
             return ()
         state = _state_of(spec.path), spec.settings.positions, spec.prefixes
-        known = self._shared.get(model)
-        if known is None or known[0] != state:
+        cached = self._shared.get(model)
+        if cached is None or cached[0] != state:
             tokenizer = self._tokenizer_of(spec.path) or checkpoint.tokenizer()
-            found = shared_prefixes(spec.prefixes, tokenizer, positions_of(checkpoint, spec.settings))
-            known = self._shared[model] = state, found
-        return known[1]
+            prefixes = shared_prefixes(spec.prefixes, tokenizer, positions_of(checkpoint, spec.settings))
+            cached = self._shared[model] = state, prefixes
+        return cached[1]
 
     # --- effects ---
 
@@ -483,11 +483,11 @@ class ModelPool:
     async def _by(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> ComputedBy:
         # All of the model's files are read for it, so not at each load, but if they or the settings have changed.
         state = spec.path, spec.settings.packed, _state_of(spec.path, has_weights=True)
-        known = self._computed_by.get(model)
-        if known is None or known[0] != state:
+        cached = self._computed_by.get(model)
+        if cached is None or cached[0] != state:
             by = await ComputedBy.of(checkpoint, packed=spec.settings.packed, name=model)
-            known = self._computed_by[model] = state, by
-        return known[1]
+            cached = self._computed_by[model] = state, by
+        return cached[1]
 
     async def _park(self, model: str) -> None:
         decoder = self._opened[model].decoder

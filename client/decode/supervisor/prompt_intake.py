@@ -77,9 +77,9 @@ class PromptIntake:
         tenant = self._scheduler.tenants.get(tenant_id)
         if tenant is None:
             raise RequestRejected(f"the decoder has no tenant {tenant_id!r}")
-        config, here = tenant.config, len(tenant.live) + len(tenant.waiting)
+        config, count = tenant.config, len(tenant.live) + len(tenant.waiting)
         # Live, waiting and coming requests share the same places, so a request never loses its place on the way.
-        if here + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
+        if count + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
             full = f"{config.max_waiting} of its requests wait"
             if not config.max_waiting:
                 full = f"{config.max_concurrent} of its sequences live"

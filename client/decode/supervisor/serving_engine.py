@@ -36,10 +36,10 @@ PARKABLE_WAIT_S: Final = 5.0
 FLEET_LEASE_S: Final = 40.0
 """Seconds of a fleet's lease. If they pass without a renewal, the host counts as dead and another node is used."""
 
-AWAY_S: Final = 10.0
+DAEMON_RESTART_S: Final = 10.0
 """Seconds for which a fleet's daemon may be away before the load leaves it; a restart takes less."""
 
-LOOK_S: Final = 0.5
+POLL_S: Final = 0.5
 """Pause between two checks of the lease, each of them one load from shared memory."""
 
 WATCH_PAUSE_S: Final = 5.0
@@ -175,7 +175,7 @@ class ServingEngine:
             watch = BackgroundTasks()
             stack.push_async_callback(watch.stop)
             if engine.session.shares_memory:
-                watch.start(opened._look(user))
+                watch.start(opened._poll(user))
             else:
                 watch.start(opened._follow_regions())
             if is_of_fleet or not engine.session.shares_memory:
@@ -185,10 +185,10 @@ class ServingEngine:
             serving = opened
         return opened
 
-    async def _look(self, user: EngineUser) -> None:
+    async def _poll(self, user: EngineUser) -> None:
         """Report the lease's end as soon as the daemon has written it into memory shared with this process."""
         while not self.lease.revoked:  # noqa: ASYNC110  # a word in shared memory can only be polled
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         await self._report_end(user)
 
     async def _follow_regions(self) -> None:
@@ -210,7 +210,7 @@ class ServingEngine:
 
         In a fleet, also report that it is about to end.
         """
-        away_since: float | None = None
+        unreachable_since: float | None = None
         while self.lease.is_alive:
             warning: GpuLeaseError | None
             try:
@@ -221,15 +221,15 @@ class ServingEngine:
                     await self._report_end(user)
                     return
                 # The daemon answered: an earlier outage is over.
-                away_since = None
+                unreachable_since = None
             except TimeoutError:
                 continue
             except Disconnected as error:
-                # The daemon is down. A restart is over within AWAY_S; after that, leave the node. The error is kept
-                # without its traceback, because its frames would keep this engine alive.
+                # The daemon is down. A restart is over within DAEMON_RESTART_S; after that, leave the node. The error is
+                # kept without its traceback, because its frames would keep this engine alive.
                 now = time.monotonic()
-                away_since = now if away_since is None else away_since
-                warning = error.with_traceback(None) if now - away_since >= AWAY_S else None
+                unreachable_since = now if unreachable_since is None else unreachable_since
+                warning = error.with_traceback(None) if now - unreachable_since >= DAEMON_RESTART_S else None
             # Too many connections wait for events: ask again after the pause.
             except Busy:
                 warning = None

@@ -87,7 +87,7 @@ class StepLoop:
         self._constants = np.zeros(tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._starting: StepPlan | None = None
-        self._begun_at = float("-inf")
+        self._step_started_at = float("-inf")
         self._refusal: RegionFailed | None = None
         self._wake = asyncio.Event()
         self.moves = TenantMoves(self)
@@ -204,7 +204,7 @@ class StepLoop:
                 return
             # The card was idle, so this step's time counts from its start; else from the end of the step before.
             if not self._pending:
-                self._begun_at = now
+                self._step_started_at = now
             self._pending.append(plan)
             self._starting = None
 
@@ -225,16 +225,16 @@ class StepLoop:
             return
         self._pending.popleft()
         self.computed += 1
-        begun_at, self._begun_at = self._begun_at, self._clock()
-        took_s = self._begun_at - begun_at
+        started_at, self._step_started_at = self._step_started_at, self._clock()
+        took_s = self._step_started_at - started_at
         # The scheduler decides which results are tokens, and which sequences end with them.
         outcome = self.scheduler.take_results(plan, results["token"], took_s)
         if plan.is_guided:
             # Before the next plan: a guide's row waits until the guide has its sequence's last token.
-            ended = {end.request.request_id for end in outcome.ends}
+            ended_ids = {end.request.request_id for end in outcome.ends}
             for event in outcome.tokens:
                 guide = event.request.guide
-                if guide is not None and event.request.request_id not in ended:
+                if guide is not None and event.request.request_id not in ended_ids:
                     guide.accept(event.token, self.wake)
         self._ledger.computed(plan, outcome, results, took_s, engine.ranked, engine.normed)
 
@@ -279,9 +279,9 @@ class StepLoop:
     def _on_region_lost(self, error: RegionFailed) -> None:
         """Keep a step's refusal until no step is under way, and report it to observers once per region."""
         # The same region may refuse two steps in a row.
-        known, self._refusal = self._refusal, error
+        refusal, self._refusal = self._refusal, error
         tenant_id = self.regions.tenant_of(error.lease_id)
-        if tenant_id is None or (known is not None and known.lease_id == error.lease_id):
+        if tenant_id is None or (refusal is not None and refusal.lease_id == error.lease_id):
             return
         # The daemon's clock is comparable only on the same host.
         delay_s = None

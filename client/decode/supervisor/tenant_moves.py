@@ -21,10 +21,10 @@ from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler
 from gpulease.client.decode.supervisor.tenant_regions import REGION_RETRY_S, TenantRegions
 from gpulease.client.errors import CapacityExceeded, GpuLeaseError, RegionFailed, RegionRevoked
 
-LOOK_S: Final = 1.0
+POLL_S: Final = 1.0
 """Longest pause in seconds between two checks of the regions' ends."""
 
-SHORTEST_LOOK_S: Final = 0.02
+MIN_POLL_S: Final = 0.02
 """Shortest such pause: a failed move must not be retried without one."""
 
 
@@ -139,7 +139,7 @@ class TenantMoves:
             pool = await saved.regions.open(self._user.scheduler.tenants[tenant_id].config)
             del self._saved[tenant_id]
             async with self._held(tenant_id):
-                await self._go_on(tenant_id, pool, saved)
+                await self._resume(tenant_id, pool, saved)
 
     async def move(self, tenant_id: str) -> None:
         """Move a tenant's sequences into a new region, and end the old one.
@@ -150,7 +150,7 @@ class TenantMoves:
         async with self._one_at_a_time:
             old, regions = self._pool_of(tenant_id), self._user.regions
             try:
-                pool = await regions.open_beside(self._user.scheduler.tenants[tenant_id].config)
+                pool = await regions.open_replacement(self._user.scheduler.tenants[tenant_id].config)
             except CapacityExceeded:
                 async with self._held(tenant_id):
                     saved = await self._save(tenant_id, old)
@@ -166,7 +166,7 @@ class TenantMoves:
                     self._moved(tenant_id, pool)
             except BaseException:
                 # The tenant keeps the old region, or has lost it; either way the new one is not needed.
-                regions.let_go(pool)
+                regions.discard(pool)
                 raise
 
     async def _reopen(self, tenant_id: str, saved: _Saved) -> None:
@@ -182,7 +182,7 @@ class TenantMoves:
         except BaseException as error:
             self._abort(tenant_id, saved, error)
             raise
-        await self._go_on(tenant_id, pool, saved)
+        await self._resume(tenant_id, pool, saved)
 
     async def watch(self) -> None:
         """Until cancelled, move tenants before their regions end, and replace the ended regions of idle tenants."""
@@ -190,12 +190,12 @@ class TenantMoves:
             regions = self._user.regions
             left_s = [pool.region.remaining_s for pool in regions.pools.values()]
             # Sleep until the first region is due to be left, but look at ended ones every LOOK_S.
-            pause_s = min(left_s, default=LOOK_S) - regions.move_before_s
-            await asyncio.sleep(min(max(pause_s, SHORTEST_LOOK_S), LOOK_S))
+            pause_s = min(left_s, default=POLL_S) - regions.move_margin_s
+            await asyncio.sleep(min(max(pause_s, MIN_POLL_S), POLL_S))
             if self.is_paused:
                 continue
             # Renewals failed, or regions have a fixed life: leave before the end, while a copy is still possible.
-            for tenant_id in regions.ending():
+            for tenant_id in regions.expiring():
                 try:
                     await self.move(tenant_id)
                 except GpuLeaseError as error:
@@ -287,7 +287,7 @@ class TenantMoves:
         self._check_current(tenant_id, saved)
         return saved
 
-    async def _go_on(self, tenant_id: str, pool: BlockPool, saved: _Saved) -> None:
+    async def _resume(self, tenant_id: str, pool: BlockPool, saved: _Saved) -> None:
         """Copy saved blocks into the new, only region of a held tenant, and continue its sequences there."""
         try:
             await self._user.engine.load_pool(pool, saved.blocks, saved.contents)

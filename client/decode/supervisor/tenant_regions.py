@@ -20,7 +20,7 @@ from gpulease.protocol.lease_ids import lease_text
 REGION_TTL_S: Final = 120.0
 """Seconds of a region, which is renewed for as long as it serves."""
 
-MOVE_BEFORE_S: Final = 5.0
+MOVE_MARGIN_S: Final = 5.0
 """Seconds before a region's end at which its tenant moves away. A renewal that is granted comes long before that."""
 
 REGION_RETRY_S: Final = 0.1
@@ -44,7 +44,7 @@ class TenantRegions:
         pools: The tenants' blocks by the tenants' ids. A tenant that is suspended, or waits for its next region, is not
             in it.
         prefixes: The shared prefixes with a region that has not ended, by name, each with its blocks.
-        move_before_s: Seconds before a region's end at which its tenant is to move away.
+        move_margin_s: Seconds before a region's end at which its tenant is to move away.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TenantRegions:
         self._on_opened, self._on_failure = on_opened, on_failure
         self._life_s = life_s
         # With very short lives, leave in the last quarter.
-        self.move_before_s = min(MOVE_BEFORE_S, (life_s or REGION_TTL_S) / 4)
+        self.move_margin_s = min(MOVE_MARGIN_S, (life_s or REGION_TTL_S) / 4)
         self._renewals: dict[str, KeepAlive] = {}
         self._prefix_renewals: dict[str, KeepAlive] = {}
         self._rebinding = BackgroundTasks()
@@ -82,9 +82,9 @@ class TenantRegions:
 
         Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
         """
-        # Renewal starts only once the tenant has the region, in `_take`.
-        pool = await self.open_beside(tenant)
-        self._take(tenant.id, pool)
+        # Renewal starts only once the tenant has the region, in `_bind`.
+        pool = await self.open_replacement(tenant)
+        self._bind(tenant.id, pool)
         return pool
 
     async def open_prefix(self, prefix: SharedPrefix) -> None:
@@ -117,18 +117,18 @@ class TenantRegions:
             return []
         return [name for name, (_, pool) in self.prefixes.items() if pool.region.revoked]
 
-    async def open_beside(self, tenant: TenantConfig) -> BlockPool:
-        """Open another region for a tenant, for `exchange` or `let_go`. Raises what `open` raises."""
+    async def open_replacement(self, tenant: TenantConfig) -> BlockPool:
+        """Open another region for a tenant, for `exchange` or `discard`. Raises what `open` raises."""
         return await self._engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=self._life_s or REGION_TTL_S)
 
     def exchange(self, tenant_id: str, pool: BlockPool) -> None:
         """Give a tenant another region, and end its old one, which no step under way may name."""
         old, renewal = self.pools[tenant_id], self._renewals.pop(tenant_id, None)
-        self._take(tenant_id, pool)
+        self._bind(tenant_id, pool)
         self._rebinding.start(self._end(old, renewal))
 
-    def let_go(self, pool: BlockPool) -> None:
-        """End, in the background, a region from `open_beside` that no tenant was given."""
+    def discard(self, pool: BlockPool) -> None:
+        """End, in the background, a region from `open_replacement` that no tenant was given."""
         self._rebinding.start(self._end(pool, None))
 
     async def release(self, tenant_id: str) -> None:
@@ -136,11 +136,11 @@ class TenantRegions:
         pool, renewal = self.pools.pop(tenant_id), self._renewals.pop(tenant_id, None)
         await self._close(pool, renewal)
 
-    def ending(self) -> list[str]:
+    def expiring(self) -> list[str]:
         """Return the tenants with regions that are about to end; [] if the lease itself is about to end."""
-        if self._engine.remaining_s <= self.move_before_s:
+        if self._engine.remaining_s <= self.move_margin_s:
             return []
-        return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_before_s]
+        return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_margin_s]
 
     def ended(self) -> list[str]:
         """Return the tenants with regions that have ended; [] if the lease has.
@@ -151,10 +151,10 @@ class TenantRegions:
             return []
         return [name for name, pool in self.pools.items() if pool.region.revoked]
 
-    def _take(self, tenant_id: str, pool: BlockPool) -> None:
+    def _bind(self, tenant_id: str, pool: BlockPool) -> None:
         self.pools[tenant_id] = pool
         if self._life_s is None:
-            # Without a fixed life, the region is renewed. A refused renewal is only logged: `ending` then moves the
+            # Without a fixed life, the region is renewed. A refused renewal is only logged: `expiring` then moves the
             # tenant.
             region = lease_text(pool.region.lease_id)
 

@@ -122,7 +122,7 @@ def test_records_are_kept_while_the_daemon_is_away_and_go_to_the_next_lease(monk
                 audit.on_finished(replace(DONE, request_id=str(number)))
             await until(lambda: not first.failures)
             leases.append(second)
-            await until(lambda: audit.kept == 0)
+            await until(lambda: audit.pending == 0)
         assert (audit.written, audit.lost) == (3, 0)
 
     asyncio.run(play())
@@ -133,7 +133,7 @@ def test_records_are_kept_while_the_daemon_is_away_and_go_to_the_next_lease(monk
 def test_what_can_t_be_written_is_counted_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(decode_audit, "MAX_KEPT", 2)
+    monkeypatch.setattr(decode_audit, "MAX_PENDING", 2)
     monkeypatch.setattr(decode_audit, "LAST_WRITES_S", 0.0)
     lease = MadeLease()
 
@@ -146,7 +146,7 @@ def test_what_can_t_be_written_is_counted_and_told(
             lease.failures = [Disconnected("it is away")]
             for _ in range(3):
                 audit.on_finished(DONE)
-        assert (audit.lost, audit.written, audit.kept) == (4, 0, 0)
+        assert (audit.lost, audit.written, audit.pending) == (4, 0, 0)
 
     with caplog.at_level(logging.ERROR, "gpulease.decode"):
         asyncio.run(play())
@@ -154,7 +154,7 @@ def test_what_can_t_be_written_is_counted_and_told(
 
 
 def test_records_are_numbered_and_a_lost_one_leaves_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_audit, "MAX_KEPT", 2)
+    monkeypatch.setattr(decode_audit, "MAX_PENDING", 2)
     lease = MadeLease()
 
     async def play() -> None:
@@ -162,7 +162,7 @@ def test_records_are_numbered_and_a_lost_one_leaves_a_gap(monkeypatch: pytest.Mo
         async with audit.writing(of(lease)):
             for _ in range(3):
                 audit.on_finished(DONE)
-            await until(lambda: audit.kept == 0)
+            await until(lambda: audit.pending == 0)
             audit.on_finished(DONE)
         assert {note["server"] for note in lease.taken} == {audit.server}
 

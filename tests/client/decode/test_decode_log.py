@@ -58,7 +58,7 @@ def test_a_region_whose_renewal_is_refused_is_logged_and_its_tenant_gets_another
     # Renewed after a tenth of it, so long before it is left, also on a busy host.
     monkeypatch.setattr(tenant_regions, "REGION_TTL_S", 2.0)
     monkeypatch.setattr("gpulease.client.core.lease.RENEW_AT", 0.1)
-    monkeypatch.setattr(tenant_regions, "MOVE_BEFORE_S", 0.05)
+    monkeypatch.setattr(tenant_regions, "MOVE_MARGIN_S", 0.05)
     renew = LeaseHandle.renew
 
     async def scene(decoder: Decoder) -> None:

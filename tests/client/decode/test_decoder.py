@@ -195,7 +195,7 @@ def test_a_region_that_ends_behind_a_last_step_is_noticed_at_the_next_request(
     daemon: Daemon, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that comes before the next look at idle tenants' regions."""
-    monkeypatch.setattr(tenant_moves, "LOOK_S", 1000.0)
+    monkeypatch.setattr(tenant_moves, "POLL_S", 1000.0)
 
     async def scene(decoder: Decoder) -> None:
         told, others = await lose_one(daemon, decoder, "b", TOKENS, revoke)

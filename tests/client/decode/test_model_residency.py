@@ -240,7 +240,7 @@ def test_a_parked_model_that_came_back_by_itself_is_unloaded() -> None:
     load(models, "a", 1, 0.0)
     models.tick(1.0)
     models.parked("a", 1.0)
-    assert models.came_back("a", 2.0) == [Unload("a")]
+    assert models.engine_reopened("a", 2.0) == [Unload("a")]
     assert models.models["a"].card_bytes == 1
 
 

@@ -177,7 +177,7 @@ def test_the_end_of_a_region_takes_its_blocks(daemon: Daemon) -> None:
 
     async def scene(decoder: Decoder) -> None:
         expected = await read(submit(decoder, prompt))
-        assert decoder.scheduler.tenants["a"].blocks.kept == 2
+        assert decoder.scheduler.tenants["a"].blocks.cached == 2
         metrics = DecodeMetrics("ab", lambda: decoder)
 
         def value(name: str) -> float | None:

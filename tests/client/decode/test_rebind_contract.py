@@ -155,7 +155,7 @@ def test_a_tenant_is_recovered_whose_time_is_up(daemon: Daemon, monkeypatch: pyt
     # The others' are renewed early enough for a busy host.
     monkeypatch.setattr("gpulease.client.core.lease.RENEW_AT", 0.1)
     # Otherwise its sequences move before that.
-    monkeypatch.setattr("gpulease.client.decode.supervisor.tenant_regions.MOVE_BEFORE_S", 0.0)
+    monkeypatch.setattr("gpulease.client.decode.supervisor.tenant_regions.MOVE_MARGIN_S", 0.0)
     check(daemon, [(number, by_ttl) for number in (1, 9, 30)])
 
 

@@ -159,7 +159,7 @@ class AnyUse(RuleBasedStateMachine):
     def counts(self) -> None:
         used = {block for user in self.users for block in user.blocks if block < SIZE}
         assert self.region.used == len(used)
-        assert self.region.kept == len(self.kept)
+        assert self.region.cached == len(self.kept)
         assert self.region.available == SIZE - len(used)
         assert all(self.region.share(key) is None for key in self.old_keys)
 

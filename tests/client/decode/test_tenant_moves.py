@@ -60,14 +60,14 @@ def test_a_suspended_tenant_goes_on_with_the_same_tokens_and_the_others_meanwhil
 
 def refused_once(monkeypatch: pytest.MonkeyPatch, regions: TenantRegions) -> None:
     """Let the lease have no room for the next region."""
-    open_beside, refusals = regions.open_beside, iter([CapacityExceeded("no room for both")])
+    open_replacement, refusals = regions.open_replacement, iter([CapacityExceeded("no room for both")])
 
     async def open_or_refuse(tenant: TenantConfig) -> BlockPool:
         for refusal in refusals:
             raise refusal
-        return await open_beside(tenant)
+        return await open_replacement(tenant)
 
-    monkeypatch.setattr(regions, "open_beside", open_or_refuse)
+    monkeypatch.setattr(regions, "open_replacement", open_or_refuse)
 
 
 @pytest.mark.parametrize("has_room", [True, False], ids=["to another file and rename", "in its place"])
@@ -94,13 +94,13 @@ def test_regions_of_a_limited_life_are_left_before_their_ends(daemon: Daemon, al
         settings = replace(SETTINGS, region_life_s=60)
         async with Decoder.open(RandomCheckpoint(TINY, 1), TENANTS, settings, address=daemon.address) as decoder:
             assert not decoder.regions._renewals
-            decoder.regions.move_before_s = 60.0
+            decoder.regions.move_margin_s = 60.0
             generations, outputs = await begin(decoder)
             while decoder.moves.count < 2 * len(TENANTS):  # noqa: ASYNC110  # nothing tells of it
                 await asyncio.sleep(0.01)
             assert await rest(generations, outputs) == alone
             assert replays(generations) == {}
-            decoder.regions.move_before_s = 0.0
+            decoder.regions.move_margin_s = 0.0
 
     asyncio.run(part())
 
